@@ -1,0 +1,61 @@
+"""DenseNets in PyTorch that train in far less memory, with the same numbers."""
+
+from ._version import __version__
+from .batchnorm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, CpSyncBatchNorm, convert_batchnorm, cp_BatchNorm2d
+from .checkpoint import CheckpointFunction
+from .densenet import DenseBlock, DenseLayer, DenseNet, Transition
+from .state_dicts import rename_keys
+from .zoo import (
+    create_model,
+    densenet121,
+    densenet161,
+    densenet169,
+    densenet201,
+    densenet232_48,
+    densenet264,
+    densenet264_48,
+    densenet_40_12,
+    densenet_100_12,
+    densenet_100_24,
+    densenet_bc_40_36,
+    densenet_bc_40_48,
+    densenet_bc_40_60,
+    densenet_bc_100_12,
+    densenet_bc_190_40,
+    densenet_bc_250_24,
+    list_models,
+)
+
+__all__ = [
+    "CheckpointFunction",
+    "CpBatchNorm1d",
+    "CpBatchNorm2d",
+    "CpBatchNorm3d",
+    "CpSyncBatchNorm",
+    "DenseBlock",
+    "DenseLayer",
+    "DenseNet",
+    "Transition",
+    "__version__",
+    "convert_batchnorm",
+    "cp_BatchNorm2d",
+    "create_model",
+    "densenet121",
+    "densenet161",
+    "densenet169",
+    "densenet201",
+    "densenet232_48",
+    "densenet264",
+    "densenet264_48",
+    "densenet_40_12",
+    "densenet_100_12",
+    "densenet_100_24",
+    "densenet_bc_40_36",
+    "densenet_bc_40_48",
+    "densenet_bc_40_60",
+    "densenet_bc_100_12",
+    "densenet_bc_190_40",
+    "densenet_bc_250_24",
+    "list_models",
+    "rename_keys",
+]

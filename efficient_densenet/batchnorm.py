@@ -1,0 +1,99 @@
+"""Batch norms that update their running statistics exactly once, however often their forward is run again.
+
+A checkpointed forward runs twice: once for the value, and once more inside the backward pass. The rule here is to
+update in the first run and never while autograd is executing a backward graph. It needs nothing from the code that
+does the checkpointing, so it holds in every flavour of it.
+"""
+
+import copy
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from .torch_private import in_backward
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class UpdatesOnce:
+    """Mixin, to stand before a batch norm class: in a recomputation, batch statistics are used but not recorded."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training and self.track_running_stats) or _first_run():
+            return super().forward(input)
+        # A stand-in with the same parameters whose buffers are copies: `self` stays as other threads see it, and the
+        # second run saves the same number of tensors as the first, which torch.utils.checkpoint insists on.
+        stand_in = copy.copy(self)
+        stand_in._buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        return super(UpdatesOnce, stand_in).forward(input)
+
+
+class CpBatchNorm1d(UpdatesOnce, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` under the exactly-once rule."""
+
+
+class CpBatchNorm2d(UpdatesOnce, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` under the exactly-once rule."""
+
+
+class CpBatchNorm3d(UpdatesOnce, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` under the exactly-once rule."""
+
+
+class CpSyncBatchNorm(UpdatesOnce, nn.SyncBatchNorm):
+    """`nn.SyncBatchNorm` under the exactly-once rule."""
+
+
+cp_BatchNorm2d = CpBatchNorm2d
+
+_NAMED = {
+    nn.BatchNorm1d: CpBatchNorm1d,
+    nn.BatchNorm2d: CpBatchNorm2d,
+    nn.BatchNorm3d: CpBatchNorm3d,
+    nn.SyncBatchNorm: CpSyncBatchNorm,
+}
+
+
+def convert_batchnorm(module: Module) -> Module:
+    """Put every batch norm inside `module` under the exactly-once rule, in place, and return `module`.
+
+    Each norm stays the same object: only its class changes, to a subclass of what it was. Parameters, buffers, hooks,
+    training mode and references held elsewhere (optimizers, lists) are untouched.
+    """
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, UpdatesOnce)]
+    lazy = next((type(m).__name__ for m in norms if isinstance(m, _LazyNormBase)), None)
+    if lazy:
+        raise ValueError(
+            f"found a {lazy} that has not seen data yet, but a norm needs its channel count to be converted: "
+            "run the model once on an example, then convert it"
+        )
+    for norm in norms:
+        norm.__class__ = _exactly_once(type(norm))
+    return module
+
+
+@cache
+def _exactly_once(base: type[nn.Module]) -> type[nn.Module]:
+    """The exactly-once subclass of a batch norm class, ours by name or one made for somebody's own subclass."""
+    if base in _NAMED:
+        return _NAMED[base]
+    body = {"__module__": base.__module__, "__reduce_ex__": _reduce, "_plain_class": base}
+    return type(f"Cp{base.__name__}", (UpdatesOnce, base), body)
+
+
+def _reduce(norm: nn.Module, protocol: int) -> tuple:
+    """Pickle a norm of a made class by the class it was made from, which is importable."""
+    return _blank, (norm._plain_class,), norm.__dict__
+
+
+def _blank(base: type[nn.Module]) -> nn.Module:
+    cls = _exactly_once(base)
+    return cls.__new__(cls)
+
+
+def _first_run() -> bool:
+    # A compiler traces the first run; what it recomputes afterwards, it recomputes without side effects.
+    return torch.compiler.is_compiling() or not in_backward()

@@ -1,0 +1,238 @@
+"""The DenseNet: its structure and its parameter names. How a dense block is executed is the engines' business."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import engines
+from .batchnorm import CpBatchNorm2d
+from .checks import check_choice, check_fraction, check_whole
+
+
+class DenseLayer(nn.Module):
+    """The `growth_rate` new features that a dense block adds in one step, made from all features before them.
+
+    BN-ReLU-1×1-BN-ReLU-3×3 with a bottleneck of `bn_size * growth_rate` channels; BN-ReLU-3×3 where `bn_size` is 0.
+    """
+
+    def __init__(self, num_input_features: int, growth_rate: int, bn_size: int, drop_rate: float) -> None:
+        super().__init__()
+        self.drop_rate = drop_rate
+        self.has_bottleneck = bn_size > 0
+        width = bn_size * growth_rate if self.has_bottleneck else growth_rate
+        kernel = 1 if self.has_bottleneck else 3
+        self.norm1 = CpBatchNorm2d(num_input_features)
+        self.relu1 = nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(num_input_features, width, kernel, padding=kernel // 2, bias=False)
+        if self.has_bottleneck:
+            self.norm2 = CpBatchNorm2d(width)
+            self.relu2 = nn.ReLU(inplace=True)
+            self.conv2 = nn.Conv2d(width, growth_rate, 3, padding=1, bias=False)
+
+    def forward(self, features: Tensor | Sequence[Tensor], squeeze: engines.Squeeze = engines.plain.squeeze) -> Tensor:
+        features = [features] if isinstance(features, Tensor) else list(features)
+        x = squeeze(self, features)
+        if self.has_bottleneck:
+            x = self.conv2(self.relu2(self.norm2(x)))
+        return F.dropout(x, self.drop_rate, self.training) if self.drop_rate > 0 else x
+
+    def squeeze(self, *features: Tensor) -> Tensor:
+        """The first half: what is large and cheap to make again."""
+        x = torch.cat(features, 1) if len(features) > 1 else features[0]
+        return self.conv1(self.relu1(self.norm1(x)))
+
+
+class DenseBlock(nn.Module):
+    """`num_layers` dense layers, each reading the block's input and everything the layers before it made."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_input_features: int,
+        growth_rate: int,
+        bn_size: int = 4,
+        drop_rate: float = 0.0,
+        efficient: bool | str = True,
+    ) -> None:
+        super().__init__()
+        self.engine = engines.parse(efficient)
+        for i in range(num_layers):
+            layer = DenseLayer(num_input_features + i * growth_rate, growth_rate, bn_size, drop_rate)
+            self.add_module(f"denselayer{i + 1}", layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        squeeze = engines.squeeze_for(self, x)
+        features = [x]
+        for layer in self.children():
+            features.append(layer(features, squeeze))
+        return torch.cat(features, 1)
+
+
+class Transition(nn.Sequential):
+    """Between two blocks: fewer channels by a 1×1 convolution, half the height and width by average pooling."""
+
+    def __init__(self, num_input_features: int, num_output_features: int) -> None:
+        super().__init__()
+        self.norm = CpBatchNorm2d(num_input_features)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv = nn.Conv2d(num_input_features, num_output_features, kernel_size=1, bias=False)
+        self.pool = nn.AvgPool2d(kernel_size=2, stride=2)
+
+
+class DenseNet(nn.Module):
+    """A densely connected network (Huang et al., https://arxiv.org/abs/1608.06993), with or without bottlenecks.
+
+    Args:
+        growth_rate: channels that each layer adds (k in the paper).
+        block_config: layers in each dense block; any number of blocks.
+        compression: share of the channels that a transition keeps, in (0, 1].
+        num_init_features: channels of the first convolution.
+        bn_size: bottleneck width in multiples of `growth_rate`; 0 or None for layers without a bottleneck.
+        drop_rate: dropout after each layer's last convolution.
+        num_classes: size of the classifier's output; 0 makes it the identity, for pooled features.
+        small_inputs: True for a 3×3 stem (CIFAR), False for the 7×7 stem with pooling (ImageNet).
+        efficient: True for the best engine here, False for "plain", or an engine's name.
+        in_channels: channels of the input pictures.
+        init: "fan_out" draws convolutions as the original Torch code did for CIFAR, "fan_in" as torchvision does; the
+            default is fan_out with small inputs and fan_in otherwise.
+        memory_efficient: torchvision's and timm's word for `efficient`; given, it takes its place.
+    """
+
+    def __init__(
+        self,
+        growth_rate: int = 12,
+        block_config: Sequence[int] = (16, 16, 16),
+        compression: float = 0.5,
+        num_init_features: int = 24,
+        bn_size: int | None = 4,
+        drop_rate: float = 0.0,
+        num_classes: int = 10,
+        small_inputs: bool = True,
+        efficient: bool | str = True,
+        *,
+        in_channels: int = 3,
+        init: str | None = None,
+        memory_efficient: bool | str | None = None,
+    ) -> None:
+        super().__init__()
+        bn_size = bn_size or 0
+        init = init or ("fan_out" if small_inputs else "fan_in")
+        efficient = efficient if memory_efficient is None else memory_efficient
+        _check_arguments(
+            growth_rate,
+            block_config,
+            compression,
+            num_init_features,
+            bn_size,
+            drop_rate,
+            num_classes,
+            in_channels,
+            init,
+        )
+        self.in_channels = in_channels
+        self.smallest_input = _smallest_input(len(block_config), small_inputs)
+        self.features = nn.Sequential(_stem(in_channels, num_init_features, small_inputs))
+        channels = num_init_features
+        for i, num_layers in enumerate(block_config, start=1):
+            block = DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, efficient)
+            self.features.add_module(f"denseblock{i}", block)
+            channels += num_layers * growth_rate
+            if i < len(block_config):
+                compressed = int(channels * compression)
+                if compressed < 1:
+                    raise ValueError(
+                        f"compression {compression} leaves none of the {channels} channels after block {i}: "
+                        f"it must be at least 1/{channels}"
+                    )
+                self.features.add_module(f"transition{i}", Transition(channels, compressed))
+                channels = compressed
+        self.features.add_module("norm5", CpBatchNorm2d(channels))
+        self.num_features = channels
+        self.classifier = nn.Linear(channels, num_classes) if num_classes else nn.Identity()
+        self._initialise(init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        # Not in place: a backward hook on the last norm (Grad-CAM) makes its output a view that must not be written.
+        x = F.relu(self.features(x))
+        x = F.adaptive_avg_pool2d(x, 1).flatten(1)
+        return self.classifier(x)
+
+    def set_engine(self, efficient: bool | str) -> "DenseNet":
+        """Run every dense block by this engine from now on; nothing else about the model changes."""
+        engine = engines.parse(efficient)
+        for module in self.modules():
+            if isinstance(module, DenseBlock):
+                module.engine = engine
+        return self
+
+    def _initialise(self, init: str) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode=init, nonlinearity="relu")
+            elif isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def _check_input(self, x: Tensor) -> None:
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+            return  # A tracer would take the sizes it is shown for the only ones allowed.
+        if x.dim() != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f"found an input of shape {tuple(x.shape)}, but this model needs (N, {self.in_channels}, height, width)"
+            )
+        if min(x.shape[2:]) < self.smallest_input:
+            raise ValueError(
+                f"found pictures of {x.shape[2]}×{x.shape[3]}, but this model's poolings need at least "
+                f"{self.smallest_input}×{self.smallest_input}: enlarge them, or use fewer blocks"
+            )
+
+
+def _stem(in_channels: int, num_init_features: int, small_inputs: bool) -> OrderedDict[str, nn.Module]:
+    if small_inputs:
+        return OrderedDict(conv0=nn.Conv2d(in_channels, num_init_features, kernel_size=3, padding=1, bias=False))
+    return OrderedDict(
+        conv0=nn.Conv2d(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False),
+        norm0=CpBatchNorm2d(num_init_features),
+        relu0=nn.ReLU(inplace=True),
+        pool0=nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+    )
+
+
+def _smallest_input(num_blocks: int, small_inputs: bool) -> int:
+    """The least height and width that leave one pixel to the last block.
+
+    A transition halves rounding down; the ImageNet stem halves twice rounding up.
+    """
+    before_first_block = 2 ** (num_blocks - 1)
+    return before_first_block if small_inputs else 4 * (before_first_block - 1) + 1
+
+
+def _check_arguments(
+    growth_rate: Any,
+    block_config: Any,
+    compression: Any,
+    num_init_features: Any,
+    bn_size: Any,
+    drop_rate: Any,
+    num_classes: Any,
+    in_channels: Any,
+    init: Any,
+) -> None:
+    check_whole("growth_rate", growth_rate, at_least=1)
+    if not isinstance(block_config, Sequence) or isinstance(block_config, str) or not block_config:
+        raise ValueError(
+            f"block_config is {block_config!r}, but must list the layers of each block, such as (16, 16, 16)"
+        )
+    for layers in block_config:
+        check_whole("a number of layers in block_config", layers, at_least=1)
+    check_fraction("compression", compression, 0 < compression <= 1, "in (0, 1]")
+    check_whole("num_init_features", num_init_features, at_least=1)
+    check_whole("bn_size", bn_size, at_least=0)
+    check_fraction("drop_rate", drop_rate, 0 <= drop_rate < 1, "in [0, 1)")
+    check_whole("num_classes", num_classes, at_least=0)
+    check_whole("in_channels", in_channels, at_least=1)
+    check_choice("init", init, ("fan_out", "fan_in"))

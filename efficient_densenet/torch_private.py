@@ -1,0 +1,21 @@
+"""The private PyTorch calls the package needs, each behind a name of its own.
+
+A test per function (`tests/test_torch_private.py`) notices when a torch release changes one of them.
+"""
+
+import torch
+
+
+def in_backward() -> bool:
+    """True while autograd executes a backward graph in the calling thread, whatever started it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def functorch_is_active() -> bool:
+    """True under `torch.func` transforms (vmap, grad, jvp and their compositions)."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def tensor_hooks(tensor: torch.Tensor) -> dict | None:
+    """The live dict of a tensor's `register_hook` callables; emptying it silences them."""
+    return tensor._backward_hooks

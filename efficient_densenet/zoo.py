@@ -1,0 +1,115 @@
+"""The published variants as data, and the builder that reads them."""
+
+import difflib
+import fnmatch
+import inspect
+from typing import Any
+
+from .densenet import DenseNet
+
+_CIFAR = {"compression": 0.5, "bn_size": 4, "small_inputs": True, "num_classes": 10}
+_CIFAR_BASIC = _CIFAR | {"compression": 1.0, "bn_size": 0, "num_init_features": 16}
+_IMAGENET = {"compression": 0.5, "bn_size": 4, "small_inputs": False, "num_classes": 1000}
+_IMAGENET_32 = _IMAGENET | {"growth_rate": 32, "num_init_features": 64}
+_IMAGENET_48 = _IMAGENET | {"growth_rate": 48, "num_init_features": 96}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "densenet_40_12": _CIFAR_BASIC | {"growth_rate": 12, "block_config": (12,) * 3},
+    "densenet_100_12": _CIFAR_BASIC | {"growth_rate": 12, "block_config": (32,) * 3},
+    "densenet_100_24": _CIFAR_BASIC | {"growth_rate": 24, "block_config": (32,) * 3},
+    "densenet_bc_100_12": _CIFAR | {"growth_rate": 12, "block_config": (16,) * 3, "num_init_features": 24},
+    "densenet_bc_250_24": _CIFAR | {"growth_rate": 24, "block_config": (41,) * 3, "num_init_features": 48},
+    "densenet_bc_190_40": _CIFAR | {"growth_rate": 40, "block_config": (31,) * 3, "num_init_features": 80},
+    "densenet_bc_40_36": _CIFAR | {"growth_rate": 36, "block_config": (6,) * 3, "num_init_features": 72},
+    "densenet_bc_40_48": _CIFAR | {"growth_rate": 48, "block_config": (6,) * 3, "num_init_features": 96},
+    "densenet_bc_40_60": _CIFAR | {"growth_rate": 60, "block_config": (6,) * 3, "num_init_features": 120},
+    "densenet121": _IMAGENET_32 | {"block_config": (6, 12, 24, 16)},
+    "densenet169": _IMAGENET_32 | {"block_config": (6, 12, 32, 32)},
+    "densenet201": _IMAGENET_32 | {"block_config": (6, 12, 48, 32)},
+    "densenet161": _IMAGENET_48 | {"block_config": (6, 12, 36, 24)},
+    "densenet264": _IMAGENET_32 | {"block_config": (6, 12, 64, 48)},
+    "densenet232_48": _IMAGENET_48 | {"block_config": (6, 12, 48, 48)},
+    "densenet264_48": _IMAGENET_48 | {"block_config": (6, 12, 64, 48)},
+}
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """The names of the variants that match a shell pattern such as "densenet_bc_*"."""
+    return fnmatch.filter(VARIANTS, pattern)
+
+
+def create_model(name: str, **overrides: Any) -> DenseNet:
+    """Build the variant called `name`; `overrides` are arguments of `DenseNet` that take the place of the variant's."""
+    if name not in VARIANTS:
+        near = difflib.get_close_matches(str(name), VARIANTS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown model {name!r}: {hint}the zoo has {', '.join(VARIANTS)}")
+    allowed = list(inspect.signature(DenseNet).parameters)
+    unknown = [key for key in overrides if key not in allowed]
+    if unknown:
+        raise TypeError(f"unknown argument {unknown[0]!r} for {name}: DenseNet takes {', '.join(allowed)}")
+    return DenseNet(**(VARIANTS[name] | overrides))
+
+
+def densenet_40_12(**overrides: Any) -> DenseNet:
+    return create_model("densenet_40_12", **overrides)
+
+
+def densenet_100_12(**overrides: Any) -> DenseNet:
+    return create_model("densenet_100_12", **overrides)
+
+
+def densenet_100_24(**overrides: Any) -> DenseNet:
+    return create_model("densenet_100_24", **overrides)
+
+
+def densenet_bc_100_12(**overrides: Any) -> DenseNet:
+    return create_model("densenet_bc_100_12", **overrides)
+
+
+def densenet_bc_250_24(**overrides: Any) -> DenseNet:
+    return create_model("densenet_bc_250_24", **overrides)
+
+
+def densenet_bc_190_40(**overrides: Any) -> DenseNet:
+    return create_model("densenet_bc_190_40", **overrides)
+
+
+def densenet_bc_40_36(**overrides: Any) -> DenseNet:
+    return create_model("densenet_bc_40_36", **overrides)
+
+
+def densenet_bc_40_48(**overrides: Any) -> DenseNet:
+    return create_model("densenet_bc_40_48", **overrides)
+
+
+def densenet_bc_40_60(**overrides: Any) -> DenseNet:
+    return create_model("densenet_bc_40_60", **overrides)
+
+
+def densenet121(**overrides: Any) -> DenseNet:
+    return create_model("densenet121", **overrides)
+
+
+def densenet169(**overrides: Any) -> DenseNet:
+    return create_model("densenet169", **overrides)
+
+
+def densenet201(**overrides: Any) -> DenseNet:
+    return create_model("densenet201", **overrides)
+
+
+def densenet161(**overrides: Any) -> DenseNet:
+    return create_model("densenet161", **overrides)
+
+
+def densenet264(**overrides: Any) -> DenseNet:
+    return create_model("densenet264", **overrides)
+
+
+def densenet232_48(**overrides: Any) -> DenseNet:
+    return create_model("densenet232_48", **overrides)
+
+
+def densenet264_48(**overrides: Any) -> DenseNet:
+    return create_model("densenet264_48", **overrides)
