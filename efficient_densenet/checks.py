@@ -1,7 +1,7 @@
 """One sentence for a bad argument: its name, what was found, what is allowed."""
 
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -10,9 +10,11 @@ def check_whole(name: str, value: Any, at_least: int) -> None:
         raise ValueError(f"{name} is {value!r}, but must be a whole number of at least {at_least}")
 
 
-def check_fraction(name: str, value: float, holds: bool, allowed: str) -> None:
+def check_between(name: str, value: Any, low: float, high: float, closed: str) -> None:
+    """`closed` is "[)" for low ≤ value < high, and "(]" for low < value ≤ high."""
+    holds = isinstance(value, Real) and (low <= value < high if closed == "[)" else low < value <= high)
     if not holds:
-        raise ValueError(f"{name} is {value!r}, but must be {allowed}")
+        raise ValueError(f"{name} is {value!r}, but must be a number in {closed[0]}{low}, {high}{closed[1]}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:

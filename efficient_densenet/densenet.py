@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import engines
 from .batchnorm import CpBatchNorm2d
-from .checks import check_choice, check_fraction, check_whole
+from .checks import check_between, check_choice, check_whole
 
 
 class DenseLayer(nn.Module):
@@ -70,6 +70,9 @@ class DenseBlock(nn.Module):
         for layer in self.children():
             features.append(layer(features, squeeze))
         return torch.cat(features, 1)
+
+    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script asks for it first
+        raise NotImplementedError("torch.jit.script cannot compile a dense block: use torch.export or torch.jit.trace")
 
 
 class Transition(nn.Sequential):
@@ -142,12 +145,7 @@ class DenseNet(nn.Module):
             self.features.add_module(f"denseblock{i}", block)
             channels += num_layers * growth_rate
             if i < len(block_config):
-                compressed = int(channels * compression)
-                if compressed < 1:
-                    raise ValueError(
-                        f"compression {compression} leaves none of the {channels} channels after block {i}: "
-                        f"it must be at least 1/{channels}"
-                    )
+                compressed = max(int(channels * compression), 1)
                 self.features.add_module(f"transition{i}", Transition(channels, compressed))
                 channels = compressed
         self.features.add_module("norm5", CpBatchNorm2d(channels))
@@ -169,6 +167,11 @@ class DenseNet(nn.Module):
             if isinstance(module, DenseBlock):
                 module.engine = engine
         return self
+
+    @property
+    def engine(self) -> str:
+        """The engine's name in words; what `efficient=True` chose is in brackets."""
+        return engines.describe(next(m.engine for m in self.modules() if isinstance(m, DenseBlock)))
 
     def _initialise(self, init: str) -> None:
         for module in self.modules():
@@ -229,10 +232,10 @@ def _check_arguments(
         )
     for layers in block_config:
         check_whole("a number of layers in block_config", layers, at_least=1)
-    check_fraction("compression", compression, 0 < compression <= 1, "in (0, 1]")
+    check_between("compression", compression, 0, 1, "(]")
     check_whole("num_init_features", num_init_features, at_least=1)
     check_whole("bn_size", bn_size, at_least=0)
-    check_fraction("drop_rate", drop_rate, 0 <= drop_rate < 1, "in [0, 1)")
+    check_between("drop_rate", drop_rate, 0, 1, "[)")
     check_whole("num_classes", num_classes, at_least=0)
     check_whole("in_channels", in_channels, at_least=1)
     check_choice("init", init, ("fan_out", "fan_in"))

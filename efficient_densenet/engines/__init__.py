@@ -55,6 +55,11 @@ def parse(efficient: bool | str | None) -> Engine | None:
         ) from exc
 
 
+def describe(engine: Engine | None) -> str:
+    """The name to show to a reader."""
+    return engine.value if engine else f"best ({BEST.value})"
+
+
 def squeeze_for(block: nn.Module, x: Tensor) -> Squeeze:
     """How the layers of `block` are to be run on `x` now."""
     if not _wants_gradient(block, x) or _is_exporting(block):

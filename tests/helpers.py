@@ -1,0 +1,70 @@
+"""What the tests share: small networks of every family, and one exact comparison."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from efficient_densenet import DenseNet, create_model
+
+FAMILIES = {
+    "basic": {"name": "densenet_40_12", "block_config": (2, 1, 2), "growth_rate": 3, "num_init_features": 4},
+    "bc": {"name": "densenet_bc_100_12", "block_config": (2, 1, 2), "growth_rate": 3, "num_init_features": 4},
+    "imagenet": {"name": "densenet121", "block_config": (1, 2, 1, 1), "growth_rate": 4, "num_init_features": 6},
+}
+SIZES = {"basic": (9, 7), "bc": (9, 7), "imagenet": (69, 75)}
+RECOMPUTING = ("official", "checkpoint")
+
+
+def small_model(family: str, **overrides) -> DenseNet:
+    """A few layers of a zoo family in float64, its norms and biases away from their neutral start."""
+    model = create_model(**FAMILIES[family] | {"num_classes": 5} | overrides).double()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.5, std=0.3)
+    return model
+
+
+def picture(family: str, batch: int = 5) -> Tensor:
+    return torch.randn(batch, 3, *SIZES[family], dtype=torch.double)
+
+
+def with_engine(model: DenseNet, engine: bool | str) -> DenseNet:
+    return copy.deepcopy(model).set_engine(engine)
+
+
+def backward(model: nn.Module, x: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """One forward and backward with the same random numbers each time; the output and the input's gradient."""
+    torch.manual_seed(seed)
+    x = x.detach().requires_grad_()
+    output = model(x)
+    output.square().sum().backward()
+    return output.detach(), x.grad
+
+
+def assert_same_step(ours: nn.Module, reference: nn.Module, x: Tensor, tolerance: float = 1e-10) -> None:
+    for found, expected in zip(backward(ours, x), backward(reference, x), strict=True):
+        assert_close(found, expected, tolerance)
+    assert_same_gradients(ours, reference, tolerance)
+
+
+def assert_same_gradients(ours: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
+    expected = dict(reference.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if expected[name].grad is None:
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None, f"{name} has no gradient"
+            assert_close(parameter.grad, expected[name].grad, tolerance)
+
+
+def assert_same_buffers(ours: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
+    expected = dict(reference.named_buffers())
+    assert expected.keys() == dict(ours.named_buffers()).keys()
+    for name, buffer in ours.named_buffers():
+        assert_close(buffer, expected[name], 0 if name.endswith("num_batches_tracked") else tolerance)
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    """Equal to `tolerance`, relative to the largest value expected, so that large tensors get no slack."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, expected.abs().max().item()))

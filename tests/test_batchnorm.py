@@ -1,0 +1,239 @@
+"""Running statistics are updated exactly once a forward, whoever recomputes it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torchvision
+from helpers import assert_same_buffers, assert_same_gradients, small_model, with_engine
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from efficient_densenet import (
+    CpBatchNorm1d,
+    CpBatchNorm2d,
+    CpBatchNorm3d,
+    CpSyncBatchNorm,
+    convert_batchnorm,
+    cp_BatchNorm2d,
+)
+
+
+def _steps(model, forward, optimizer):
+    for i in range(4):
+        optimizer.zero_grad()
+        forward(model, i).square().sum().backward()
+        optimizer.step()
+
+
+def _accumulated(model, forward, optimizer):
+    for i in range(4):
+        forward(model, i).square().sum().backward()
+    optimizer.step()
+
+
+def _retained(model, forward, optimizer):
+    loss = forward(model, 0).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _grad_of_several(model, forward, optimizer):
+    outputs = [forward(model, i).square().sum() for i in range(3)]
+    for output in reversed(outputs):
+        torch.autograd.grad(output, list(model.parameters()), retain_graph=True, allow_unused=True)
+
+
+def _no_backward(model, forward, optimizer):
+    forward(model, 0)
+    forward(model, 1)
+
+
+def _no_grad(model, forward, optimizer):
+    with torch.no_grad():
+        forward(model, 0)
+        forward(model, 1)
+
+
+def _frozen(model, forward, optimizer):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    _steps(model, forward, optimizer)
+
+
+def _mixed(model, forward, optimizer):
+    _no_grad(model, forward, optimizer)
+    _steps(model, forward, optimizer)
+    model.eval()
+    _steps(model, forward, optimizer)
+    model.train()
+    _no_backward(model, forward, optimizer)
+    _accumulated(model, forward, optimizer)
+
+
+ROWS = [_steps, _accumulated, _retained, _grad_of_several, _no_backward, _no_grad, _frozen, _mixed]
+MOMENTA = [0.1, 0.7, None]
+
+
+def _official(use_reentrant):
+    return lambda function, x: torch_checkpoint(function, x, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("engine", ["plain", "official", "checkpoint"])
+def test_engines(engine, row, momentum):
+    plain = small_model("bc", efficient=False)
+    for module in plain.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = momentum
+    ours = with_engine(plain, engine)
+    for module in plain.modules():  # the reference has torch's own norms
+        if isinstance(module, CpBatchNorm2d):
+            module.__class__ = nn.BatchNorm2d
+    for model in (ours, plain):
+        row(model, lambda model, i: model(_batch(i)), torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_official_checkpointing_around_our_norms(use_reentrant, row, momentum):
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(), nn.Conv2d(4, 2, 1)
+    ).double()
+    ours = convert_batchnorm(copy.deepcopy(plain))
+    reentrant = _official(use_reentrant)
+    for model, run in ((ours, reentrant), (plain, lambda function, x: function(x))):
+        row(
+            model,
+            lambda model, i, run=run: run(model, _batch(i).requires_grad_()),
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+        )
+    assert_same_buffers(ours, plain)
+    assert_same_gradients(ours, plain)
+
+
+def _batch(i: int) -> torch.Tensor:
+    return torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(i), dtype=torch.double)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchvision_updates_its_checkpointed_norms_twice_and_we_update_ours_once():
+    torch.manual_seed(0)
+    arguments = {"growth_rate": 4, "block_config": (2, 2), "num_init_features": 8}
+    theirs = torchvision.models.DenseNet(**arguments, memory_efficient=True)
+    ours = small_model("imagenet", **arguments, num_classes=1000, efficient="official").float()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 3, 32, 32, requires_grad=True)
+    for model in (theirs, ours):
+        model(x).sum().backward()
+    counts = [
+        {name: int(count) for name, count in model.named_buffers() if name.endswith("num_batches_tracked")}
+        for model in (theirs, ours)
+    ]
+    assert set(counts[1].values()) == {1}
+    assert {name for name, count in counts[0].items() if count == 2} == {n for n in counts[0] if ".norm1." in n}
+    assert {count for name, count in counts[0].items() if ".norm1." not in name} == {1}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shape"),
+    [
+        (CpBatchNorm1d, nn.BatchNorm1d, (4, 3, 5)),
+        (CpBatchNorm2d, nn.BatchNorm2d, (4, 3, 5, 2)),
+        (CpBatchNorm3d, nn.BatchNorm3d, (4, 3, 5, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}])
+def test_norms_are_torch_s_own_with_the_same_state(ours, theirs, shape, options):
+    reference, norm = theirs(3, **options), ours(3, **options)
+    assert isinstance(norm, theirs)
+    assert cp_BatchNorm2d is CpBatchNorm2d
+    norm.load_state_dict(reference.state_dict())
+    for _ in range(3):
+        x = torch.randn(shape)
+        assert torch.equal(torch_checkpoint(norm, x.requires_grad_(), use_reentrant=False), reference(x))
+    for a, b in zip(norm.state_dict().values(), reference.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """Somebody's subclass, which reads and writes its buffers by itself."""
+
+    def forward(self, input):
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        return nn.functional.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+        )
+
+
+def _with_norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ModuleList([nn.SyncBatchNorm(4), OwnNorm(4)]), nn.GroupNorm(2, 4)
+    )
+
+
+def test_conversion_keeps_everything_but_the_class():
+    model = _with_norms()
+    model[1].eval()
+    fired = []
+    model[1].register_forward_hook(lambda *_: fired.append(1))
+    before = {name: id(t) for name, t in model.state_dict(keep_vars=True).items()}
+    norms = [model[1], model[2][0], model[2][1]]
+    assert convert_batchnorm(model) is model
+    assert norms == [model[1], model[2][0], model[2][1]]
+    assert {name: id(t) for name, t in model.state_dict(keep_vars=True).items()} == before
+    assert [type(n) for n in norms[:2]] == [CpBatchNorm2d, CpSyncBatchNorm]
+    assert isinstance(norms[2], OwnNorm)
+    assert type(model[3]) is nn.GroupNorm
+    assert [n.training for n in norms] == [False, True, True]
+    model[1](torch.randn(2, 4, 3, 3))
+    assert fired == [1]
+    types = [type(m) for m in model.modules()]
+    assert [type(m) for m in convert_batchnorm(model).modules()] == types
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), OwnNorm(4)])
+@pytest.mark.parametrize("copier", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_every_converted_norm_updates_once(norm, copier):
+    norm = copier(convert_batchnorm(copy.deepcopy(norm)))
+    for _ in range(2):
+        torch_checkpoint(norm, torch.randn(2, 4, 3, 3, requires_grad=True), use_reentrant=True).sum().backward()
+    assert norm.num_batches_tracked == 2
+
+
+def test_conversion_of_a_norm_itself():
+    norm = nn.BatchNorm1d(3)
+    assert convert_batchnorm(norm) is norm
+    assert type(norm) is CpBatchNorm1d
+
+
+def test_a_lazy_norm_is_refused_and_nothing_is_converted():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
+    with pytest.raises(ValueError, match=r"LazyBatchNorm2d.*has not seen data.*run the model once"):
+        convert_batchnorm(model)
+    assert type(model[0]) is nn.BatchNorm2d
+
+
+def test_a_second_run_leaves_the_module_as_other_threads_see_it():
+    """Recomputation must not even for a moment change an attribute of the norm."""
+    norm = CpBatchNorm2d(3)
+    changes = []
+    original = CpBatchNorm2d.__setattr__
+    try:
+        CpBatchNorm2d.__setattr__ = lambda self, name, value: (
+            changes.append(name) if self is norm else None,
+            original(self, name, value),
+        )[1]
+        torch_checkpoint(norm, torch.randn(2, 3, 4, 4, requires_grad=True), use_reentrant=True).sum().backward()
+    finally:
+        del CpBatchNorm2d.__setattr__
+    assert changes == []
+    assert norm.num_batches_tracked == 1

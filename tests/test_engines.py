@@ -1,0 +1,305 @@
+"""Every engine gives the plain model's numbers; the dispatcher refuses and falls back as it says."""
+
+import copy
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from helpers import (
+    FAMILIES,
+    RECOMPUTING,
+    assert_close,
+    assert_same_buffers,
+    assert_same_gradients,
+    assert_same_step,
+    backward,
+    picture,
+    small_model,
+    with_engine,
+)
+from torch import nn
+
+from efficient_densenet import DenseNet, engines
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("drop_rate", [0.0, 0.2])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_values_gradients_and_buffers_equal_plain(engine, family, drop_rate, batch):
+    plain = small_model(family, drop_rate=drop_rate, efficient=False)
+    x = picture(family, batch)
+    ours = with_engine(plain, engine)
+    assert_same_step(ours, plain, x)
+    for model in (ours, plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(5):
+            optimizer.zero_grad()
+            backward(model, x + step, seed=step)
+            optimizer.step()
+    assert_same_buffers(ours, plain)
+    assert_same_gradients(ours, plain)
+
+
+@pytest.mark.parametrize("block_config", [(1,), (3,), (1, 1), (1, 2, 1, 1, 1)])
+@pytest.mark.parametrize("compression", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_any_number_of_blocks_and_any_compression(engine, compression, block_config):
+    plain = small_model("bc", block_config=block_config, compression=compression, num_init_features=10, efficient=False)
+    assert_same_step(with_engine(plain, engine), plain, torch.randn(3, 3, 21, 18, dtype=torch.double))
+
+
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_frozen_stem_still_recomputes_and_gives_all_gradients(engine):
+    plain = small_model("imagenet", efficient=False)
+    plain.features.conv0.weight.requires_grad_(False)
+    plain.features.norm0.requires_grad_(False)
+    ours = with_engine(plain, engine)
+    x = picture("imagenet")
+    kept = []
+    for model in (ours, plain):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept[-1].append(t.nbytes) or t, lambda t: t):
+            kept.append([])
+            output = model(x)
+        output.square().sum().backward()
+    assert_same_gradients(ours, plain)
+    assert sum(kept[0]) < sum(kept[1])
+    assert ours.features.conv0.weight.grad is None
+
+
+@pytest.mark.parametrize("frozen", ["norm1", "conv1", "norm2", "conv2", "denselayer1", "transition", "norm1.weight"])
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_partly_frozen_parameters(engine, frozen):
+    plain = small_model("bc", efficient=False)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    ours = with_engine(plain, engine)
+    assert_same_step(ours, plain, picture("bc"))
+
+
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_frozen_norms(engine):
+    plain = small_model("bc", efficient=False)
+    plain(picture("bc"))
+    for module in plain.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    ours = with_engine(plain, engine)
+    assert_same_step(ours, plain, picture("bc"))
+    assert_same_buffers(ours, plain, tolerance=0)
+
+
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_eval_mode_with_gradients(engine):
+    plain = small_model("bc", efficient=False)
+    plain(picture("bc"))
+    plain.eval()
+    assert_same_step(with_engine(plain, engine), plain, picture("bc"))
+
+
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_several_forwards_before_one_backward_and_retained_graphs(engine):
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, engine)
+    for model in (plain, ours):
+        losses = [model(picture("bc") * 0 + value).square().sum() for value in torch.linspace(0.5, 1.5, 3)]
+        torch.stack(losses).sum().backward(retain_graph=True)
+        losses[0].backward(retain_graph=True)
+        losses[0].backward()
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_second_derivatives(engine):
+    """A gradient penalty: the loss contains the norm of an input gradient."""
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, engine)
+    x = picture("bc")
+    for model in (plain, ours):
+        leaf = x.clone().requires_grad_()
+        output = model(leaf)
+        (grad,) = torch.autograd.grad(output.square().sum(), leaf, create_graph=True)
+        (output.sum() + grad.square().sum()).backward()
+    assert_same_gradients(ours, plain, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_autocast_gives_plain_s_numbers(engine, backward_inside):
+    plain = small_model("bc", efficient=False).float()
+    ours = with_engine(plain, engine)
+    x = picture("bc").float()
+    for model in (plain, ours):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x).square().sum()
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+    assert_same_gradients(ours, plain, tolerance=0)
+
+
+def test_parameter_hooks_fire_once():
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, "checkpoint")
+    for model in (plain, ours):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: grad * 3 + 1)
+    assert_same_step(ours, plain, picture("bc"))
+    assert all(p._backward_hooks for p in ours.parameters())
+
+
+@pytest.mark.parametrize("engine", engines.Engine)
+def test_changing_engine_changes_no_state(engine):
+    model = small_model("bc")
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    model.set_engine(engine.value)
+    after = model.state_dict(keep_vars=True)
+    assert list(before) == list(after)
+    assert all(before[name][0] == id(after[name]) for name in after)
+
+
+@pytest.mark.parametrize("engine", [True, *engines.Engine])
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), "torch.save"])
+def test_copies_compute_with_their_own_weights(engine, copier, tmp_path):
+    model = small_model("bc").set_engine(engine)
+    if copier == "torch.save":
+        torch.save(model, tmp_path / "model.pt")
+        copied = torch.load(tmp_path / "model.pt", weights_only=False)
+    else:
+        copied = copier(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    _, grad = backward(copied, picture("bc"))
+    assert grad.abs().max() > 0
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in copied.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert copied.engine == model.engine
+
+
+@pytest.mark.parametrize("engine", [True, *engines.Engine])
+def test_no_grad_runs_plain_without_a_word(engine):
+    model = small_model("bc").set_engine(engine)
+    x = picture("bc")
+    expected = with_engine(model, "plain")(x)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        assert_close(model(x), expected)
+
+
+def test_replicas_in_threads_as_data_parallel_runs_them():
+    """Replicas hold plain tensors in place of parameters; gradients must flow through them to the model's own."""
+    plain = small_model("bc", efficient=False).eval()
+    ours = with_engine(plain, "checkpoint")
+    x = picture("bc", batch=4)
+    replicas = [_replica(ours) for _ in range(2)]
+    outputs = [None, None]
+
+    def work(i: int) -> None:
+        outputs[i] = replicas[i](x[2 * i : 2 * i + 2])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cat(outputs).square().sum().backward()
+    plain(x).square().sum().backward()
+    assert_same_gradients(ours, plain)
+
+
+def _replica(model: nn.Module) -> nn.Module:
+    """What nn.parallel.replicate makes on one device: shallow copies whose parameters are non-leaf tensors."""
+    replica = model._replicate_for_data_parallel()
+    for name, child in model._modules.items():
+        replica._modules[name] = None if child is None else _replica(child)
+    replica._former_parameters = {}
+    for name, parameter in model._parameters.items():
+        tensor = None if parameter is None else parameter.view_as(parameter)
+        object.__setattr__(replica, name, tensor)
+        replica._former_parameters[name] = tensor
+    return replica
+
+
+def test_unknown_engine_is_named_with_the_ones_there_are():
+    with pytest.raises(ValueError, match=r"unknown engine 'fast'.*'plain', 'official', 'checkpoint'.*True.*False"):
+        DenseNet(efficient="fast")
+    model = small_model("bc")
+    with pytest.raises(ValueError, match="unknown engine 3"):
+        model.set_engine(3)
+    assert model.engine == "best (checkpoint)"
+
+
+def test_best_falls_back_with_one_warning_a_reason(monkeypatch):
+    monkeypatch.setattr(engines, "_warned", set())
+    model = small_model("bc", efficient=True).eval()
+    parameters = dict(model.named_parameters())
+
+    def loss(p):
+        return torch.func.functional_call(model, p, (picture("bc") * 0 + 1,)).square().sum()
+
+    with pytest.warns(UserWarning, match="falling back to engine 'plain'.*torch.func transform") as caught:
+        found = torch.func.grad(loss)(parameters)
+    assert len(caught) == 1
+    expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
+    for grad, plain in zip(found.values(), expected, strict=True):
+        assert_close(grad, plain)
+
+
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_named_engine_raises_where_it_cannot_run(engine):
+    model = small_model("bc", efficient=engine).eval()
+
+    def loss(p):
+        return torch.func.functional_call(model, p, (picture("bc"),)).sum()
+
+    with pytest.raises(RuntimeError, match=f"engine '{engine}' cannot run here.*ordinary autograd.*use engine 'plain'"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # torch's own, on entering a dual level
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_forward_mode_falls_back(monkeypatch):
+    monkeypatch.setattr(engines, "_warned", set())
+    model = small_model("bc", efficient=True).eval()
+    x = picture("bc")
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.warns(UserWarning, match="forward-mode"):
+            output = model(dual)
+        tangent = torch.autograd.forward_ad.unpack_dual(output).tangent
+    step = 1e-6
+    with torch.no_grad():
+        difference = (model(x + step) - model(x - step)) / (2 * step)
+    assert_close(tangent, difference, 1e-6)
+
+
+@pytest.mark.parametrize("replacement", [lambda c: nn.GroupNorm(1, c), lambda c: nn.InstanceNorm2d(c, affine=True)])
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_replaced_norms_and_activations(engine, replacement):
+    plain = small_model("bc", efficient=False)
+    for layer in (m for m in plain.modules() if isinstance(m, type(plain.features.denseblock1.denselayer1))):
+        layer.norm1 = replacement(layer.norm1.num_features).double()
+        layer.relu1 = nn.PReLU().double()
+    assert_same_step(with_engine(plain, engine), plain, picture("bc"))
+
+
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_parametrized_convolution(engine):
+    plain = small_model("bc", efficient=False)
+    nn.utils.parametrizations.weight_norm(plain.features.denseblock1.denselayer1.conv1)
+    assert_same_step(with_engine(plain, engine), plain, picture("bc"))
+
+
+def test_a_block_and_a_layer_work_alone():
+    block = small_model("bc", efficient="checkpoint").features.denseblock1
+    x = torch.randn(2, 4, 5, 5, dtype=torch.double)
+    features = [x]
+    for layer in block.children():
+        features.append(layer(features))
+    assert_close(block(x), torch.cat(features, 1))
+    assert_close(block.denselayer1(x), features[1])

@@ -1,0 +1,52 @@
+"""What autograd keeps, as arithmetic: nothing is allocated here, the models live on the meta device."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from efficient_densenet import create_model
+from efficient_densenet.memory import saved_bytes
+
+MIB = 2**20
+
+
+def _saved(engine: str, batch: int = 256, **overrides) -> int:
+    model = create_model("densenet_bc_100_12", efficient=engine, **overrides).to("meta")
+    pictures, labels = torch.empty(batch, 3, 32, 32, device="meta"), torch.empty(batch, dtype=torch.long, device="meta")
+    return saved_bytes(lambda: F.cross_entropy(model(pictures), labels))
+
+
+def test_plain_keeps_what_the_well_known_code_keeps():
+    """8,507 MiB is the figure of gpleiss/efficient_densenet_pytorch, so the reference is not a wasteful one."""
+    assert _saved("plain") == pytest.approx(8507 * MIB, rel=0.01)
+
+
+@pytest.mark.parametrize("engine", ["official", "checkpoint"])
+def test_recomputation_keeps_less_than_half(engine):
+    assert _saved(engine) <= 0.45 * _saved("plain")
+
+
+@pytest.mark.parametrize("engine", ["official", "checkpoint"])
+def test_growth_with_depth_is_linear(engine):
+    """A layer costs its k new features and twice its 4k-wide bottleneck, whatever came before it."""
+    sizes = [_saved(engine, block_config=(depth,)) for depth in (8, 16, 24, 32)]
+    steps = [later - earlier for earlier, later in pairwise(sizes)]
+    pixels, k = 256 * 32 * 32 * 4, 12
+    # A layer's features are counted once more where the block's output joins them for the last norm and its ReLU.
+    expected = 8 * pixels * (k + 2 * 4 * k + 2 * k)
+    assert steps == pytest.approx([expected] * 3, rel=0.01)
+
+
+def test_plain_grows_quadratically():
+    sizes = [_saved("plain", block_config=(depth,)) for depth in (8, 16, 24, 32)]
+    steps = [later - earlier for earlier, later in pairwise(sizes)]
+    assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0], rel=0.01)
+    assert steps[2] > 1.3 * steps[1] > 1.69 * steps[0] * 0.9
+
+
+def test_each_storage_counts_once():
+    x = torch.ones(1000, requires_grad=True)
+    assert saved_bytes(lambda: (x * x, x[:500] * x[500:])) == 4000
+    assert saved_bytes(lambda: x + 1) == 0

@@ -1,0 +1,58 @@
+"""The private calls still mean what the package takes them to mean."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from efficient_densenet.torch_private import functorch_is_active, in_backward, tensor_hooks
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_in_backward_tells_a_recomputation_from_a_first_run(use_reentrant):
+    seen = []
+
+    def function(x):
+        seen.append(in_backward())
+        return x.sin()
+
+    torch_checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+    assert seen == [False, True]
+    assert not in_backward()
+
+
+def test_in_backward_is_a_thread_s_own():
+    other = []
+
+    def hook(grad):
+        thread = threading.Thread(target=lambda: other.append(in_backward()))
+        thread.start()
+        thread.join()
+        other.append(in_backward())
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(hook)
+    x.sum().backward()
+    assert other == [False, True]
+
+
+def test_functorch_is_active():
+    seen = [functorch_is_active()]
+    torch.func.grad(lambda x: (seen.append(functorch_is_active()), x.sum())[1])(torch.ones(2))
+    torch.func.vmap(lambda x: (seen.append(functorch_is_active()), x)[1])(torch.ones(2))
+    assert seen == [False, True, True]
+
+
+def test_emptying_a_tensor_s_hooks_silences_them():
+    x = torch.ones(2, requires_grad=True)
+    assert not tensor_hooks(x)
+    x.register_hook(lambda grad: grad * 2)
+    hooks = tensor_hooks(x)
+    kept = dict(hooks)
+    hooks.clear()
+    x.sum().backward()
+    assert x.grad.tolist() == [1, 1]
+    hooks.update(kept)
+    x.sum().backward()
+    assert x.grad.tolist() == [3, 3]
