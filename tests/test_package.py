@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from test_zoo import MILLIONS
 
 import efficient_densenet
 from efficient_densenet.extras import need
@@ -29,6 +30,8 @@ def test_importing_does_nothing_else():
 import sys, torch
 before, state = set(sys.modules), torch.get_rng_state()
 settings = torch.get_num_threads(), torch.is_grad_enabled()
+from test_zoo import MILLIONS
+
 import efficient_densenet
 assert torch.equal(state, torch.get_rng_state())
 assert settings == (torch.get_num_threads(), torch.is_grad_enabled())
@@ -59,3 +62,21 @@ def test_every_public_name_is_there_and_in_order():
 def test_pyproject_holds_the_build_system_only():
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert re.findall(r"^\[(.*)\]", text, re.MULTILINE) == ["build-system"]
+
+
+def test_the_readme_table_is_what_was_measured():
+    root = Path(__file__).parents[1]
+    text = (root / "README.md").read_text()
+    measured = (root / "benchmarks/results/cpu_torch2.15.0_densenet_bc_100_12_64.csv").read_text().splitlines()
+    header = measured[0].split(",")
+    for line in measured[1:]:
+        row = dict(zip(header, line.split(","), strict=True))
+        cells = f"| {int(row['kept_mib']):,} MiB | {float(row['time_over_plain']):.2f} |"
+        assert any(f"`{row['engine']}`" in shown and shown.endswith(cells) for shown in text.splitlines()), cells
+
+
+def test_the_readme_lists_the_zoo_with_its_sizes():
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = re.findall(r"^\| (densenet\w+) \| ([\d.]+) \|", text, re.MULTILINE)
+    assert [name for name, _ in rows] == efficient_densenet.list_models()
+    assert all(f"{MILLIONS[name]:.3f}" == size for name, size in rows)
