@@ -6,13 +6,13 @@ does the checkpointing, so it holds in every flavour of it.
 """
 
 import copy
-from functools import cache
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from .made_classes import add_mixin, remove_mixin
 from .torch_private import in_backward
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -63,35 +63,35 @@ def convert_batchnorm(module: Module) -> Module:
     Each norm stays the same object: only its class changes, to a subclass of what it was. Parameters, buffers, hooks,
     training mode and references held elsewhere (optimizers, lists) are untouched.
     """
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, UpdatesOnce)]
-    lazy = next((type(m).__name__ for m in norms if isinstance(m, _LazyNormBase)), None)
+    norms = (m for m in module.modules() if isinstance(m, _BatchNorm))
+    lazy = next((type(norm).__name__ for norm in norms if isinstance(norm, _LazyNormBase)), None)
     if lazy:
         raise ValueError(
             f"found a {lazy} that has not seen data yet, but a norm needs its channel count to be converted: "
             "run the model once on an example, then convert it"
         )
-    for norm in norms:
-        norm.__class__ = _exactly_once(type(norm))
+    for inside in module.modules():
+        update_once(inside)
     return module
 
 
-@cache
-def _exactly_once(base: type[nn.Module]) -> type[nn.Module]:
-    """The exactly-once subclass of a batch norm class, ours by name or one made for somebody's own subclass."""
-    if base in _NAMED:
-        return _NAMED[base]
-    body = {"__module__": base.__module__, "__reduce_ex__": _reduce, "_plain_class": base}
-    return type(f"Cp{base.__name__}", (UpdatesOnce, base), body)
+def update_once(module: nn.Module) -> bool:
+    """Put `module`, if it is a batch norm, under the rule; whether anything changed."""
+    if not isinstance(module, _BatchNorm) or isinstance(module, (UpdatesOnce, _LazyNormBase)):
+        return False
+    if type(module) in _NAMED:
+        module.__class__ = _NAMED[type(module)]
+    else:
+        add_mixin(module, UpdatesOnce, innermost=True)
+    return True
 
 
-def _reduce(norm: nn.Module, protocol: int) -> tuple:
-    """Pickle a norm of a made class by the class it was made from, which is importable."""
-    return _blank, (norm._plain_class,), norm.__dict__
-
-
-def _blank(base: type[nn.Module]) -> nn.Module:
-    cls = _exactly_once(base)
-    return cls.__new__(cls)
+def update_always(module: nn.Module) -> None:
+    """Undo `update_once`."""
+    if type(module) in _NAMED.values():
+        module.__class__ = next(theirs for theirs, ours in _NAMED.items() if ours is type(module))
+    else:
+        remove_mixin(module, UpdatesOnce)
 
 
 def _first_run() -> bool:

@@ -19,3 +19,8 @@ def functorch_is_active() -> bool:
 def tensor_hooks(tensor: torch.Tensor) -> dict | None:
     """The live dict of a tensor's `register_hook` callables; emptying it silences them."""
     return tensor._backward_hooks
+
+
+def is_leaf_node(node: torch.autograd.graph.Node) -> bool:
+    """True for the node that accumulates a leaf's gradient; the leaf is its `variable`."""
+    return node.name() == "torch::autograd::AccumulateGrad"

@@ -30,8 +30,6 @@ def test_importing_does_nothing_else():
 import sys, torch
 before, state = set(sys.modules), torch.get_rng_state()
 settings = torch.get_num_threads(), torch.is_grad_enabled()
-from test_zoo import MILLIONS
-
 import efficient_densenet
 assert torch.equal(state, torch.get_rng_state())
 assert settings == (torch.get_num_threads(), torch.is_grad_enabled())

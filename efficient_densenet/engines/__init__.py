@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..checkpoint import parameters_of
+from ..checkpoint.parameters import parameters_of
 from ..torch_private import functorch_is_active
 from . import plain, recompute
 

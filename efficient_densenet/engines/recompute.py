@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..checkpoint import CheckpointFunction, parameters_of
+from ..checkpoint import CheckpointFunction
+from ..checkpoint.parameters import parameters_of
 
 
 def squeeze_official(layer: nn.Module, features: list[Tensor]) -> Tensor:
