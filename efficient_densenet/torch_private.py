@@ -8,7 +8,12 @@ import torch
 
 def in_backward() -> bool:
     """True while autograd executes a backward graph in the calling thread, whatever started it."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """A number for the backward that the calling thread is executing, -1 outside of one."""
+    return torch._C._current_graph_task_id()
 
 
 def functorch_is_active() -> bool:

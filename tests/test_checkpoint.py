@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from efficient_densenet import checkpoint as cp
+from efficient_densenet import convert_batchnorm
 from efficient_densenet.checkpoint import (
     CheckpointFunction,
     checkpoint,
@@ -145,17 +146,15 @@ def test_a_closure_s_forgotten_parameter_is_an_error(needs_grad):
         checkpoint(lambda x: x.sum() * computed, x)
 
 
-def test_a_module_s_tensor_from_elsewhere_is_an_error_too():
+def test_a_module_s_tensor_from_elsewhere_gets_its_gradient():
     class Tied(nn.Module):
         def forward(self, x):
             return x @ elsewhere
 
     elsewhere = tensor(4, 4).requires_grad_()
-    x = tensor(2, 4).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"Tied computes with 1 tensor"):
-        checkpoint(Tied(), x)
-    checkpoint(Tied(), x, parameters=[elsewhere]).sum().backward()
-    assert_close(elsewhere.grad, (x.detach().sum(0)[:, None]).expand(4, 4))
+    x = tensor(2, 4)
+    checkpoint(Tied(), x).sum().backward()
+    assert_close(elsewhere.grad, x.sum(0)[:, None].expand(4, 4))
 
 
 def test_parameters_must_be_tensors_or_modules():
@@ -367,7 +366,15 @@ def test_a_second_backward_without_retaining_raises_as_plain_does():
         output.sum().backward()
 
 
-@pytest.mark.parametrize("wrap", [lambda net: functools.partial(checkpoint, net), checkpoint_wrapper])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda net: functools.partial(checkpoint, net),
+        lambda net: functools.partial(checkpoint, net, offload=True),
+        lambda net: lambda x: CheckpointFunction.apply(convert_batchnorm(net), 1, x, *net.parameters()),
+        checkpoint_wrapper,
+    ],
+)
 def test_gradient_penalty(wrap):
     """create_graph=True: the loss contains the gradient."""
     plain, ours = network(), network()
@@ -410,19 +417,24 @@ def test_inputs_computed_from_one_another_under_create_graph():
     assert_close(second, expected[1])
 
 
-def test_create_graph_with_offloading_is_refused_with_an_alternative(monkeypatch):
-    x = tensor(3).requires_grad_()
-    output = checkpoint(torch.sin, x, offload=True)
-    with pytest.raises(RuntimeError, match=r"create_graph=True.*offloaded.*checkpoint it without offloading"):
-        torch.autograd.grad(output.sum(), x, create_graph=True)
+def test_a_gradient_taken_inside():
+    """As in a network that gives forces, the gradient of an energy that it computes itself."""
+    net = network().eval()
 
-
-def test_a_gradient_taken_inside_is_refused_in_a_sentence():
     def function(x):
-        return torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]
+        energy = net(x).square().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
 
-    with pytest.raises(RuntimeError, match="gradient taken inside a checkpointed function"):
-        checkpoint(function, tensor(3).requires_grad_())
+    plain = copy.deepcopy(net)
+    x = tensor(5, 4).requires_grad_()
+    expected = outcome(function, [x])
+    grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    found = outcome(lambda x: checkpoint(function, x, parameters=net), [x])
+    assert_same_outcome(found, expected)
+    for grad, parameter in zip(grads, (p for p in net.parameters() if p.grad is not None), strict=True):
+        assert_close(parameter.grad, grad)
+    assert_same_buffers(net, plain)
 
 
 def test_parameter_hooks_fire_once():
@@ -466,11 +478,9 @@ def test_a_generator_named_by_the_caller():
 
 def test_a_function_that_draws_nothing_keeps_no_random_state():
     x = tensor(3).requires_grad_()
-    kept = [
-        checkpoint(function, x).grad_fn.recomputation.random for function in (torch.sin, lambda x: F.dropout(x, 0.5))
-    ]
-    assert kept[0] is None
-    assert kept[1] is not None
+    sine, dropped = (CheckpointFunction.apply(function, 1, x) for function in (torch.sin, lambda x: F.dropout(x, 0.5)))
+    assert sine.grad_fn.recomputation.random is None
+    assert dropped.grad_fn.recomputation.random is not None
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -902,8 +912,6 @@ def test_no_reference_cycle_through_checkpoint():
 
 
 def test_a_norm_can_be_wrapped_in_either_order():
-    from efficient_densenet import convert_batchnorm
-
     for prepare in (
         lambda norm: convert_batchnorm(checkpoint_wrapper(norm)),
         lambda norm: checkpoint_wrapper(convert_batchnorm(norm)),

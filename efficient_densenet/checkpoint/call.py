@@ -1,22 +1,20 @@
 """`checkpoint`: any function, with arguments and results of any shape."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..batchnorm import update_once
 from ..torch_private import functorch_is_active
-from .function import Resumed
+from .frame import Frame
 from .hooks import fire_once
-from .modes import is_disabled, is_in_first_run
-from .parameters import find_unlisted, modules_of, modules_reached_by, parameters_of
-from .recomputation import Recomputation, name_of
-from .trees import flatten, unflatten
+from .modes import is_disabled
+from .parameters import check_listed, modules_of, modules_reached_by, parameters_of
+from .recomputation import name_of, tensors_in
 
 
 def checkpoint(
@@ -53,27 +51,19 @@ def run_twice(
     """`checkpoint` for a function whose own arguments may have any name."""
     if not torch.is_grad_enabled() or is_disabled() or torch.jit.is_tracing() or functorch_is_active():
         return function(*args, **kwargs)
-    if is_in_first_run():
-        return function(*args, **kwargs)  # inside another checkpoint, whose first run keeps nothing anyway
     if torch.compiler.is_compiling():
         return _compiled(function, args, kwargs, preserve_rng_state)
     listed = _listed(parameters)
-    modules = [m for m in listed if isinstance(m, nn.Module)]
-    tensors = _distinct([*parameters_of(*modules_of(function), *modules), *_tensors(listed)])
-    reached = list({m for module in (*modules_reached_by(function), *modules) for m in module.modules()})
-    for module in reached:
+    owners = modules_of(function)
+    modules = _every_module_in((*owners, *modules_reached_by(function), *listed))
+    for module in modules:
         update_once(module)
         fire_once(module)
-    call = _Call(function, args, kwargs)
-    recomputation = Recomputation(
-        call, [*call.inputs, *tensors], name_of(function), preserve_rng_state, generators, reached
-    )
-    outputs = _first_run(recomputation, call, tensors)
-    if any(needs_gradient for _, needs_gradient in outputs):
-        made = Resumed.apply(recomputation, outputs, offload, len(call.inputs), *call.inputs, *tensors)
-    else:
-        made = [output for output, _ in outputs]
-    return call.result(made)
+    result = Frame(function, args, kwargs, modules, preserve_rng_state, generators, offload).first_run(*args, **kwargs)
+    if not owners:
+        known = [t for value in listed for t in (parameters_of(value) if isinstance(value, nn.Module) else [value])]
+        check_listed(name_of(function), tensors_in(result), tensors_in((args, kwargs)), known)
+    return result
 
 
 def checkpoint_sequential(
@@ -100,82 +90,6 @@ def _in_turn(*functions_and_input: Any) -> Any:
     return value
 
 
-class _Call:
-    """A function of nested arguments as one of flat tensors, and its flat outputs as its nested result."""
-
-    def __init__(self, function: Callable, args: tuple, kwargs: dict) -> None:
-        self.function = function
-        leaves, self.spec = flatten((args, kwargs))
-        self.inputs = _distinct(_tensors(leaves))
-        places = {id(tensor): i for i, tensor in enumerate(self.inputs)}
-        self.leaves = [_Input(places[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.template: list[Any] | None = None
-
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = unflatten([_filled(leaf, inputs, ()) for leaf in self.leaves], self.spec)
-        leaves, spec = flatten(self.function(*args, **kwargs))
-        known: dict[int, Any] = {id(tensor): _Input(i) for i, tensor in enumerate(inputs)}
-        outputs: list[Tensor] = []
-        template = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) not in known:
-                known[id(leaf)] = _Output(len(outputs))
-                outputs.append(leaf)
-            template.append(known[id(leaf)] if isinstance(leaf, Tensor) else leaf)
-        if self.template is None:
-            self.template, self.result_spec = template, spec
-        return tuple(outputs)
-
-    def result(self, outputs: Sequence[Tensor]) -> Any:
-        """The nested result; an argument that was returned is the very argument."""
-        template, self.template = self.template, []  # whatever else was returned is the caller's, not the graph's
-        leaves = [_filled(leaf, self.inputs, outputs) for leaf in template]
-        # Between here and the backward the inputs belong to the graph, which notices writes into them.
-        self.inputs = []
-        return unflatten(leaves, self.result_spec)
-
-
-class _Input(int):
-    """The place of a tensor among the inputs."""
-
-
-class _Output(int):
-    """The place of a tensor among the outputs."""
-
-
-def _filled(leaf: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-    if isinstance(leaf, _Input):
-        return inputs[leaf]
-    return outputs[leaf] if isinstance(leaf, _Output) else leaf
-
-
-def _first_run(recomputation: Recomputation, call: _Call, parameters: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
-    """The outputs, each with whether it needs a gradient, from a graph whose tensors are dropped as they come."""
-    inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.inputs]
-    with saved_tensors_hooks(_drop, _refuse):
-        outputs = recomputation.first(*inputs)
-    unlisted = find_unlisted(outputs, [*inputs, *parameters])
-    if unlisted:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in unlisted[:3])
-        raise RuntimeError(
-            f"{recomputation.name} computes with {len(unlisted)} tensor(s) that need a gradient and were not given "
-            f"(of shape {shapes}{', …' if len(unlisted) > 3 else ''}): "
-            "list them, or their modules, in checkpoint(..., parameters=[...])"
-        )
-    return [(output.detach(), output.requires_grad) for output in outputs]
-
-
-def _drop(tensor: Tensor) -> None:
-    return None
-
-
-def _refuse(nothing: None) -> Tensor:
-    raise RuntimeError(
-        "found a gradient taken inside a checkpointed function, but its first run keeps nothing to take it from: "
-        "checkpoint the parts before and after it"
-    )
-
-
 def _compiled(function: Callable, args: tuple, kwargs: dict, preserve_rng_state: bool) -> Any:
     # Compilers know torch's own checkpointing. Before 2.11 their recomputation updates batch norms a second time.
     if torch.__version__ < "2.11":
@@ -193,9 +107,6 @@ def _listed(parameters: nn.Module | Iterable[Tensor | nn.Module] | None) -> list
     return listed
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    return (value for value in values if isinstance(value, Tensor))
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
+def _every_module_in(values: Iterable[Any]) -> list[nn.Module]:
+    found = {module: None for value in values if isinstance(value, nn.Module) for module in value.modules()}
+    return list(found)

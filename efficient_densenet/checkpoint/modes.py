@@ -41,9 +41,9 @@ def is_disabled() -> bool:
     return _modes.disabled > 0
 
 
-def is_in_first_run() -> bool:
-    """True in any first run, one within another checkpoint's second run included."""
-    return _modes.first_runs > 0
+def is_in_a_run() -> bool:
+    """True inside any checkpointed function, in either run."""
+    return _modes.first_runs + _modes.second_runs > 0
 
 
 @contextmanager

@@ -1,24 +1,30 @@
-"""A tensor that waits in CPU memory between the forward and the backward."""
+"""Saved tensors that wait in CPU memory between the forward and the backward."""
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 
-class Resting:
-    """A copy in CPU memory of a tensor that lives elsewhere; a tensor of the CPU rests as it is.
+def resting_in_cpu_memory(wanted: bool) -> AbstractContextManager:
+    """Copy every tensor that is saved in this context, and that lives elsewhere, to CPU memory."""
+    return saved_tensors_hooks(_Resting, _Resting.woken) if wanted else nullcontext()
 
-    From a CUDA device the copy goes to pinned memory without waiting, and comes back the same way: both are queued on
-    the stream that computes, so that nothing reads a tensor before it has arrived.
+
+class _Resting:
+    """From a CUDA device the copy goes to pinned memory without waiting, and comes back the same way.
+
+    Both copies are queued on the stream that computes, so that nothing reads a tensor before it has arrived. A tensor
+    of the CPU rests as it is, under the eye that autograd has on tensors that it saves itself.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.device = tensor.device
-        self.tensor = tensor.detach()
-        self.version = tensor._version
+        self.device, self.version = tensor.device, tensor._version
+        self.tensor = tensor
         if self.device.type != "cpu":
             pinned = self.device.type == "cuda" and tensor.layout == torch.strided
-            self.tensor = torch.empty_like(self.tensor, device="cpu", pin_memory=pinned)
-            self.tensor.copy_(tensor.detach(), non_blocking=pinned)
+            self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor, non_blocking=pinned)
 
     def woken(self) -> Tensor:
         if self.device.type != "cpu":

@@ -51,17 +51,22 @@ def parameters_of(*modules: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def find_unlisted(outputs: Iterable[Tensor], listed: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that `outputs` were computed from, need a gradient, and are not among `listed`."""
+def check_listed(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], listed: Sequence[Tensor]) -> None:
+    """Refuse outputs that were computed from tensors that need a gradient and were neither given nor listed."""
+    unlisted = _unlisted_leaves(outputs, [*inputs, *listed])
+    if unlisted:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in unlisted[:3])
+        raise RuntimeError(
+            f"{name} computes with {len(unlisted)} tensor(s) that need a gradient and were not given (of shape {shapes}"
+            f"{', …' if len(unlisted) > 3 else ''}): list them, or their modules, in checkpoint(..., parameters=[...])"
+        )
+
+
+def _unlisted_leaves(outputs: Iterable[Tensor], listed: Sequence[Tensor]) -> list[Tensor]:
     known = {id(tensor) for tensor in listed}
     seen = {tensor.grad_fn for tensor in listed if tensor.grad_fn is not None}
-    leaves = {}
-    stack = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            stack.append(output.grad_fn)
-        elif output.requires_grad:
-            leaves[id(output)] = output
+    leaves = {id(output): output for output in outputs if output.requires_grad and output.grad_fn is None}
+    stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while stack:
         node = stack.pop()
         if node in seen:

@@ -1,4 +1,4 @@
-"""A function that runs once for its value and, later, again in the same state."""
+"""The two runs of a function: what the first one was made in, the second one is made in again, and they must agree."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,62 +9,59 @@ import torch
 from torch import Tensor, nn
 
 from .modes import first_run, second_run
-from .parameters import modules_of
 from .states import AutocastState, RandomState
+from .trees import flatten
+
+Description = list[tuple[torch.Size, torch.dtype]]
 
 
 class Recomputation:
-    """`function` takes tensors and gives a tensor or a tuple of tensors; `tensors` are all that it computes with."""
+    """`tensors` are all that the function computes with, `modules` all that it runs."""
 
     def __init__(
         self,
-        function: Callable[..., Tensor | tuple[Tensor, ...]],
-        tensors: Sequence[Any],
-        name: str | None = None,
+        name: str,
+        tensors: Sequence[Tensor],
+        modules: Iterable[nn.Module],
         preserve_rng_state: bool = True,
         generators: Iterable[torch.Generator] = (),
-        modules: Iterable[nn.Module] | None = None,
+        cache_casts: bool = True,
     ) -> None:
-        if modules is None:
-            modules = (m for module in modules_of(function) for m in module.modules())
-        self.function = function
-        self.name = name or name_of(function)
-        self.autocast = AutocastState(tensors)
+        self.name = name
+        self.autocast = AutocastState(tensors, cache_casts)
         self.random = RandomState(tensors, generators) if preserve_rng_state else None
         self.modes = [(module, module.training) for module in modules]
-        self.given: list[tuple[torch.Size, torch.dtype]] = []
+        self.given: Description | None = None
 
-    def first(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def first(self, function: Callable, inputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Run `function`, whose tensor arguments are `inputs`."""
         versions = [tensor._version for tensor in inputs]
-        cause = None
-        try:
-            with first_run(), self.autocast.restored():
-                outputs = self.function(*inputs)
-        except RuntimeError as exc:
-            if "in-place operation" not in str(exc):
-                raise
-            cause = exc
-        if cause or [tensor._version for tensor in inputs] != versions:
+        with first_run(), self.autocast.restored():
+            result = function(*args, **kwargs)
+        if [tensor._version for tensor in inputs] != versions:
             raise RuntimeError(
                 f"{self.name} writes into a tensor it was given, in place, so it cannot be run again from what it was "
                 "given: make its first operation an out-of-place one, or give it a clone"
-            ) from cause
+            )
         if self.random is not None and not self.random.has_moved():
             self.random = None  # A function that drew nothing needs nothing restored.
-        self.given = _described(_as_tuple(outputs))
-        return outputs
+        self.given = described(tensors_in(result))
+        return result
 
-    def again(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def again(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         replayed = nullcontext() if self.random is None else self.random.replayed()
         with second_run(), self.autocast.restored(), self._modes_restored(), replayed:
-            outputs = _as_tuple(self.function(*inputs))
-        given = _described(outputs)
-        if given != self.given:
+            result = function(*args, **kwargs)
+        self.refuse_difference("gave", described(tensors_in(result)), self.given)
+        return result
+
+    def refuse_difference(self, verb: str, found: Description, expected: Description | None) -> None:
+        """`expected` is None, or not all there yet, where a gradient is taken inside the first run."""
+        if self.given is not None and found != expected:
             raise RuntimeError(
-                f"{self.name} gave {_in_words(given)} when it was recomputed, but {_in_words(self.given)} in its first "
+                f"{self.name} {verb} {_in_words(found)} when it was recomputed, but {_in_words(expected)} in its first "
                 "run: a checkpointed function must do the same both times"
             )
-        return outputs
 
     @contextmanager
     def _modes_restored(self) -> Iterator[None]:
@@ -88,14 +85,16 @@ def name_of(function: Callable) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+def tensors_in(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def _described(outputs: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(output.shape, output.dtype) for output in outputs]
+def described(tensors: Iterable[Tensor]) -> Description:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def _in_words(outputs: list[tuple[torch.Size, torch.dtype]]) -> str:
-    tensors = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in outputs)
-    return f"{len(outputs)} tensor{'' if len(outputs) == 1 else 's'} ({tensors})"
+def _in_words(tensors: Description) -> str:
+    each = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors)
+    return f"{len(tensors)} tensor{'' if len(tensors) == 1 else 's'} ({each})"

@@ -52,9 +52,13 @@ class _Device:
 
 
 class AutocastState:
-    """Autocast as it is now, for the CPU and for every device type among `tensors`."""
+    """Autocast as it is now, for the CPU and for every device type among `tensors`; casts are cached as it is now too.
 
-    def __init__(self, tensors: Iterable[Any]) -> None:
+    Without `cache_casts` they are not, so that no cast weight is shared with the code around.
+    """
+
+    def __init__(self, tensors: Iterable[Any], cache_casts: bool = True) -> None:
+        self.cached = cache_casts and torch.is_autocast_cache_enabled()
         types = {"cpu", *(t.device.type for t in tensors if isinstance(t, Tensor))}
         self.states = {
             kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -64,10 +68,8 @@ class AutocastState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        # Autocast caches the weights it casts. Casts cached by the first run carry no graph, and casts cached by the
-        # second one carry a graph that is gone: neither may be seen by the code around, so both runs go uncached.
         with ExitStack() as stack:
             for kind, (dtype, enabled) in self.states.items():
                 if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
             yield
