@@ -5,9 +5,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import create_model
-from efficient_densenet.memory import saved_bytes
+from efficient_densenet.checkpoint import checkpoint
+from efficient_densenet.memory import saved_bytes, tensor_peak
 
 MIB = 2**20
 
@@ -50,3 +53,36 @@ def test_each_storage_counts_once():
     x = torch.ones(1000, requires_grad=True)
     assert saved_bytes(lambda: (x * x, x[:500] * x[500:])) == 4000
     assert saved_bytes(lambda: x + 1) == 0
+
+
+def test_the_tensor_peak_is_the_most_held_at_once():
+    before = [torch.empty(1000, 250)]
+
+    def function():
+        first = torch.empty(1000, 1000)
+        second = torch.empty(500, 1000)
+        del first
+        return second + torch.empty(250, 1000).sum() + len(before)
+
+    assert tensor_peak(function) == pytest.approx(6 * 10**6, rel=0.01)
+    assert tensor_peak(lambda: None) == 0
+    assert tensor_peak(lambda: (before.clear(), torch.empty(1000, 250))) == 10**6
+
+
+def test_checkpointing_s_peak_is_torch_s():
+    layers = [nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh()]
+    chain = [nn.Sequential(*layers) for _ in range(8)]
+    x = torch.randn(1024, 256, requires_grad=True)
+
+    def step(run):
+        y = x
+        for module in chain:
+            y = run(module, y)
+        y.sum().backward()
+
+    def theirs(module, y):
+        return torch_checkpoint(module, y, use_reentrant=False)
+
+    step(theirs)
+    peaks = [tensor_peak(lambda run=run: step(run)) for run in (checkpoint, theirs)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)

@@ -10,10 +10,14 @@ from ..extras import need
 EXPECTED = (ValueError, FileExistsError, FloatingPointError, ModuleNotFoundError)
 
 
-def command(function: Callable) -> None:
+def command(component: Callable | dict[str, Callable]) -> None:
+    """Run a function, or one of several by its name, on the command line's words."""
+    words = sys.argv[1:]
+    chosen = component.get(words[0]) if isinstance(component, dict) and words else component
     try:
-        _refuse_unknown_options(function, sys.argv[1:])
-        need("fire", extra="demos").Fire(function)
+        if callable(chosen):
+            _refuse_unknown_options(chosen, words)
+        need("fire", extra="demos").Fire(component)
     except EXPECTED as exc:
         sys.exit(f"error: {exc}")
 
