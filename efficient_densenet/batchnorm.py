@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 
 from .made_classes import add_mixin, remove_mixin
 from .torch_private import in_backward
@@ -27,7 +27,7 @@ class UpdatesOnce:
         # A stand-in with the same parameters whose buffers are copies: `self` stays as other threads see it, and the
         # second run saves the same number of tensors as the first, which torch.utils.checkpoint insists on.
         stand_in = copy.copy(self)
-        stand_in._buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        stand_in._buffers = {name: b if b is None else b.clone() for name, b in self._buffers.items()}
         return super(UpdatesOnce, stand_in).forward(input)
 
 
@@ -71,13 +71,14 @@ def convert_batchnorm(module: Module) -> Module:
             "run the model once on an example, then convert it"
         )
     for inside in module.modules():
-        update_once(inside)
+        if isinstance(inside, _BatchNorm):
+            update_once(inside)
     return module
 
 
 def update_once(module: nn.Module) -> bool:
-    """Put `module`, if it is a batch norm, under the rule; whether anything changed."""
-    if not isinstance(module, _BatchNorm) or isinstance(module, (UpdatesOnce, _LazyNormBase)):
+    """Put `module`, if it is a norm with running statistics, under the rule; whether anything changed."""
+    if not isinstance(module, _NormBase) or isinstance(module, (UpdatesOnce, _LazyNormBase)):
         return False
     if type(module) in _NAMED:
         module.__class__ = _NAMED[type(module)]

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from . import engines
 from .batchnorm import CpBatchNorm2d
 from .checks import check_between, check_choice, check_whole
+from .engines import plain
+from .engines.plain import Squeeze
 
 
 class DenseLayer(nn.Module):
@@ -33,7 +35,7 @@ class DenseLayer(nn.Module):
             self.relu2 = nn.ReLU(inplace=True)
             self.conv2 = nn.Conv2d(width, growth_rate, 3, padding=1, bias=False)
 
-    def forward(self, features: Tensor | Sequence[Tensor], squeeze: engines.Squeeze = engines.plain.squeeze) -> Tensor:
+    def forward(self, features: Tensor | Sequence[Tensor], squeeze: Squeeze = plain.squeeze) -> Tensor:
         features = [features] if isinstance(features, Tensor) else list(features)
         x = squeeze(self, features)
         if self.has_bottleneck:
@@ -42,7 +44,7 @@ class DenseLayer(nn.Module):
 
     def squeeze(self, *features: Tensor) -> Tensor:
         """The first half: what is large and cheap to make again."""
-        x = torch.cat(features, 1) if len(features) > 1 else features[0]
+        x = torch.cat(features, 1)  # a copy of a single one too: a ReLU may write into it where the norm is none
         return self.conv1(self.relu1(self.norm1(x)))
 
 
@@ -65,11 +67,7 @@ class DenseBlock(nn.Module):
             self.add_module(f"denselayer{i + 1}", layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        squeeze = engines.squeeze_for(self, x)
-        features = [x]
-        for layer in self.children():
-            features.append(layer(features, squeeze))
-        return torch.cat(features, 1)
+        return engines.run_block(self, x, engines.choose(self, x))
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script asks for it first
         raise NotImplementedError("torch.jit.script cannot compile a dense block: use torch.export or torch.jit.trace")
@@ -84,6 +82,21 @@ class Transition(nn.Sequential):
         self.relu = nn.ReLU(inplace=True)
         self.conv = nn.Conv2d(num_input_features, num_output_features, kernel_size=1, bias=False)
         self.pool = nn.AvgPool2d(kernel_size=2, stride=2)
+
+
+class Features(nn.Sequential):
+    """Stem, blocks, transitions and the last norm in turn; a block runs together with what consumes it where it can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        modules = list(self)
+        while modules:
+            module = modules.pop(0)
+            if modules and isinstance(module, DenseBlock):
+                x, consumed = engines.run_stage(module, modules[0], x)
+                modules = modules[consumed:]
+            else:
+                x = module(x)
+        return x
 
 
 class DenseNet(nn.Module):
@@ -138,7 +151,7 @@ class DenseNet(nn.Module):
         )
         self.in_channels = in_channels
         self.smallest_input = _smallest_input(len(block_config), small_inputs)
-        self.features = nn.Sequential(_stem(in_channels, num_init_features, small_inputs))
+        self.features = Features(_stem(in_channels, num_init_features, small_inputs))
         channels = num_init_features
         for i, num_layers in enumerate(block_config, start=1):
             block = DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, efficient)

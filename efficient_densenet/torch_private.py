@@ -4,6 +4,7 @@ A test per function (`tests/test_torch_private.py`) notices when a torch release
 """
 
 import torch
+import torch.nn.utils.parametrize
 
 
 def in_backward() -> bool:
@@ -29,3 +30,8 @@ def tensor_hooks(tensor: torch.Tensor) -> dict | None:
 def is_leaf_node(node: torch.autograd.graph.Node) -> bool:
     """True for the node that accumulates a leaf's gradient; the leaf is its `variable`."""
     return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def caches_parametrizations() -> bool:
+    """True inside `torch.nn.utils.parametrize.cached()`."""
+    return bool(torch.nn.utils.parametrize._cache_enabled)

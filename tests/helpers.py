@@ -14,6 +14,7 @@ FAMILIES = {
 }
 SIZES = {"basic": (9, 7), "bc": (9, 7), "imagenet": (69, 75)}
 RECOMPUTING = ("official", "checkpoint")
+SAVING = (*RECOMPUTING, "shared")
 
 
 def small_model(family: str, **overrides) -> DenseNet:

@@ -84,7 +84,7 @@ def _official(use_reentrant):
 
 @pytest.mark.parametrize("momentum", MOMENTA)
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("engine", ["plain", "official", "checkpoint"])
+@pytest.mark.parametrize("engine", ["plain", "official", "checkpoint", "shared"])
 def test_engines(engine, row, momentum):
     plain = small_model("bc", efficient=False)
     for module in plain.modules():

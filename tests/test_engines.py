@@ -7,9 +7,11 @@ import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers import (
     FAMILIES,
     RECOMPUTING,
+    SAVING,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
@@ -27,7 +29,7 @@ from efficient_densenet import DenseNet, engines
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("drop_rate", [0.0, 0.2])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("engine", RECOMPUTING)
+@pytest.mark.parametrize("engine", SAVING)
 def test_values_gradients_and_buffers_equal_plain(engine, family, drop_rate, batch):
     plain = small_model(family, drop_rate=drop_rate, efficient=False)
     x = picture(family, batch)
@@ -45,13 +47,13 @@ def test_values_gradients_and_buffers_equal_plain(engine, family, drop_rate, bat
 
 @pytest.mark.parametrize("block_config", [(1,), (3,), (1, 1), (1, 2, 1, 1, 1)])
 @pytest.mark.parametrize("compression", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("engine", RECOMPUTING)
+@pytest.mark.parametrize("engine", SAVING)
 def test_any_number_of_blocks_and_any_compression(engine, compression, block_config):
     plain = small_model("bc", block_config=block_config, compression=compression, num_init_features=10, efficient=False)
     assert_same_step(with_engine(plain, engine), plain, torch.randn(3, 3, 21, 18, dtype=torch.double))
 
 
-@pytest.mark.parametrize("engine", RECOMPUTING)
+@pytest.mark.parametrize("engine", SAVING)
 def test_frozen_stem_still_recomputes_and_gives_all_gradients(engine):
     plain = small_model("imagenet", efficient=False)
     plain.features.conv0.weight.requires_grad_(False)
@@ -70,7 +72,7 @@ def test_frozen_stem_still_recomputes_and_gives_all_gradients(engine):
 
 
 @pytest.mark.parametrize("frozen", ["norm1", "conv1", "norm2", "conv2", "denselayer1", "transition", "norm1.weight"])
-@pytest.mark.parametrize("engine", RECOMPUTING)
+@pytest.mark.parametrize("engine", SAVING)
 def test_partly_frozen_parameters(engine, frozen):
     plain = small_model("bc", efficient=False)
     for name, parameter in plain.named_parameters():
@@ -79,7 +81,7 @@ def test_partly_frozen_parameters(engine, frozen):
     assert_same_step(ours, plain, picture("bc"))
 
 
-@pytest.mark.parametrize("engine", RECOMPUTING)
+@pytest.mark.parametrize("engine", SAVING)
 def test_frozen_norms(engine):
     plain = small_model("bc", efficient=False)
     plain(picture("bc"))
@@ -91,7 +93,7 @@ def test_frozen_norms(engine):
     assert_same_buffers(ours, plain, tolerance=0)
 
 
-@pytest.mark.parametrize("engine", RECOMPUTING)
+@pytest.mark.parametrize("engine", SAVING)
 def test_eval_mode_with_gradients(engine):
     plain = small_model("bc", efficient=False)
     plain(picture("bc"))
@@ -99,7 +101,7 @@ def test_eval_mode_with_gradients(engine):
     assert_same_step(with_engine(plain, engine), plain, picture("bc"))
 
 
-@pytest.mark.parametrize("engine", RECOMPUTING)
+@pytest.mark.parametrize("engine", SAVING)
 def test_several_forwards_before_one_backward_and_retained_graphs(engine):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
@@ -142,9 +144,10 @@ def test_autocast_gives_plain_s_numbers(engine, backward_inside):
     assert_same_gradients(ours, plain, tolerance=0)
 
 
-def test_parameter_hooks_fire_once():
+@pytest.mark.parametrize("engine", SAVING)
+def test_parameter_hooks_fire_once(engine):
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "checkpoint")
+    ours = with_engine(plain, engine)
     for model in (plain, ours):
         for parameter in model.parameters():
             parameter.register_hook(lambda grad: grad * 3 + 1)
@@ -191,10 +194,11 @@ def test_no_grad_runs_plain_without_a_word(engine):
         assert_close(model(x), expected)
 
 
-def test_replicas_in_threads_as_data_parallel_runs_them():
+@pytest.mark.parametrize("engine", ["checkpoint", "shared"])
+def test_replicas_in_threads_as_data_parallel_runs_them(engine):
     """Replicas hold plain tensors in place of parameters; gradients must flow through them to the model's own."""
     plain = small_model("bc", efficient=False).eval()
-    ours = with_engine(plain, "checkpoint")
+    ours = with_engine(plain, engine)
     x = picture("bc", batch=4)
     replicas = [_replica(ours) for _ in range(2)]
     outputs = [None, None]
@@ -226,12 +230,12 @@ def _replica(model: nn.Module) -> nn.Module:
 
 
 def test_unknown_engine_is_named_with_the_ones_there_are():
-    with pytest.raises(ValueError, match=r"unknown engine 'fast'.*'plain', 'official', 'checkpoint'.*True.*False"):
+    with pytest.raises(ValueError, match=r"unknown engine 'fast'.*'plain', .*'shared'.*True.*False"):
         DenseNet(efficient="fast")
     model = small_model("bc")
     with pytest.raises(ValueError, match="unknown engine 3"):
         model.set_engine(3)
-    assert model.engine == "best (checkpoint)"
+    assert model.engine == "best"
 
 
 def test_best_falls_back_with_one_warning_a_reason(monkeypatch):
@@ -242,7 +246,7 @@ def test_best_falls_back_with_one_warning_a_reason(monkeypatch):
     def loss(p):
         return torch.func.functional_call(model, p, (picture("bc") * 0 + 1,)).square().sum()
 
-    with pytest.warns(UserWarning, match="falling back to engine 'plain'.*torch.func transform") as caught:
+    with pytest.warns(UserWarning, match="falling back from .* to 'plain'.*torch.func transform") as caught:
         found = torch.func.grad(loss)(parameters)
     assert len(caught) == 1
     expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
@@ -250,14 +254,14 @@ def test_best_falls_back_with_one_warning_a_reason(monkeypatch):
         assert_close(grad, plain)
 
 
-@pytest.mark.parametrize("engine", RECOMPUTING)
+@pytest.mark.parametrize("engine", SAVING)
 def test_named_engine_raises_where_it_cannot_run(engine):
     model = small_model("bc", efficient=engine).eval()
 
     def loss(p):
         return torch.func.functional_call(model, p, (picture("bc"),)).sum()
 
-    with pytest.raises(RuntimeError, match=f"engine '{engine}' cannot run here.*ordinary autograd.*use engine 'plain'"):
+    with pytest.raises(RuntimeError, match=f"engine '{engine}' cannot run here.*ordinary autograd.*use another engine"):
         torch.func.grad(loss)(dict(model.named_parameters()))
 
 
@@ -288,6 +292,115 @@ def test_replaced_norms_and_activations(engine, replacement):
     assert_same_step(with_engine(plain, engine), plain, picture("bc"))
 
 
+@pytest.mark.parametrize("engine", SAVING)
+def test_sync_batch_norm_conversion_keeps_the_rule(engine):
+    """The step that distributed training takes puts torch's own norms in the place of ours."""
+    plain = nn.SyncBatchNorm.convert_sync_batchnorm(small_model("bc", efficient=False))
+    ours = with_engine(plain, engine if engine != "shared" else True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert_same_step(ours, plain, picture("bc"))
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_instance_norm_with_running_statistics(engine):
+    plain = small_model("bc", efficient=False)
+    layer = plain.features.denseblock1.denselayer2
+    layer.norm1 = nn.InstanceNorm2d(layer.norm1.num_features, track_running_stats=True).double()
+    ours = with_engine(plain, engine)
+    assert_same_step(ours, plain, picture("bc"))
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["checkpoint", "shared"])
+def test_swapped_parameters_get_their_gradients_or_an_error(engine, family):
+    """torch.func.functional_call puts other tensors in the parameters' place and takes them out again."""
+    plain = small_model(family, efficient=False).eval()
+    ours = with_engine(plain, engine)
+    x = picture(family)
+    grads = []
+    for model in (plain, ours):
+        swapped = {name: (p.detach() * 1.3).requires_grad_() for name, p in model.named_parameters()}
+        loss = torch.func.functional_call(model, swapped, (x,)).square().sum()
+        if model is ours and engine == "checkpoint":
+            with pytest.raises(RuntimeError, match="recomputed with other parameters than in its first run"):
+                loss.backward()
+            return
+        loss.backward()
+        grads.append([p.grad for p in swapped.values()])
+    for found, expected in zip(*grads, strict=True):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("engine", ["checkpoint", "shared"])
+def test_switching_to_eval_mode_before_the_backward(engine):
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, engine)
+    for model in (plain, ours):
+        loss = model(picture("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7)).square().sum()
+        model.eval()
+        loss.backward()
+    assert_same_gradients(ours, plain)
+
+
+def test_forward_hooks_inside_a_layer_fire_once():
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, "checkpoint")
+    counts = [[], []]
+    for model, seen in zip((plain, ours), counts, strict=True):
+        model.features.denseblock1.denselayer1.conv1.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+    assert_same_step(ours, plain, picture("bc"))
+    assert counts == [[1], [1]]
+
+
+def test_a_layer_with_a_parameter_of_its_own():
+    plain = small_model("bc", efficient=False)
+
+    class Scaled(type(plain.features.denseblock1.denselayer1)):
+        def squeeze(self, *features):
+            return super().squeeze(*features) * self.gain
+
+    for model in (plain, ours := with_engine(plain, "checkpoint")):
+        layer = model.features.denseblock1.denselayer1
+        layer.gain = nn.Parameter(torch.tensor(2.0, dtype=torch.double))
+        layer.__class__ = Scaled
+    assert_same_step(ours, plain, picture("bc"))
+
+
+@pytest.mark.parametrize("engine", RECOMPUTING)
+def test_torch_s_checkpoint_around_ours(engine):
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, engine)
+    x = picture("bc").requires_grad_()
+    torch.utils.checkpoint.checkpoint(ours, x, use_reentrant=False).square().sum().backward()
+    plain(x.detach()).square().sum().backward()
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+def test_spectral_norm_and_cached_parametrizations_are_not_run_twice():
+    model = small_model("bc", efficient="checkpoint")
+    nn.utils.parametrizations.spectral_norm(model.features.denseblock1.denselayer1.conv1)
+    with pytest.raises(RuntimeError, match="changes its own state when it is run"):
+        model(picture("bc"))
+    model = small_model("bc", efficient="checkpoint")
+    nn.utils.parametrizations.weight_norm(model.features.denseblock1.denselayer1.conv1)
+    with torch.nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match="being cached"):
+        model(picture("bc"))
+
+
+@pytest.mark.parametrize("engine", ["plain", *RECOMPUTING])
+def test_a_layer_without_a_norm_leaves_its_input_alone(engine):
+    block = small_model("bc", efficient=engine).features.denseblock1
+    block.denselayer1.norm1 = nn.Identity()
+    x = torch.randn(2, 4, 5, 5, dtype=torch.double)
+    before = x.clone()
+    assert torch.equal(block(x)[:, :4], before)
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("engine", RECOMPUTING)
 def test_parametrized_convolution(engine):
     plain = small_model("bc", efficient=False)
@@ -295,8 +408,9 @@ def test_parametrized_convolution(engine):
     assert_same_step(with_engine(plain, engine), plain, picture("bc"))
 
 
-def test_a_block_and_a_layer_work_alone():
-    block = small_model("bc", efficient="checkpoint").features.denseblock1
+@pytest.mark.parametrize("engine", ["plain", *SAVING])
+def test_a_block_and_a_layer_work_alone(engine):
+    block = small_model("bc", efficient=engine).features.denseblock1
     x = torch.randn(2, 4, 5, 5, dtype=torch.double)
     features = [x]
     for layer in block.children():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from helpers import assert_close, assert_same_gradients, small_model, with_engine
+from helpers import assert_close, assert_same_buffers, assert_same_gradients, small_model, with_engine
 
 from efficient_densenet import DenseNet, create_model, rename_keys
 
@@ -14,19 +14,28 @@ NAMES = ["densenet121", "densenet161", "densenet169", "densenet201"]
 @pytest.mark.parametrize("name", NAMES)
 def test_torchvision_and_ours_compute_the_same(name):
     theirs = getattr(torchvision.models, name)().double()
-    ours = create_model(name, efficient="checkpoint").double()
+    with torch.no_grad():
+        for norm in (m for m in theirs.modules() if isinstance(m, torch.nn.BatchNorm2d)):
+            for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+                tensor.uniform_(0.5, 1.5)
+    ours = create_model(name, efficient="shared").double()
     ours.load_state_dict(theirs.state_dict(), strict=True)
-    x = torch.randn(2, 3, 40, 37, dtype=torch.double)
+    x = torch.randn(6, 3, 67, 70, dtype=torch.double)
     theirs.eval(), ours.eval()
     with torch.no_grad():
         assert_close(ours(x), theirs(x))
     theirs.train(), ours.train()
     losses = []
     for model in (ours, theirs):
-        losses.append(F.cross_entropy(model(x), torch.tensor([3, 900])))
+        losses.append(F.cross_entropy(model(x), torch.arange(6) * 100))
         losses[-1].backward()
     assert_close(*losses)
     assert_same_gradients(ours, theirs)
+    assert_same_buffers(ours, theirs)
+    again = getattr(torchvision.models, name)().double()
+    again.load_state_dict(ours.state_dict(), strict=True)
+    with torch.no_grad():
+        assert_close(again.eval()(x), ours.eval()(x))
 
 
 @pytest.mark.parametrize("name", NAMES)

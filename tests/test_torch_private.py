@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet.torch_private import functorch_is_active, in_backward, tensor_hooks
+from efficient_densenet.torch_private import (
+    caches_parametrizations,
+    functorch_is_active,
+    in_backward,
+    is_leaf_node,
+    tensor_hooks,
+)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -56,3 +62,17 @@ def test_emptying_a_tensor_s_hooks_silences_them():
     hooks.update(kept)
     x.sum().backward()
     assert x.grad.tolist() == [3, 3]
+
+
+def test_caches_parametrizations():
+    with torch.nn.utils.parametrize.cached():
+        assert caches_parametrizations()
+    assert not caches_parametrizations()
+
+
+def test_is_leaf_node():
+    x = torch.ones(2, requires_grad=True)
+    node = (x * 2).grad_fn
+    assert not is_leaf_node(node)
+    assert is_leaf_node(node.next_functions[0][0])
+    assert node.next_functions[0][0].variable is x

@@ -67,7 +67,7 @@ def _few() -> data.Splits:
     return data.Splits(parts.train[:64], parts.valid[:32], parts.test[:32])
 
 
-@pytest.mark.parametrize("engine", ["plain", "official", "checkpoint"])
+@pytest.mark.parametrize("engine", ["plain", "official", "checkpoint", "shared"])
 def test_same_seed_same_run_with_every_engine(engine):
     runs = []
     for efficient in (engine, "plain"):
@@ -112,7 +112,7 @@ def test_a_short_run_of_each_demo(script, tmp_path):
     done = _demo(script, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "test error" in done.stdout
-    assert ("official" if script == "original_demo.py" else "best (checkpoint)") in done.stdout
+    assert ("official" if script == "original_demo.py" else "engine best") in done.stdout
     assert sorted(p.name for p in (tmp_path / "out" / "run").iterdir()) == ["model.pt", "results.csv"]
     header, row = (tmp_path / "out/run/results.csv").read_text().split()
     assert header.startswith("epoch,train_loss,train_error,valid_loss,valid_error")
@@ -130,6 +130,10 @@ def test_a_short_run_of_each_demo(script, tmp_path):
         (["--depth", "23"], "depth is 23, but must be 6n + 4"),
         (["--efficient", "fast"], "unknown engine 'fast'"),
         (["--growth_rate", "-1"], "growth_rate is -1"),
+        (["--batch_size", "0"], "batch_size is 0, but must be a whole number of at least 1"),
+        (["--n_epochs", "1.5"], "n_epochs is 1.5"),
+        (["--lr", "abc"], "lr is 'abc', but must be a number in (0, inf]"),
+        (["--depth", "abc"], "depth is 'abc'"),
     ],
 )
 def test_bad_options_get_a_sentence_and_leave_nothing(words, message, tmp_path):

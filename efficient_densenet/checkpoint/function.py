@@ -40,7 +40,8 @@ class CheckpointFunction(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         again_differentiable = torch.is_grad_enabled()
         needed = ctx.needs_input_grad[2:]
-        inputs, parameters = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
+        saved = ctx.saved_tensors  # once: each reading unpacks, and an outer checkpoint hands out once
+        inputs, parameters = saved[: ctx.n], saved[ctx.n :]
         with torch.enable_grad():
             if again_differentiable:
                 # In views: one input may have been computed from another, and the path between them is not ours.
@@ -67,7 +68,10 @@ class CheckpointFunction(torch.autograd.Function):
 
 @contextmanager
 def _silenced_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keep `register_hook` callables from firing on the inner gradient: the outer graph fires them, once."""
+    """Keep `register_hook` callables from firing on the inner gradient: the outer graph fires them, once.
+
+    Threads that run backwards through one model at the same time, whose leaves have such hooks, want `checkpoint`.
+    """
     silenced = [(hooks, dict(hooks)) for hooks in map(tensor_hooks, tensors) if hooks]
     for hooks, _ in silenced:
         hooks.clear()

@@ -30,7 +30,7 @@ class Recomputation:
         self.name = name
         self.autocast = AutocastState(tensors, cache_casts)
         self.random = RandomState(tensors, generators) if preserve_rng_state else None
-        self.modes = [(module, module.training) for module in modules]
+        self.modes = [(module, module.training, _parameter_ids(module)) for module in modules]
         self.given: Description | None = None
 
     def first(self, function: Callable, inputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -49,6 +49,7 @@ class Recomputation:
         return result
 
     def again(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_swapped_parameters()
         replayed = nullcontext() if self.random is None else self.random.replayed()
         with second_run(), self.autocast.restored(), self._modes_restored(), replayed:
             result = function(*args, **kwargs)
@@ -63,10 +64,19 @@ class Recomputation:
                 "run: a checkpointed function must do the same both times"
             )
 
+    def _refuse_swapped_parameters(self) -> None:
+        for module, _, ids in self.modes:
+            if _parameter_ids(module) != ids:
+                raise RuntimeError(
+                    f"{self.name} is recomputed with other parameters than in its first run: those of a "
+                    f"{type(module).__name__} have been replaced since, as torch.func.functional_call does when it is "
+                    "done; run the backward before that, or do not checkpoint"
+                )
+
     @contextmanager
     def _modes_restored(self) -> Iterator[None]:
         """Training mode as in the first run, for a model that has been switched to eval mode before its backward."""
-        switched = [(module, mode) for module, mode in self.modes if module.training is not mode]
+        switched = [(module, mode) for module, mode, _ in self.modes if module.training is not mode]
         for module, mode in switched:
             module.training = mode
         try:
@@ -74,6 +84,10 @@ class Recomputation:
         finally:
             for module, mode in switched:
                 module.training = not mode
+
+
+def _parameter_ids(module: nn.Module) -> list[int]:
+    return [id(parameter) for parameter in module._parameters.values()]
 
 
 def name_of(function: Callable) -> str:

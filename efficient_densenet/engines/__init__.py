@@ -1,12 +1,11 @@
 """How a dense block is executed: the engine names, and the only place that chooses between them.
 
 `efficient=True` leaves the choice to this module, which may fall back: it says why, once per reason. An engine asked
-for by name runs or raises. Where no gradient is wanted, and in tracing, scripting and export, every engine runs the
-plain modules, since there is nothing to save.
+for by name runs or raises. Where no gradient is wanted, and in tracing and export, every engine runs the plain modules,
+since there is nothing to save.
 """
 
 import warnings
-from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -15,7 +14,8 @@ from torch.autograd import forward_ad
 
 from ..checkpoint.parameters import parameters_of
 from ..torch_private import functorch_is_active
-from . import plain, recompute
+from . import plain, recompute, shared
+from .eligible import can_consume, why_not_shared
 
 
 class Engine(str, Enum):
@@ -24,14 +24,10 @@ class Engine(str, Enum):
     PLAIN = "plain"
     OFFICIAL = "official"
     CHECKPOINT = "checkpoint"
+    SHARED = "shared"
 
 
-BEST = Engine.CHECKPOINT
-"""What `efficient=True` means."""
-
-Squeeze = Callable[[nn.Module, list[Tensor]], Tensor]
-
-_SQUEEZE: dict[Engine, Squeeze] = {
+BY_LAYER = {
     Engine.PLAIN: plain.squeeze,
     Engine.OFFICIAL: recompute.squeeze_official,
     Engine.CHECKPOINT: recompute.squeeze_checkpoint,
@@ -57,38 +53,70 @@ def parse(efficient: bool | str | None) -> Engine | None:
 
 def describe(engine: Engine | None) -> str:
     """The name to show to a reader."""
-    return engine.value if engine else f"best ({BEST.value})"
+    return engine.value if engine else "best"
 
 
-def squeeze_for(block: nn.Module, x: Tensor) -> Squeeze:
-    """How the layers of `block` are to be run on `x` now."""
+def run_block(block: nn.Module, x: Tensor, engine: Engine) -> Tensor:
+    """The output of a dense block."""
+    if engine is Engine.SHARED:
+        return shared.run(block, x)
+    features = [x]
+    for layer in block.children():
+        features.append(layer(features, BY_LAYER[engine]))
+    return torch.cat(features, 1)
+
+
+def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """The output of `block`, and 0; or, where they can run as one, of `consumer` after it, and 1."""
+    if can_consume(block, consumer) and choose(block, x) is Engine.SHARED:
+        return shared.run(block, x, consumer), 1
+    return block(x), 0
+
+
+def choose(block: nn.Module, x: Tensor) -> Engine:
+    """The engine to run `block` by on `x` now."""
     if not _wants_gradient(block, x) or _is_exporting(block):
-        return plain.squeeze
-    asked = block.engine
-    engine = asked or BEST
-    reason = why_not(engine, x)
+        return Engine.PLAIN
+    if block.engine is not None:
+        reason = why_not(block.engine, block, x)
+        if reason is not None:
+            raise RuntimeError(
+                f"engine {block.engine.value!r} cannot run here: {reason}; "
+                "use another engine, or efficient=True, which finds one"
+            )
+        return block.engine
+    best, *others = _by_preference(x)
+    reason = why_not(best, block, x)
     if reason is None:
-        return _SQUEEZE[engine]
-    if asked is not None:
-        raise RuntimeError(
-            f"engine {engine.value!r} cannot run here: {reason}; "
-            "use engine 'plain', or efficient=True, which falls back to it"
-        )
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"falling back to engine 'plain', which keeps everything: {reason}", stacklevel=4)
-    return plain.squeeze
+        return best
+    chosen = next(engine for engine in others if why_not(engine, block, x) is None)
+    _warn_once(f"falling back from engine {best.value!r} to {chosen.value!r}: {reason}")
+    return chosen
 
 
-def why_not(engine: Engine, x: Tensor) -> str | None:
-    """Why `engine` cannot run a block on `x`, or None where it can."""
+def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
+    """Why `engine` cannot run `block` on `x`, or None where it can."""
     if engine is Engine.PLAIN:
         return None
     if functorch_is_active():
         return "found a torch.func transform (vmap, grad, …), but recomputation needs ordinary autograd"
     if forward_ad.unpack_dual(x).tangent is not None:
         return "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
-    return None
+    return why_not_shared(block, x) if engine is Engine.SHARED else recompute.why_not_recompute(block)
+
+
+def _by_preference(x: Tensor) -> list[Engine]:
+    """The engines that `efficient=True` tries. The shared one is for CPUs so far, in full precision."""
+    portable = x.device.type in ("cpu", "meta") and not torch.is_autocast_enabled("cpu")
+    if portable and not torch.compiler.is_compiling():
+        return [Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN]
+    return [Engine.CHECKPOINT, Engine.PLAIN]
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=5)
 
 
 def _wants_gradient(block: nn.Module, x: Tensor) -> bool:

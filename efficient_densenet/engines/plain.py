@@ -1,6 +1,11 @@
 """What every other engine is compared with: concatenate, normalise, rectify, convolve, and keep everything."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
+
+Squeeze = Callable[[nn.Module, list[Tensor]], Tensor]
+"""How the first half of a layer is run."""
 
 
 def squeeze(layer: nn.Module, features: list[Tensor]) -> Tensor:

@@ -3,14 +3,32 @@
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ..batchnorm import update_once
 from ..checkpoint import CheckpointFunction
+from ..checkpoint.hooks import fire_once
 from ..checkpoint.parameters import parameters_of
+from ..torch_private import caches_parametrizations
 
 
 def squeeze_official(layer: nn.Module, features: list[Tensor]) -> Tensor:
+    update_once(layer.norm1)
     return torch_checkpoint(layer.squeeze, *features, use_reentrant=False)
 
 
 def squeeze_checkpoint(layer: nn.Module, features: list[Tensor]) -> Tensor:
-    parameters = parameters_of(layer.norm1, layer.relu1, layer.conv1)
-    return CheckpointFunction.apply(layer.squeeze, len(features), *features, *parameters)
+    for module in layer.modules():
+        update_once(module)
+        fire_once(module)
+    return CheckpointFunction.apply(layer.squeeze, len(features), *features, *parameters_of(layer))
+
+
+def why_not_recompute(block: nn.Module) -> str | None:
+    """Why no layer of `block` may be run twice, or None."""
+    for module in block.modules():
+        if "parametrizations" not in module._modules:
+            continue
+        if caches_parametrizations():
+            return "found parametrizations whose results are being cached, which a second run would not compute again"
+        if module.training and any(True for _ in module.parametrizations.buffers()):
+            return f"found a parametrization of a {type(module).__name__} that changes its own state when it is run"
+    return None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from ..checks import check_between, check_whole
 from ..densenet import DenseNet
 from ..extras import need
 from .data import Splits, load_digits, split
@@ -27,12 +28,17 @@ class Options:
 
 def run(options: Options) -> float:
     """Train a DenseNet-BC on the embedded digits, keep the best epoch by validation, and return its test error."""
+    check_whole("batch_size", options.batch_size, at_least=1)
+    check_whole("n_epochs", options.n_epochs, at_least=1)
+    check_whole("depth", options.depth, at_least=10)
+    check_whole("seed", options.seed, at_least=0)
+    check_between("lr", options.lr, 0, float("inf"), "(]")
     torch.manual_seed(options.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     blocks = _layers_in_blocks(options.depth)
     model = DenseNet(options.growth_rate, blocks, in_channels=1, efficient=options.efficient).to(device)
     data = split(load_digits()).to(device)
-    folder = claim(Path(options.save), options.overwrite)
+    folder = claim(Path(str(options.save)), options.overwrite)
     _introduce(model, data, device)
 
     _train_to_files(model, data, options, folder)

@@ -1,0 +1,284 @@
+"""The shared-storage engine: plain's numbers, a tenth of plain's memory, and the cases that it leaves to others."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    FAMILIES,
+    assert_close,
+    assert_same_buffers,
+    assert_same_gradients,
+    assert_same_step,
+    backward,
+    picture,
+    small_model,
+    with_engine,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from efficient_densenet import create_model, engines
+from efficient_densenet.engines import shared
+from efficient_densenet.engines.kernels import portable
+from efficient_densenet.memory import tensor_peak
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 3000, 1 << 21])
+@pytest.mark.parametrize("frozen", [False, True, "norm1", "norm2"])
+@pytest.mark.parametrize("drop_rate", [0.0, 0.2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stage_equals_plain(family, drop_rate, frozen, tile_bytes, monkeypatch):
+    monkeypatch.setattr(portable, "TILE_BYTES", tile_bytes)
+    plain = small_model(family, efficient=False, drop_rate=drop_rate)
+    plain(picture(family))
+    for name, module in plain.named_modules():
+        if isinstance(module, nn.BatchNorm2d) and (frozen is True or (frozen and frozen in name)):
+            module.eval()
+    if frozen == "norm1":  # a consumer that disagrees with its block runs by itself
+        assert not plain.features.denseblock1.denselayer1.norm1.training
+    ours = with_engine(plain, "shared")
+    for batch in (2, 7):
+        assert_same_step(ours, plain, picture(family, batch))
+        assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_memory_formats_are_kept(memory_format, alone):
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, "shared")
+    x = picture("bc").to(memory_format=memory_format)
+    module, reference = (m.features.denseblock1 if alone else m for m in (ours, plain))
+    if alone:
+        x = torch.randn(3, 4, 6, 5, dtype=torch.double).to(memory_format=memory_format)
+        assert module(x).is_contiguous(memory_format=memory_format)
+    assert_same_step(module, reference, x)
+
+
+def test_a_strided_input_and_a_strided_gradient():
+    plain = small_model("bc", efficient=False).features.denseblock1
+    ours = copy.deepcopy(plain)
+    ours.engine = engines.Engine.SHARED
+    wide, grads = torch.randn(3, 8, 12, 10, dtype=torch.double), []
+    for module in (ours, plain):
+        x = wide.clone().requires_grad_()
+        (module(x[:, ::2, ::2, 1::2]).transpose(0, 1)[::2] * 2).sum().backward()
+        grads.append(x.grad)
+    assert_close(*grads)
+    assert_same_gradients(ours, plain)
+
+
+@pytest.mark.parametrize("consumer", ["block", "transition", "norm"])
+@pytest.mark.parametrize("bn_size", [0, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_gradcheck(consumer, bn_size, training):
+    model = small_model("bc", bn_size=bn_size, growth_rate=2, num_init_features=2, block_config=(2, 2)).train(training)
+    block = model.features.denseblock1
+    after = {
+        "block": None,
+        "transition": model.features.transition1,
+        "norm": model.features.denseblock1.denselayer1.norm1,
+    }
+    if consumer == "norm":
+        block, after["norm"] = model.features.denseblock2, model.features.norm5
+    channels = block.denselayer1.norm1.num_features
+    stage = shared.Stage(block, after[consumer])
+
+    def function(x, *tensors):
+        return shared.SharedStage.apply(stage, x, *tensors)
+
+    x = torch.randn(2, channels, 3, 4, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(function, (x, *stage.tensors))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_errs_at_most_twice_as_much_as_plain(family):
+    truth = small_model(family, efficient=False)
+    x = picture(family, batch=8)
+    expected = _everything(truth, x)
+    plain = copy.deepcopy(truth).float()
+    ours = with_engine(plain, "shared")
+    worst = [
+        max(
+            (a.double() - b).norm() / (b.norm() + 1e-3)
+            for a, b in zip(_everything(m, x.float()), expected, strict=True)
+        )
+        for m in (ours, plain)
+    ]
+    assert worst[0] <= 2 * worst[1]
+
+
+def _everything(model, x):
+    model.zero_grad()
+    output, grad = backward(model, x)
+    return [output, grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def test_one_batch_after_another_before_the_backward_and_other_sizes_between():
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, "shared")
+    for model in (plain, ours):
+        torch.manual_seed(1)
+        inputs = [torch.randn(n, 3, side, side + 1, dtype=torch.double) for n, side in ((2, 9), (5, 12), (1, 8))]
+        sum(model(x).square().sum() for x in inputs).backward()
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+def test_official_checkpointing_around_the_model_updates_statistics_once():
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, "shared")
+    x = picture("bc").requires_grad_()
+    torch_checkpoint(ours, x, use_reentrant=False).square().sum().backward()
+    plain(x).square().sum().backward()
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+def test_not_finite_values_reach_the_output_as_in_plain():
+    for value in (float("nan"), float("inf")):
+        x = picture("bc")
+        x[0, 0, 0, 0] = value
+        plain = small_model("bc", efficient=False)
+        found = with_engine(plain, "shared")(x)
+        assert torch.equal(found.isfinite(), plain(x).isfinite())
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+def test_a_single_value_per_channel_is_refused_as_plain_refuses_it():
+    model = create_model("densenet_bc_100_12", block_config=(1,))
+    with pytest.raises(RuntimeError, match="single value per channel"):
+        model.set_engine("shared")(torch.randn(1, 3, 1, 1))
+    model.set_engine(True)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(torch.randn(1, 3, 1, 1))
+
+
+def test_a_gradient_of_a_gradient_is_refused_with_the_engine_that_gives_it():
+    model = small_model("bc", efficient="shared")
+    x = picture("bc").requires_grad_()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*set_engine\('checkpoint'\)"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def test_a_parameter_written_into_before_the_backward_raises_autograd_s_own_error():
+    model = small_model("bc", efficient="shared")
+    loss = model(picture("bc")).sum()
+    with torch.no_grad():
+        model.features.denseblock1.denselayer1.conv1.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# What it leaves to others
+
+
+def _group_norm(layer):
+    layer.norm1 = nn.GroupNorm(1, layer.norm1.num_features).double()
+
+
+def _prelu(layer):
+    layer.relu1 = nn.PReLU().double()
+
+
+def _hook(layer):
+    layer.conv1.register_forward_hook(lambda *_: None)
+
+
+def _hook_on_the_layer(layer):
+    layer.register_full_backward_hook(lambda *_: None)
+
+
+def _parametrization(layer):
+    nn.utils.parametrizations.weight_norm(layer.conv1)
+
+
+def _other_eps(layer):
+    layer.norm1.eps = 1e-3
+
+
+def _other_mode(layer):
+    layer.norm1.eval()
+
+
+def _no_affine(layer):
+    layer.norm1 = nn.BatchNorm2d(layer.norm1.num_features, affine=False).double()
+
+
+CASES = {
+    _group_norm: "found a GroupNorm inside a layer",
+    _prelu: "found a PReLU inside a layer",
+    _hook: "found a hook on a Conv2d inside a layer",
+    _hook_on_the_layer: "found a hook on a DenseLayer",
+    _parametrization: "found a .*Conv2d inside a layer|found a parametrization",
+    _other_eps: "disagree about training mode or eps",
+    _other_mode: "disagree about training mode or eps",
+    _no_affine: "with running statistics and weights",
+}
+
+
+@pytest.mark.parametrize("change", CASES)
+def test_what_it_cannot_take_falls_back_with_a_reason_or_raises_by_name(change, monkeypatch):
+    monkeypatch.setattr(engines, "_warned", set())
+    plain = small_model("bc", efficient=False)
+    for block in (plain.features.denseblock1, plain.features.denseblock3):
+        change(block.denselayer2)
+    x = picture("bc")
+    ours = with_engine(plain, True)
+    with pytest.warns(UserWarning, match=CASES[change]) as caught:
+        ours(x), ours(x)
+    assert len([w for w in caught if "falling back" in str(w.message)]) == 1
+    plain(x), plain(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert_same_step(ours, plain, x)
+    assert_same_buffers(ours, plain)
+    with pytest.raises(RuntimeError, match=f"engine 'shared' cannot run here: .*({CASES[change]}).*efficient=True"):
+        with_engine(plain, "shared")(x)
+
+
+@pytest.mark.parametrize("place", ["features.denseblock1", "features.transition1", "features.transition1.relu"])
+def test_where_a_hook_watches_the_stage_runs_apart(place):
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, "shared")
+    seen = []
+    for model in (ours, plain):
+        model.get_submodule(place).register_forward_hook(lambda m, a, output: seen.append(output.detach().clone()))
+    assert_same_step(ours, plain, picture("bc"))
+    assert len(seen) == 2
+    assert_close(*seen)
+
+
+def test_autocast_and_half_precision_run_by_checkpoint_without_a_word():
+    model = small_model("bc", efficient=True).float()
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
+        warnings.simplefilter("error")
+        model(picture("bc").float()).float().sum().backward()
+    with pytest.raises(RuntimeError, match="found autocast on cpu"), torch.autocast("cpu", dtype=torch.bfloat16):
+        model.set_engine("shared")(picture("bc").float())
+
+
+# Memory
+
+
+def _peak(engine: str, **overrides) -> int:
+    model = create_model("densenet_bc_100_12", efficient=engine, **overrides)
+    x, labels = torch.randn(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)
+
+    def step():
+        F.cross_entropy(model(x), labels).backward()
+
+    step()
+    return tensor_peak(step)
+
+
+def test_growth_with_depth_is_linear():
+    """At the worst moment, the backward of a stage: its features, their pending gradient, and a layer's temporaries."""
+    peaks = [_peak("shared", block_config=(depth,)) for depth in (10, 20, 30)]
+    pixels, k = 4 * 32 * 32 * 4, 12
+    assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.05)
+    # Features, pending, the last norm's output with its gradient and ReLU, and scratch, each as wide as a layer adds.
+    assert peaks[1] - peaks[0] <= 10 * k * pixels * 6.1
