@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 
 from .made_classes import add_mixin, remove_mixin
+from .modes import is_recomputing
 from .torch_private import in_backward
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -97,4 +98,4 @@ def update_always(module: nn.Module) -> None:
 
 def _first_run() -> bool:
     # A compiler traces the first run; what it recomputes afterwards, it recomputes without side effects.
-    return torch.compiler.is_compiling() or not in_backward()
+    return torch.compiler.is_compiling() or not (in_backward() or is_recomputing())

@@ -14,15 +14,20 @@ def add_mixin(module: nn.Module, mixin: type, innermost: bool = False) -> None:
 
 def remove_mixin(module: nn.Module, mixin: type) -> None:
     """Undo `add_mixin`."""
+    if mixin not in _mixins(module):
+        raise RuntimeError(
+            f"found that the class of a {type(module).__name__} has been changed again since it was changed here, as "
+            "parametrizations do: undo that first"
+        )
     module.__class__ = _made(_root(module), tuple(m for m in _mixins(module) if m is not mixin))
 
 
 def _root(module: nn.Module) -> type[nn.Module]:
-    return getattr(module, "_made_from", type(module))
+    return vars(type(module)).get("_made_from", type(module))
 
 
 def _mixins(module: nn.Module) -> tuple[type, ...]:
-    return getattr(module, "_made_with", ())
+    return vars(type(module)).get("_made_with", ())
 
 
 @cache

@@ -20,8 +20,9 @@ def saved_bytes(function: Callable[[], Any]) -> int:
     storages: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage  # kept alive, so that no later storage takes its address
+        parts = (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else (tensor,)
+        for storage in (part.untyped_storage() for part in parts):
+            storages[storage._cdata] = storage  # kept alive, so that no later storage takes its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

@@ -3,6 +3,8 @@
 A test per function (`tests/test_torch_private.py`) notices when a torch release changes one of them.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.utils.parametrize
 
@@ -35,3 +37,23 @@ def is_leaf_node(node: torch.autograd.graph.Node) -> bool:
 def caches_parametrizations() -> bool:
     """True inside `torch.nn.utils.parametrize.cached()`."""
     return bool(torch.nn.utils.parametrize._cache_enabled)
+
+
+def at_the_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward that the calling thread is executing is done."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_exporting(training: bool) -> bool:
+    """True in tracing and export, of a model that is in training mode or not."""
+    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+        return True
+    if hasattr(torch.compiler, "is_exporting"):
+        return torch.compiler.is_exporting()
+    # torch 2.6 does not tell export from compilation: what it exports is untraced by dynamo, or in eval mode.
+    return torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() and training)
+
+
+def compilers_recompute_exactly() -> bool:
+    """Whether a compiled torch.utils.checkpoint leaves running statistics alone in its second run."""
+    return torch.__version__ >= "2.11"

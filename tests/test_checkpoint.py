@@ -930,6 +930,186 @@ def test_a_forward_set_on_the_instance_is_refused():
         checkpoint_wrapper(module)
 
 
+class Holder:
+    """A plain object with a method and a call that run a module."""
+
+    def __init__(self, net):
+        self.inner = [{"net": net}]
+
+    def method(self, x):
+        return self.inner[0]["net"](x)
+
+    __call__ = method
+
+
+def _reached(net, x, how):
+    holder = Holder(net)
+
+    def helper(x):
+        return holder.method(x)
+
+    parameters = list(net.parameters())
+    return {
+        "an attribute": lambda: checkpoint(lambda x: holder.inner[0]["net"](x), x, parameters=parameters),
+        "another function": lambda: checkpoint(lambda x: helper(x), x, parameters=parameters),
+        "an argument": lambda: checkpoint(lambda n, x: n(x), net, x, parameters=parameters),
+        "a method": lambda: checkpoint(holder.method, x, parameters=parameters),
+        "a callable object": lambda: checkpoint(holder, x, parameters=parameters),
+        "a sequence": lambda: checkpoint_sequential([lambda x: net(x), torch.tanh], 2, x, parameters=iter(parameters)),
+    }[how]()
+
+
+@pytest.mark.parametrize(
+    "how", ["an attribute", "another function", "an argument", "a method", "a callable object", "a sequence"]
+)
+def test_norms_reached_through_other_things_update_once(how):
+    net = network()
+    _reached(net, tensor(5, 4).requires_grad_(), how).sum().backward()
+    assert net[1].num_batches_tracked == 1
+
+
+def test_reading_a_saved_tensor_outside_a_backward_updates_nothing():
+    net = network()
+    output = checkpoint(net, tensor(5, 4).requires_grad_())
+    assert output.grad_fn._saved_mat1 is not None
+    assert net[1].num_batches_tracked == 1
+
+
+def test_a_parameter_changed_before_the_backward_raises_autograd_s_own_error():
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    output = checkpoint(net, tensor(5, 4))
+    checkpoint(net, tensor(5, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_parameters_swapped_for_the_call_are_noticed():
+    net = network()
+    swapped = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+    output = torch.func.functional_call(checkpoint_wrapper(net), swapped, (tensor(5, 4),))
+    with pytest.raises(RuntimeError, match="recomputed with other parameters than in its first run"):
+        output.sum().backward()
+
+
+def test_an_inner_gradient_keeps_nothing_after_it():
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6))).double()
+
+    def forces(x):
+        return torch.autograd.grad(layers(x).sum(), x, create_graph=True)[0]
+
+    x = tensor(256, 32).requires_grad_()
+    output = checkpoint(forces, x, parameters=layers)
+    frames = {id(f): f for f in gc.get_objects() if type(f).__name__ == "Frame" and f.function is forces}
+    assert [frame.handing_out for frame in frames.values()] == [{}]
+    output.sum().backward()
+
+
+def test_a_leaf_made_inside_is_no_forgotten_parameter():
+    def function(x):
+        z = x.detach().requires_grad_()
+        return torch.autograd.grad((z**3).sum(), z, create_graph=True)[0] * x
+
+    assert_like_plain(function, tensor(3).requires_grad_())
+
+
+def test_a_backward_inside_disable_checkpointing_recomputes_as_usual():
+    net = network()
+
+    def outer(x):
+        return checkpoint(net[:3], x).sin()
+
+    output = checkpoint(outer, tensor(5, 4).requires_grad_(), parameters=net)
+    with disable_checkpointing():
+        output.sum().backward()
+    assert net[0].weight.grad is not None
+
+
+@dataclass
+class Derived:
+    x: torch.Tensor
+    later: Any = None
+
+    def __post_init__(self):
+        self.cached = "kept"
+
+
+def test_a_dataclass_keeps_what_it_holds_besides_its_fields():
+    x = tensor(3).requires_grad_()
+    result = checkpoint(lambda d: Derived(d.x.sin(), d.cached), Derived(x))
+    assert (result.later, result.cached) == ("kept", "kept")
+    result.x.sum().backward()
+    assert_close(x.grad, x.detach().cos())
+
+
+def test_generators_without_preserving_are_refused():
+    with pytest.raises(ValueError, match="generators with preserve_rng_state=False"):
+        checkpoint(torch.sin, tensor(3), preserve_rng_state=False, generators=[torch.Generator()])
+
+
+def test_the_function_takes_tensors_only():
+    with pytest.raises(TypeError, match="found a NoneType among the inputs and parameters of"):
+        CheckpointFunction.apply(torch.add, 2, tensor(3).requires_grad_(), None)
+
+
+def test_a_slice_of_a_wrapped_sequence_and_unwrapping_before_the_backward():
+    net = checkpoint_wrapper(network().eval())
+    x = tensor(5, 4).requires_grad_()
+    expected = unwrap(copy.deepcopy(net))[:2](x)
+    assert torch.equal(net[:2](x), expected)
+    output = net(x)
+    unwrap(net)
+    output.sum().backward()
+    assert net[0].weight.grad is not None
+
+
+def test_weight_norm_and_pruning_can_still_be_removed():
+    module = prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.5)
+    checkpoint(module, torch.randn(2, 4)).sum().backward()
+    assert prune.is_pruned(module)
+    prune.l1_unstructured(module, "weight", 1)
+    prune.remove(module, "weight")
+    assert not prune.is_pruned(module)
+
+
+def test_a_class_changed_after_wrapping_is_named_when_unwrapping():
+    module = checkpoint_wrapper(nn.Linear(4, 3))
+    nn.utils.parametrizations.weight_norm(module)
+    with pytest.raises(RuntimeError, match=r"changed again since .* undo that first"):
+        unwrap(module)
+
+
+def test_lazy_modules_can_be_wrapped():
+    module = checkpoint_wrapper(nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()))
+    for _ in range(2):
+        module(torch.randn(4, 5)).sum().backward()
+    assert module[0].weight.grad is not None
+    assert module[1].num_batches_tracked == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_forward_mode_derivatives_go_through():
+    x, t = tensor(3), tensor(3)
+    with torch.autograd.forward_ad.dual_level():
+        dual = checkpoint(torch.sin, torch.autograd.forward_ad.make_dual(x, t))
+        assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, t * x.cos())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrapped_module_compiles_whole_and_exports():
+    net = checkpoint_wrapper(network().eval())
+    x = tensor(5, 4)
+    with torch.no_grad():
+        expected = net(x)
+    assert_close(torch.export.export(net, (x,)).module()(x), expected)
+    assert_close(torch.jit.trace(net, x)(x), expected)
+    if torch.__version__ >= "2.11":
+        torch._dynamo.reset()
+        assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(x), expected)
+
+
 # Sequences, offloading
 
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..batchnorm import update_once
-from ..torch_private import functorch_is_active
+from ..modes import is_disabled
+from ..torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
 from .frame import Frame
 from .hooks import fire_once
-from .modes import is_disabled
 from .parameters import check_listed, modules_of, modules_reached_by, parameters_of
 from .recomputation import name_of, tensors_in
 
@@ -49,13 +49,17 @@ def run_twice(
     generators: Iterable[torch.Generator] = (),
 ) -> Any:
     """`checkpoint` for a function whose own arguments may have any name."""
-    if not torch.is_grad_enabled() or is_disabled() or torch.jit.is_tracing() or functorch_is_active():
+    if not torch.is_grad_enabled() or is_disabled() or is_exporting(training=True) or functorch_is_active():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
         return _compiled(function, args, kwargs, preserve_rng_state)
+    generators = list(generators)
+    if generators and not preserve_rng_state:
+        raise ValueError("found generators with preserve_rng_state=False, which restores none: give one or the other")
     listed = _listed(parameters)
     owners = modules_of(function)
-    modules = _every_module_in((*owners, *modules_reached_by(function), *listed))
+    reached = owners or modules_reached_by(function)
+    modules = _every_module_in((*reached, *listed, *args, *kwargs.values()))
     for module in modules:
         update_once(module)
         fire_once(module)
@@ -74,6 +78,8 @@ def checkpoint_sequential(
     The last part's backward comes at once, so that nothing would be gained. `options` are those of `checkpoint`.
     """
     functions = list(modules)
+    if "parameters" in options:
+        options["parameters"] = _listed(options["parameters"])  # an iterator would be spent on the first part
     if not 1 <= segments <= len(functions):
         raise ValueError(f"segments is {segments}, but must be from 1 to the number of modules, {len(functions)}")
     length = len(functions) // segments
@@ -91,10 +97,10 @@ def _in_turn(*functions_and_input: Any) -> Any:
 
 
 def _compiled(function: Callable, args: tuple, kwargs: dict, preserve_rng_state: bool) -> Any:
-    # Compilers know torch's own checkpointing. Before 2.11 their recomputation updates batch norms a second time.
-    if torch.__version__ < "2.11":
+    if not compilers_recompute_exactly():
         return function(*args, **kwargs)
-    return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+    call = functools.partial(function, **kwargs) if kwargs else function
+    return torch_checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _listed(parameters: nn.Module | Iterable[Tensor | nn.Module] | None) -> list[Tensor | nn.Module]:

@@ -7,14 +7,16 @@ number. So views, hooks, closures, second derivatives and partial backwards need
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..torch_private import graph_task
-from .modes import is_in_a_run
+from ..batchnorm import update_once
+from ..modes import is_in_a_run
+from ..torch_private import at_the_end_of_backward, graph_task
 from .offload import resting_in_cpu_memory
 from .recomputation import Description, Recomputation, described, name_of
 from .trees import flatten, unflatten
@@ -31,7 +33,7 @@ class Frame:
         generators: Iterable[torch.Generator] = (),
         offload: bool = False,
     ) -> None:
-        self.function = function
+        self.function, self.modules = function, modules
         leaves, self.spec = flatten((args, kwargs))
         self.inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         places = {id(tensor): i for i, tensor in enumerate(self.inputs)}
@@ -40,7 +42,8 @@ class Frame:
         self.offload = offload
         self.recomputation = Recomputation(name_of(function), self.inputs, modules, preserve_rng_state, generators)
         self.saved: Description = []
-        self.handing_out: dict[int, tuple[int, dict[int, Tensor]]] = {}
+        self.versions: list[int] = []
+        self.handing_out: dict[int, dict[int, Tensor]] = {}
 
     def first_run(self, *args: Any, **kwargs: Any) -> Any:
         # A checkpoint within a checkpoint keeps its inputs through the outer one's hooks, which must see them.
@@ -53,36 +56,52 @@ class Frame:
 
     def _number(self, tensor: Tensor) -> int:
         self.saved.append((tensor.shape, tensor.dtype))
+        self.versions.append(_version(tensor))
         return len(self.saved) - 1
 
     def _saved_tensor(self, number: int) -> Tensor:
         """The tensor that was saved under `number`, recomputed once for each backward that asks."""
-        thread, task = threading.get_ident(), graph_task()
-        known_task, known = self.handing_out.get(thread, (task, {}))
-        if known_task != task or number not in known:
-            known = dict(enumerate(self._second_run()))
-        tensor = known.pop(number)
-        if known:
-            self.handing_out[thread] = (task, known)
-        else:
-            self.handing_out.pop(thread, None)
+        task = graph_task()
+        backward = task if task != -1 else -2 - threading.get_ident()
+        if number not in self.handing_out.get(backward, ()):
+            if task != -1 and backward not in self.handing_out:
+                # What this backward does not ask for is not kept after it; nor is this frame, until then.
+                at_the_end_of_backward(partial(self.handing_out.pop, backward, None))
+            self.handing_out[backward] = dict(enumerate(self._second_run()))
+        tensor = self.handing_out[backward].pop(number)
+        if not self.handing_out[backward]:
+            del self.handing_out[backward]
         return tensor
 
     def _second_run(self) -> list[Tensor]:
+        for module in self.modules:
+            update_once(module)  # a lazy norm has become one since
         kept = self.keeper.grad_fn.saved_tensors[1:]
         inputs = [t.detach().requires_grad_(need) for t, need in zip(kept, self.needing, strict=True)]
         leaves = [inputs[leaf] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         saved: list[Tensor] = []
+        versions: list[int] = []
 
         def note(tensor: Tensor) -> Tensor:
             saved.append(tensor.detach())
+            versions.append(_version(tensor))
             return saved[-1]
 
         with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
             self.recomputation.again(self.function, *args, **kwargs)
         self.recomputation.refuse_difference("saved", described(saved), self.saved)
+        if self.recomputation.given is not None and versions != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor that {self.recomputation.name} computes with is at another version than in its first run"
+            )
         return saved
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor that learns has been written into; buffers may change between the runs, as statistics do."""
+    return tensor._version if tensor.requires_grad else 0
 
 
 class _Place(int):
@@ -95,6 +114,10 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         return torch.empty(0)
 
     @staticmethod

@@ -26,6 +26,12 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Callable, n: int, *args: Tensor) -> Tensor | tuple[Tensor, ...]:
+        strange = [type(value).__name__ for value in args if not isinstance(value, Tensor)]
+        if strange:
+            raise TypeError(
+                f"found a {strange[0]} among the inputs and parameters of {name_of(function)}, which must "
+                "be tensors: bind it with functools.partial, or use checkpoint, which takes anything"
+            )
         modules = (inside for module in modules_of(function) for inside in module.modules())
         # Weights cast in this run carry no graph: autocast must not keep them for the code around.
         ctx.recomputation = Recomputation(name_of(function), args, modules, cache_casts=False)

@@ -1,14 +1,16 @@
 """The tensors that a function computes with besides its arguments."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from types import CellType
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..torch_private import is_leaf_node
-from .trees import flatten
 
 
 def modules_of(function: Callable) -> list[nn.Module]:
@@ -23,14 +25,36 @@ def modules_of(function: Callable) -> list[nn.Module]:
 
 
 def modules_reached_by(function: Callable) -> list[nn.Module]:
-    """The same, and the modules that a plain function mentions: in its closure, its defaults or its globals."""
-    code = getattr(function, "__code__", None)
-    if code is None or getattr(function, "__self__", None) is not None:
-        return modules_of(function)
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    mentioned = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-    reached = flatten([cells, function.__defaults__, mentioned])[0]
-    return [value for value in reached if isinstance(value, nn.Module)]
+    """The modules that a function mentions, or that what it mentions does: closures, defaults, globals, attributes."""
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    values, depth = [function], 0
+    while values and depth < _DEPTH:
+        values = [value for value in values if not (id(value) in seen or seen.add(id(value)))]
+        found += (value for value in values if isinstance(value, nn.Module))
+        values = [each for value in values if not isinstance(value, nn.Module) for each in _mentioned_by(value)]
+        depth += 1
+    return found
+
+
+_DEPTH = 6
+_MANY = 1000  # longer collections are data
+
+
+def _mentioned_by(value: Any) -> Iterable[Any]:
+    if isinstance(value, (type, ModuleType, Tensor)):
+        return ()
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        mentioned = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        return [*cells, *(value.__defaults__ or ()), *mentioned]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, (list, tuple, dict)):
+        return () if len(value) > _MANY else list(value.values() if isinstance(value, dict) else value)
+    return [*getattr(value, "__dict__", {}).values(), vars(type(value)).get("__call__")]
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -73,6 +97,19 @@ def _unlisted_leaves(outputs: Iterable[Tensor], listed: Sequence[Tensor]) -> lis
             continue
         seen.add(node)
         if is_leaf_node(node):
-            leaves[id(node.variable)] = node.variable
+            leaf = node.variable
+            leaves[id(leaf)] = leaf
+            del leaf
         stack.extend(earlier for earlier, _ in node.next_functions if earlier is not None)
-    return [leaf for key, leaf in leaves.items() if key not in known]
+    unlisted = {key: leaf for key, leaf in leaves.items() if key not in known}
+    leaves.clear()
+    # A leaf that nobody but the graph holds was made in the call itself.
+    return [unlisted[key] for key in unlisted if sys.getrefcount(unlisted[key]) > _holders_in_a_graph()]
+
+
+@functools.cache
+def _holders_in_a_graph() -> int:
+    """The references to a leaf that only a graph, and a dict as above, holds."""
+    node = (torch.ones(1, requires_grad=True) * 1).grad_fn.next_functions[0][0]
+    held = {0: node.variable}
+    return sys.getrefcount(held[0])

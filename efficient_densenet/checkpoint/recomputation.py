@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .modes import first_run, second_run
+from ..modes import first_run, second_run
 from .states import AutocastState, RandomState
 from .trees import flatten
 
@@ -95,7 +95,8 @@ def name_of(function: Callable) -> str:
     if isinstance(function, nn.Module):
         return type(function).__name__
     if isinstance(function, functools.partial):
-        return name_of(function.func)
+        carried = ", ".join(name_of(value) for value in function.args if isinstance(value, nn.Module))
+        return f"{name_of(function.func)}({carried})" if carried else name_of(function.func)
     return getattr(function, "__qualname__", type(function).__name__)
 
 

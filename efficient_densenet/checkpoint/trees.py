@@ -1,9 +1,11 @@
 """Arguments and results of any shape as flat lists, by torch's own pytrees; dataclasses are opened as well."""
 
+import copy
 import dataclasses
 from typing import Any
 
 import torch.utils._pytree as pytree
+from torch import Tensor, nn
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -20,13 +22,17 @@ class _Opened:
     """A dataclass instance on its way to being flattened; what is unflattened is an instance again."""
 
     def __init__(self, instance: Any) -> None:
-        self.kind = type(instance)
-        self.fields = {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance)}
+        names = (f.name for f in dataclasses.fields(instance))
+        self.fields = {name: getattr(instance, name) for name in names if hasattr(instance, name)}
+        self.blank = copy.copy(instance)  # with what it holds besides its fields
+        for name in self.fields:
+            if name in vars(self.blank) if hasattr(self.blank, "__dict__") else True:
+                object.__delattr__(self.blank, name)
 
 
 def _is_opened(leaf: Any) -> bool:
     """Whether a leaf is a dataclass instance, one that pytrees do not know by themselves."""
-    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, nn.Module, Tensor))
 
 
 def _open(tree: Any) -> Any:
@@ -34,12 +40,12 @@ def _open(tree: Any) -> Any:
 
 
 def _flatten_opened(opened: _Opened) -> tuple[list[Any], Any]:
-    return [_open(value) for value in opened.fields.values()], (opened.kind, tuple(opened.fields))
+    return [_open(value) for value in opened.fields.values()], (opened.blank, tuple(opened.fields))
 
 
 def _unflatten_opened(values: Any, context: Any) -> Any:
-    kind, names = context
-    instance = object.__new__(kind)  # its __init__ and __post_init__ ran when it was made
+    blank, names = context
+    instance = copy.copy(blank)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(instance, name, value)  # frozen ones included
     return instance

@@ -1,6 +1,6 @@
 """`checkpoint_wrapper`: a module whose every call is recomputed, and which is otherwise what it was."""
 
-from types import MethodType
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +17,11 @@ Module = TypeVar("Module", bound=nn.Module)
 class Recomputed:
     """Mixin: the forward of the class behind it, checkpointed; hooks on the module itself stay outside."""
 
+    _offload_to_cpu = False
+    _norms_made_to_update_once: Sequence[str] = ()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A method made for the call and gone with it: the module holds no reference to itself.
-        return run_twice(MethodType(_forward, self), args, kwargs, offload=self._offload_to_cpu)
-
-
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return super(Recomputed, module).forward(*args, **kwargs)
+        return run_twice(super().forward, args, kwargs, offload=self._offload_to_cpu)
 
 
 def checkpoint_wrapper(module: Module, offload_to_cpu: bool = False) -> Module:
@@ -48,9 +46,10 @@ def unwrap(module: Module) -> Module:
     """Undo `checkpoint_wrapper`, and return `module`."""
     if isinstance(module, Recomputed):
         remove_mixin(module, Recomputed)
-        for name in module._norms_made_to_update_once:
-            update_always(module.get_submodule(name))
-        for inside in module.modules():
+        for name, inside in module.named_modules():
             fire_always(inside)
-        del module._offload_to_cpu, module._norms_made_to_update_once
+            if name in module._norms_made_to_update_once:
+                update_always(inside)
+        for name in ("_offload_to_cpu", "_norms_made_to_update_once"):
+            vars(module).pop(name, None)
     return module

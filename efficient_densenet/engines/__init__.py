@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ..checkpoint.parameters import parameters_of
-from ..torch_private import functorch_is_active
+from ..torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
 from . import plain, recompute, shared
 from .eligible import can_consume, why_not_shared
 
@@ -75,7 +75,13 @@ def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor,
 
 def choose(block: nn.Module, x: Tensor) -> Engine:
     """The engine to run `block` by on `x` now."""
-    if not _wants_gradient(block, x) or _is_exporting(block):
+    if is_exporting(block.training):
+        return Engine.PLAIN
+    if torch.compiler.is_compiling():
+        # Compilers know torch's own checkpointing, and no autograd of ours.
+        saving = block.engine is not Engine.PLAIN and compilers_recompute_exactly()
+        return Engine.OFFICIAL if saving else Engine.PLAIN
+    if not _wants_gradient(block, x):
         return Engine.PLAIN
     if block.engine is not None:
         reason = why_not(block.engine, block, x)
@@ -107,8 +113,7 @@ def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
 
 def _by_preference(x: Tensor) -> list[Engine]:
     """The engines that `efficient=True` tries. The shared one is for CPUs so far, in full precision."""
-    portable = x.device.type in ("cpu", "meta") and not torch.is_autocast_enabled("cpu")
-    if portable and not torch.compiler.is_compiling():
+    if x.device.type in ("cpu", "meta") and not torch.is_autocast_enabled("cpu"):
         return [Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN]
     return [Engine.CHECKPOINT, Engine.PLAIN]
 
@@ -121,12 +126,3 @@ def _warn_once(message: str) -> None:
 
 def _wants_gradient(block: nn.Module, x: Tensor) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters_of(block)))
-
-
-def _is_exporting(block: nn.Module) -> bool:
-    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
-        return True
-    if hasattr(torch.compiler, "is_exporting"):
-        return torch.compiler.is_exporting()
-    # torch 2.6 does not tell export from compilation: what it exports is untraced by dynamo, or in eval mode.
-    return torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() and block.training)

@@ -21,8 +21,6 @@ def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
         return "found norms in one block that disagree about training mode or eps, but they share their statistics"
     if torch.is_autocast_enabled(x.device.type):
         return f"found autocast on {x.device.type}, but the shared engine runs in the precision of its input"
-    if torch.compiler.is_compiling():
-        return "found torch.compile, which cannot trace the shared engine"
     dtypes = {x.dtype, *(p.dtype for p in (norms[0].weight, layers[0].conv1.weight))}
     if len(dtypes) > 1 or x.dtype not in (torch.float32, torch.float64):
         return f"found {', '.join(sorted(map(str, dtypes)))}, but the shared engine needs float32 or float64 throughout"
