@@ -1,6 +1,7 @@
 """The shared-storage engine: plain's numbers, a tenth of plain's memory, and the cases that it leaves to others."""
 
 import copy
+import statistics
 import warnings
 
 import pytest
@@ -23,10 +24,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from efficient_densenet import create_model, engines
 from efficient_densenet.engines import shared
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.memory import tensor_peak
+from efficient_densenet.memory import saved_bytes, tensor_peak
 
 
-@pytest.mark.parametrize("tile_bytes", [1, 3000, 1 << 21])
+@pytest.mark.parametrize("tile_bytes", [1, 3000, 1 << 22])
 @pytest.mark.parametrize("frozen", [False, True, "norm1", "norm2"])
 @pytest.mark.parametrize("drop_rate", [0.0, 0.2])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,19 +97,22 @@ def test_gradcheck(consumer, bn_size, training):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_errs_at_most_twice_as_much_as_plain(family):
-    truth = small_model(family, efficient=False)
-    x = picture(family, batch=8)
-    expected = _everything(truth, x)
-    plain = copy.deepcopy(truth).float()
-    ours = with_engine(plain, "shared")
-    worst = [
-        max(
-            (a.double() - b).norm() / (b.norm() + 1e-3)
-            for a, b in zip(_everything(m, x.float()), expected, strict=True)
-        )
-        for m in (ours, plain)
-    ]
-    assert worst[0] <= 2 * worst[1]
+    """In the median of several networks: where rounding shuts a ReLU or opens it, one network's error says little."""
+    ratios = []
+    for seed in range(7):
+        torch.manual_seed(seed)
+        truth = small_model(family, efficient=False)
+        x = picture(family, batch=8)
+        expected = _everything(truth, x)
+        plain = copy.deepcopy(truth).float()
+        ours, theirs = (_error(_everything(m, x.float()), expected) for m in (with_engine(plain, "shared"), plain))
+        ratios.append(ours / theirs)
+    assert statistics.median(ratios) <= 2
+
+
+def _error(found, expected):
+    parts = [(a.double() - b).norm() / (b.norm() + 1e-3) for a, b in zip(found, expected, strict=True)]
+    return torch.stack(parts).norm().item()
 
 
 def _everything(model, x):
@@ -282,3 +286,12 @@ def test_growth_with_depth_is_linear():
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.05)
     # Features, pending, the last norm's output with its gradient and ReLU, and scratch, each as wide as a layer adds.
     assert peaks[1] - peaks[0] <= 10 * k * pixels * 6.1
+
+
+def test_it_keeps_the_features_once_and_can_be_counted_on_the_meta_device():
+    model = create_model("densenet_bc_100_12", efficient="shared").to("meta")
+    pictures, labels = torch.empty(256, 3, 32, 32, device="meta"), torch.empty(256, dtype=torch.long, device="meta")
+    kept = saved_bytes(lambda: F.cross_entropy(model(pictures), labels))
+    # The three stages' features, the two transitions' outputs being read from there; the last norm's output and ReLU.
+    features = 256 * 4 * (216 * 32**2 + 300 * 16**2 + 342 * 8**2)
+    assert kept == pytest.approx(features + 256 * 4 * 342 * 8**2, rel=0.05)

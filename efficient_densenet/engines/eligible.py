@@ -19,7 +19,7 @@ def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
     norms = [layer.norm1 for layer in layers]
     if not all(agree(norms[0], norm) for norm in norms):
         return "found norms in one block that disagree about training mode or eps, but they share their statistics"
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         return f"found autocast on {x.device.type}, but the shared engine runs in the precision of its input"
     dtypes = {x.dtype, *(p.dtype for p in (norms[0].weight, layers[0].conv1.weight))}
     if len(dtypes) > 1 or x.dtype not in (torch.float32, torch.float64):

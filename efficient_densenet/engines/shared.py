@@ -7,6 +7,7 @@ gradient of the normalised features. A channel's part of it becomes a gradient o
 that channel is done.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -132,8 +133,7 @@ class Forward:
             return kernels.affine(self.features, norm.scale, norm.shift).unflatten(2, self.size)
         half = torch.Size(side // 2 for side in self.size)
         output = self.features.new_empty(len(self.features), len(kernel[0]), half.numel())
-        for tile, values in tiles(self.features, norm):
-            rectified = kernels.rectified(values, norm.scale, norm.shift)
+        for tile, rectified in rectified_tiles(self.features, norm):
             # Pooling commutes with a 1×1 convolution, and leaves it a quarter of the work.
             kernels.product(kernel[0].flatten(1), kernels.pooled(rectified, self.size), out=output[tile])
         return output.unflatten(2, half)
@@ -186,11 +186,11 @@ class Backward:
         if inside:
             grad = self._bottleneck(i, norm1, *inside, grad)
         of_kernel = torch.zeros_like(kernel1)
-        for tile, values in tiles(self.features, norm1):
-            rectified = kernels.rectified(values, norm1.scale, norm1.shift)
+        for tile, values, (rectified, scratch) in tiles(self.features, norm1, num_scratch=2):
+            kernels.rectified(values, norm1.scale, norm1.shift, out=rectified)
             if bottleneck:
                 of_kernel.flatten(1).add_(kernels.weight_gradient(grad[tile], rectified))
-                of_rectified = kernels.input_gradient(grad[tile], kernel1.flatten(1))
+                of_rectified = kernels.input_gradient(grad[tile], kernel1.flatten(1), out=scratch)
             else:
                 of_rectified, of_weight = kernels.convolution_gradients(grad[tile], rectified, kernel1, self.size)
                 of_kernel += of_weight
@@ -221,12 +221,13 @@ class Backward:
         norm = self._map(weight, bias)
         self.pending.zero_()
         of_kernel = torch.zeros_like(kernel[0]) if kernel else None
-        for tile, values in tiles(self.features, norm):
+        for tile, values, (rectified,) in tiles(self.features, norm, num_scratch=1):
             of_values = grad[tile]
             if kernel:
-                rectified = kernels.rectified(values, norm.scale, norm.shift)
-                of_kernel.flatten(1).add_(kernels.weight_gradient(of_values, kernels.pooled(rectified, self.size)))
-                of_pooled = kernels.input_gradient(of_values, kernel[0].flatten(1))
+                kernels.rectified(values, norm.scale, norm.shift, out=rectified)
+                pooled = kernels.pooled(rectified, self.size)
+                of_kernel.flatten(1).add_(kernels.weight_gradient(of_values, pooled))
+                of_pooled = kernels.input_gradient(of_values, kernel[0].flatten(1), out=pooled)
                 of_values = kernels.masked_(kernels.spread(of_pooled, rectified, self.size), rectified)
             self._add(norm, tile, values, of_values)
         self._finish(place, norm, of_kernel)
@@ -241,23 +242,28 @@ class Backward:
         self.grads[place.start : place.start + len(found)] = found
 
 
-def tiles(features: Tensor, norm: Map) -> Any:
+def tiles(features: Tensor, norm: Map, num_scratch: int) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
     """The channels that a norm reads, a few images at a time."""
-    read = features[:, : len(norm.scale)]
-    return ((tile, read[tile]) for tile in kernels.tiles(read))
+    return kernels.tiles(features[:, : len(norm.scale)], num_scratch)
+
+
+def rectified_tiles(features: Tensor, norm: Map) -> Iterator[tuple[slice, Tensor]]:
+    """The same, normalised and rectified."""
+    for tile, values, (scratch,) in tiles(features, norm, num_scratch=1):
+        yield tile, kernels.rectified(values, norm.scale, norm.shift, out=scratch)
 
 
 def squeezed(features: Tensor, norm: Map, kernel: Tensor) -> Tensor:
     """The 1×1 convolution of the normalised and rectified features."""
     made = features.new_empty(len(features), len(kernel), features.shape[2])
-    for tile, values in tiles(features, norm):
-        kernels.product(kernel.flatten(1), kernels.rectified(values, norm.scale, norm.shift), out=made[tile])
+    for tile, rectified in rectified_tiles(features, norm):
+        kernels.product(kernel.flatten(1), rectified, out=made[tile])
     return made
 
 
 def convolved(features: Tensor, norm: Map, kernel: Tensor, size: torch.Size) -> Tensor:
     """The 3×3 convolution of the same."""
     made = features.new_empty(len(features), len(kernel), features.shape[2])
-    for tile, values in tiles(features, norm):
-        made[tile] = kernels.convolved(kernels.rectified(values, norm.scale, norm.shift), kernel, size)
+    for tile, rectified in rectified_tiles(features, norm):
+        made[tile] = kernels.convolved(rectified, kernel, size)
     return made

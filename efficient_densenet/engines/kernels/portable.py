@@ -9,14 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE_BYTES = 1 << 21
+TILE_BYTES = 1 << 22
 
 
-def tiles(features: Tensor) -> Iterator[slice]:
-    """The images, a few at a time."""
+def tiles(features: Tensor, num_scratch: int) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
+    """The images, a few at a time: which ones, their features, and as much scratch, the same for every tile."""
     images, channels, pixels = features.shape
-    each = max(1, TILE_BYTES // (channels * pixels * features.element_size()))
-    return (slice(start, min(start + each, images)) for start in range(0, images, each))
+    each = min(max(1, TILE_BYTES // (channels * pixels * features.element_size())), images)
+    scratch = [features.new_empty(each, channels, pixels) for _ in range(num_scratch)]
+    for start in range(0, images, each):
+        tile = slice(start, min(start + each, images))
+        values = features[tile]
+        yield tile, values, [each[: len(values)] for each in scratch]
 
 
 def centre(values: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,13 +30,14 @@ def centre(values: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.linalg.vector_norm(out, dim=(0, 2)).square_().div_(values.numel() // values.shape[1])
 
 
-def affine(features: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return torch.addcmul(shift[:, None], features, scale[:, None])
+def affine(features: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None) -> Tensor:
+    # Two passes in cache; addcmul with two broadcast arguments takes longer than both.
+    return torch.mul(features, scale[:, None], out=out).add_(shift[:, None])
 
 
-def rectified(features: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def rectified(features: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None) -> Tensor:
     """ReLU of the affine map, the input of a convolution."""
-    return affine(features, scale, shift).clamp_min_(0)
+    return affine(features, scale, shift, out).clamp_min_(0)
 
 
 def product(weight: Tensor, features: Tensor, out: Tensor) -> None:
@@ -47,17 +52,17 @@ def masked_(gradient: Tensor, activation: Tensor) -> Tensor:
 
 def sums(gradient: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Channel by channel, the sum of the gradient and of its product with the features."""
-    return gradient.sum((0, 2)), torch.einsum("ncp,ncp->c", gradient, features)
+    return gradient.sum((0, 2)), torch.linalg.vecdot(gradient, features).sum(0)
 
 
-def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+def input_gradient(gradient: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """Of a 1×1 convolution."""
-    return torch.bmm(weight.t().expand(len(gradient), -1, -1), gradient)
+    return torch.bmm(weight.t().expand(len(gradient), -1, -1), gradient, out=out)
 
 
 def weight_gradient(gradient: Tensor, features: Tensor) -> Tensor:
     """Of a 1×1 convolution."""
-    return torch.einsum("nbp,ncp->bc", gradient, features)
+    return torch.bmm(gradient, features.transpose(1, 2)).sum(0)
 
 
 def convolved(features: Tensor, weight: Tensor, size: torch.Size) -> Tensor:
