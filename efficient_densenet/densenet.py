@@ -12,6 +12,7 @@ from . import engines
 from .batchnorm import CpBatchNorm2d
 from .checks import check_between, check_choice, check_whole
 from .engines import plain
+from .engines.eligible import LAYERS
 from .engines.plain import Squeeze
 
 
@@ -46,6 +47,9 @@ class DenseLayer(nn.Module):
         """The first half: what is large and cheap to make again."""
         x = torch.cat(features, 1)  # a copy of a single one too: a ReLU may write into it where the norm is none
         return self.conv1(self.relu1(self.norm1(x)))
+
+
+LAYERS.add(DenseLayer)
 
 
 class DenseBlock(nn.Module):

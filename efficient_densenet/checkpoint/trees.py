@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from contextlib import suppress
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -26,7 +27,7 @@ class _Opened:
         self.fields = {name: getattr(instance, name) for name in names if hasattr(instance, name)}
         self.blank = copy.copy(instance)  # with what it holds besides its fields
         for name in self.fields:
-            if name in vars(self.blank) if hasattr(self.blank, "__dict__") else True:
+            with suppress(AttributeError):  # a default of the class, not of the instance
                 object.__delattr__(self.blank, name)
 
 

@@ -4,6 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from ..batchnorm import CpBatchNorm2d
+from ..checkpoint.parameters import parameters_of
+
+LAYERS: set[type[nn.Module]] = set()
+"""The classes of layer that are known to do what the shared engine does."""
 
 _NORMS = (nn.BatchNorm2d, CpBatchNorm2d)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -21,7 +25,7 @@ def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
         return "found norms in one block that disagree about training mode or eps, but they share their statistics"
     if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         return f"found autocast on {x.device.type}, but the shared engine runs in the precision of its input"
-    dtypes = {x.dtype, *(p.dtype for p in (norms[0].weight, layers[0].conv1.weight))}
+    dtypes = {x.dtype, *(tensor.dtype for layer in layers for tensor in parameters_of(layer))}
     if len(dtypes) > 1 or x.dtype not in (torch.float32, torch.float64):
         return f"found {', '.join(sorted(map(str, dtypes)))}, but the shared engine needs float32 or float64 throughout"
     if norms[0].training and x.shape[0] * x.shape[2:].numel() == 1:
@@ -37,14 +41,41 @@ def can_consume(block: nn.Module, consumer: nn.Module | None) -> bool:
     if consumer is None or is_watched(block) or any(map(is_watched, consumer.modules())):
         return False
     norm, *rest = consumer.children() if isinstance(consumer, nn.Sequential) else [consumer]
-    if rest and [type(module) for module in rest] != [nn.ReLU, nn.Conv2d, nn.AvgPool2d]:
+    if rest and not _is_transition(consumer):
         return False
-    return _takes_norm(norm) and agree(next(block.children()).norm1, norm)
+    ours, theirs = next(block.children()).norm1, [tensor.dtype for tensor in parameters_of(consumer)]
+    return _takes_norm(norm) and agree(ours, norm) and set(theirs) == {ours.weight.dtype}
+
+
+def _is_transition(consumer: nn.Module) -> bool:
+    if type(consumer).forward is not nn.Sequential.forward or len(consumer) != 4:
+        return False
+    _, relu, conv, pool = consumer
+    halves = type(pool) is nn.AvgPool2d and [_pair(v) for v in (pool.kernel_size, pool.stride, pool.padding)]
+    usual = halves == [(2, 2), (2, 2), (0, 0)] and not pool.ceil_mode and not pool.divisor_override
+    return type(relu) is nn.ReLU and _is_usual(conv, 1) and usual
+
+
+def _is_usual(conv: nn.Module, kernel: int) -> bool:
+    """Whether this is a convolution as DenseNets have it: it keeps the size, and has no bias."""
+    return (
+        type(conv) is nn.Conv2d
+        and conv.kernel_size == (kernel, kernel)
+        and conv.padding == (kernel // 2, kernel // 2)
+        and conv.stride == conv.dilation == (1, 1)
+        and conv.groups == 1
+        and conv.bias is None
+        and conv.padding_mode == "zeros"
+    )
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return value if isinstance(value, tuple) else (value, value)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a hook would notice that the module itself is not called."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+    """Whether a hook, or a forward set on the instance, would notice that the module itself is not called."""
+    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def agree(first: nn.Module, other: nn.Module) -> bool:
@@ -52,9 +83,11 @@ def agree(first: nn.Module, other: nn.Module) -> bool:
 
 
 def _why_not_layer(layer: nn.Module) -> str | None:
+    if type(layer) not in LAYERS:
+        return f"found a layer of class {type(layer).__name__}, which may do other things than a dense layer"
     for module in layer.modules():
         if is_watched(module):
-            return f"found a hook on a {type(module).__name__} inside a layer, which the shared engine does not call"
+            return f"found a hook on, or a new forward of, a {type(module).__name__} inside a layer, which it passes by"
         if "parametrizations" in module._modules:
             return f"found a parametrization of a {type(module).__name__} inside a layer"
     kinds = [nn.ReLU, nn.Conv2d, nn.ReLU, nn.Conv2d] if layer.has_bottleneck else [nn.ReLU, nn.Conv2d]
@@ -64,8 +97,10 @@ def _why_not_layer(layer: nn.Module) -> str | None:
     for module, kind in zip(others, kinds, strict=False):
         if type(module) is not kind:
             return f"found a {type(module).__name__} inside a layer, where the shared engine takes {kind.__name__}"
-    if len(others) != len(kinds) or not all(map(_takes_norm, norms)):
-        return "found a layer that is not batch norm, ReLU and convolution in turn, with running statistics and weights"
+    convolutions = [module for module in others if type(module) is nn.Conv2d]
+    usual = all(_is_usual(conv, kernel) for conv, kernel in zip(convolutions[::-1], (3, 1), strict=False))
+    if len(others) != len(kinds) or not usual or not all(map(_takes_norm, norms)):
+        return "found a layer that is not batch norm, ReLU and convolution in turn, all of the usual kind"
     return None
 
 
