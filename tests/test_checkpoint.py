@@ -26,6 +26,7 @@ from efficient_densenet.checkpoint import (
     disable_checkpointing,
     is_checkpointing,
     is_recomputing,
+    offload,
     unwrap,
 )
 from efficient_densenet.memory import saved_bytes
@@ -1138,3 +1139,25 @@ def test_offloading_gives_the_same_numbers(run):
     assert_same_outcome(outcome(lambda x: run(ours, x * 1), [x]), outcome(lambda x: plain(x * 1), [x]))
     assert_same_gradients(ours, plain)
     assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("offloading", [True, False])
+def test_offloaded_inputs_are_copies_and_the_originals_are_free(offloading, monkeypatch):
+    """With every tensor taken for one of another device: what a GPU would hold is gone, and the gradients are right."""
+    monkeypatch.setattr(offload, "lives_elsewhere", lambda tensor: True)
+    net = network()
+    plain = copy.deepcopy(net)
+    x = tensor(5, 4).requires_grad_()
+    y = x * 2
+    held = weakref.ref(y.untyped_storage())
+    loss = checkpoint(net, y, offload=offloading).square().sum()
+    del y
+    assert (held() is None) == offloading
+    torch.manual_seed(1)
+    found = outcome(lambda x: checkpoint(net, x * 2, offload=offloading), [x])
+    net.zero_grad()
+    plain(x * 2)
+    assert_same_outcome(found, outcome(lambda x: plain(x * 2), [x]))
+    assert_same_buffers(net, plain)
+    loss.backward()
+    assert x.grad is not None

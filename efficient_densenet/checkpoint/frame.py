@@ -49,6 +49,7 @@ class Frame:
         # A checkpoint within a checkpoint keeps its inputs through the outer one's hooks, which must see them.
         offloading = self.offload and not is_in_a_run()
         inputs, self.inputs = self.inputs, []
+        self.given = _storages(inputs)
         with resting_in_cpu_memory(offloading):
             self.keeper = _Keep.apply(torch.empty(0, requires_grad=True), *inputs)
         with saved_tensors_hooks(self._number, self._saved_tensor):
@@ -56,7 +57,7 @@ class Frame:
 
     def _number(self, tensor: Tensor) -> int:
         self.saved.append((tensor.shape, tensor.dtype))
-        self.versions.append(_version(tensor))
+        self.versions.append(_version(tensor, self.given))
         return len(self.saved) - 1
 
     def _saved_tensor(self, number: int) -> Tensor:
@@ -80,12 +81,13 @@ class Frame:
         inputs = [t.detach().requires_grad_(need) for t, need in zip(kept, self.needing, strict=True)]
         leaves = [inputs[leaf] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
+        given = _storages(inputs)
         saved: list[Tensor] = []
         versions: list[int] = []
 
         def note(tensor: Tensor) -> Tensor:
             saved.append(tensor.detach())
-            versions.append(_version(tensor))
+            versions.append(_version(tensor, given))
             return saved[-1]
 
         with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
@@ -99,9 +101,19 @@ class Frame:
         return saved
 
 
-def _version(tensor: Tensor) -> int:
-    """How often a tensor that learns has been written into; buffers may change between the runs, as statistics do."""
-    return tensor._version if tensor.requires_grad else 0
+def _storages(tensors: Sequence[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
+
+
+def _version(tensor: Tensor, given: set[int]) -> int:
+    """How often a parameter has been written into.
+
+    Of what needs no gradient, buffers may change between the runs, as statistics do. Inputs are minded by `_Keep`, and
+    come back as other tensors where they rested in CPU memory.
+    """
+    if not tensor.requires_grad or tensor.layout != torch.strided:
+        return 0
+    return 0 if tensor.untyped_storage().data_ptr() in given else tensor._version
 
 
 class _Place(int):

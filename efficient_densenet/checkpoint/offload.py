@@ -12,6 +12,10 @@ def resting_in_cpu_memory(wanted: bool) -> AbstractContextManager:
     return saved_tensors_hooks(_Resting, _Resting.woken) if wanted else nullcontext()
 
 
+def lives_elsewhere(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
 class _Resting:
     """From a CUDA device the copy goes to pinned memory without waiting, and comes back the same way.
 
@@ -21,13 +25,14 @@ class _Resting:
 
     def __init__(self, tensor: Tensor) -> None:
         self.device, self.version = tensor.device, tensor._version
+        self.is_copy = lives_elsewhere(tensor)
         self.tensor = tensor
-        if self.device.type != "cpu":
+        if self.is_copy:
             pinned = self.device.type == "cuda" and tensor.layout == torch.strided
             self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor, non_blocking=pinned)
 
     def woken(self) -> Tensor:
-        if self.device.type != "cpu":
+        if self.is_copy:
             return self.tensor.to(self.device, non_blocking=True)
         if self.tensor._version != self.version:
             raise RuntimeError(
