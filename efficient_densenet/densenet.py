@@ -25,7 +25,7 @@ class DenseLayer(nn.Module):
     def __init__(self, num_input_features: int, growth_rate: int, bn_size: int, drop_rate: float) -> None:
         super().__init__()
         self.drop_rate = drop_rate
-        self.has_bottleneck = bn_size > 0
+        self.has_bottleneck, self.keep_bottleneck = bn_size > 0, False
         width = bn_size * growth_rate if self.has_bottleneck else growth_rate
         kernel = 1 if self.has_bottleneck else 3
         self.norm1 = CpBatchNorm2d(num_input_features)

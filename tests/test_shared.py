@@ -32,7 +32,7 @@ from efficient_densenet.memory import saved_bytes, tensor_peak
 @pytest.mark.parametrize("drop_rate", [0.0, 0.2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_stage_equals_plain(family, drop_rate, frozen, tile_bytes, monkeypatch):
-    monkeypatch.setattr(portable, "TILE_BYTES", tile_bytes)
+    monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile_bytes)
     plain = small_model(family, efficient=False, drop_rate=drop_rate)
     plain(picture(family))
     for name, module in plain.named_modules():
@@ -75,7 +75,10 @@ def test_a_strided_input_and_a_strided_gradient():
 @pytest.mark.parametrize("consumer", ["block", "transition", "norm"])
 @pytest.mark.parametrize("bn_size", [0, 2])
 @pytest.mark.parametrize("training", [True, False])
-def test_gradcheck(consumer, bn_size, training):
+@pytest.mark.parametrize("tap", [False, True])
+def test_gradcheck(consumer, bn_size, training, tap):
+    if tap and consumer == "block":
+        return  # whose output it is anyway
     model = small_model("bc", bn_size=bn_size, growth_rate=2, num_init_features=2, block_config=(2, 2)).train(training)
     block = model.features.denseblock1
     after = {
@@ -86,12 +89,12 @@ def test_gradcheck(consumer, bn_size, training):
     if consumer == "norm":
         block, after["norm"] = model.features.denseblock2, model.features.norm5
     channels = block.denselayer1.norm1.num_features
-    stage = shared.Stage(block, after[consumer])
+    x = torch.randn(2, channels, 3, 4, dtype=torch.double, requires_grad=True)
+    stage = shared.Stage(block, after[consumer], x, tap=tap)
 
     def function(x, *tensors):
         return shared.SharedStage.apply(stage, x, *tensors)
 
-    x = torch.randn(2, channels, 3, 4, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(function, (x, *stage.tensors))
 
 
@@ -328,7 +331,7 @@ def test_growth_with_depth_is_linear(monkeypatch):
     It holds, as wide as the stage: the features, their pending gradient, the ReLU of the last norm's output and the
     gradient of that output.
     """
-    monkeypatch.setattr(portable, "TILE_BYTES", 1 << 16)  # scratch is a constant once there are enough images
+    monkeypatch.setitem(portable.TILE_BYTES, "cpu", 1 << 16)  # scratch is a constant once there are enough images
     peaks = [_peak("shared", block_config=(depth,)) for depth in (24, 32, 40)]
     pixels, k = 4 * 32 * 32 * 4, 12
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.05)

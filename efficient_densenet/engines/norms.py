@@ -5,51 +5,37 @@ from torch import Tensor, nn
 
 from ..torch_private import in_backward
 from .kernels import portable as kernels
+from .kernels.portable import Into, Read
 
 
 class Map:
-    """One norm in one pass: `scale * values + shift`, on centred values, or with a frozen norm's `offset` on raw."""
+    """One norm in one pass: `scale * values + shift`, on values less their mean, or where `mean` is given, on raw ones;
+    and, once the backward has summed up, its own gradients."""
 
-    def __init__(self, weight: Tensor, bias: Tensor, inverse: Tensor, offset: Tensor | None = None) -> None:
-        self.weight, self.inverse, self.offset = weight, inverse, offset
-        self.scale = weight * inverse
-        self.shift = bias if offset is None else bias - offset * self.scale
-        self.grad_sum = torch.zeros_like(self.scale)
-        self.product_sum = torch.zeros_like(self.scale)
+    def __init__(self, weight: Tensor, bias: Tensor, inverse: Tensor, mean: Tensor | None = None) -> None:
+        self.weight, self.inverse, self.mean = weight.to(inverse.dtype), inverse, mean
+        self.scale = self.weight * inverse
+        self.shift = bias.to(inverse.dtype) if mean is None else bias - mean * self.scale
 
-    @property
-    def frozen(self) -> bool:
-        return self.offset is not None
+    def read(self, values: Tensor) -> Read:
+        """What the norm's consumer reads: as many channels as the norm is wide."""
+        return Read(values[:, : len(self.weight)], self.scale, self.shift)
 
-    def add_sums(self, grad: Tensor, values: Tensor) -> None:
-        grad_sum, product_sum = kernels.sums(grad, values)
-        self.grad_sum += grad_sum
-        self.product_sum += product_sum
+    def share(self, frozen: bool) -> Tensor:
+        """What the map's gradient counts in that of the values, a frozen norm's, or in that of the normalised ones."""
+        return self.scale if frozen else self.weight
 
-    def weight_gradient(self) -> Tensor:
-        """The sum of the gradient times the normalised values; the bias's is `grad_sum`."""
-        centred = self.product_sum if self.offset is None else self.product_sum - self.offset * self.grad_sum
-        return centred * self.inverse
-
-    def input_gradient(self, grad: Tensor, values: Tensor) -> Tensor:
-        """The gradient of what this norm alone has normalised; `grad` may be written into."""
-        if not self.frozen:
-            count = grad.numel() // len(self.scale)
-            values = values * (self.weight_gradient() * self.inverse / -count)[:, None]
-            grad = grad.add_(values).sub_((self.grad_sum / count)[:, None])
-        return grad.mul_(self.scale[:, None])
+    def take(self, grad_sum: Tensor, product_sum: Tensor) -> None:
+        """Note the sums of the map's gradient and of its product with the values."""
+        self.of_bias = grad_sum
+        centred = product_sum if self.mean is None else product_sum - self.mean * grad_sum
+        self.of_weight = centred * self.inverse
 
 
-def measured(norm: nn.Module, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal deviation of a norm's own values, which are centred in place, and recorded."""
-    mean, variance = kernels.centre(values, out=values)
-    record(norm, mean, variance, values.numel() // len(mean))
-    return mean, torch.rsqrt(variance + norm.eps)
-
-
-def running(norm: nn.Module) -> tuple[Tensor, Tensor]:
+def running(norm: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and reciprocal deviation of a frozen norm, as they are now."""
-    return norm.running_mean.clone(), torch.rsqrt(norm.running_var + norm.eps)
+    mean, variance = norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype)
+    return mean, torch.rsqrt(variance + norm.eps)
 
 
 def record(norm: nn.Module, mean: Tensor, variance: Tensor, count: int) -> None:
@@ -58,8 +44,25 @@ def record(norm: nn.Module, mean: Tensor, variance: Tensor, count: int) -> None:
         return
     norm.num_batches_tracked.add_(1)
     momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    norm.running_mean.lerp_(mean, momentum)
-    norm.running_var.lerp_(variance * (count / (count - 1)), momentum)
+    unbiased = variance * (count / (count - 1))
+    for kept, found in ((norm.running_mean, mean), (norm.running_var, unbiased)):
+        kept.copy_(torch.lerp(kept.to(found.dtype), found, momentum))
+
+
+def settled(values: Tensor, norm: Map, pending: Tensor) -> Tensor:
+    """The gradient of values that `norm` alone has normalised, by their own statistics."""
+    sums = norm.weight * norm.of_bias, norm.weight * norm.of_weight
+    return _settled(values, norm.inverse, norm.mean, *sums, pending)
+
+
+def _settled(
+    values: Tensor, inverse: Tensor, mean: Tensor | None, grad_sum: Tensor, product_sum: Tensor, pending: Tensor
+) -> Tensor:
+    """`inverse * pending`, less what reaches the values through their mean and their deviation."""
+    slope = product_sum * inverse.square() / -len(values)
+    shift = grad_sum * inverse / -len(values)
+    shift = shift if mean is None else shift - mean * slope
+    return kernels.settled(Read(values, slope, shift), Into(inverse, pending))
 
 
 class SharedStatistics:
@@ -67,19 +70,20 @@ class SharedStatistics:
 
     def __init__(self, features: Tensor, frozen: bool, eps: float, inverse: Tensor | None = None) -> None:
         self.features, self.frozen, self.eps = features, frozen, eps
-        self.count = features.shape[0] * features.shape[2]
-        channels = features.shape[1]
-        self.mean, self.variance = features.new_zeros(channels), features.new_zeros(channels)
-        self.inverse = features.new_zeros(channels) if inverse is None else inverse
-        self.grad_sum, self.product_sum = features.new_zeros(channels), features.new_zeros(channels)
+        self.dtype = kernels.sums_dtype(features.dtype)
+        zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
+        self.mean, self.variance = zeros.clone(), zeros.clone()
+        self.inverse = zeros.clone() if inverse is None else inverse
+        self.grad_sum, self.product_sum = zeros.clone(), zeros
 
     def write(self, values: Tensor, start: int, stop: int) -> None:
-        """Put new channels among the features."""
+        """Put new channels among the features, less their mean."""
         place = self.features[:, start:stop]
         if self.frozen:
             place.copy_(values)
             return
-        self.mean[start:stop], self.variance[start:stop] = kernels.centre(values, out=place)
+        self.mean[start:stop], self.variance[start:stop] = kernels.statistics(values)
+        torch.sub(values, self.mean[start:stop], out=place)
         self.inverse[start:stop] = torch.rsqrt(self.variance[start:stop] + self.eps)
 
     def map(self, weight: Tensor, bias: Tensor) -> Map:
@@ -89,25 +93,20 @@ class SharedStatistics:
     def record(self, norm: nn.Module) -> None:
         if not self.frozen:
             width = norm.num_features
-            record(norm, self.mean[:width], self.variance[:width], self.count)
+            record(norm, self.mean[:width], self.variance[:width], len(self.features))
 
     def absorb(self, consumer: Map) -> None:
         """Take note of what a consumer's gradient means for the mean and the deviation."""
         if not self.frozen:
             width = len(consumer.weight)
-            self.grad_sum[:width] += consumer.weight * consumer.grad_sum
-            self.product_sum[:width] += consumer.weight * consumer.weight_gradient()
-
-    def share(self, consumer: Map) -> Tensor:
-        """What a consumer's gradient counts, in the sum over consumers."""
-        return (consumer.scale if self.frozen else consumer.weight)[:, None]
+            self.grad_sum[:width] += consumer.weight * consumer.of_bias
+            self.product_sum[:width] += consumer.weight * consumer.of_weight
 
     def settled(self, pending: Tensor, start: int, stop: int) -> Tensor:
         """The gradient of the features, from the sum of their consumers' gradients."""
+        place = slice(start, stop)
+        values, pending = self.features[:, place], pending[:, place]
         if self.frozen:
-            return pending.clone()
-        inverse = self.inverse[start:stop]
-        shift = self.grad_sum[start:stop] * inverse / -self.count
-        slope = self.product_sum[start:stop] * inverse.square() / -self.count
-        settled = kernels.affine(self.features[:, start:stop], slope, shift)
-        return settled.addcmul_(pending, inverse[:, None])
+            return pending.contiguous()
+        sums = self.grad_sum[place], self.product_sum[place]
+        return _settled(values, self.inverse[place], None, *sums, pending)

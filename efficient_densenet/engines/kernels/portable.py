@@ -1,95 +1,221 @@
-"""The shared engine's operations in plain PyTorch, on tensors of images × channels × pixels.
+"""The shared engine's operations in plain PyTorch, for any device.
 
-What is as wide as the concatenation exists for a few images at a time, in scratch that stays in the processor's cache.
+A tensor here is a matrix of rows × channels, a row for each pixel of each picture, which is how memory in the
+channels_last format lies. What is as wide as the features exists for some of the rows at a time, in scratch that stays
+in a processor's cache. A gradient function returns the weight's gradient and two sums over the rows, of the gradient
+after the ReLU and of its product with the values read.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE_BYTES = 1 << 22
+TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""How large the scratch of one tile may be: some of the cache, or enough to keep many processors busy."""
 
 
-def tiles(features: Tensor, num_scratch: int) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
-    """The images, a few at a time: which ones, their features, and as much scratch, the same for every tile."""
-    images, channels, pixels = features.shape
-    each = min(max(1, TILE_BYTES // (channels * pixels * features.element_size())), images)
-    scratch = [features.new_empty(each, channels, pixels) for _ in range(num_scratch)]
-    for start in range(0, images, each):
-        tile = slice(start, min(start + each, images))
-        values = features[tile]
-        yield tile, values, [each[: len(values)] for each in scratch]
+class Read(NamedTuple):
+    """What a consumer reads: ReLU(scale * values + shift), by channel, in the precision of sums."""
+
+    values: Tensor
+    scale: Tensor
+    shift: Tensor
 
 
-def centre(values: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Write `values` less their mean, channel by channel, and return mean and variance."""
-    mean = values.mean((0, 2))
-    torch.sub(values, mean[:, None], out=out)
-    return mean, torch.linalg.vector_norm(out, dim=(0, 2)).square_().div_(values.numel() // values.shape[1])
+class Into(NamedTuple):
+    """Where a consumer's gradient goes: `pending += share * gradient`."""
+
+    share: Tensor
+    pending: Tensor
+
+    def at(self, tile: slice) -> "Into":
+        return Into(self.share, self.pending[tile])
 
 
-def affine(features: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None) -> Tensor:
-    # Two passes in cache; addcmul with two broadcast arguments takes longer than both.
-    return torch.mul(features, scale[:, None], out=out).add_(shift[:, None])
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def rectified(features: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None) -> Tensor:
-    """ReLU of the affine map, the input of a convolution."""
-    return affine(features, scale, shift, out).clamp_min_(0)
+def rows(pictures: Tensor) -> Tensor:
+    """Pictures as a matrix: a view of those in channels_last, a copy of others."""
+    return pictures.movedim(1, -1).flatten(0, -2)
 
 
-def product(weight: Tensor, features: Tensor, out: Tensor) -> None:
-    """A 1×1 convolution: `weight` times the channels of each image."""
-    torch.bmm(weight.expand(len(features), -1, -1), features, out=out)
+def pictures(rows: Tensor, shape: torch.Size) -> Tensor:
+    """A matrix as pictures, `shape` being their number, height and width."""
+    return rows.unflatten(0, shape).movedim(-1, 1)
 
 
-def masked_(gradient: Tensor, activation: Tensor) -> Tensor:
-    """Set to zero where the ReLU was shut."""
+def halved(shape: torch.Size) -> torch.Size:
+    return torch.Size([shape[0], *(side // 2 for side in shape[1:])])
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of sums and statistics of values of `dtype`."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel."""
+    dtype = sums_dtype(values.dtype)
+    if values.device.type != "cpu":
+        variance, mean = torch.var_mean(values.to(dtype), 0, correction=0)
+        return mean, variance
+    # Accurate to the last digits, as var_mean is, in a tenth of its time.
+    mean, square_sum = values.mean(0, dtype=dtype), values.new_zeros(values.shape[1], dtype=dtype)
+    scratch = _scratch(values, dtype)
+    for tile in _tiles(values, len(scratch)):
+        square_sum += torch.sub(values[tile], mean, out=scratch[: tile.stop - tile.start]).square_().sum(0)
+    return mean, square_sum.div_(len(values))
+
+
+def affine(read: Read) -> Tensor:
+    """scale * values + shift."""
+    out = torch.empty_like(read.values, memory_format=torch.contiguous_format)
+    return torch.addcmul(read.shift, read.values, read.scale, out=out)
+
+
+def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tensor]:
+    """Of `affine`: no weight, and the two sums."""
+    sums = torch.zeros_like(read.scale), torch.zeros_like(read.scale)
+    wide = _scratch(read.values, read.scale.dtype)
+    for tile in _tiles(read.values, len(wide)):
+        _collect(grad[tile], read.values[tile], into.at(tile), sums, wide[: tile.stop - tile.start])
+    return sums
+
+
+def squeezed(read: Read, weight: Tensor) -> Tensor:
+    """A 1×1 convolution."""
+    made = weight.new_empty(len(read.values), len(weight))
+    for tile, activation, _ in _rectified(read, weight.dtype):
+        torch.mm(activation, weight.t(), out=made[tile])
+    return made
+
+
+def squeezed_and_measured(read: Read, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, and its statistics."""
+    made = squeezed(read, weight)
+    return made, *statistics(made)
+
+
+def squeezed_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into) -> Gradients:
+    of_weight, sums = _zeros(weight, read)
+    gradients = _scratch(read.values, weight.dtype, read.scale.dtype.itemsize)
+    for tile, activation, wide in _rectified(read, weight.dtype):
+        _add_product(of_weight, grad[tile].t(), activation)
+        gradient = torch.mm(grad[tile], weight, out=gradients[: len(activation)])
+        _collect(_masked(gradient, activation), read.values[tile], into.at(tile), sums, wide)
+    return of_weight, *sums
+
+
+def convolved(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
+    """A 3×3 convolution."""
+    made = weight.new_empty(len(read.values), len(weight))
+    for tile, activation, _ in _rectified(read, weight.dtype, shape[1:].numel()):
+        made[tile] = rows(F.conv2d(_part(activation, shape), weight, padding=1))
+    return made
+
+
+def convolved_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
+    of_weight, sums = _zeros(weight, read)
+    for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
+        ones = [1, 1]
+        gradient, part, _ = torch.ops.aten.convolution_backward(
+            *(_part(grad[tile], shape), _part(activation, shape), weight),
+            *(None, ones, ones, ones, False, [0, 0], 1, [True, True, False]),
+        )
+        of_weight += part
+        _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), sums, wide)
+    return of_weight, *sums
+
+
+def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
+    """A 1×1 convolution, and the mean of every 2×2 pixels: in the other order, which is a quarter of the work."""
+    made = weight.new_empty(halved(shape).numel(), len(weight))
+    for tile, activation, _ in _rectified(read, weight.dtype, shape[1:].numel()):
+        means = rows(F.avg_pool2d(_part(activation, shape), 2))
+        torch.mm(means, weight.t(), out=made[_halved_tile(tile, shape)])
+    return made
+
+
+def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
+    of_weight, sums = _zeros(weight, read)
+    for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
+        here, of_made = _part(activation, shape), grad[_halved_tile(tile, shape)]
+        _add_product(of_weight, of_made.t(), rows(F.avg_pool2d(here, 2)))
+        of_means = _part(torch.mm(of_made, weight), halved(shape))
+        gradient = torch.ops.aten.avg_pool2d_backward(of_means, here, [2, 2], [2, 2], [0, 0], False, True, None)
+        _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), sums, wide)
+    return of_weight, *sums
+
+
+def settled(read: Read, into: Into) -> Tensor:
+    """scale * values + shift + share * pending: the gradient of values whose last consumer is done."""
+    found = torch.addcmul(read.shift, read.values, read.scale)
+    return found.addcmul_(into.pending, into.share).to(read.values.dtype)
+
+
+def _rectified(read: Read, dtype: torch.dtype, whole: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some rows at a time, in multiples of `whole`: which ones, what is read of them, in `dtype`, and scratch in the
+    precision of sums for when that is no longer needed, since it may be where it lies."""
+    wide = _scratch(read.values, read.scale.dtype, whole=whole)
+    narrow = wide if dtype == wide.dtype else torch.empty_like(wide, dtype=dtype)
+    for tile in _tiles(read.values, len(wide)):
+        scratch = wide[: tile.stop - tile.start]
+        activation = torch.addcmul(read.shift, read.values[tile], read.scale, out=scratch).clamp_min_(0)
+        if narrow is not wide:
+            activation = narrow[: len(activation)].copy_(activation)
+        yield tile, activation, scratch
+
+
+def _tiles(values: Tensor, each: int) -> Iterator[slice]:
+    for start in range(0, len(values), each):
+        yield slice(start, min(start + each, len(values)))
+
+
+def _scratch(values: Tensor, dtype: torch.dtype, itemsize: int | None = None, whole: int = 1) -> Tensor:
+    """Scratch for the rows of one tile, as many as there can be of `itemsize`, which is the dtype's."""
+    num_rows, channels = values.shape
+    tile_bytes = TILE_BYTES["cpu" if values.device.type == "cpu" else "cuda"]
+    each = max(1, tile_bytes // (channels * (itemsize or dtype.itemsize) * whole)) * whole
+    return values.new_empty(min(each, num_rows), channels, dtype=dtype)
+
+
+def _zeros(weight: Tensor, read: Read) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    dtype = read.scale.dtype
+    return torch.zeros_like(weight, dtype=dtype), (torch.zeros_like(read.scale), torch.zeros_like(read.scale))
+
+
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    if total.dtype == first.dtype:
+        total.addmm_(first, second)
+    else:
+        total += first @ second
+
+
+def _masked(gradient: Tensor, activation: Tensor) -> Tensor:
+    """Set to zero, in place, where the ReLU was shut."""
     return torch.ops.aten.threshold_backward.grad_input(gradient, activation, 0, grad_input=gradient)
 
 
-def sums(gradient: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Channel by channel, the sum of the gradient and of its product with the features."""
-    return gradient.sum((0, 2)), torch.linalg.vecdot(gradient, features).sum(0)
+def _collect(gradient: Tensor, values: Tensor, into: Into, sums: tuple[Tensor, Tensor], wide: Tensor) -> None:
+    into.pending.addcmul_(gradient, into.share)
+    grad_sum, product_sum = sums
+    grad_sum += gradient.sum(0, dtype=grad_sum.dtype)
+    if wide.dtype == gradient.dtype:
+        product_sum += torch.mul(gradient, values, out=wide).sum(0)
+    else:  # the product of two low precisions would be rounded
+        product_sum += wide.copy_(gradient).mul_(values).sum(0)
 
 
-def input_gradient(gradient: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """Of a 1×1 convolution."""
-    return torch.bmm(weight.t().expand(len(gradient), -1, -1), gradient, out=out)
+def _part(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Rows of some of the pictures as pictures."""
+    return pictures(rows, torch.Size([len(rows) // shape[1:].numel(), *shape[1:]]))
 
 
-def weight_gradient(gradient: Tensor, features: Tensor) -> Tensor:
-    """Of a 1×1 convolution."""
-    return torch.bmm(gradient, features.transpose(1, 2)).sum(0)
-
-
-def convolved(features: Tensor, weight: Tensor, size: torch.Size) -> Tensor:
-    """A 3×3 convolution of pictures of `size`."""
-    return F.conv2d(features.unflatten(2, size), weight, padding=1).flatten(2)
-
-
-def convolution_gradients(
-    gradient: Tensor, features: Tensor, weight: Tensor, size: torch.Size
-) -> tuple[Tensor, Tensor]:
-    """Of a 3×3 convolution: its input's and its weight's."""
-    pictures = [tensor.unflatten(2, size) for tensor in (gradient, features)]
-    ones = [1, 1]
-    of_input, of_weight, _ = torch.ops.aten.convolution_backward(
-        *pictures, weight, None, ones, ones, ones, False, [0, 0], 1, [True, True, False]
-    )
-    return of_input.flatten(2), of_weight
-
-
-def pooled(features: Tensor, size: torch.Size) -> Tensor:
-    """The mean of every 2×2 pixels."""
-    return F.avg_pool2d(features.unflatten(2, size), 2).flatten(2)
-
-
-def spread(gradient: Tensor, features: Tensor, size: torch.Size) -> Tensor:
-    """The gradient of `pooled`."""
-    half = torch.Size(side // 2 for side in size)
-    return torch.ops.aten.avg_pool2d_backward(
-        gradient.unflatten(2, half), features.unflatten(2, size), [2, 2], [2, 2], [0, 0], False, True, None
-    ).flatten(2)
+def _halved_tile(tile: slice, shape: torch.Size) -> slice:
+    """The rows of the halved pictures."""
+    whole, half = shape[1:].numel(), halved(shape)[1:].numel()
+    return slice(tile.start // whole * half, tile.stop // whole * half)
