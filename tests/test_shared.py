@@ -21,7 +21,7 @@ from helpers import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import DenseLayer, create_model, engines
+from efficient_densenet import DenseBlock, DenseLayer, create_model, engines
 from efficient_densenet.engines import shared
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.memory import saved_bytes, tensor_peak
@@ -302,13 +302,75 @@ def test_where_a_hook_watches_the_stage_runs_apart(place):
     assert_close(*seen)
 
 
-def test_autocast_and_half_precision_run_by_checkpoint_without_a_word():
+LOW = {
+    "autocast bfloat16": (torch.float32, torch.float32, torch.bfloat16),
+    "autocast float16": (torch.float32, torch.float32, torch.float16),
+    "bfloat16": (torch.bfloat16, torch.bfloat16, None),
+    "bfloat16, norms float32": (torch.bfloat16, torch.float32, None),
+}
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_low_precision_errs_at_most_twice_as_much_as_plain(family, precision):
+    dtype, of_norms, autocast = LOW[precision]
+    ratios = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        truth = small_model(family, efficient=False)
+        x = picture(family, batch=8)
+        expected = _everything(truth, x)
+        plain = copy.deepcopy(truth).to(dtype)
+        for module in plain.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.to(of_norms)
+        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            ours, theirs = (
+                _error(_everything(m, x.to(dtype)), expected) for m in (with_engine(plain, "shared"), plain)
+            )
+        ratios.append(ours / theirs)
+    assert statistics.median(ratios) <= 2
+
+
+def test_precisions_that_it_does_not_mix_fall_back_with_a_reason_or_raise_by_name(monkeypatch):
+    monkeypatch.setattr(engines, "_warned", set())
     model = small_model("bc", efficient=True).float()
-    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
-        warnings.simplefilter("error")
-        model(picture("bc").float()).float().sum().backward()
-    with pytest.raises(RuntimeError, match="found autocast on cpu"), torch.autocast("cpu", dtype=torch.bfloat16):
-        model.set_engine("shared")(picture("bc").float())
+    model.features.denseblock2.denselayer1.norm1.double()
+    x = torch.randn(2, 10, 3, 3)
+    with pytest.warns(UserWarning, match="found float64 in a CpBatchNorm2d"), pytest.raises(RuntimeError):
+        model.features.denseblock2(x)  # as plain refuses it
+    with pytest.raises(RuntimeError, match="found float64 in a CpBatchNorm2d"):
+        model.set_engine("shared").features.denseblock2(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("family", ["bc", "imagenet"])
+def test_a_kept_bottleneck_changes_no_number(family, frozen):
+    plain = small_model(family, efficient=False, drop_rate=0.1).train(not frozen)
+    ours = with_engine(plain, "shared")
+    for block in (m for m in ours.modules() if isinstance(m, DenseBlock)):
+        block.denselayer1.keep_bottleneck = True
+    everywhere = small_model(family, efficient="shared", drop_rate=0.1, keep_bottleneck=True).train(not frozen)
+    everywhere.load_state_dict(plain.state_dict())
+    for model in (ours, everywhere):
+        assert_same_step(model, copy.deepcopy(plain), picture(family))
+
+
+def test_features_come_beside_what_is_made_of_them():
+    plain = small_model("bc", efficient=False)
+    block, transition = plain.features.denseblock1, plain.features.transition1
+    x, found = torch.randn(3, 4, 6, 5, dtype=torch.double), []
+    for run in (shared.run_with_features, lambda block, x, transition: (transition(y := block(x)), y)):
+        for weights in ((1, 0), (0, 1), (2, 3)):
+            plain.zero_grad()
+            leaf = x.clone().requires_grad_()
+            outputs = run(block, leaf, transition)
+            sum(w * output.square().sum() for w, output in zip(weights, outputs, strict=True) if w).backward()
+            grads = [p.grad for module in (block, transition) for p in module.parameters()]
+            found.append([*outputs, leaf.grad, *(torch.zeros(()) if grad is None else grad for grad in grads)])
+    for ours, expected in zip(found[:3], found[3:], strict=True):
+        for a, b in zip(ours, expected, strict=True):
+            assert_close(a, b)
 
 
 # Memory

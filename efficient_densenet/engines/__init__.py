@@ -91,7 +91,7 @@ def choose(block: nn.Module, x: Tensor) -> Engine:
                 "use another engine, or efficient=True, which finds one"
             )
         return block.engine
-    best, *others = _by_preference(x)
+    best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
     reason = why_not(best, block, x)
     if reason is None:
         return best
@@ -109,13 +109,6 @@ def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
     if forward_ad.unpack_dual(x).tangent is not None:
         return "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
     return why_not_shared(block, x) if engine is Engine.SHARED else recompute.why_not_recompute(block)
-
-
-def _by_preference(x: Tensor) -> list[Engine]:
-    """The engines that `efficient=True` tries. The shared one is for CPUs so far, in full precision."""
-    if x.device.type in ("cpu", "meta") and not torch.is_autocast_enabled("cpu"):
-        return [Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN]
-    return [Engine.CHECKPOINT, Engine.PLAIN]
 
 
 def _warn_once(message: str) -> None:

@@ -10,6 +10,7 @@ LAYERS: set[type[nn.Module]] = set()
 """The classes of layer that are known to do what the shared engine does."""
 
 _NORMS = (nn.BatchNorm2d, CpBatchNorm2d)
+_HALVES = (torch.float16, torch.bfloat16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -23,14 +24,45 @@ def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
     norms = [layer.norm1 for layer in layers]
     if not all(agree(norms[0], norm) for norm in norms):
         return "found norms in one block that disagree about training mode or eps, but they share their statistics"
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        return f"found autocast on {x.device.type}, but the shared engine runs in the precision of its input"
-    dtypes = {x.dtype, *(tensor.dtype for layer in layers for tensor in parameters_of(layer))}
-    if len(dtypes) > 1 or x.dtype not in (torch.float32, torch.float64):
-        return f"found {', '.join(sorted(map(str, dtypes)))}, but the shared engine needs float32 or float64 throughout"
+    reason = _why_not_precision(layers, x)
+    if reason is not None:
+        return reason
     if norms[0].training and x.shape[0] * x.shape[2:].numel() == 1:
         return "found a single value per channel, of which there is no variance"
     return None
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The precision of convolutions of `x`: autocast's, which leaves float64 alone, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if _casts(x) and x.dtype != torch.float64 else x.dtype
+
+
+def _why_not_precision(layers: list[nn.Module], x: Tensor) -> str | None:
+    """Features have their input's precision, norms that or float32, and convolutions autocast's or their input's."""
+    convolutions = compute_dtype(x)
+    of_convolutions = {convolutions} | ({torch.float32} if _casts(x) and x.dtype != torch.float64 else set())
+    of_norms = {x.dtype} | ({torch.float32} if x.dtype in _HALVES else set())
+    for module in (module for layer in layers for module in layer.children()):
+        found = {tensor.dtype for tensor in parameters_of(module)}
+        if not found <= (of_convolutions if type(module) is nn.Conv2d else of_norms):
+            return (
+                f"found {_names(found)} in a {type(module).__name__}, with an input of {_names({x.dtype})} and "
+                f"convolutions in {_names({convolutions})}, which the shared engine does not mix"
+            )
+    usual = {torch.float32, torch.float64, *_HALVES}
+    if x.dtype not in usual or (x.dtype in _HALVES and convolutions != x.dtype):
+        return f"found an input of {_names({x.dtype})} and convolutions in {_names({convolutions})}"
+    return None
+
+
+def _casts(x: Tensor) -> bool:
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def can_consume(block: nn.Module, consumer: nn.Module | None) -> bool:
@@ -43,8 +75,10 @@ def can_consume(block: nn.Module, consumer: nn.Module | None) -> bool:
     norm, *rest = consumer.children() if isinstance(consumer, nn.Sequential) else [consumer]
     if rest and not _is_transition(consumer):
         return False
-    ours, theirs = next(block.children()).norm1, [tensor.dtype for tensor in parameters_of(consumer)]
-    return _takes_norm(norm) and agree(ours, norm) and set(theirs) == {ours.weight.dtype}
+    layer = next(block.children())
+    if not _takes_norm(norm) or not agree(layer.norm1, norm) or norm.weight.dtype != layer.norm1.weight.dtype:
+        return False
+    return not rest or consumer.conv.weight.dtype == layer.conv1.weight.dtype
 
 
 def _is_transition(consumer: nn.Module) -> bool:

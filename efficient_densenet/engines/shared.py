@@ -2,9 +2,9 @@
 
 `features` is one matrix for the whole stage, a row for each pixel and a column for each channel, each channel less its
 batch mean. Every consumer (each layer, then the transition or the last norm) normalises the first channels of it by an
-affine map of its own; the statistics are everybody's. The backward walks the layers from the last to the first and adds
-up, in `pending`, the gradient of the normalised features. A channel's part of it becomes a gradient of the features when
-the last consumer of that channel is done.
+affine map of its own; the statistics are everybody's. The backward walks the layers from the last to the first and
+adds up, in `pending`, the gradient of the normalised features. A channel's part of it becomes a gradient of the
+features when the last consumer of that channel is done.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import norms
+from .eligible import compute_dtype
 from .kernels import portable as kernels
 from .kernels.portable import Into, Read
 from .norms import Map, SharedStatistics
@@ -61,13 +62,6 @@ class Stage:
             elif isinstance(module, nn.Conv2d):
                 self.tensors.append(module.weight)
         return slice(start, len(self.tensors))
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The precision of convolutions of `x`: autocast's, or its own."""
-    device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
 def _layout(x: Tensor) -> torch.memory_format:
