@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ..torch_private import in_backward
 from .kernels import portable as kernels
-from .kernels.portable import Into, Read
+from .kernels.portable import Into, Read, Settling
 
 
 class Map:
@@ -49,20 +49,23 @@ def record(norm: nn.Module, mean: Tensor, variance: Tensor, count: int) -> None:
         kept.copy_(torch.lerp(kept.to(found.dtype), found, momentum))
 
 
-def settled(values: Tensor, norm: Map, pending: Tensor) -> Tensor:
-    """The gradient of values that `norm` alone has normalised, by their own statistics."""
+def settling(values: Tensor, norm: Map, frozen: bool, pending: Tensor) -> Settling:
+    """The gradient of values that `norm` alone has normalised."""
+    if frozen:
+        nothing, all_of_it = torch.zeros_like(norm.scale), torch.ones_like(norm.scale)
+        return Settling(Read(values, nothing, nothing), Into(all_of_it, pending))
     sums = norm.weight * norm.of_bias, norm.weight * norm.of_weight
-    return _settled(values, norm.inverse, norm.mean, *sums, pending)
+    return _settling(values, norm.inverse, norm.mean, *sums, pending)
 
 
-def _settled(
+def _settling(
     values: Tensor, inverse: Tensor, mean: Tensor | None, grad_sum: Tensor, product_sum: Tensor, pending: Tensor
-) -> Tensor:
+) -> Settling:
     """`inverse * pending`, less what reaches the values through their mean and their deviation."""
     slope = product_sum * inverse.square() / -len(values)
     shift = grad_sum * inverse / -len(values)
     shift = shift if mean is None else shift - mean * slope
-    return kernels.settled(Read(values, slope, shift), Into(inverse, pending))
+    return Settling(Read(values, slope, shift), Into(inverse, pending))
 
 
 class SharedStatistics:
@@ -109,4 +112,4 @@ class SharedStatistics:
         if self.frozen:
             return pending.contiguous()
         sums = self.grad_sum[place], self.product_sum[place]
-        return _settled(values, self.inverse[place], None, *sums, pending)
+        return kernels.settled(_settling(values, self.inverse[place], None, *sums, pending))

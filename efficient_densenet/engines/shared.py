@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from . import norms
 from .eligible import compute_dtype
 from .kernels import portable as kernels
-from .kernels.portable import Into, Read
+from .kernels import scratch
+from .kernels.portable import Into, Read, Settling
 from .norms import Map, SharedStatistics
 
 
@@ -77,7 +78,7 @@ class SharedStage(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stage: Stage, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with _autocast_off(x):
+        with _autocast_off(x), scratch.reused():
             forward = Forward(stage, x, tensors)
             outputs = forward.run()
         ctx.stage, ctx.shape, ctx.num_kept = stage, forward.shape, len(forward.kept)
@@ -93,7 +94,7 @@ class SharedStage(torch.autograd.Function):
                 "use set_engine('checkpoint') for a loss that contains a gradient"
             )
         backward = Backward(ctx)
-        with _autocast_off(backward.features):
+        with _autocast_off(backward.features), scratch.reused():
             return None, *backward.run(*grads)
 
 
@@ -158,11 +159,12 @@ class Forward:
         self, i: int, read: Read, kernel1: Tensor, weight2: Tensor, bias2: Tensor, kernel2: Tensor
     ) -> Tensor:
         norm = self.stage.layers[i].norm2
+        out = None if self.stage.keeping[i] else _bottleneck_scratch("made", read, kernel1)
         if self.stage.frozen_inside[i]:
-            made = kernels.squeezed(read, kernel1)
+            made = kernels.squeezed(read, kernel1, out)
             mean, inverse = norms.running(norm, self.statistics.dtype)
         else:
-            made, mean, variance = kernels.squeezed_and_measured(read, kernel1)
+            made, mean, variance = kernels.squeezed_and_measured(read, kernel1, out)
             norms.record(norm, mean, variance, len(made))
             inverse = torch.rsqrt(variance + norm.eps)
         inside = self._keep(mean, inverse, weight2, bias2)
@@ -186,6 +188,10 @@ class Forward:
         return made.contiguous(memory_format=self.stage.layout)
 
 
+def _bottleneck_scratch(name: str, read: Read, kernel: Tensor) -> Tensor:
+    return scratch.take(name, (len(read.values), len(kernel)), kernel.dtype, kernel.device)
+
+
 class Backward:
     def __init__(self, ctx: Any) -> None:
         self.stage, self.shape = ctx.stage, ctx.shape
@@ -200,7 +206,9 @@ class Backward:
         if self.stage.consumer is None:
             of_consumed, of_features = None, of_consumed
         self.direct = None if of_features is None else kernels.rows(of_features)
-        self.pending = torch.zeros_like(self.features)
+        self.pending = torch.empty_like(self.features)
+        if of_consumed is None:  # only the block's own output was used
+            self.pending.zero_()
         if self.stage.consumer is not None:
             self._consumer(of_consumed)
         width = self.features.shape[1]
@@ -247,29 +255,30 @@ class Backward:
         norm2 = self._kept_map(*bottleneck[:2])
         norm1 = self._map(weight1, bias1)
         read, kernel1 = norm1.read(self.features), kernel1.flatten(1)
-        made = kernels.squeezed(read, kernel1) if kept is None else kept
-        grad = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
-        del made, kept
-        self._finish(place, norm1, *kernels.squeezed_gradients(grad, read, kernel1, self._into(norm1)))
+        out = _bottleneck_scratch("made", read, kernel1)
+        made = kernels.squeezed(read, kernel1, out) if kept is None else kept
+        of_made = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
+        self._finish(place, norm1, *kernels.squeezed_gradients(of_made, read, kernel1, self._into(norm1)))
 
-    def _bottleneck(self, i: int, norm: Map, made: Tensor, kernel: Tensor, grad: Tensor) -> Tensor:
+    def _bottleneck(self, i: int, norm: Map, made: Tensor, kernel: Tensor, grad: Tensor) -> Settling:
         """The gradient of the bottleneck, whose norm has statistics of its own."""
         frozen = self.stage.frozen_inside[i]
-        pending = torch.zeros_like(made)
-        into = Into(norm.share(frozen), pending)
+        pending = scratch.take("pending", made.shape, made.dtype, made.device)
+        into = Into(norm.share(frozen), pending, first=True)
         of_kernel, *sums = kernels.convolved_gradients(grad, norm.read(made), kernel, into, self.shape)
         norm.take(*sums)
         stop = self.stage.places[i].stop
         self.grads[stop - 3 : stop] = norm.of_weight, norm.of_bias, of_kernel
-        return pending if frozen else norms.settled(made, norm, pending)
+        return norms.settling(made, norm, frozen, pending)
 
     def _consumer(self, grad: Tensor | None) -> None:
         place = self.stage.places[-1]
         weight, bias, *kernel = self.tensors[place]
         norm = self._map(weight, bias)
-        if grad is None:  # only the block's own output was used
+        if grad is None:
             return
-        grad, read, into = kernels.rows(grad), norm.read(self.features), self._into(norm)
+        grad, read = kernels.rows(grad), norm.read(self.features)
+        into = Into(norm.share(self.stage.frozen), self.pending, first=True)
         if kernel:
             kernel = kernel[0].flatten(1).to(self.stage.dtype)
             self._finish(place, norm, *kernels.pooled_gradients(grad, read, kernel, into, self.shape))

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import scratch
+
 TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 """How large the scratch of one tile may be: some of the cache, or enough to keep many processors busy."""
 
@@ -24,15 +26,26 @@ class Read(NamedTuple):
     scale: Tensor
     shift: Tensor
 
+    def at(self, tile: slice) -> "Read":
+        return Read(self.values[tile], self.scale, self.shift)
+
 
 class Into(NamedTuple):
-    """Where a consumer's gradient goes: `pending += share * gradient`."""
+    """Where a consumer's gradient goes: `pending += share * gradient`, or `=` where it is the first."""
 
     share: Tensor
     pending: Tensor
+    first: bool = False
 
     def at(self, tile: slice) -> "Into":
-        return Into(self.share, self.pending[tile])
+        return Into(self.share, self.pending[tile], self.first)
+
+
+class Settling(NamedTuple):
+    """The gradient of values whose last consumer is done: scale * values + shift + share * pending."""
+
+    read: Read
+    into: Into
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -65,9 +78,10 @@ def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
         return mean, variance
     # Accurate to the last digits, as var_mean is, in a tenth of its time.
     mean, square_sum = values.mean(0, dtype=dtype), values.new_zeros(values.shape[1], dtype=dtype)
-    scratch = _scratch(values, dtype)
-    for tile in _tiles(values, len(scratch)):
-        square_sum += torch.sub(values[tile], mean, out=scratch[: tile.stop - tile.start]).square_().sum(0)
+    for tile in tiles(values, dtype):
+        part = values[tile]
+        centred = torch.sub(part, mean, out=scratch.take("wide", part.shape, dtype, part.device))
+        square_sum += torch.mul(centred, centred, out=centred).sum(0)
     return mean, square_sum.div_(len(values))
 
 
@@ -80,32 +94,33 @@ def affine(read: Read) -> Tensor:
 def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tensor]:
     """Of `affine`: no weight, and the two sums."""
     sums = torch.zeros_like(read.scale), torch.zeros_like(read.scale)
-    wide = _scratch(read.values, read.scale.dtype)
-    for tile in _tiles(read.values, len(wide)):
-        _collect(grad[tile], read.values[tile], into.at(tile), sums, wide[: tile.stop - tile.start])
+    for tile in tiles(read.values, read.scale.dtype):
+        wide = scratch.take("wide", grad[tile].shape, read.scale.dtype, grad.device)
+        _collect(grad[tile], read.values[tile], into.at(tile), sums, wide)
     return sums
 
 
-def squeezed(read: Read, weight: Tensor) -> Tensor:
+def squeezed(read: Read, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """A 1×1 convolution."""
-    made = weight.new_empty(len(read.values), len(weight))
+    made = weight.new_empty(len(read.values), len(weight)) if out is None else out
     for tile, activation, _ in _rectified(read, weight.dtype):
         torch.mm(activation, weight.t(), out=made[tile])
     return made
 
 
-def squeezed_and_measured(read: Read, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def squeezed_and_measured(read: Read, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The same, and its statistics."""
-    made = squeezed(read, weight)
+    made = squeezed(read, weight, out)
     return made, *statistics(made)
 
 
-def squeezed_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into) -> Gradients:
+def squeezed_gradients(grad: Settling, read: Read, weight: Tensor, into: Into) -> Gradients:
     of_weight, sums = _zeros(weight, read)
-    gradients = _scratch(read.values, weight.dtype, read.scale.dtype.itemsize)
     for tile, activation, wide in _rectified(read, weight.dtype):
-        _add_product(of_weight, grad[tile].t(), activation)
-        gradient = torch.mm(grad[tile], weight, out=gradients[: len(activation)])
+        of_made = _settled(grad, tile)
+        _add_product(of_weight, of_made.t(), activation)
+        gradient = scratch.take("gradient", activation.shape, weight.dtype, weight.device)
+        torch.mm(of_made, weight, out=gradient)
         _collect(_masked(gradient, activation), read.values[tile], into.at(tile), sums, wide)
     return of_weight, *sums
 
@@ -151,36 +166,38 @@ def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape
     return of_weight, *sums
 
 
-def settled(read: Read, into: Into) -> Tensor:
-    """scale * values + shift + share * pending: the gradient of values whose last consumer is done."""
+def settled(grad: Settling) -> Tensor:
+    read, into = grad
     found = torch.addcmul(read.shift, read.values, read.scale)
     return found.addcmul_(into.pending, into.share).to(read.values.dtype)
+
+
+def _settled(grad: Settling, tile: slice) -> Tensor:
+    """The same, of a tile, in scratch."""
+    read, into = grad.read.at(tile), grad.into.at(tile)
+    out = scratch.take("settled", read.values.shape, read.scale.dtype, read.values.device)
+    torch.addcmul(read.shift, read.values, read.scale, out=out)
+    return out.addcmul_(into.pending, into.share).to(read.values.dtype)
 
 
 def _rectified(read: Read, dtype: torch.dtype, whole: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Some rows at a time, in multiples of `whole`: which ones, what is read of them, in `dtype`, and scratch in the
     precision of sums for when that is no longer needed, since it may be where it lies."""
-    wide = _scratch(read.values, read.scale.dtype, whole=whole)
-    narrow = wide if dtype == wide.dtype else torch.empty_like(wide, dtype=dtype)
-    for tile in _tiles(read.values, len(wide)):
-        scratch = wide[: tile.stop - tile.start]
-        activation = torch.addcmul(read.shift, read.values[tile], read.scale, out=scratch).clamp_min_(0)
-        if narrow is not wide:
-            activation = narrow[: len(activation)].copy_(activation)
-        yield tile, activation, scratch
+    for tile in tiles(read.values, read.scale.dtype, whole):
+        values = read.values[tile]
+        wide = scratch.take("wide", values.shape, read.scale.dtype, values.device)
+        activation = torch.addcmul(read.shift, values, read.scale, out=wide).clamp_min_(0)
+        if dtype != wide.dtype:
+            activation = scratch.take("narrow", values.shape, dtype, values.device).copy_(activation)
+        yield tile, activation, wide
 
 
-def _tiles(values: Tensor, each: int) -> Iterator[slice]:
+def tiles(values: Tensor, dtype: torch.dtype, whole: int = 1) -> Iterator[slice]:
+    """Some rows at a time, in multiples of `whole`, of which there is scratch of `dtype`."""
+    tile_bytes = TILE_BYTES["cpu" if values.device.type == "cpu" else "cuda"]
+    each = max(1, tile_bytes // (values.shape[1] * dtype.itemsize * whole)) * whole
     for start in range(0, len(values), each):
         yield slice(start, min(start + each, len(values)))
-
-
-def _scratch(values: Tensor, dtype: torch.dtype, itemsize: int | None = None, whole: int = 1) -> Tensor:
-    """Scratch for the rows of one tile, as many as there can be of `itemsize`, which is the dtype's."""
-    num_rows, channels = values.shape
-    tile_bytes = TILE_BYTES["cpu" if values.device.type == "cpu" else "cuda"]
-    each = max(1, tile_bytes // (channels * (itemsize or dtype.itemsize) * whole)) * whole
-    return values.new_empty(min(each, num_rows), channels, dtype=dtype)
 
 
 def _zeros(weight: Tensor, read: Read) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -201,7 +218,10 @@ def _masked(gradient: Tensor, activation: Tensor) -> Tensor:
 
 
 def _collect(gradient: Tensor, values: Tensor, into: Into, sums: tuple[Tensor, Tensor], wide: Tensor) -> None:
-    into.pending.addcmul_(gradient, into.share)
+    if into.first:
+        torch.mul(gradient, into.share, out=into.pending)
+    else:
+        into.pending.addcmul_(gradient, into.share)
     grad_sum, product_sum = sums
     grad_sum += gradient.sum(0, dtype=grad_sum.dtype)
     if wide.dtype == gradient.dtype:

@@ -1,0 +1,38 @@
+"""Scratch that is allocated once for all the tiles of all the layers of a pass.
+
+Asking the system for pages again and again would take longer than some of the arithmetic does.
+"""
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def reused() -> Iterator[None]:
+    """Within, in this thread, `take` gives the same memory for the same name."""
+    outer = getattr(_local, "held", None)
+    _local.held = {}
+    try:
+        yield
+    finally:
+        _local.held = outer
+
+
+def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory, no longer that of whoever took it before by this name."""
+    size = math.prod(shape)
+    held = getattr(_local, "held", None)
+    if held is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    key = name, dtype, device
+    if key not in held or held[key].numel() < size:
+        held[key] = None  # before the larger one is made
+        held[key] = torch.empty(size, dtype=dtype, device=device)
+    return held[key][:size].view(shape)
