@@ -38,15 +38,21 @@ def running(norm: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return mean, torch.rsqrt(variance + norm.eps)
 
 
-def record(norm: nn.Module, mean: Tensor, variance: Tensor, count: int) -> None:
+def unbiased(variance: Tensor, count: int) -> Tensor:
+    return variance * (count / (count - 1))
+
+
+def record(norm: nn.Module, mean: Tensor, unbiased_variance: Tensor) -> None:
     """Update the running statistics, in a first run."""
     if not norm.track_running_stats or in_backward():
         return
     norm.num_batches_tracked.add_(1)
     momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    unbiased = variance * (count / (count - 1))
-    for kept, found in ((norm.running_mean, mean), (norm.running_var, unbiased)):
-        kept.copy_(torch.lerp(kept.to(found.dtype), found, momentum))
+    for kept, found in ((norm.running_mean, mean), (norm.running_var, unbiased_variance)):
+        if kept.dtype == found.dtype:
+            kept.lerp_(found, momentum)
+        else:
+            kept.copy_(torch.lerp(kept.to(found.dtype), found, momentum))
 
 
 def settling(values: Tensor, norm: Map, frozen: bool, pending: Tensor) -> Settling:
@@ -62,8 +68,8 @@ def _settling(
     values: Tensor, inverse: Tensor, mean: Tensor | None, grad_sum: Tensor, product_sum: Tensor, pending: Tensor
 ) -> Settling:
     """`inverse * pending`, less what reaches the values through their mean and their deviation."""
-    slope = product_sum * inverse.square() / -len(values)
-    shift = grad_sum * inverse / -len(values)
+    per_value = inverse * (-1 / values.shape[0])
+    slope, shift = product_sum * inverse * per_value, grad_sum * per_value
     shift = shift if mean is None else shift - mean * slope
     return Settling(Read(values, slope, shift), Into(inverse, pending))
 
@@ -75,7 +81,7 @@ class SharedStatistics:
         self.features, self.frozen, self.eps = features, frozen, eps
         self.dtype = kernels.sums_dtype(features.dtype)
         zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
-        self.mean, self.variance = zeros.clone(), zeros.clone()
+        self.mean, self.unbiased = zeros.clone(), zeros.clone()
         self.inverse = zeros.clone() if inverse is None else inverse
         self.grad_sum, self.product_sum = zeros.clone(), zeros
 
@@ -85,9 +91,10 @@ class SharedStatistics:
         if self.frozen:
             place.copy_(values)
             return
-        self.mean[start:stop], self.variance[start:stop] = kernels.statistics(values)
-        torch.sub(values, self.mean[start:stop], out=place)
-        self.inverse[start:stop] = torch.rsqrt(self.variance[start:stop] + self.eps)
+        mean, variance = kernels.statistics(values)
+        torch.sub(values, mean, out=place)
+        self.mean[start:stop], self.unbiased[start:stop] = mean, unbiased(variance, values.shape[0])
+        self.inverse[start:stop] = variance.add_(self.eps).rsqrt_()
 
     def map(self, weight: Tensor, bias: Tensor) -> Map:
         """The map of a consumer, which reads as many channels as its norm is wide."""
@@ -96,14 +103,14 @@ class SharedStatistics:
     def record(self, norm: nn.Module) -> None:
         if not self.frozen:
             width = norm.num_features
-            record(norm, self.mean[:width], self.variance[:width], len(self.features))
+            record(norm, self.mean[:width], self.unbiased[:width])
 
     def absorb(self, consumer: Map) -> None:
         """Take note of what a consumer's gradient means for the mean and the deviation."""
         if not self.frozen:
             width = len(consumer.weight)
-            self.grad_sum[:width] += consumer.weight * consumer.of_bias
-            self.product_sum[:width] += consumer.weight * consumer.of_weight
+            self.grad_sum[:width].addcmul_(consumer.weight, consumer.of_bias)
+            self.product_sum[:width].addcmul_(consumer.weight, consumer.of_weight)
 
     def settled(self, pending: Tensor, start: int, stop: int) -> Tensor:
         """The gradient of the features, from the sum of their consumers' gradients."""

@@ -165,7 +165,7 @@ class Forward:
             mean, inverse = norms.running(norm, self.statistics.dtype)
         else:
             made, mean, variance = kernels.squeezed_and_measured(read, kernel1, out)
-            norms.record(norm, mean, variance, len(made))
+            norms.record(norm, mean, norms.unbiased(variance, made.shape[0]))
             inverse = torch.rsqrt(variance + norm.eps)
         inside = self._keep(mean, inverse, weight2, bias2)
         if self.stage.keeping[i]:
@@ -189,7 +189,7 @@ class Forward:
 
 
 def _bottleneck_scratch(name: str, read: Read, kernel: Tensor) -> Tensor:
-    return scratch.take(name, (len(read.values), len(kernel)), kernel.dtype, kernel.device)
+    return scratch.take(name, (read.values.shape[0], kernel.shape[0]), kernel.dtype, kernel.device)
 
 
 class Backward:

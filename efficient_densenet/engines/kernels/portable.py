@@ -77,12 +77,12 @@ def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
         variance, mean = torch.var_mean(values.to(dtype), 0, correction=0)
         return mean, variance
     # Accurate to the last digits, as var_mean is, in a tenth of its time.
-    mean, square_sum = values.mean(0, dtype=dtype), values.new_zeros(values.shape[1], dtype=dtype)
+    mean, square_sum = values.mean(0, dtype=dtype), None
     for tile in tiles(values, dtype):
         part = values[tile]
         centred = torch.sub(part, mean, out=scratch.take("wide", part.shape, dtype, part.device))
-        square_sum += torch.mul(centred, centred, out=centred).sum(0)
-    return mean, square_sum.div_(len(values))
+        (square_sum,) = _totals((square_sum,), torch.mul(centred, centred, out=centred).sum(0))
+    return mean, square_sum.div_(values.shape[0])
 
 
 def affine(read: Read) -> Tensor:
@@ -93,16 +93,16 @@ def affine(read: Read) -> Tensor:
 
 def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tensor]:
     """Of `affine`: no weight, and the two sums."""
-    sums = torch.zeros_like(read.scale), torch.zeros_like(read.scale)
+    totals = None, None
     for tile in tiles(read.values, read.scale.dtype):
         wide = scratch.take("wide", grad[tile].shape, read.scale.dtype, grad.device)
-        _collect(grad[tile], read.values[tile], into.at(tile), sums, wide)
-    return sums
+        totals = _totals(totals, *_collect(grad[tile], read.values[tile], into.at(tile), wide))
+    return totals
 
 
 def squeezed(read: Read, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """A 1×1 convolution."""
-    made = weight.new_empty(len(read.values), len(weight)) if out is None else out
+    made = weight.new_empty(read.values.shape[0], weight.shape[0]) if out is None else out
     for tile, activation, _ in _rectified(read, weight.dtype):
         torch.mm(activation, weight.t(), out=made[tile])
     return made
@@ -115,40 +115,42 @@ def squeezed_and_measured(read: Read, weight: Tensor, out: Tensor | None = None)
 
 
 def squeezed_gradients(grad: Settling, read: Read, weight: Tensor, into: Into) -> Gradients:
-    of_weight, sums = _zeros(weight, read)
+    totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype):
         of_made = _settled(grad, tile)
-        _add_product(of_weight, of_made.t(), activation)
+        of_weight = of_made.t() @ activation
         gradient = scratch.take("gradient", activation.shape, weight.dtype, weight.device)
         torch.mm(of_made, weight, out=gradient)
-        _collect(_masked(gradient, activation), read.values[tile], into.at(tile), sums, wide)
-    return of_weight, *sums
+        sums = _collect(_masked(gradient, activation), read.values[tile], into.at(tile), wide)
+        totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)
+    return totals
 
 
 def convolved(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
     """A 3×3 convolution."""
-    made = weight.new_empty(len(read.values), len(weight))
-    for tile, activation, _ in _rectified(read, weight.dtype, shape[1:].numel()):
-        made[tile] = rows(F.conv2d(_part(activation, shape), weight, padding=1))
-    return made
+    parts = [
+        rows(F.conv2d(_part(activation, shape), weight, padding=1))
+        for _, activation, _ in _rectified(read, weight.dtype, shape[1:].numel())
+    ]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def convolved_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
-    of_weight, sums = _zeros(weight, read)
+    totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
         ones = [1, 1]
-        gradient, part, _ = torch.ops.aten.convolution_backward(
+        gradient, of_weight, _ = torch.ops.aten.convolution_backward(
             *(_part(grad[tile], shape), _part(activation, shape), weight),
             *(None, ones, ones, ones, False, [0, 0], 1, [True, True, False]),
         )
-        of_weight += part
-        _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), sums, wide)
-    return of_weight, *sums
+        sums = _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), wide)
+        totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)
+    return totals
 
 
 def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
     """A 1×1 convolution, and the mean of every 2×2 pixels: in the other order, which is a quarter of the work."""
-    made = weight.new_empty(halved(shape).numel(), len(weight))
+    made = weight.new_empty(halved(shape).numel(), weight.shape[0])
     for tile, activation, _ in _rectified(read, weight.dtype, shape[1:].numel()):
         means = rows(F.avg_pool2d(_part(activation, shape), 2))
         torch.mm(means, weight.t(), out=made[_halved_tile(tile, shape)])
@@ -156,14 +158,15 @@ def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
 
 
 def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
-    of_weight, sums = _zeros(weight, read)
+    totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
         here, of_made = _part(activation, shape), grad[_halved_tile(tile, shape)]
-        _add_product(of_weight, of_made.t(), rows(F.avg_pool2d(here, 2)))
+        of_weight = of_made.t() @ rows(F.avg_pool2d(here, 2))
         of_means = _part(torch.mm(of_made, weight), halved(shape))
         gradient = torch.ops.aten.avg_pool2d_backward(of_means, here, [2, 2], [2, 2], [0, 0], False, True, None)
-        _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), sums, wide)
-    return of_weight, *sums
+        sums = _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), wide)
+        totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)
+    return totals
 
 
 def settled(grad: Settling) -> Tensor:
@@ -196,20 +199,14 @@ def tiles(values: Tensor, dtype: torch.dtype, whole: int = 1) -> Iterator[slice]
     """Some rows at a time, in multiples of `whole`, of which there is scratch of `dtype`."""
     tile_bytes = TILE_BYTES["cpu" if values.device.type == "cpu" else "cuda"]
     each = max(1, tile_bytes // (values.shape[1] * dtype.itemsize * whole)) * whole
-    for start in range(0, len(values), each):
-        yield slice(start, min(start + each, len(values)))
+    num_rows = values.shape[0]
+    for start in range(0, num_rows, each):
+        yield slice(start, min(start + each, num_rows))
 
 
-def _zeros(weight: Tensor, read: Read) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    dtype = read.scale.dtype
-    return torch.zeros_like(weight, dtype=dtype), (torch.zeros_like(read.scale), torch.zeros_like(read.scale))
-
-
-def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
-    if total.dtype == first.dtype:
-        total.addmm_(first, second)
-    else:
-        total += first @ second
+def _totals(totals: tuple[Tensor | None, ...], *parts: Tensor) -> tuple[Tensor, ...]:
+    """What all tiles until now give together; the first one's own tensors hold it."""
+    return tuple(part if total is None else total.add_(part) for total, part in zip(totals, parts, strict=True))
 
 
 def _masked(gradient: Tensor, activation: Tensor) -> Tensor:
@@ -217,22 +214,22 @@ def _masked(gradient: Tensor, activation: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward.grad_input(gradient, activation, 0, grad_input=gradient)
 
 
-def _collect(gradient: Tensor, values: Tensor, into: Into, sums: tuple[Tensor, Tensor], wide: Tensor) -> None:
+def _collect(gradient: Tensor, values: Tensor, into: Into, wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Add the gradient to the pending one, and return its two sums."""
     if into.first:
         torch.mul(gradient, into.share, out=into.pending)
     else:
         into.pending.addcmul_(gradient, into.share)
-    grad_sum, product_sum = sums
-    grad_sum += gradient.sum(0, dtype=grad_sum.dtype)
     if wide.dtype == gradient.dtype:
-        product_sum += torch.mul(gradient, values, out=wide).sum(0)
+        product = torch.mul(gradient, values, out=wide)
     else:  # the product of two low precisions would be rounded
-        product_sum += wide.copy_(gradient).mul_(values).sum(0)
+        product = wide.copy_(gradient).mul_(values)
+    return gradient.sum(0, dtype=wide.dtype), product.sum(0)
 
 
 def _part(rows: Tensor, shape: torch.Size) -> Tensor:
     """Rows of some of the pictures as pictures."""
-    return pictures(rows, torch.Size([len(rows) // shape[1:].numel(), *shape[1:]]))
+    return pictures(rows, torch.Size([rows.shape[0] // shape[1:].numel(), *shape[1:]]))
 
 
 def _halved_tile(tile: slice, shape: torch.Size) -> slice:

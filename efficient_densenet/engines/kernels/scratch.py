@@ -27,12 +27,11 @@ def reused() -> Iterator[None]:
 
 def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory, no longer that of whoever took it before by this name."""
-    size = math.prod(shape)
     held = getattr(_local, "held", None)
     if held is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    key = name, dtype, device
-    if key not in held or held[key].numel() < size:
-        held[key] = None  # before the larger one is made
-        held[key] = torch.empty(size, dtype=dtype, device=device)
-    return held[key][:size].view(shape)
+    size, found = math.prod(shape), held.get((name, dtype))
+    if found is None or found.numel() < size:
+        held[name, dtype] = found = None  # before the larger one is made
+        held[name, dtype] = found = torch.empty(size, dtype=dtype, device=device)
+    return found[:size].view(shape)
