@@ -10,6 +10,8 @@ alike. Memory is measured before the rounds; DESIGN: the tensor peak is the most
 what they held before it, the process peak the growth of the fresh process's high-water mark.
 """
 
+import signal
+import sys
 from pathlib import Path
 
 import allocator as allocators
@@ -18,7 +20,7 @@ import torch
 from methods import METHODS, choose
 from options import start
 from settings import Setting, expand, many
-from turns import Comparison
+from turns import Comparison, Measured
 
 SWEEPS = {
     "depth": {
@@ -82,15 +84,23 @@ def _measure(
     setting: Setting, names: list[str], rounds: int, preload: str, patience: float, sweep: str, folder: Path
 ) -> None:
     print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, {setting.device}")
-    measured = Comparison(choose(names, setting.model), rounds).run(setting, preload, patience)
-    if preload and measured["plain"].allocator == "system":
-        raise ValueError(
-            f"{preload} was preloaded but no allocator of a known name is in the workers: is it a library?"
-        )
+    comparison = Comparison(choose(names, setting.model), rounds)
+    try:
+        comparison.run(setting, preload, patience)
+    finally:  # what is known is written too when a limit of time ends the run
+        measured = comparison.measured
+        if preload and measured["plain"].allocator == "system":
+            raise ValueError(f"{preload} was to be preloaded but is not in the workers: is it an allocator's library?")
+        _write(setting, measured, folder / results.file_name(setting, measured["plain"].device_name, sweep))
+
+
+def _write(setting: Setting, measured: dict[str, Measured], path: Path) -> None:
+    for it in measured.values():
+        if it.tensor_peak is None and not it.note:
+            it.note = "not measured: the run was ended before"
     rows = results.make(setting, measured)
     for row in rows:
         print(f"  {_line(row)}", flush=True)
-    path = folder / results.file_name(setting, measured["plain"].device_name, sweep)
     results.merge(path, rows)
     print(f"  wrote {path}", flush=True)
 
@@ -112,4 +122,5 @@ def _device(name: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what is known is written
     start(run)

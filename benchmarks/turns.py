@@ -19,6 +19,7 @@ WORKER = Path(__file__).parent / "worker.py"
 # OpenMP's threads spin for some milliseconds after their last work: the next process waits until they sleep.
 PAUSE = 0.05
 OUT_OF_MEMORY = "out of memory"
+SLOW = ("compile",)  # to prepare: minutes, perhaps, in which the others are already measured
 
 
 class MethodError(Exception):
@@ -48,7 +49,7 @@ class Worker:
         self.end()
 
     def end(self) -> None:
-        if self.process.returncode is not None:
+        if self.errors.closed:
             return
         self.process.kill()
         self.process.communicate()
@@ -113,7 +114,7 @@ class Comparison:
             waiting = [method for method in self.measured if method != "plain"]
             while True:
                 group = []
-                while waiting and (not group or self._has_room()):
+                while waiting and (not group or (waiting[0] not in SLOW and self._has_room())):
                     group.append(waiting.pop(0))
                     self._prepare(group[-1])
                 self._take_turns(["plain", *group])

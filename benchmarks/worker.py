@@ -59,6 +59,7 @@ class Training:
         """The first steps in this process: what they hold, and how long the very first takes."""
         durations: list[float] = []
         peaks = measure(lambda: durations.append(self._seconds(self.step)), self.device)
+        self.last = durations[-1]
         return {
             "tensor_peak": peaks.tensor,
             "process_peak": peaks.process,
