@@ -92,6 +92,7 @@ def _figure(width: float) -> Any:
 
 def _lines(rows: list[results.Row], position: Callable[[results.Row], int], label: str) -> Any:
     """Memory against what the sweep ranges over: a line for each method, its name at the end."""
+    rows = [row for row in rows if _properties(row) == _properties(rows[0])]
     figure = _figure(6.4)
     axes = figure.subplots()
     ends = {}
@@ -111,7 +112,7 @@ def _times(rows: list[results.Row]) -> Any:
     panels: dict[tuple[str, ...], list[results.Row]] = {}
     for row in rows:
         if row["step_s_median"]:
-            panels.setdefault((row["precision"], row["layout"], row["allocator"]), []).append(row)
+            panels.setdefault(_properties(row), []).append(row)
     if not panels:
         raise ValueError("no times among the measurements: take some with python benchmarks/run.py --rounds 9")
     figure = _figure(1.2 + 4.6 * len(panels))
@@ -151,6 +152,10 @@ def _shared_by(rows: Iterable[results.Row]) -> list[str]:
     models, batches = ({row[name] for row in rows} for name in ("model", "batch_size"))
     model = models.pop() if len(models) == 1 else "DenseNet-BC, growth rate 12"
     return [model, f"batch {batches.pop()}"] if len(batches) == 1 else [model]
+
+
+def _properties(row: results.Row) -> tuple[str, ...]:
+    return row["precision"], row["layout"], row["allocator"]
 
 
 def _mib(row: results.Row) -> float:

@@ -341,6 +341,7 @@ def test_the_readme_s_tables_are_what_was_measured():
 
 
 def test_figures_are_small_and_name_their_data(file, tmp_path):
+    pytest.importorskip("matplotlib")
     sweep = tmp_path / "cpu_torch0_depth_sweep.csv"
     for path in (file, sweep):
         plot.save(path, tmp_path)
