@@ -1,14 +1,61 @@
-"""Measuring what autograd keeps."""
+"""Measuring memory: what autograd keeps, the most that tensors hold, and how far a process grows."""
 
 import itertools
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Peaks(NamedTuple):
+    """The most memory that a function needed, in bytes.
+
+    Attributes:
+        tensor: the most that tensors held while it ran, above what they held before.
+        process: the growth of the process's high-water mark: of its resident memory, or of what PyTorch has reserved
+            on a GPU. None where the system does not tell.
+    """
+
+    tensor: int
+    process: int | None
+
+
+def measure(function: Callable[[], Any], device: torch.device | str = "cpu") -> Peaks:
+    """Run `function` twice and tell how much memory on `device` it needed.
+
+    The first run gives the process peak, and is the warm-up in which gradients are allocated; the second gives the
+    tensor peak. A high-water mark never falls: the process peak means something in a fresh process only, in which
+    nothing larger has run before.
+    """
+    before = high_water_mark(device)
+    function()
+    after = high_water_mark(device)
+    process = None if before is None or after is None else after - before
+    return Peaks(tensor_peak(function, device), process)
+
+
+def high_water_mark(device: torch.device | str = "cpu") -> int | None:
+    """The most bytes this process ever had resident or, on CUDA, PyTorch reserved; None where the system keeps none."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_reserved(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not getrusage's figure, which on Linux a process inherits from the one that started it.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource  # not on Windows
+    except ModuleNotFoundError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def saved_bytes(function: Callable[[], Any]) -> int:
@@ -43,7 +90,9 @@ def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu")
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    # One cycle only, so accumulating its events changes nothing but the warning that PyTorch 2.11 gives without it.
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         function()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

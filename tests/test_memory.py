@@ -1,5 +1,7 @@
-"""What autograd keeps, as arithmetic: nothing is allocated here, the models live on the meta device."""
+"""What autograd keeps, as arithmetic with models on the meta device; and the peaks, measured on real tensors."""
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -8,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import create_model
+from efficient_densenet import create_model, memory
 from efficient_densenet.checkpoint import checkpoint
-from efficient_densenet.memory import saved_bytes, tensor_peak
+from efficient_densenet.memory import measure, saved_bytes, tensor_peak
 
 MIB = 2**20
 
@@ -86,3 +88,36 @@ def test_checkpointing_s_peak_is_torch_s():
     step(theirs)
     peaks = [tensor_peak(lambda run=run: step(run)) for run in (checkpoint, theirs)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+
+
+def test_the_process_peak_is_the_growth_of_a_fresh_process():
+    code = """
+import torch
+from efficient_densenet.memory import measure
+torch.ones(2 * 10**6).sum()
+print(*measure(lambda: torch.ones(10**7).sum()), *measure(lambda: torch.ones(10**7).sum()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    tensor, process, tensor_again, process_again = map(int, done.stdout.split())
+    assert tensor == tensor_again == pytest.approx(4 * 10**7, rel=0.01)
+    assert process == pytest.approx(4 * 10**7, rel=0.3)
+    assert process_again < 10**7  # the mark was there already
+
+
+def test_the_first_run_is_the_warm_up():
+    held = []
+    peaks = measure(lambda: held or held.append(torch.ones(10**6)))
+    assert peaks.tensor == 0
+    assert peaks == (peaks.tensor, peaks.process)
+
+
+def test_no_process_peak_where_the_system_does_not_tell(monkeypatch):
+    monkeypatch.setattr(memory, "high_water_mark", lambda device: None)
+    assert measure(lambda: torch.ones(1000)).process is None
+
+
+def test_without_a_proc_file_system_the_high_water_mark_is_getrusage_s(monkeypatch):
+    monkeypatch.setattr(memory.Path, "exists", lambda path: False)
+    assert 10**7 < memory.high_water_mark() < 10**12
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert memory.high_water_mark() is None
