@@ -18,7 +18,7 @@ from . import norms
 from .eligible import compute_dtype
 from .kernels import portable as kernels
 from .kernels import scratch
-from .kernels.portable import Into, Read, Settling
+from .kernels.portable import Into, Read, Settling, Squeeze
 from .norms import Map, SharedStatistics
 
 
@@ -159,18 +159,18 @@ class Forward:
         self, i: int, read: Read, kernel1: Tensor, weight2: Tensor, bias2: Tensor, kernel2: Tensor
     ) -> Tensor:
         norm = self.stage.layers[i].norm2
-        out = None if self.stage.keeping[i] else _bottleneck_scratch("made", read, kernel1)
+        squeeze = _squeeze(read, kernel1, keep=self.stage.keeping[i])
         if self.stage.frozen_inside[i]:
-            made = kernels.squeezed(read, kernel1, out)
+            kernels.squeezed(squeeze)
             mean, inverse = norms.running(norm, self.statistics.dtype)
         else:
-            made, mean, variance = kernels.squeezed_and_measured(read, kernel1, out)
-            norms.record(norm, mean, norms.unbiased(variance, made.shape[0]))
+            mean, variance = kernels.squeezed_and_measured(squeeze)
+            norms.record(norm, mean, norms.unbiased(variance, read.values.shape[0]))
             inverse = torch.rsqrt(variance + norm.eps)
         inside = self._keep(mean, inverse, weight2, bias2)
         if self.stage.keeping[i]:
-            self.kept.append(made)
-        return kernels.convolved(inside.read(made), kernel2.to(self.stage.dtype), self.shape)
+            self.kept.append(squeeze.out)
+        return kernels.convolved(inside.read(squeeze.out), kernel2.to(self.stage.dtype), self.shape)
 
     def _noise(self, made: Tensor, drop_rate: float) -> Tensor:
         """Dropout's, drawn as the plain layer draws it, so that the random stream is the same."""
@@ -188,8 +188,11 @@ class Forward:
         return made.contiguous(memory_format=self.stage.layout)
 
 
-def _bottleneck_scratch(name: str, read: Read, kernel: Tensor) -> Tensor:
-    return scratch.take(name, (read.values.shape[0], kernel.shape[0]), kernel.dtype, kernel.device)
+def _squeeze(read: Read, kernel: Tensor, keep: bool = False) -> Squeeze:
+    """The first half of a layer with a bottleneck; what it makes lies in scratch unless it is to be kept."""
+    shape = read.values.shape[0], kernel.shape[0]
+    out = kernel.new_empty(shape) if keep else scratch.take("made", shape, kernel.dtype, kernel.device)
+    return Squeeze(read, kernel, out)
 
 
 class Backward:
@@ -200,6 +203,7 @@ class Backward:
         self.needs_x, *self.needed = ctx.needs_input_grad[1:]
         self.statistics = SharedStatistics(self.features, self.stage.frozen, self.stage.eps, inverse)
         self.grads: list[Tensor | None] = [None] * len(self.tensors)
+        self.ahead: Squeeze | None = None
 
     def run(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         of_consumed, of_features = grads if self.stage.tap else (*grads, None)
@@ -213,13 +217,17 @@ class Backward:
             self._consumer(of_consumed)
         width = self.features.shape[1]
         for i in reversed(range(len(self.stage.layers))):
-            if not self.needs_x and not any(self.needed[: self.stage.places[i].stop]):
-                break  # neither this layer nor anything before it learns
+            if self._is_over(i):
+                break
             start = width - self.stage.growth_rate
             self._layer(i, self._settled(start, width).to(self.stage.dtype))
             width = start
         of_x = kernels.pictures(self._settled(0, width), self.shape) if self.needs_x else None
         return of_x, *map(self._of_parameter, self.tensors, self.grads, self.needed)
+
+    def _is_over(self, i: int) -> bool:
+        """Whether neither this layer nor anything before it learns."""
+        return not self.needs_x and not any(self.needed[: self.stage.places[i].stop])
 
     @staticmethod
     def _of_parameter(parameter: Tensor, grad: Tensor | None, needed: bool) -> Tensor | None:
@@ -251,14 +259,32 @@ class Backward:
             read = norm1.read(self.features)
             self._finish(place, norm1, *kernels.convolved_gradients(grad, read, kernel1, self._into(norm1), self.shape))
             return
-        kept = self.kept.pop() if self.stage.keeping[i] else None
+        made = self.kept.pop() if self.stage.keeping[i] else None
         norm2 = self._kept_map(*bottleneck[:2])
         norm1 = self._map(weight1, bias1)
         read, kernel1 = norm1.read(self.features), kernel1.flatten(1)
-        out = _bottleneck_scratch("made", read, kernel1)
-        made = kernels.squeezed(read, kernel1, out) if kept is None else kept
+        if made is None:
+            made = self._made(read, kernel1)
         of_made = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
-        self._finish(place, norm1, *kernels.squeezed_gradients(of_made, read, kernel1, self._into(norm1)))
+        self.ahead = self._ahead(i - 1)
+        found = kernels.squeezed_gradients(of_made, read, kernel1, self._into(norm1), self.ahead)
+        self._finish(place, norm1, *found)
+
+    def _made(self, read: Read, kernel: Tensor) -> Tensor:
+        """The bottleneck, made again."""
+        squeeze = self.ahead
+        if squeeze is None:
+            squeeze = _squeeze(read, kernel)
+            kernels.squeezed(squeeze)
+        return squeeze.out
+
+    def _ahead(self, i: int) -> Squeeze | None:
+        """What the layer that comes next will need, where it can be told now."""
+        if i < 0 or self.stage.frozen or self.stage.keeping[i] or self._is_over(i):
+            return None
+        weight, bias, kernel, *_ = self.tensors[self.stage.places[i]]
+        read = self.statistics.map(weight, bias).read(self.features)
+        return _squeeze(read, kernel.to(self.stage.dtype).flatten(1))
 
     def _bottleneck(self, i: int, norm: Map, made: Tensor, kernel: Tensor, grad: Tensor) -> Settling:
         """The gradient of the bottleneck, whose norm has statistics of its own."""

@@ -41,6 +41,14 @@ class Into(NamedTuple):
         return Into(self.share, self.pending[tile], self.first)
 
 
+class Squeeze(NamedTuple):
+    """A 1×1 convolution to be made, and where to."""
+
+    read: Read
+    weight: Tensor
+    out: Tensor
+
+
 class Settling(NamedTuple):
     """The gradient of values whose last consumer is done: scale * values + shift + share * pending."""
 
@@ -100,21 +108,21 @@ def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tens
     return totals
 
 
-def squeezed(read: Read, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """A 1×1 convolution."""
-    made = weight.new_empty(read.values.shape[0], weight.shape[0]) if out is None else out
-    for tile, activation, _ in _rectified(read, weight.dtype):
-        torch.mm(activation, weight.t(), out=made[tile])
-    return made
+def squeezed(squeeze: Squeeze) -> None:
+    for tile in tiles(squeeze.read.values, squeeze.read.scale.dtype):
+        _squeeze(squeeze, tile)
 
 
-def squeezed_and_measured(read: Read, weight: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and its statistics."""
-    made = squeezed(read, weight, out)
-    return made, *statistics(made)
+def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
+    """The statistics of what is made."""
+    squeezed(squeeze)
+    return statistics(squeeze.out)
 
 
-def squeezed_gradients(grad: Settling, read: Read, weight: Tensor, into: Into) -> Gradients:
+def squeezed_gradients(
+    grad: Settling, read: Read, weight: Tensor, into: Into, ahead: Squeeze | None = None
+) -> Gradients:
+    """Does `ahead` too, which reads some of the same channels, and may overwrite what `grad` reads."""
     totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype):
         of_made = _settled(grad, tile)
@@ -123,6 +131,8 @@ def squeezed_gradients(grad: Settling, read: Read, weight: Tensor, into: Into) -
         torch.mm(of_made, weight, out=gradient)
         sums = _collect(_masked(gradient, activation), read.values[tile], into.at(tile), wide)
         totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)
+        if ahead is not None:
+            _squeeze(ahead, tile)  # while the tile is in cache
     return totals
 
 
@@ -183,16 +193,27 @@ def _settled(grad: Settling, tile: slice) -> Tensor:
     return out.addcmul_(into.pending, into.share).to(read.values.dtype)
 
 
+def _squeeze(squeeze: Squeeze, tile: slice) -> None:
+    read, weight, out = squeeze
+    activation, _ = _activation(read.at(tile), weight.dtype)
+    torch.mm(activation, weight.t(), out=out[tile])
+
+
 def _rectified(read: Read, dtype: torch.dtype, whole: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some rows at a time, in multiples of `whole`: which ones, what is read of them, in `dtype`, and scratch in the
-    precision of sums for when that is no longer needed, since it may be where it lies."""
+    """Some rows at a time, in multiples of `whole`: which ones, and `_activation` of them."""
     for tile in tiles(read.values, read.scale.dtype, whole):
-        values = read.values[tile]
-        wide = scratch.take("wide", values.shape, read.scale.dtype, values.device)
-        activation = torch.addcmul(read.shift, values, read.scale, out=wide).clamp_min_(0)
-        if dtype != wide.dtype:
-            activation = scratch.take("narrow", values.shape, dtype, values.device).copy_(activation)
-        yield tile, activation, wide
+        yield tile, *_activation(read.at(tile), dtype)
+
+
+def _activation(read: Read, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What is read, in `dtype`, and scratch in the precision of sums for when that is no longer needed, since it may
+    be where it lies."""
+    values, scale, shift = read
+    wide = scratch.take("wide", values.shape, scale.dtype, values.device)
+    activation = torch.addcmul(shift, values, scale, out=wide).clamp_min_(0)
+    if dtype != wide.dtype:
+        activation = scratch.take("narrow", values.shape, dtype, values.device).copy_(activation)
+    return activation, wide
 
 
 def tiles(values: Tensor, dtype: torch.dtype, whole: int = 1) -> Iterator[slice]:
