@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from ..torch_private import in_backward
-from .kernels import portable as kernels
-from .kernels.portable import Into, Read
+from .kernels import kernels_for
+from .kernels.portable import Into, Read, sums_dtype
 
 
 class Map:
@@ -62,7 +62,7 @@ def _settled(
     slope = product_sum * inverse.square() / -len(values)
     shift = grad_sum * inverse / -len(values)
     shift = shift if mean is None else shift - mean * slope
-    return kernels.settled(Read(values, slope, shift), Into(inverse, pending))
+    return kernels_for(values).settled(Read(values, slope, shift), Into(inverse, pending))
 
 
 class SharedStatistics:
@@ -70,7 +70,7 @@ class SharedStatistics:
 
     def __init__(self, features: Tensor, frozen: bool, eps: float, inverse: Tensor | None = None) -> None:
         self.features, self.frozen, self.eps = features, frozen, eps
-        self.dtype = kernels.sums_dtype(features.dtype)
+        self.dtype = sums_dtype(features.dtype)
         zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
         self.mean, self.variance = zeros.clone(), zeros.clone()
         self.inverse = zeros.clone() if inverse is None else inverse
@@ -82,7 +82,7 @@ class SharedStatistics:
         if self.frozen:
             place.copy_(values)
             return
-        self.mean[start:stop], self.variance[start:stop] = kernels.statistics(values)
+        self.mean[start:stop], self.variance[start:stop] = kernels_for(values).statistics(values)
         torch.sub(values, self.mean[start:stop], out=place)
         self.inverse[start:stop] = torch.rsqrt(self.variance[start:stop] + self.eps)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import norms
-from .kernels import portable as kernels
+from .kernels import kernels_for
 from .kernels.portable import Into, Read
 from .norms import Map, SharedStatistics
 
@@ -116,12 +116,13 @@ class Forward:
         self.shape = torch.Size([x.shape[0], *x.shape[2:]])
         channels = x.shape[1] + stage.growth_rate * len(stage.layers)
         self.features = x.new_empty(self.shape.numel(), channels)
+        self.kernels = kernels_for(self.features)
         self.statistics = SharedStatistics(self.features, stage.frozen, stage.eps)
         self.tap = self._pictures(channels) if stage.tap or stage.consumer is None else None
         self.kept: list[Tensor] = []
 
     def run(self) -> tuple[Tensor, ...]:
-        width = self._write(0, kernels.rows(self.x))
+        width = self._write(0, self.kernels.rows(self.x))
         for i, place in enumerate(self.stage.places[: len(self.stage.layers)]):
             width = self._write(width, self._layer(i, *self.tensors[place]))
         found = [] if self.stage.consumer is None else [self._consumed()]
@@ -135,7 +136,7 @@ class Forward:
         stop = start + values.shape[1]
         self.statistics.write(values, start, stop)
         if self.tap is not None:
-            self.tap[:, start:stop] = kernels.pictures(values, self.shape)
+            self.tap[:, start:stop] = self.kernels.pictures(values, self.shape)
         return stop
 
     def _read(self, norm: nn.Module, weight: Tensor, bias: Tensor) -> Read:
@@ -153,7 +154,7 @@ class Forward:
         if bottleneck:
             made = self._bottleneck(i, read, kernel1.flatten(1), *bottleneck)
         else:
-            made = kernels.convolved(read, kernel1, self.shape)
+            made = self.kernels.convolved(read, kernel1, self.shape)
         if self.stage.dropping[i]:
             noise = self._noise(made, self.stage.dropping[i])
             self.kept.append(noise != 0)
@@ -165,30 +166,30 @@ class Forward:
     ) -> Tensor:
         norm = self.stage.layers[i].norm2
         if self.stage.frozen_inside[i]:
-            made = kernels.squeezed(read, kernel1)
+            made = self.kernels.squeezed(read, kernel1)
             mean, inverse = norms.running(norm, self.statistics.dtype)
         else:
-            made, mean, variance = kernels.squeezed_and_measured(read, kernel1)
+            made, mean, variance = self.kernels.squeezed_and_measured(read, kernel1)
             norms.record(norm, mean, variance, len(made))
             inverse = torch.rsqrt(variance + norm.eps)
         inside = self._keep(mean, inverse, weight2, bias2)
         if self.stage.keeping[i]:
             self.kept.append(made)
-        return kernels.convolved(inside.read(made), kernel2.to(self.stage.dtype), self.shape)
+        return self.kernels.convolved(inside.read(made), kernel2.to(self.stage.dtype), self.shape)
 
     def _noise(self, made: Tensor, drop_rate: float) -> Tensor:
         """Dropout's, drawn as the plain layer draws it, so that the random stream is the same."""
         ones = self._pictures(made.shape[1]).to(made.dtype).fill_(1)
-        return kernels.rows(F.dropout(ones, drop_rate))
+        return self.kernels.rows(F.dropout(ones, drop_rate))
 
     def _consumed(self) -> Tensor:
         weight, bias, *kernel = self.tensors[self.stage.places[-1]]
         read = self._read(self.stage.consumer_norm, weight, bias)
         if kernel:
-            made = kernels.pooled(read, kernel[0].flatten(1).to(self.stage.dtype), self.shape)
-            made = kernels.pictures(made, kernels.halved(self.shape))
+            made = self.kernels.pooled(read, kernel[0].flatten(1).to(self.stage.dtype), self.shape)
+            made = self.kernels.pictures(made, self.kernels.halved(self.shape))
         else:
-            made = kernels.pictures(kernels.affine(read), self.shape)
+            made = self.kernels.pictures(self.kernels.affine(read), self.shape)
         return made.contiguous(memory_format=self.stage.layout)
 
 
@@ -196,6 +197,7 @@ class Backward:
     def __init__(self, ctx: Any) -> None:
         self.stage, self.shape = ctx.stage, ctx.shape
         self.features, inverse, *rest = ctx.saved_tensors
+        self.kernels = kernels_for(self.features)
         self.kept, self.tensors = rest[: ctx.num_kept], rest[ctx.num_kept :]
         self.needs_x, *self.needed = ctx.needs_input_grad[1:]
         self.statistics = SharedStatistics(self.features, self.stage.frozen, self.stage.eps, inverse)
@@ -205,7 +207,7 @@ class Backward:
         of_consumed, of_features = grads if self.stage.tap else (*grads, None)
         if self.stage.consumer is None:
             of_consumed, of_features = None, of_consumed
-        self.direct = None if of_features is None else kernels.rows(of_features)
+        self.direct = None if of_features is None else self.kernels.rows(of_features)
         self.pending = torch.zeros_like(self.features)
         if self.stage.consumer is not None:
             self._consumer(of_consumed)
@@ -216,7 +218,7 @@ class Backward:
             start = width - self.stage.growth_rate
             self._layer(i, self._settled(start, width).to(self.stage.dtype))
             width = start
-        of_x = kernels.pictures(self._settled(0, width), self.shape) if self.needs_x else None
+        of_x = self.kernels.pictures(self._settled(0, width), self.shape) if self.needs_x else None
         return of_x, *map(self._of_parameter, self.tensors, self.grads, self.needed)
 
     @staticmethod
@@ -247,23 +249,25 @@ class Backward:
         if not bottleneck:
             norm1 = self._map(weight1, bias1)
             read = norm1.read(self.features)
-            self._finish(place, norm1, *kernels.convolved_gradients(grad, read, kernel1, self._into(norm1), self.shape))
+            self._finish(
+                place, norm1, *self.kernels.convolved_gradients(grad, read, kernel1, self._into(norm1), self.shape)
+            )
             return
         kept = self.kept.pop() if self.stage.keeping[i] else None
         norm2 = self._kept_map(*bottleneck[:2])
         norm1 = self._map(weight1, bias1)
         read, kernel1 = norm1.read(self.features), kernel1.flatten(1)
-        made = kernels.squeezed(read, kernel1) if kept is None else kept
+        made = self.kernels.squeezed(read, kernel1) if kept is None else kept
         grad = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
         del made, kept
-        self._finish(place, norm1, *kernels.squeezed_gradients(grad, read, kernel1, self._into(norm1)))
+        self._finish(place, norm1, *self.kernels.squeezed_gradients(grad, read, kernel1, self._into(norm1)))
 
     def _bottleneck(self, i: int, norm: Map, made: Tensor, kernel: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the bottleneck, whose norm has statistics of its own."""
         frozen = self.stage.frozen_inside[i]
         pending = torch.zeros_like(made)
         into = Into(norm.share(frozen), pending)
-        of_kernel, *sums = kernels.convolved_gradients(grad, norm.read(made), kernel, into, self.shape)
+        of_kernel, *sums = self.kernels.convolved_gradients(grad, norm.read(made), kernel, into, self.shape)
         norm.take(*sums)
         stop = self.stage.places[i].stop
         self.grads[stop - 3 : stop] = norm.of_weight, norm.of_bias, of_kernel
@@ -275,12 +279,12 @@ class Backward:
         norm = self._map(weight, bias)
         if grad is None:  # only the block's own output was used
             return
-        grad, read, into = kernels.rows(grad), norm.read(self.features), self._into(norm)
+        grad, read, into = self.kernels.rows(grad), norm.read(self.features), self._into(norm)
         if kernel:
             kernel = kernel[0].flatten(1).to(self.stage.dtype)
-            self._finish(place, norm, *kernels.pooled_gradients(grad, read, kernel, into, self.shape))
+            self._finish(place, norm, *self.kernels.pooled_gradients(grad, read, kernel, into, self.shape))
         else:
-            self._finish(place, norm, None, *kernels.affine_gradients(grad, read, into))
+            self._finish(place, norm, None, *self.kernels.affine_gradients(grad, read, into))
 
     def _finish(self, place: slice, norm: Map, of_kernel: Tensor | None, *sums: Tensor) -> None:
         norm.take(*sums)
