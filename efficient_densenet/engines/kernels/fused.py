@@ -83,14 +83,16 @@ def squeezed_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into) -> 
     (values, *vectors), (share, pending), weight = _prepared(read), into, weight.contiguous()
     num_rows, channels = values.shape
     block_width = _block_width(weight)
-    blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 64 if block_width <= 128 else 32}
+    # What a program holds must fit its registers: those of an exact product, or of a wide one, hold half as much.
+    heavy = block_width > 128 or (weight.dtype == torch.float32 and _precision() == "ieee")
+    blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 32 if heavy else 64}
     grid = _grid(num_rows, channels, blocks)
     weight_parts = values.new_empty(grid[1], *weight.shape, dtype=torch.float32)
     parts = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
     tensors = weight_parts, parts, pending, grad.contiguous(), values, *vectors, share.contiguous(), weight
     sizes = channels, pending.stride(0), values.stride(0)
     constants = {"WIDTH": len(weight), "BLOCK_WIDTH": block_width, "UNIT": _unit(*sizes), "PRECISION": _precision()}
-    warps = {"num_warps": 4 if block_width <= 64 else 8, "num_stages": 2 if block_width <= 128 else 1}
+    warps = {"num_warps": 8, "num_stages": 1 if heavy else 2}
     _launch(programs.squeezed_gradients, grid, *tensors, num_rows, *sizes, **constants, **blocks, **warps)
     sums = parts.sum(0)
     return weight_parts.sum(0), sums[0], sums[1]
