@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from ..torch_private import in_backward
-from .kernels import portable as kernels
-from .kernels.portable import Into, Read, Settling
+from .kernels import kernels_for
+from .kernels.portable import Into, Read, Settling, sums_dtype
 
 
 class Map:
@@ -79,7 +79,7 @@ class SharedStatistics:
 
     def __init__(self, features: Tensor, frozen: bool, eps: float, inverse: Tensor | None = None) -> None:
         self.features, self.frozen, self.eps = features, frozen, eps
-        self.dtype = kernels.sums_dtype(features.dtype)
+        self.dtype = sums_dtype(features.dtype)
         zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
         self.mean, self.unbiased = zeros.clone(), zeros.clone()
         self.inverse = zeros.clone() if inverse is None else inverse
@@ -91,7 +91,7 @@ class SharedStatistics:
         if self.frozen:
             place.copy_(values)
             return
-        mean, variance = kernels.statistics(values)
+        mean, variance = kernels_for(values).statistics(values)
         torch.sub(values, mean, out=place)
         self.mean[start:stop], self.unbiased[start:stop] = mean, unbiased(variance, values.shape[0])
         self.inverse[start:stop] = variance.add_(self.eps).rsqrt_()
@@ -119,4 +119,4 @@ class SharedStatistics:
         if self.frozen:
             return pending.contiguous()
         sums = self.grad_sum[place], self.product_sum[place]
-        return kernels.settled(_settling(values, self.inverse[place], None, *sums, pending))
+        return kernels_for(values).settled(_settling(values, self.inverse[place], None, *sums, pending))

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from . import norms
 from .eligible import compute_dtype
-from .kernels import portable as kernels
-from .kernels import scratch
-from .kernels.portable import Into, Read, Settling, Squeeze
+from .kernels import kernels_for, scratch
+from .kernels.portable import Into, Read, Settling, Squeeze, halved, pictures, rows
 from .norms import Map, SharedStatistics
 
 
@@ -111,12 +110,13 @@ class Forward:
         self.shape = torch.Size([x.shape[0], *x.shape[2:]])
         channels = x.shape[1] + stage.growth_rate * len(stage.layers)
         self.features = x.new_empty(self.shape.numel(), channels)
+        self.kernels = kernels_for(self.features)
         self.statistics = SharedStatistics(self.features, stage.frozen, stage.eps)
         self.tap = self._pictures(channels) if stage.tap or stage.consumer is None else None
         self.kept: list[Tensor] = []
 
     def run(self) -> tuple[Tensor, ...]:
-        width = self._write(0, kernels.rows(self.x))
+        width = self._write(0, rows(self.x))
         for i, place in enumerate(self.stage.places[: len(self.stage.layers)]):
             width = self._write(width, self._layer(i, *self.tensors[place]))
         found = [] if self.stage.consumer is None else [self._consumed()]
@@ -130,7 +130,7 @@ class Forward:
         stop = start + values.shape[1]
         self.statistics.write(values, start, stop)
         if self.tap is not None:
-            self.tap[:, start:stop] = kernels.pictures(values, self.shape)
+            self.tap[:, start:stop] = pictures(values, self.shape)
         return stop
 
     def _read(self, norm: nn.Module, weight: Tensor, bias: Tensor) -> Read:
@@ -148,7 +148,7 @@ class Forward:
         if bottleneck:
             made = self._bottleneck(i, read, kernel1.flatten(1), *bottleneck)
         else:
-            made = kernels.convolved(read, kernel1, self.shape)
+            made = self.kernels.convolved(read, kernel1, self.shape)
         if self.stage.dropping[i]:
             noise = self._noise(made, self.stage.dropping[i])
             self.kept.append(noise != 0)
@@ -161,30 +161,30 @@ class Forward:
         norm = self.stage.layers[i].norm2
         squeeze = _squeeze(read, kernel1, keep=self.stage.keeping[i])
         if self.stage.frozen_inside[i]:
-            kernels.squeezed(squeeze)
+            self.kernels.squeezed(squeeze)
             mean, inverse = norms.running(norm, self.statistics.dtype)
         else:
-            mean, variance = kernels.squeezed_and_measured(squeeze)
+            mean, variance = self.kernels.squeezed_and_measured(squeeze)
             norms.record(norm, mean, norms.unbiased(variance, read.values.shape[0]))
             inverse = torch.rsqrt(variance + norm.eps)
         inside = self._keep(mean, inverse, weight2, bias2)
         if self.stage.keeping[i]:
             self.kept.append(squeeze.out)
-        return kernels.convolved(inside.read(squeeze.out), kernel2.to(self.stage.dtype), self.shape)
+        return self.kernels.convolved(inside.read(squeeze.out), kernel2.to(self.stage.dtype), self.shape)
 
     def _noise(self, made: Tensor, drop_rate: float) -> Tensor:
         """Dropout's, drawn as the plain layer draws it, so that the random stream is the same."""
         ones = self._pictures(made.shape[1]).to(made.dtype).fill_(1)
-        return kernels.rows(F.dropout(ones, drop_rate))
+        return rows(F.dropout(ones, drop_rate))
 
     def _consumed(self) -> Tensor:
         weight, bias, *kernel = self.tensors[self.stage.places[-1]]
         read = self._read(self.stage.consumer_norm, weight, bias)
         if kernel:
-            made = kernels.pooled(read, kernel[0].flatten(1).to(self.stage.dtype), self.shape)
-            made = kernels.pictures(made, kernels.halved(self.shape))
+            made = self.kernels.pooled(read, kernel[0].flatten(1).to(self.stage.dtype), self.shape)
+            made = pictures(made, halved(self.shape))
         else:
-            made = kernels.pictures(kernels.affine(read), self.shape)
+            made = pictures(self.kernels.affine(read), self.shape)
         return made.contiguous(memory_format=self.stage.layout)
 
 
@@ -199,6 +199,7 @@ class Backward:
     def __init__(self, ctx: Any) -> None:
         self.stage, self.shape = ctx.stage, ctx.shape
         self.features, inverse, *rest = ctx.saved_tensors
+        self.kernels = kernels_for(self.features)
         self.kept, self.tensors = rest[: ctx.num_kept], rest[ctx.num_kept :]
         self.needs_x, *self.needed = ctx.needs_input_grad[1:]
         self.statistics = SharedStatistics(self.features, self.stage.frozen, self.stage.eps, inverse)
@@ -209,7 +210,7 @@ class Backward:
         of_consumed, of_features = grads if self.stage.tap else (*grads, None)
         if self.stage.consumer is None:
             of_consumed, of_features = None, of_consumed
-        self.direct = None if of_features is None else kernels.rows(of_features)
+        self.direct = None if of_features is None else rows(of_features)
         self.pending = torch.empty_like(self.features)
         if of_consumed is None:  # only the block's own output was used
             self.pending.zero_()
@@ -222,7 +223,7 @@ class Backward:
             start = width - self.stage.growth_rate
             self._layer(i, self._settled(start, width).to(self.stage.dtype))
             width = start
-        of_x = kernels.pictures(self._settled(0, width), self.shape) if self.needs_x else None
+        of_x = pictures(self._settled(0, width), self.shape) if self.needs_x else None
         return of_x, *map(self._of_parameter, self.tensors, self.grads, self.needed)
 
     def _is_over(self, i: int) -> bool:
@@ -257,7 +258,9 @@ class Backward:
         if not bottleneck:
             norm1 = self._map(weight1, bias1)
             read = norm1.read(self.features)
-            self._finish(place, norm1, *kernels.convolved_gradients(grad, read, kernel1, self._into(norm1), self.shape))
+            self._finish(
+                place, norm1, *self.kernels.convolved_gradients(grad, read, kernel1, self._into(norm1), self.shape)
+            )
             return
         made = self.kept.pop() if self.stage.keeping[i] else None
         norm2 = self._kept_map(*bottleneck[:2])
@@ -267,7 +270,7 @@ class Backward:
             made = self._made(read, kernel1)
         of_made = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
         self.ahead = self._ahead(i - 1)
-        found = kernels.squeezed_gradients(of_made, read, kernel1, self._into(norm1), self.ahead)
+        found = self.kernels.squeezed_gradients(of_made, read, kernel1, self._into(norm1), self.ahead)
         self._finish(place, norm1, *found)
 
     def _made(self, read: Read, kernel: Tensor) -> Tensor:
@@ -275,7 +278,7 @@ class Backward:
         squeeze = self.ahead
         if squeeze is None:
             squeeze = _squeeze(read, kernel)
-            kernels.squeezed(squeeze)
+            self.kernels.squeezed(squeeze)
         return squeeze.out
 
     def _ahead(self, i: int) -> Squeeze | None:
@@ -291,7 +294,7 @@ class Backward:
         frozen = self.stage.frozen_inside[i]
         pending = scratch.take("pending", made.shape, made.dtype, made.device)
         into = Into(norm.share(frozen), pending, first=True)
-        of_kernel, *sums = kernels.convolved_gradients(grad, norm.read(made), kernel, into, self.shape)
+        of_kernel, *sums = self.kernels.convolved_gradients(grad, norm.read(made), kernel, into, self.shape)
         norm.take(*sums)
         stop = self.stage.places[i].stop
         self.grads[stop - 3 : stop] = norm.of_weight, norm.of_bias, of_kernel
@@ -303,13 +306,13 @@ class Backward:
         norm = self._map(weight, bias)
         if grad is None:
             return
-        grad, read = kernels.rows(grad), norm.read(self.features)
+        grad, read = rows(grad), norm.read(self.features)
         into = Into(norm.share(self.stage.frozen), self.pending, first=True)
         if kernel:
             kernel = kernel[0].flatten(1).to(self.stage.dtype)
-            self._finish(place, norm, *kernels.pooled_gradients(grad, read, kernel, into, self.shape))
+            self._finish(place, norm, *self.kernels.pooled_gradients(grad, read, kernel, into, self.shape))
         else:
-            self._finish(place, norm, None, *kernels.affine_gradients(grad, read, into))
+            self._finish(place, norm, None, *self.kernels.affine_gradients(grad, read, into))
 
     def _finish(self, place: slice, norm: Map, of_kernel: Tensor | None, *sums: Tensor) -> None:
         norm.take(*sums)

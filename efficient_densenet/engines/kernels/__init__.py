@@ -1,1 +1,45 @@
-"""The few operations that the shared engine is made of."""
+"""The few operations that the shared engine is made of, in PyTorch and, for GPUs, in Triton."""
+
+import functools
+import importlib
+import subprocess
+import warnings
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import portable
+
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernels_for(values: Tensor) -> ModuleType:
+    """The set of operations for a stage with such values: fused ones where they can run, else the portable ones."""
+    return importlib.import_module(f"{__name__}.fused") if runs_fused(values) else portable
+
+
+def runs_fused(values: Tensor) -> bool:
+    """Subclasses of tensors, which may have no memory of their own, are left to PyTorch."""
+    usual = values.is_cuda and type(values) is Tensor and values.dtype in _FUSED_DTYPES
+    return usual and _has_triton(values.device)
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and supports the device, as it does NVIDIA's from compute capability 8.0 on."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        driver = importlib.import_module("triton.runtime").driver
+    except ImportError:
+        return False
+    try:
+        driver.active.get_current_device()  # the first use may compile the launcher, with the system's C compiler
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        warnings.warn(
+            f"Triton cannot run here ({error}): the shared engine uses PyTorch's operations instead, which is slower",
+            stacklevel=2,
+        )
+        return False
+    return True
