@@ -34,6 +34,12 @@ def is_leaf_node(node: torch.autograd.graph.Node) -> bool:
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
+def hooks_watch_all_modules() -> bool:
+    """True while a hook is registered for every module at once, as `register_module_forward_hook` does."""
+    kinds = "forward_pre", "forward", "backward_pre", "backward"
+    return any(getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
+
+
 def caches_parametrizations() -> bool:
     """True inside `torch.nn.utils.parametrize.cached()`."""
     return bool(torch.nn.utils.parametrize._cache_enabled)

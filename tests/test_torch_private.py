@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from efficient_densenet.torch_private import (
     caches_parametrizations,
     functorch_is_active,
+    hooks_watch_all_modules,
     in_backward,
     is_leaf_node,
     tensor_hooks,
@@ -76,3 +77,12 @@ def test_is_leaf_node():
     assert not is_leaf_node(node)
     assert is_leaf_node(node.next_functions[0][0])
     assert node.next_functions[0][0].variable is x
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
+def test_hooks_watch_all_modules(kind):
+    assert not hooks_watch_all_modules()
+    handle = getattr(torch.nn.modules.module, f"register_module_{kind}")(lambda *_: None)
+    assert hooks_watch_all_modules()
+    handle.remove()
+    assert not hooks_watch_all_modules()

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from ..checkpoint.parameters import parameters_of
 from ..torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
 from . import plain, recompute, shared
-from .eligible import can_consume, why_not_shared
+from .eligible import can_consume, is_watched, why_not_shared
 
 
 class Engine(str, Enum):
@@ -68,7 +68,7 @@ def run_block(block: nn.Module, x: Tensor, engine: Engine) -> Tensor:
 
 def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     """The output of `block`, and 0; or, where they can run as one, of `consumer` after it, and 1."""
-    if can_consume(block, consumer) and choose(block, x) is Engine.SHARED:
+    if not is_watched(block) and choose(block, x) is Engine.SHARED and can_consume(block, consumer):
         return shared.run(block, x, consumer), 1
     return block(x), 0
 
@@ -81,7 +81,7 @@ def choose(block: nn.Module, x: Tensor) -> Engine:
         # Compilers know torch's own checkpointing, and no autograd of ours.
         saving = block.engine is not Engine.PLAIN and compilers_recompute_exactly()
         return Engine.OFFICIAL if saving else Engine.PLAIN
-    if not _wants_gradient(block, x):
+    if x.numel() == 0 or not _wants_gradient(block, x):
         return Engine.PLAIN
     if block.engine is not None:
         reason = why_not(block.engine, block, x)

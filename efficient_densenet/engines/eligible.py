@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ..batchnorm import CpBatchNorm2d
 from ..checkpoint.parameters import parameters_of
+from ..torch_private import hooks_watch_all_modules
 
 LAYERS: set[type[nn.Module]] = set()
 """The classes of layer that are known to do what the shared engine does."""
@@ -16,19 +17,43 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
     """Why the shared engine cannot run `block` on `x`, or None where it can."""
+    if hooks_watch_all_modules():
+        return "found a hook on all modules, and those inside a layer are not called"
     layers = list(block.children())
     for layer in layers:
         reason = _why_not_layer(layer)
         if reason is not None:
             return reason
+    reason = _why_not_widths(layers, x)
+    if reason is not None:
+        return reason
     norms = [layer.norm1 for layer in layers]
     if not all(agree(norms[0], norm) for norm in norms):
         return "found norms in one block that disagree about training mode or eps, but they share their statistics"
     reason = _why_not_precision(layers, x)
     if reason is not None:
         return reason
-    if norms[0].training and x.shape[0] * x.shape[2:].numel() == 1:
+    inside = [layer.norm2 for layer in layers if layer.has_bottleneck]
+    if any(norm.training for norm in (norms[0], *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
         return "found a single value per channel, of which there is no variance"
+    return None
+
+
+def _why_not_widths(layers: list[nn.Module], x: Tensor) -> str | None:
+    """Each layer reads all there is, and adds as much as the others."""
+    if x.dim() != 4:
+        return f"found an input of {x.dim()} dimensions, where the shared engine takes 4"
+    growth_rate = list(layers[0].children())[-1].out_channels
+    for i, layer in enumerate(layers):
+        *_, last = layer.children()
+        expected = x.shape[1] + i * growth_rate
+        if layer.norm1.num_features != expected or last.out_channels != growth_rate:
+            return (
+                f"found a layer from {layer.norm1.num_features} channels to {last.out_channels}, where the shared "
+                f"engine takes one from {expected} to {growth_rate}"
+            )
+        if layer.has_bottleneck and layer.norm2.num_features != layer.conv1.out_channels:
+            return f"found a norm of {layer.norm2.num_features} channels after {layer.conv1.out_channels}"
     return None
 
 
@@ -65,26 +90,28 @@ def _names(dtypes: set[torch.dtype]) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def can_consume(block: nn.Module, consumer: nn.Module | None) -> bool:
-    """Whether the shared engine can run `consumer`, a transition or a norm, with the block before it.
+def can_consume(block: nn.Module, consumer: nn.Module) -> bool:
+    """Whether the shared engine can run `consumer`, a transition or a norm, with a block that it runs.
 
-    Where a hook watches either of them, the features between them must exist.
+    Where a hook watches it, the features that it reads must exist.
     """
-    if consumer is None or is_watched(block) or any(map(is_watched, consumer.modules())):
+    if any(map(is_watched, consumer.modules())):
         return False
-    norm, *rest = consumer.children() if isinstance(consumer, nn.Sequential) else [consumer]
-    if rest and not _is_transition(consumer):
-        return False
-    layer = next(block.children())
+    norm, *rest = consumer.children() if _is_transition(consumer) else [consumer]
+    *_, layer = block.children()
+    *_, last = layer.children()
     if not _takes_norm(norm) or not agree(layer.norm1, norm) or norm.weight.dtype != layer.norm1.weight.dtype:
         return False
-    return not rest or consumer.conv.weight.dtype == layer.conv1.weight.dtype
+    if norm.num_features != layer.norm1.num_features + last.out_channels:
+        return False
+    return not rest or rest[1].weight.dtype == layer.conv1.weight.dtype
 
 
 def _is_transition(consumer: nn.Module) -> bool:
-    if type(consumer).forward is not nn.Sequential.forward or len(consumer) != 4:
+    parts = list(consumer.children())
+    if type(consumer).forward is not nn.Sequential.forward or len(parts) != 4:
         return False
-    _, relu, conv, pool = consumer
+    _, relu, conv, pool = parts
     halves = type(pool) is nn.AvgPool2d and [_pair(v) for v in (pool.kernel_size, pool.stride, pool.padding)]
     usual = halves == [(2, 2), (2, 2), (0, 0)] and not pool.ceil_mode and not pool.divisor_override
     return type(relu) is nn.ReLU and _is_usual(conv, 1) and usual
@@ -139,4 +166,5 @@ def _why_not_layer(layer: nn.Module) -> str | None:
 
 
 def _takes_norm(norm: nn.Module) -> bool:
-    return type(norm) in _NORMS and norm.weight is not None and (norm.training or norm.running_mean is not None)
+    learns = type(norm) in _NORMS and norm.weight is not None and norm.bias is not None
+    return learns and (norm.training or norm.running_mean is not None)

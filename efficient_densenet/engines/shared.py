@@ -43,7 +43,6 @@ class Stage:
         self.dtype, self.layout, self.tap = compute_dtype(x), _layout(x), tap
         self.layers = list(block.children())
         self.consumer = consumer
-        self.consumer_norm = getattr(consumer, "norm", consumer)
         self.frozen, self.eps = not self.layers[0].norm1.training, self.layers[0].norm1.eps
         self.frozen_inside = [hasattr(layer, "norm2") and not layer.norm2.training for layer in self.layers]
         self.dropping = [layer.drop_rate if layer.training else 0.0 for layer in self.layers]
@@ -52,7 +51,8 @@ class Stage:
         self.tensors: list[Tensor] = []
         self.places = [self._take(layer.children()) for layer in self.layers]
         if consumer is not None:
-            self.places.append(self._take(consumer.children() if hasattr(consumer, "norm") else [consumer]))
+            self.consumer_norm = next(m for m in consumer.modules() if isinstance(m, nn.BatchNorm2d))
+            self.places.append(self._take(consumer.modules()))
 
     def _take(self, modules: Any) -> slice:
         start = len(self.tensors)
@@ -185,7 +185,8 @@ class Forward:
             made = pictures(made, halved(self.shape))
         else:
             made = pictures(self.kernels.affine(read), self.shape)
-        return made.contiguous(memory_format=self.stage.layout)
+        made = made.contiguous(memory_format=self.stage.layout)
+        return made.detach()  # or it would be a view, which autograd lets nobody write into
 
 
 def _squeeze(read: Read, kernel: Tensor, keep: bool = False) -> Squeeze:
@@ -254,7 +255,7 @@ class Backward:
         weight1, bias1, kernel1, *bottleneck = self.tensors[place]
         kernel1 = kernel1.to(self.stage.dtype)
         if self.stage.dropping[i]:
-            grad.mul_(self.kept.pop()).div_(1 - self.stage.dropping[i])
+            grad.mul_(self.kept.pop()).div_(1 - self.stage.dropping[i] or 1)
         if not bottleneck:
             norm1 = self._map(weight1, bias1)
             read = norm1.read(self.features)

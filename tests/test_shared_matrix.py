@@ -1,0 +1,199 @@
+"""The shared engine beside plain in float64, over what a training run can vary: all to 1e-10."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from helpers import (
+    FAMILIES,
+    assert_close,
+    assert_same_buffers,
+    assert_same_gradients,
+    assert_same_step,
+    backward,
+    small_model,
+    with_engine,
+)
+from torch import Tensor, nn
+
+from efficient_densenet import DenseNet
+
+SMALL_SIZES = [(4, 4), (5, 11), (9, 7)]  # the first leaves one pixel to the last stage
+SIZES = {"basic": SMALL_SIZES, "bc": SMALL_SIZES, "imagenet": [(29, 29), (61, 37)]}
+CASES = [(family, size) for family in FAMILIES for size in SIZES[family]]
+
+
+def _pictures(batch: int, size: tuple[int, int]) -> Tensor:
+    return torch.randn(batch, 3, *size, dtype=torch.double)
+
+
+def _freeze(model: DenseNet, which: str) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm2d) and which in name:
+            module.eval()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("frozen", [None, "norm", "norm2", "block2"])
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+@pytest.mark.parametrize("batch", [1, 2, 7])
+@pytest.mark.parametrize(("family", "size"), CASES)
+def test_values_gradients_and_buffers(family, size, batch, drop_rate, frozen, layout):
+    if batch == 1 and size in ((4, 4), (29, 29)):
+        batch = 3  # a single value per channel has no variance
+    plain = small_model(family, efficient=False, drop_rate=drop_rate).to(memory_format=layout)
+    if frozen is not None:
+        plain(_pictures(4, (33, 33)))
+        _freeze(plain, frozen)
+    ours = with_engine(plain, "shared")
+    assert_same_step(ours, plain, _pictures(batch, size).to(memory_format=layout))
+    assert_same_buffers(ours, plain)
+
+
+LEARNING = {
+    "all but norms' weights": lambda name: not ("norm" in name and name.endswith("weight")),
+    "all but norms' biases": lambda name: not ("norm" in name and name.endswith("bias")),
+    "norms": lambda name: "norm" in name,
+    "convolutions": lambda name: "conv" in name,
+    "all but the classifier": lambda name: "classifier" not in name,
+    "all but the last norm": lambda name: "norm5" not in name,
+    "the last norm": lambda name: "norm5" in name,
+    "the last block's last layer": lambda name: "block3.denselayer2" in name,
+    "the classifier": lambda name: "classifier" in name,
+    "transitions": lambda name: "transition" in name,
+    "second layers": lambda name: "denselayer2" in name,
+}
+
+
+@pytest.mark.parametrize("frozen", [None, "norm"])
+@pytest.mark.parametrize("learning", LEARNING)
+@pytest.mark.parametrize("family", ["basic", "bc"])
+def test_partly_frozen_parameters(family, learning, frozen):
+    plain = small_model(family, efficient=False, drop_rate=0.2)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(LEARNING[learning](name))
+    if frozen:
+        _freeze(plain, frozen)
+    ours = with_engine(plain, "shared")
+    for input_learns in (False, True):
+        grads = []
+        for model in (ours, plain):
+            torch.manual_seed(3)
+            x = _pictures(2, (9, 7)).requires_grad_(input_learns)
+            model(x).square().sum().backward()
+            grads.append(x.grad)
+        if input_learns:
+            assert_close(*grads)
+        assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("family", ["basic", "bc"])
+def test_each_parameter_learns_alone_or_is_alone_frozen(family, alone):
+    plain = small_model(family, efficient=False, block_config=(2, 1))
+    ours = with_engine(plain, "shared")
+    x = _pictures(2, (5, 6))
+    for name, _ in plain.named_parameters():
+        for model in (ours, plain):
+            model.zero_grad()
+            for other, parameter in model.named_parameters():
+                parameter.requires_grad_((other == name) is alone)
+            model(x).square().sum().backward()
+        assert_same_gradients(ours, plain)
+
+
+@pytest.mark.parametrize("wanted", ["input", "features.denseblock1.denselayer2.conv1.weight", "features.norm5.bias"])
+def test_gradients_of_one_tensor_only(wanted):
+    plain = small_model("bc", efficient=False)
+    x = _pictures(2, (9, 7)).requires_grad_()
+    found = []
+    for model in (with_engine(plain, "shared"), plain):
+        tensor = x if wanted == "input" else model.get_parameter(wanted)
+        found.append(torch.autograd.grad(model(x).square().sum(), tensor)[0])
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert_close(*found)
+
+
+def test_each_norm_s_own_momentum():
+    plain = small_model("bc", efficient=False)
+    norms = [module for module in plain.modules() if isinstance(module, nn.BatchNorm2d)]
+    for i, norm in enumerate(norms):
+        norm.momentum = (None, 0.0, 0.3, 1.0)[i % 4]
+    ours = with_engine(plain, "shared")
+    for batch in (2, 7, 3):
+        assert_same_step(ours, plain, _pictures(batch, (9, 7)))
+    assert_same_buffers(ours, plain)
+
+
+def test_norms_that_track_nothing():
+    plain = small_model("bc", efficient=False)
+    for layer in (plain.features.denseblock1.denselayer1, plain.features.denseblock2.denselayer1):
+        layer.norm1 = nn.BatchNorm2d(layer.norm1.num_features, track_running_stats=False).double()
+    ours = with_engine(plain, "shared")
+    assert_same_step(ours, plain, _pictures(3, (9, 7)))
+    assert_same_buffers(ours, plain)
+
+
+def test_accumulation_over_micro_batches_of_any_size():
+    plain = small_model("bc", efficient=False, drop_rate=0.2)
+    ours = with_engine(plain, "shared")
+    for model in (ours, plain):
+        torch.manual_seed(5)
+        for batch in (4, 1, 3):
+            (model(_pictures(batch, (9, 7))).square().sum() / 8).backward()
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+def test_tied_modules_and_a_model_used_twice_in_one_graph():
+    plain = small_model("bc", efficient=False)
+    block = plain.features.denseblock1
+    block.denselayer2.norm2, block.denselayer2.conv2 = block.denselayer1.norm2, block.denselayer1.conv2
+    ours = with_engine(plain, "shared")
+    x = _pictures(2, (9, 7))
+    for model in (ours, plain):
+        first = model(x)
+        model(x * first.mean() + 1).add(first).square().sum().backward()
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_after_a_step_goes_on_like_the_original(copier):
+    model = small_model("bc", efficient="shared")
+    backward(model, _pictures(3, (9, 7)))
+    copied = copier(model)
+    model.zero_grad(), copied.zero_grad()
+    assert_same_step(copied, model, _pictures(2, (5, 6)), tolerance=0)
+    assert_same_buffers(copied, model, tolerance=0)
+
+
+def test_training_steps_in_threads_at_once():
+    """Several models and sizes, forward and backward each in its own thread."""
+    plains = [small_model("bc", efficient=False) for _ in range(4)]
+    models = [with_engine(plain, "shared") for plain in plains]
+    inputs = [[_pictures(2 + i, (5 + i + step, 9 - i)) for step in range(8)] for i in range(4)]
+    start, failures = threading.Barrier(4), []
+
+    def work(i: int) -> None:
+        try:
+            start.wait()
+            for x in inputs[i]:
+                models[i](x).square().sum().backward()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for ours, plain, mine in zip(models, plains, inputs, strict=True):
+        for x in mine:
+            plain(x).square().sum().backward()
+        assert_same_gradients(ours, plain)
+        assert_same_buffers(ours, plain)
