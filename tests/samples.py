@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
+
+from efficient_densenet import DenseNet
+from efficient_densenet.training.data.augment import Preparation
+from efficient_densenet.training.loop import Trainer
+from efficient_densenet.training.options import parse
+from efficient_densenet.training.team import Team
 
 DEMOS = Path(__file__).parents[1] / "demos"
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -102,3 +109,17 @@ def refused(done: subprocess.CompletedProcess, message: str) -> None:
     assert message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.strip().count("\n") == 0, done.stderr
+
+
+def joined_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(256, (11, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(10, (11,), generator=generator)
+
+
+def tiny_trainer(engine: str, team: Team, **given) -> Trainer:
+    """A small network in float64, the same in every process."""
+    torch.manual_seed(0)
+    model = DenseNet(3, (2, 1), num_init_features=4, efficient=True if engine == "best" else engine).double()
+    options = parse({"batch_size": 11, **given}, engine)
+    return Trainer(model, Preparation((120.0,) * 3, (60.0,) * 3, distance=1, mirror=True), options, team)

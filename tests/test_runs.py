@@ -1,14 +1,19 @@
 """What a run leaves on disk, and what becomes of it when it is interrupted, killed or given something bad."""
 
+import contextlib
 import csv
+import fcntl
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -77,7 +82,7 @@ def test_a_run_leaves_everything_and_says_where(finished):
     names = ["config.json", "curves.png", "last.pt", "model.pt", "results.csv"]
     assert sorted(path.name for path in (finished / "run").iterdir()) == names
     printed = (finished / "printed.txt").read_text()
-    assert "DenseNet-BC-10-4: 2,522 parameters, 0 MiB; engine best; c" in printed
+    assert "DenseNet-BC-10-4: 2,522 parameters, 0.0 MiB; engine best; c" in printed
     assert "expected memory of a step: about" in printed
     assert "epoch 2/2: train loss" in printed  # a line an epoch, where there is no terminal
     assert "test error" in printed
@@ -240,8 +245,15 @@ def test_tensorboard_on_request(tmp_path):
     assert [p.name[:6] for p in (tmp_path / "run" / "tensorboard").iterdir()] == ["events"]
 
 
-@pytest.mark.parametrize("script", ["cp_demo.py", "original_demo.py"])
-@pytest.mark.parametrize("kind", ["cifar10", "folder"])
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ("cp_demo.py", "cifar10"),
+        ("original_demo.py", "folder"),
+        pytest.param("cp_demo.py", "folder", marks=pytest.mark.slow),
+        pytest.param("original_demo.py", "cifar10", marks=pytest.mark.slow),
+    ],
+)
 def test_the_command_of_the_readme_on_a_directory_called_cifar(script, kind, tmp_path):
     """Verbatim, until its first step is done."""
     write_cifar10(tmp_path / "cifar", each=8) if kind == "cifar10" else write_folder(tmp_path / "cifar", each=8)
@@ -267,46 +279,69 @@ def test_the_command_of_the_readme_on_a_directory_called_cifar(script, kind, tmp
     assert position["step"] + position["epoch"] >= 2
 
 
-def _killed(folder: Path, after: float, words: list[str]) -> bool:
-    """Whether the run could be killed that many seconds after it was started, counted from its first file."""
-    process = _start(*words, cwd=folder)
-    time.sleep(after)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    return process.returncode == -signal.SIGKILL
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 def test_killed_at_thirty_moments_the_run_comes_to_the_same_end(tmp_path):
-    """In one process after another, so that every restart goes on from what the last kill left."""
-    chance = random.Random(0)
-    words = ["--n_epochs", "40"]
-    whole = demo("cp_demo.py", *RUN, *words, cwd=_made(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
-    killed = _made(tmp_path / "killed")
-    kills = 0
-    while kills < 30:
-        started = time.monotonic()
-        process = _start(*words, "--resume", cwd=killed)
-        line = process.stdout.readline()  # loaded: what is on disk was read
-        assert line.startswith("DenseNet"), process.communicate()
-        time.sleep(chance.uniform(0, 1.2))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        if process.returncode == 0:
-            break
-        kills += 1
-        for path in (killed / "run").glob("*.pt"):
-            torch.load(path, weights_only=True)
-        assert time.monotonic() - started < 60
-    assert kills == 30
-    done = demo("cp_demo.py", *RUN, *words, "--resume", cwd=killed)
-    assert done.returncode == 0, done.stderr
-    _same_run(killed / "run", tmp_path / "whole" / "run")
+    """Every restart goes on from what the last kill left. An epoch is a few steps, so that many kills hit a write."""
+    words = f"cp_demo.py {' '.join(TINY)} --data {write_cifar10(tmp_path / 'cifar')} --batch_size 45 --save run".split()
+    words += ["--n_epochs", "150", "--recipe", "one_cycle", "--device", "cpu"]
+    whole, killed = _made(tmp_path / "whole"), _made(tmp_path / "killed")
+    with _forks(whole) as forks:
+        assert forks(words) == 0, (whole / "printed.txt").read_text()
+    chance, epochs = random.Random(0), []
+    with _forks(killed) as forks:
+        for _ in range(30):
+            assert forks([*words, "--resume"], kill_after=chance.uniform(0.2, 1.2)) == -signal.SIGKILL
+            for path in (killed / "run").glob("*.pt"):
+                torch.load(path, weights_only=True)
+            if (killed / "run" / "last.pt").exists():
+                epochs.append(torch.load(killed / "run" / "last.pt", weights_only=True)["position"]["epoch"])
+        assert forks([*words, "--resume"]) == 0, (killed / "printed.txt").read_text()
+    assert epochs == sorted(epochs)
+    assert len(set(epochs)) > 10
+    _same_run(killed / "run", whole / "run")
     assert list((killed / "run").glob(".*")) == []
+
+
+@contextlib.contextmanager
+def _forks(folder: Path):
+    """Run demos in `folder`, and tell their exit status."""
+    script = Path(__file__).parent / "forked_demos.py"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, str(script)], cwd=folder, stdin=pipe, stdout=pipe, text=True, env=environment
+    ) as server:
+
+        def run(words: list[str], kill_after: float | None = None) -> int:
+            server.stdin.write(" ".join(words) + "\n")
+            server.stdin.flush()
+            number = int(server.stdout.readline())
+            if kill_after is not None:
+                time.sleep(kill_after)
+                os.kill(number, signal.SIGKILL)
+            return int(server.stdout.readline())
+
+        yield run
+        server.stdin.close()
 
 
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path):
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, "--n_epochs", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal is closed when the process ends
+        while part := os.read(ours, 65536):
+            shown += part
+    assert process.wait() == 0, shown
+    assert re.search(rb"epoch 1/1: .*\d+/10 .*loss \d\.\d+, error [\d.]+%, [\d,]+ images/s, peak [\d,]+ MiB", shown), (
+        shown
+    )

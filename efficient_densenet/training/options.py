@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ..checks import check_between, check_choice, check_whole
+from ..zoo import create_model, list_models
 from .data import DATASETS
 from .recipes import RECIPES
 
@@ -143,6 +144,8 @@ def _check(options: Options) -> None:
             check_whole(name, getattr(options, name), at_least=1)
     if options.amp is not None:
         check_choice("amp", options.amp, ("bf16", "fp16"))
+    if options.model is not None and options.model not in list_models():
+        create_model(options.model)  # says which names there are
     if options.depth is not None:
         layers_in_blocks(options.depth)
     for field in fields(options):

@@ -10,7 +10,7 @@ from ..extras import need
 
 
 def mib(number: float) -> str:
-    return f"{number / 2**20:,.0f} MiB"
+    return f"{number / 2**20:,.{1 if number < 10 * 2**20 else 0}f} MiB"
 
 
 def peak_memory(device: torch.device) -> int:

@@ -42,6 +42,7 @@ def draw_curves(folder: Path, rows: list[Row], title: str) -> None:
             values = [scale * row[f"{name}_{what}"] for row in rows]
             axes.plot(epochs, values, color=colour, label=name, marker="." if len(rows) < 40 else None)
         axes.set(xlabel="epoch", ylabel=f"{what}, {unit}", yscale="log" if what == "loss" else "linear")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.legend()
     tested = rows[-1]["test_error"]

@@ -223,26 +223,33 @@ class Run:
 
     def _introduce(self, model: torch.nn.Module) -> None:
         options, source, team = self.options, self.source, self.team
-        try:
-            memory = StepMemory(model, source.image_size, options, options.engine)
-        except RuntimeError as exc:
-            if isinstance(exc, torch.OutOfMemoryError):
-                raise MemoryError(f"out of memory on {team.device} before the first step: use a smaller model") from exc
-            raise ValueError(str(exc)) from exc
+        expected = self._expected_memory(model)
         if not team.leads:
             return
         number, size = models.count(model)
-        pictures = self._pictures_at_once()
         print(
             f"{self.description.name}: {number:,} parameters, {mib(size)}; engine {options.engine}; {team.describe()}"
         )
-        print(
-            f"expected memory of a step: about {mib(memory.of(pictures))} for {pictures} pictures at once on a device"
-        )
+        print(f"expected memory of a step: {expected}")
         sizes = f"{len(source.train):,} to train on, {len(source.valid):,} to validate, {len(source.test):,} to test"
         print(f"{source.name}: {len(source.classes)} classes; {sizes}", flush=True)
         if source.note:
             print(f"note: {source.note}", flush=True)
+
+    def _expected_memory(self, model: torch.nn.Module) -> str:
+        """Measured on a few pictures, where an engine that cannot run here says so before anything is written."""
+        pictures = self._pictures_at_once()
+        try:
+            memory = StepMemory(model, self.source.image_size, self.options, self.options.engine)
+        except OSError as exc:  # what the profiler notes passes through a temporary file
+            return f"not measured ({exc.strerror})"
+        except torch.OutOfMemoryError as exc:
+            raise MemoryError(
+                f"out of memory on {self.team.device} before the first step: use a smaller model"
+            ) from exc
+        except RuntimeError as exc:
+            raise ValueError(str(exc)) from exc
+        return f"about {mib(memory.of(pictures))} for {pictures} pictures at once on a device"
 
     def _pictures_at_once(self) -> int:
         joined = min(self.options.batch_size, len(self.source.train))

@@ -92,6 +92,13 @@ def assemble(device: str | None) -> Iterator[Team]:
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield Team(dist.get_rank(), dist.get_world_size(), chosen, dist.new_group())
+    except RuntimeError as exc:
+        if not isinstance(exc, dist.DistError) and "gloo" not in str(exc) and "closed by peer" not in str(exc):
+            raise
+        raise ConnectionError(
+            f"lost another process ({str(exc).splitlines()[0]}): its own error, above or below, is the cause; "
+            "mend that, then go on with --resume"
+        ) from exc
     finally:
         dist.destroy_process_group()
 
