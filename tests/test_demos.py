@@ -128,7 +128,7 @@ def test_training_and_predicting_ones_own_pictures(tmp_path):
 def test_evaluating_on_other_classes_is_refused(tmp_path):
     write_folder(tmp_path / "own")
     done = demo("cp_demo.py", "--evaluate", str(DIGITS), "--data", "own", cwd=tmp_path)
-    refused(done, "has 2 classes (cat, dog), but")
+    refused(done, "has 2 classes (cat, dog) in 3 channels, but")
 
 
 def test_the_memory_tour_as_a_quick_check():

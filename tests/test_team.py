@@ -104,13 +104,21 @@ def test_more_processes_than_pictures_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def _replica(module: nn.Module) -> nn.Module:
-    """What `nn.DataParallel` makes of a module for one device: its parameters are results of a broadcast."""
+def _replica(module: nn.Module, number: int) -> nn.Module:
+    """What `nn.DataParallel` makes of a module: parameters that are results of a broadcast, buffers that are copies.
+
+    The first replica's buffers are the module's own, so that its running statistics are kept.
+    """
     replica = module._replicate_for_data_parallel()
-    replica._modules = {name: _replica(child) for name, child in module._modules.items()}
+    replica._modules = {name: _replica(child, number) for name, child in module._modules.items()}
     replica._former_parameters = {name: p.view_as(p) for name, p in module._parameters.items() if p is not None}
+    for name in module._parameters:
+        replica._parameters[name] = None
     for name, parameter in replica._former_parameters.items():
+        del replica._parameters[name]
         setattr(replica, name, parameter)
+    if number > 0:
+        replica._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
     return replica
 
 
@@ -122,7 +130,7 @@ class ThreadedReplicas(nn.Module):
         self.module, self.number = module, number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        replicas = [_replica(self.module) for _ in range(self.number)]
+        replicas = [_replica(self.module, i) for i in range(self.number)]
         outputs: list = [None] * self.number
         parts = x.tensor_split(self.number)
 

@@ -56,8 +56,8 @@ def evaluate(options: Options, team: Team) -> tuple[float, float]:
     source = load(data, options.dataset, description.image_size, options.workers, options.stream)
     if source.classes != description.classes or source.channels != description.channels:
         raise ValueError(
-            f"{source.name} has {len(source.classes)} classes ({', '.join(source.classes[:3])}, …), but {place} was "
-            f"trained on {len(description.classes)} ({', '.join(description.classes[:3])}, …): give the --data it knows"
+            f"{source.name} has {_listed(source.classes)} in {source.channels} channels, but {place} was trained on "
+            f"{_listed(description.classes)} in {description.channels}: give --data with the same"
         )
     preparation = replace(preparation_for(source.test, False), mean=description.mean, std=description.std)
     trainer = Trainer(model, preparation, replace(options, sync_bn=False), team)
@@ -265,6 +265,10 @@ class Run:
         available = free + torch.cuda.memory_reserved(device)
         at_once = self._pictures_at_once()
         return advice(self.trainer.model, self.source.image_size, self.options, peak, available, at_once)
+
+
+def _listed(classes: tuple[str, ...]) -> str:
+    return f"{len(classes)} classes ({', '.join(classes[:3])}{', …' if len(classes) > 3 else ''})"
 
 
 def facts(source: Source) -> dict[str, Any]:
