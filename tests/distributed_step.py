@@ -23,5 +23,8 @@ if __name__ == "__main__":
             gradients = [parameter.grad for parameter in trainer.model.parameters()]
             buffers = list(trainer.model.buffers())
             results[engine] = {"sums": sums, "gradients": gradients, "buffers": buffers}
+        trainer = tiny_trainer("plain", team, micro_batch_size=3)
+        trainer.step(images[share], labels[share], len(labels), 0.1, (0, 1, 0))
+        results["micro"] = {"gradients": [parameter.grad for parameter in trainer.model.parameters()]}
         if team.leads:
             torch.save(results, path)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from samples import DEMOS, TINY, demo, demo_process, refused, write_cifar10, write_folder
 
+from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.models import load_model
 
 RUN = (*TINY, "--save", "run", "--batch_size", "128")
@@ -236,6 +237,23 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_state(tmp_path):
     assert "Traceback" not in done.stderr
     state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["state"]
     assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
+
+
+def test_out_of_memory_is_told_with_what_would_fit(tmp_path, monkeypatch):
+    """As on a GPU, whose allocator is played here: the engines' needs are measured."""
+
+    def step(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 * 2**20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**20, 16 * 2**20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**20)
+    words = [*RUN, "--batch_size", "100", "--efficient", "False", "--device", "cpu"]
+    done = demo("cp_demo.py", *words, cwd=tmp_path)
+    refused(done, "out of memory in a step of 100 pictures with engine plain: tensors had reached 7.0 MiB of 8.0 MiB;")
+    assert re.search(r"--micro_batch_size \d+ would fit, with about [\d.]+ MiB", done.stderr), done.stderr
+    assert "last.pt" in [path.name for path in (tmp_path / "run").iterdir()]
 
 
 def test_tensorboard_on_request(tmp_path):

@@ -14,6 +14,7 @@ from helpers import assert_close
 from samples import DEMOS, TINY, demo, joined_batch, tiny_trainer
 from torch import nn
 
+from efficient_densenet.training.data.augment import generator_for
 from efficient_densenet.training.team import Team
 
 ENGINES = ("plain", "official", "checkpoint", "best")
@@ -61,6 +62,29 @@ def test_two_processes_with_synchronised_norms_step_as_one(engine, joined_steps)
         assert_close(ours, parameter.grad, 1e-8)
     for ours, buffer in zip(found["buffers"], trainer.model.buffers(), strict=True):
         assert_close(ours, buffer, 0 if buffer.dtype == torch.long else 1e-8)
+
+
+def test_micro_batches_in_two_processes_add_up_as_in_one(joined_steps):
+    """Shares of 5 and 6 pictures, each in two parts that their norms take by themselves."""
+    trainer = tiny_trainer("plain", ALONE)
+    images, labels = joined_batch()
+    prepare = trainer.preparation
+    varied = prepare.vary(images, prepare.draw(len(labels), generator_for(0, 1, 0)))
+    inputs = prepare.normalise(varied, torch.double)
+    trainer.model.train()
+    for part in (slice(0, 3), slice(3, 5), slice(5, 8), slice(8, 11)):
+        outputs = trainer.model(inputs[part])
+        nn.functional.cross_entropy(outputs, labels[part], reduction="sum").div(len(labels)).backward()
+    for ours, parameter in zip(joined_steps["micro"]["gradients"], trainer.model.parameters(), strict=True):
+        assert_close(ours, parameter.grad, 1e-10)
+
+
+def test_the_shared_engine_by_name_is_refused_with_synchronised_norms(tmp_path):
+    words = [*TINY, "--engine", "shared", "--sync_bn", "--save", "run", "--device", "cpu"]
+    done = _run(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "found --engine shared with --sync_bn" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_in_two_processes_is_written_once_and_gone_on_with_by_one(tmp_path):

@@ -1,12 +1,14 @@
 """A function as a command: options from its arguments or from a dataclass, a sentence for what goes wrong."""
 
+import contextlib
 import difflib
 import inspect
 import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -21,12 +23,24 @@ def command(function: Callable, options: type | None = None, about: str | None =
     called = _with_options(function, options, about or "") if options else function
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        _refuse_unknown_words(called, sys.argv[1:])
-        need("fire", extra="demos").Fire(called)
+        with _short_warnings():
+            _refuse_unknown_words(called, sys.argv[1:])
+            need("fire", extra="demos").Fire(called)
     except EXPECTED as exc:
         sys.exit(f"error: {_process()}{exc}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """What is worth a warning, without the line of code that it came from."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"note: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _with_options(function: Callable, options: type, about: str) -> Callable:

@@ -111,13 +111,22 @@ class Run:
         if self.team.leads:
             self.team.wait()
         source = source.with_validation(options.valid_size).to(self.team.device)
+        self._check_team(source)
+        return source
+
+    def _check_team(self, source: Source) -> None:
+        options = self.options
+        if options.engine == "shared" and options.sync_bn and self.team.size > 1:
+            raise ValueError(
+                "found --engine shared with --sync_bn, but the shared engine takes each process's own statistics: "
+                "use --engine checkpoint, or leave --sync_bn out"
+            )
         smallest = min(len(source.train), options.batch_size)
         if smallest < self.team.size:
             raise ValueError(
                 f"found a batch of {smallest} pictures for {self.team.size} processes, but each needs at least one: "
                 "give a larger --batch_size or fewer processes"
             )
-        return source
 
     def _begin(self) -> None:
         if not self.team.leads:
