@@ -6,11 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from samples import DEMOS, demo, refused, write_folder
+from samples import CIFAR10_CLASSES, DEMOS, demo, refused, write_folder
 
 from efficient_densenet.training.options import Options
 
@@ -146,3 +147,29 @@ def test_the_memory_tour_as_a_quick_check():
     assert all(ratio < 1 for name, (_, ratio, _) in rows.items() if name != "plain")
     exact = [difference for name, (_, _, difference) in rows.items() if "accumulation" not in name]
     assert max(exact) < 1e-3
+
+
+PICTURES = ROOT.parent / "shared" / "data" / "cifar10-jpeg.tar.xz"
+
+
+def _some_of_each_class(folder: Path, train: int, test: int) -> None:
+    left = {"train": dict.fromkeys(CIFAR10_CLASSES, train), "test": dict.fromkeys(CIFAR10_CLASSES, test)}
+    with tarfile.open(PICTURES) as archive:
+        for member in archive:
+            *_, split, name, file = ["", "", *Path(member.name).parts]
+            if member.isfile() and left[split][name] > 0:
+                left[split][name] -= 1
+                place = folder / split / name
+                place.mkdir(parents=True, exist_ok=True)
+                (place / file).write_bytes(archive.extractfile(member).read())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PICTURES.exists(), reason="needs the JPEG copy of CIFAR-10 beside the project")
+def test_a_short_run_on_real_pictures_is_far_from_chance(tmp_path):
+    _some_of_each_class(tmp_path / "cifar", train=200, test=50)
+    words = ["--depth", "22", "--n_epochs", "4", "--recipe", "one_cycle", "--batch_size", "32", "--device", "cpu"]
+    done = demo("cp_demo.py", "--efficient", "True", "--data", "cifar", "--save", "model", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    error = float(re.search(r"test error ([\d.]+)%", done.stdout)[1])
+    assert error < 78, done.stdout  # chance is 90; five standard deviations of 500 pictures are 7
