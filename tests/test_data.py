@@ -90,6 +90,25 @@ def test_fashion_mnist_packed_and_not(tmp_path):
         load(str(tmp_path))
 
 
+def test_svhn_through_torchvision(tmp_path, monkeypatch):
+    scipy_io = pytest.importorskip("scipy.io")
+    svhn = pytest.importorskip("torchvision").datasets.SVHN
+    images = torch.randint(256, (32, 32, 3, 5), dtype=torch.uint8).numpy()
+    known = {}
+    for split in ("train", "test"):
+        path = tmp_path / f"{split}_32x32.mat"
+        scipy_io.savemat(path, {"X": images, "y": [[10], [1], [2], [3], [9]]})
+        known[split] = ["", path.name, hashlib.md5(path.read_bytes()).hexdigest()]
+    monkeypatch.setattr(svhn, "split_list", known)
+    source = load(str(tmp_path))
+    assert (source.name, source.mirror, len(source.test)) == ("SVHN", False, 5)
+    assert source.train.labels.tolist() == [0, 1, 2, 3, 9]
+    assert torch.equal(source.train.images, torch.from_numpy(images).permute(3, 2, 0, 1))
+    path.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"is damaged .* remove it so that SVHN is downloaded again"):
+        load(str(tmp_path))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_image_folder_of_any_sizes(tmp_path, stream):
     source = load(str(write_folder(tmp_path)), image_size=24, stream=stream).with_validation(4)

@@ -103,6 +103,13 @@ def test_the_predict_command_of_the_readme(tmp_path):
         assert re.match(rf"{picture}: {digit} \(\d+\.\d%\)", printed), printed
 
 
+def test_help_and_mistakes_of_the_tour(tmp_path):
+    done = demo("memory_tour.py", "--help", cwd=tmp_path)
+    assert "TOUR_QUICK=1" in done.stdout + done.stderr
+    refused(demo("memory_tour.py", "--quick", cwd=tmp_path), "unknown option --quick: there are none")
+    refused(demo("memory_tour.py", "quick", cwd=tmp_path), "found 'quick' on its own, but there are no options")
+
+
 def test_predict_names_what_is_wrong(tmp_path):
     (tmp_path / "a.png").write_text("no picture")
     model = ("--model", str(DIGITS))

@@ -146,6 +146,8 @@ def test_overwrite_starts_over(finished, tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(_rows(folder)) == 1
     assert (folder / "notes.txt").read_text() == "mine"
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def _truncate(folder: Path) -> str:

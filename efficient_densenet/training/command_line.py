@@ -75,13 +75,14 @@ def _refuse_unknown_words(function: Callable, words: list[str]) -> None:
         elif may_be_value:
             may_be_value = takes_words
         else:
-            raise ValueError(f"found {word!r} on its own, but every option has a name: such as --{known[0]} {word}")
+            hint = f"every option has a name: such as --{known[0]} {word}" if known else "there are no options"
+            raise ValueError(f"found {word!r} on its own, but {hint}")
 
 
 def _refuse_unknown_option(name: str, known: list[str]) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean --{near[0]}?" if near else f"there are {', '.join(f'--{k}' for k in known)}"
+        hint = f"did you mean --{near[0]}?" if near else f"there are {', '.join(f'--{k}' for k in known) or 'none'}"
         raise ValueError(f"unknown option --{name}: {hint}")
 
 

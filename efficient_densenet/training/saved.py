@@ -11,6 +11,8 @@ from .results import Row
 
 LAST = "last.pt"
 FORMAT = "efficient_densenet run 1"
+OF_THE_CALL = {"efficient", "engine", "device", "resume", "overwrite", "evaluate"}
+"""Options that a run which is gone on with takes from the call, and not from how it was begun."""
 OURS = (LAST, "model.pt", "results.csv", "config.json")
 
 
@@ -86,7 +88,7 @@ def options_of(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
                 f"{name} is {value!r}, but the run was begun with {begun[name]!r}: leave it out to go on, "
                 "or start over with --overwrite"
             )
-    kept = {name: value for name, value in begun.items() if name not in ("efficient", "engine")}
+    kept = {name: value for name, value in begun.items() if name not in OF_THE_CALL}
     engine = {} if given.keys() & {"efficient", "engine"} else {"engine": begun["engine"]}
     return kept | engine | given
 

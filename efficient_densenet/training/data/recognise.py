@@ -91,7 +91,7 @@ def _recognised(place: Path, image_size: int, workers: int, stream: bool | None)
 
 
 def _svhn(place: Path) -> Source:
-    need("scipy.io", extra="demos")
+    need("scipy", extra="svhn")
     try:
         sets = [need("torchvision", extra="demos").datasets.SVHN(place, split=split) for split in ("train", "test")]
     except (RuntimeError, OSError, ValueError) as exc:
