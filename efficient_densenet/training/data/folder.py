@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ...extras import need
 from .decode import Undecodable, decode
 from .pictures import Pictures, Streamed
 
@@ -43,9 +44,11 @@ def read(folder: Path, image_size: int, workers: int, stream: bool | None) -> tu
 def read_all(files: Streamed) -> Pictures:
     """The pictures themselves, decoded in threads."""
     images = torch.empty(len(files), 3, files.image_size, files.image_size, dtype=torch.uint8)
+    bar = need("tqdm", extra="demos").tqdm
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         decoded = threads.map(lambda path: decode(path, files.image_size), files.paths)
-        for i, image in enumerate(decoded):
+        shown = bar(decoded, total=len(files), desc="reading", unit="picture", leave=False, disable=None)
+        for i, image in enumerate(shown):
             if isinstance(image, Undecodable):
                 threads.shutdown(wait=False, cancel_futures=True)
                 image.refuse()
