@@ -152,8 +152,8 @@ def test_the_memory_tour_as_a_quick_check():
     }
     assert len(rows) == 6, done.stdout
     assert all(ratio < 1 for name, (_, ratio, _) in rows.items() if name != "plain")
-    exact = [difference for name, (_, _, difference) in rows.items() if "accumulation" not in name]
-    assert max(exact) < 1e-3
+    errors = {name: error for name, (_, _, error) in rows.items() if "accumulation" not in name}
+    assert max(errors.values()) <= max(5 * errors["plain"], 1e-5)
 
 
 PICTURES = ROOT.parent / "shared" / "data" / "cifar10-jpeg.tar.xz"

@@ -109,7 +109,7 @@ def test_the_saved_model_gives_the_error_of_the_table(finished):
     assert not model.training
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, finished, tmp_path):
     process = _start("--n_epochs", "2", "--drop_rate", "0.1", cwd=tmp_path)
     while not (tmp_path / "run" / "last.pt").exists():
