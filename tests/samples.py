@@ -1,6 +1,7 @@
 """Small sets of pictures in the layouts that the demos read, and the demos themselves as processes."""
 
 import contextlib
+import csv
 import io
 import os
 import pickle
@@ -23,6 +24,7 @@ from efficient_densenet.training.team import Team
 
 DEMOS = Path(__file__).parents[1] / "demos"
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+TIMES = ("seconds", "images_per_second", "peak_memory_mib")
 TINY = ("--depth", "10", "--growth_rate", "4")
 
 
@@ -123,3 +125,33 @@ def tiny_trainer(engine: str, team: Team, **given) -> Trainer:
     model = DenseNet(3, (2, 1), num_init_features=4, efficient=True if engine == "best" else engine).double()
     options = parse({"batch_size": 11, **given}, engine)
     return Trainer(model, Preparation((120.0,) * 3, (60.0,) * 3, distance=1, mirror=True), options, team)
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+def same_run(ours: Path, theirs: Path) -> None:
+    """Bit for bit: tables, weights, optimizer."""
+    assert read_rows(ours) == read_rows(theirs)
+    for name in ("model.pt", "last.pt"):
+        found, expected = (torch.load(folder / name, weights_only=True) for folder in (ours, theirs))
+        found, expected = (s.get("state", s) for s in (found, expected))
+        _same(found, expected)
+
+
+def _same(found, expected) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        for key in found:
+            _same(found[key], expected[key])
+    elif isinstance(found, list):
+        for ours, theirs in zip(found, expected, strict=True):
+            _same(ours, theirs)
+    elif isinstance(found, torch.Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected

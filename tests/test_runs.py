@@ -1,11 +1,9 @@
 """What a run leaves on disk, and what becomes of it when it is interrupted, killed or given something bad."""
 
 import contextlib
-import csv
 import fcntl
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -19,48 +17,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import DEMOS, TINY, demo, demo_process, refused, write_cifar10, write_folder
+from samples import DEMOS, TINY, demo, demo_process, read_rows, refused, same_run, write_cifar10, write_folder
 
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.models import load_model
 
 RUN = (*TINY, "--save", "run", "--batch_size", "128")
-TIMES = ("seconds", "images_per_second", "peak_memory_mib")
 
 
 def _start(*words: str, cwd: Path) -> subprocess.Popen:
     command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, *words]
     return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "results.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
-
-
-def _same_run(ours: Path, theirs: Path) -> None:
-    """Bit for bit: tables, weights, optimizer."""
-    assert _rows(ours) == _rows(theirs)
-    for name in ("model.pt", "last.pt"):
-        found, expected = (torch.load(folder / name, weights_only=True) for folder in (ours, theirs))
-        found, expected = (s.get("state", s) for s in (found, expected))
-        _same(found, expected)
-
-
-def _same(found, expected) -> None:
-    assert type(found) is type(expected)
-    if isinstance(found, dict):
-        assert found.keys() == expected.keys()
-        for key in found:
-            _same(found[key], expected[key])
-    elif isinstance(found, list):
-        for ours, theirs in zip(found, expected, strict=True):
-            _same(ours, theirs)
-    elif isinstance(found, torch.Tensor):
-        assert torch.equal(found, expected)
-    else:
-        assert found == expected
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +59,7 @@ def test_a_run_leaves_everything_and_says_where(finished):
     assert header.startswith(
         "epoch,train_loss,train_error,valid_loss,valid_error,test_error,seconds,images_per_second,"
     )
-    rows = _rows(finished / "run")
+    rows = read_rows(finished / "run")
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert rows[0]["test_error"] == "" != rows[1]["test_error"]
     assert (finished / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
@@ -104,7 +71,7 @@ def test_a_run_leaves_everything_and_says_where(finished):
 def test_the_saved_model_gives_the_error_of_the_table(finished):
     for words in (["--evaluate", "--save", "run"], ["--evaluate", "run/model.pt"]):
         done = demo("cp_demo.py", *words, cwd=finished)
-        assert f"test error {float(_rows(finished / 'run')[1]['test_error']):.2%}" in done.stdout, done.stderr
+        assert f"test error {float(read_rows(finished / 'run')[1]['test_error']):.2%}" in done.stdout, done.stderr
     model, _ = load_model(finished / "run" / "model.pt")
     assert not model.training
 
@@ -126,7 +93,7 @@ def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, 
     assert "give --resume to go on with it, --overwrite to start over" in again.stderr
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    _same_run(tmp_path / "run", finished / "run")
+    same_run(tmp_path / "run", finished / "run")
 
 
 def test_a_finished_run_is_neither_overwritten_nor_trained_on(finished, tmp_path):
@@ -136,7 +103,7 @@ def test_a_finished_run_is_neither_overwritten_nor_trained_on(finished, tmp_path
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     done = demo("cp_demo.py", *RUN, "--resume", cwd=tmp_path)
     assert "test error" in done.stdout, done.stderr
-    _same_run(folder, finished / "run")
+    same_run(folder, finished / "run")
 
 
 def test_overwrite_starts_over(finished, tmp_path):
@@ -144,7 +111,7 @@ def test_overwrite_starts_over(finished, tmp_path):
     (folder / "notes.txt").write_text("mine")
     done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--overwrite", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert len(_rows(folder)) == 1
+    assert len(read_rows(folder)) == 1
     assert (folder / "notes.txt").read_text() == "mine"
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -203,7 +170,7 @@ def test_resume_with_other_numbers_is_refused(finished, tmp_path):
 def test_resume_where_nothing_was_begun_begins(tmp_path):
     done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert len(_rows(tmp_path / "run")) == 1
+    assert len(read_rows(tmp_path / "run")) == 1
 
 
 def _limited(words: list[str], cwd: Path, most: int) -> subprocess.CompletedProcess:
@@ -297,57 +264,6 @@ def test_the_command_of_the_readme_on_a_directory_called_cifar(script, kind, tmp
         assert "note: not the original files" in printed
     position = torch.load(tmp_path / "model" / "last.pt", weights_only=True)["position"]
     assert position["step"] + position["epoch"] >= 2
-
-
-@pytest.mark.slow
-def test_killed_at_thirty_moments_the_run_comes_to_the_same_end(tmp_path):
-    """Every restart goes on from what the last kill left. An epoch is a few steps, so that many kills hit a write."""
-    words = f"cp_demo.py {' '.join(TINY)} --data {write_cifar10(tmp_path / 'cifar')} --batch_size 45 --save run".split()
-    words += ["--n_epochs", "150", "--recipe", "one_cycle", "--device", "cpu"]
-    whole, killed = _made(tmp_path / "whole"), _made(tmp_path / "killed")
-    with _forks(whole) as forks:
-        assert forks(words) == 0, (whole / "printed.txt").read_text()
-    chance, epochs = random.Random(0), []
-    with _forks(killed) as forks:
-        for _ in range(30):
-            assert forks([*words, "--resume"], kill_after=chance.uniform(0.2, 1.2)) == -signal.SIGKILL
-            for path in (killed / "run").glob("*.pt"):
-                torch.load(path, weights_only=True)
-            if (killed / "run" / "last.pt").exists():
-                epochs.append(torch.load(killed / "run" / "last.pt", weights_only=True)["position"]["epoch"])
-        assert forks([*words, "--resume"]) == 0, (killed / "printed.txt").read_text()
-    assert epochs == sorted(epochs)
-    assert len(set(epochs)) > 10
-    _same_run(killed / "run", whole / "run")
-    assert list((killed / "run").glob(".*")) == []
-
-
-@contextlib.contextmanager
-def _forks(folder: Path):
-    """Run demos in `folder`, and tell their exit status."""
-    script = Path(__file__).parent / "forked_demos.py"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, str(script)], cwd=folder, stdin=pipe, stdout=pipe, text=True, env=environment
-    ) as server:
-
-        def run(words: list[str], kill_after: float | None = None) -> int:
-            server.stdin.write(" ".join(words) + "\n")
-            server.stdin.flush()
-            number = int(server.stdout.readline())
-            if kill_after is not None:
-                time.sleep(kill_after)
-                os.kill(number, signal.SIGKILL)
-            return int(server.stdout.readline())
-
-        yield run
-        server.stdin.close()
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path):

@@ -91,8 +91,8 @@ class Run:
 
     def go(self) -> None:
         self.team.wait()  # nobody writes before everybody has read
-        self._begin()
         with self.interruption:
+            self._begin()
             try:
                 while self.position.epoch <= self.options.n_epochs:
                     self._epoch()
