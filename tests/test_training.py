@@ -1,150 +1,207 @@
-"""The demos' parts on a few pictures: data, loop, files, command line."""
+"""The loop: what a step does, what a recipe gives, and that nothing but the seed decides."""
 
-import hashlib
-import subprocess
-import sys
-from importlib import resources
-from pathlib import Path
+import copy
+import math
 
 import pytest
 import torch
-from helpers import assert_close
+from helpers import assert_close, assert_same_gradients
 
 from efficient_densenet import DenseNet
-from efficient_densenet.training import data, files, loop
+from efficient_densenet.training.data import Pictures, load
+from efficient_densenet.training.data.augment import preparation_for
+from efficient_densenet.training.expected import StepMemory, advice
+from efficient_densenet.training.loop import Position, Trainer, batches
+from efficient_densenet.training.options import parse
+from efficient_densenet.training.recipes import one_cycle, step
+from efficient_densenet.training.team import Team
 
-DEMOS = Path(__file__).parents[1] / "demos"
-
-
-def _demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-W", "error::UserWarning", str(DEMOS / script), *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
-
-
-def test_the_digits_are_all_there_with_their_source():
-    digits = data.load_digits()
-    assert digits.images.shape == (1797, 1, 32, 32)
-    assert digits.images.dtype == torch.uint8
-    assert digits.images.max() == 255
-    assert digits.labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    folder = resources.files("efficient_densenet.training")
-    checksum = hashlib.sha256((folder / "digits.csv.gz").read_bytes()).hexdigest()
-    assert checksum in (folder / "digits_source.txt").read_text()
+ALONE = Team(0, 1, torch.device("cpu"))
 
 
-def test_splits_share_nothing_and_lose_nothing():
-    digits = data.load_digits()
-    numbered = data.Pictures(torch.arange(len(digits)), digits.labels)
-    parts = data.split(numbered)
-    indices = torch.cat([parts.train.images, parts.valid.images, parts.test.images])
-    assert sorted(indices.tolist()) == list(range(1797))
-    assert [len(parts.train), len(parts.valid), len(parts.test)] == [1294, 144, 359]
-    assert torch.equal(data.split(numbered).test.images, parts.test.images)
+def _few(number: int = 64) -> Pictures:
+    return load(None).train[:number]
 
 
-def test_shift_moves_each_picture_and_keeps_its_values():
-    images = torch.randn(64, 2, 8, 8)
-    moved = data.shift(images, 2, torch.Generator().manual_seed(0))
-    places = set()
-    padded = torch.nn.functional.pad(images, (2,) * 4, value=-1.0)
-    for picture, before in zip(moved, padded, strict=True):
-        found = [(r, c) for r in range(5) for c in range(5) if torch.equal(before[:, r : r + 8, c : c + 8], picture)]
-        assert len(found) == 1
-        places.update(found)
-    assert len(places) > 15
+def _trainer(engine: str = "plain", layers=(1, 1), growth_rate: int = 4, double: bool = True, **given) -> Trainer:
+    torch.manual_seed(0)
+    model = DenseNet(growth_rate, layers, in_channels=1, efficient=engine, drop_rate=given.get("drop_rate", 0.0))
+    options = parse({"batch_size": 16, "n_epochs": 2, **given}, "best")
+    return Trainer(model.double() if double else model, preparation_for(_few(), False), options, ALONE)
 
 
-def test_batches_in_order_cover_everything_and_shuffled_ones_are_full():
-    pictures = data.Pictures(torch.zeros(10, 1, 4, 4, dtype=torch.uint8), torch.arange(10))
-    assert torch.cat([labels for _, labels in data.batches(pictures, 4)]).tolist() == list(range(10))
-    shuffled = [labels for _, labels in data.batches(pictures, 4, torch.Generator().manual_seed(0))]
-    assert [len(labels) for labels in shuffled] == [4, 4]
-    assert len(set(torch.cat(shuffled).tolist())) == 8
+def _losses(trainer: Trainer, epochs: int = 2) -> torch.Tensor:
+    losses = []
+    for epoch in range(1, epochs + 1):
+        position = Position(epoch)
+        for _ in trainer.steps(_few(), position):
+            losses.append(position.loss)
+    return torch.tensor(losses, dtype=torch.double)
 
 
-def _few() -> data.Splits:
-    parts = data.split(data.load_digits())
-    return data.Splits(parts.train[:64], parts.valid[:32], parts.test[:32])
+@pytest.mark.parametrize("engine", ["official", "checkpoint", "shared"])
+def test_every_engine_trains_alike(engine):
+    assert_close(_losses(_trainer(engine)), _losses(_trainer("plain")), 1e-9)
 
 
-@pytest.mark.parametrize("engine", ["plain", "official", "checkpoint", "shared"])
-def test_same_seed_same_run_with_every_engine(engine):
-    runs = []
-    for efficient in (engine, "plain"):
-        torch.manual_seed(0)
-        model = DenseNet(4, (1, 1), in_channels=1, efficient=efficient).double()
-        model.register_forward_pre_hook(lambda _, args: (args[0].double(),))
-        runs.append([e.train_loss for e in loop.train(model, _few(), n_epochs=2, batch_size=16)])
-    assert_close(torch.tensor(runs[0]), torch.tensor(runs[1]), 1e-9)
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+def test_same_seed_same_run_exactly(drop_rate):
+    runs = [_trainer("shared", drop_rate=drop_rate, double=False) for _ in range(2)]
+    losses = [_losses(runs[0])]
+    torch.rand(3)  # what else draws random numbers does not matter
+    losses.append(_losses(runs[1]))
+    assert torch.equal(*losses)
+    assert not torch.equal(losses[0], _losses(_trainer("shared", drop_rate=drop_rate, double=False, seed=1)))
+    for ours, theirs in zip(runs[0].model.state_dict().values(), runs[1].model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_epoch_gone_on_with_in_its_middle_is_the_same_epoch():
+    whole, halves = _trainer(double=False, drop_rate=0.2), _trainer(double=False, drop_rate=0.2)
+    expected, found = Position(), Position()
+    for _ in whole.steps(_few(), expected):
+        pass
+    for _ in halves.steps(_few(), found):
+        if found.step == 2:
+            break
+    other = _trainer(double=False, drop_rate=0.2, seed=0)
+    other.load_state(copy.deepcopy(halves.state()))
+    torch.manual_seed(99)
+    for _ in other.steps(_few(), found):
+        pass
+    assert (found.step, found.loss, found.wrong) == (expected.step, expected.loss, expected.wrong)
+    for ours, theirs in zip(other.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_epoch_takes_every_picture_once_in_full_batches():
+    order = batches(70, 16, seed=3, epoch=1)
+    assert [len(index) for index in order] == [16] * 4
+    assert len(set(torch.cat(order).tolist())) == 64
+    assert not torch.equal(torch.cat(order), torch.cat(batches(70, 16, seed=3, epoch=2)))
+    assert [len(index) for index in batches(5, 16, 0, 1)] == [5]
+
+
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_micro_batches_add_up_to_the_whole_batch(engine):
+    """With frozen norms, exactly that; norms in training take each micro-batch's own statistics."""
+    whole, parts = _trainer(engine), _trainer(engine, micro_batch_size=5)
+    for trainer in (whole, parts):
+        for module in trainer.model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.train = lambda mode=True, norm=module: norm
+                module.training = False
+    images, labels = _few(16).images, _few(16).labels
+    sums = [trainer.step(images, labels, 16, 0.1, (0, 1, 0)) for trainer in (whole, parts)]
+    assert_close(torch.tensor(sums[1]), torch.tensor(sums[0]), 1e-12)
+    assert_same_gradients(parts.model, whole.model)
+    for ours, theirs in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        assert_close(ours, theirs, 1e-12)
+
+
+def test_micro_batches_bound_what_runs_at_once():
+    trainer, seen = _trainer(micro_batch_size=5), []
+    trainer.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    trainer.step(_few(16).images, _few(16).labels, 16, 0.1, (0,))
+    assert sum(seen) == 16
+    assert max(seen) <= 5
+
+
+def test_the_gradient_is_the_mean_losss():
+    trainer = _trainer()
+    reference = copy.deepcopy(trainer.model).train()
+    pictures = _few(16)
+    draw = trainer.preparation.draw(16, torch.Generator().manual_seed(0))
+    trainer.preparation = type(trainer.preparation)(trainer.preparation.mean, trainer.preparation.std, 0, False)
+    trainer.step(pictures.images, pictures.labels, 16, 0.1, (0,))
+    images = trainer.preparation.normalise(pictures.images, torch.double)
+    torch.nn.functional.cross_entropy(reference(images), pictures.labels).backward()
+    assert_same_gradients(trainer.model, reference)
+    assert draw.offsets.max() <= 8
+
+
+@pytest.mark.parametrize("given", [{"amp": "bf16"}, {"channels_last": True}, {"amp": "fp16"}])
+@pytest.mark.filterwarnings("ignore:falling back")
+def test_other_precisions_and_layouts_train_alike(given):
+    expected = _losses(_trainer("checkpoint", double=False), 1)
+    found = _losses(_trainer("checkpoint", double=False, **given), 1)
+    assert ((found - expected).abs() / expected).max() < 0.05
+    assert torch.isfinite(found).all()
 
 
 def test_training_learns_and_evaluation_leaves_the_model_alone():
-    torch.manual_seed(0)
-    model = DenseNet(8, (2, 2), in_channels=1)
-    parts = data.split(data.load_digits())
-    parts = data.Splits(parts.train[:512], parts.valid, parts.test)
-    epochs = list(loop.train(model, parts, n_epochs=6, batch_size=16))
-    assert epochs[-1].valid_error < 0.6 < 0.8 < epochs[0].valid_error  # chance is 0.9
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    loop.evaluate(model, _few().test)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    source = load(None).with_validation(None)
+    trainer = _trainer("shared", (2, 2), 8, double=False, n_epochs=6)
+    for epoch in range(1, 7):
+        for _ in trainer.steps(source.train[:512], Position(epoch)):
+            pass
+        if epoch == 1:
+            first = trainer.evaluate(source.valid)[1]
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    loss, last = trainer.evaluate(source.valid)
+    assert last < 0.6 < 0.8 < first  # chance is 0.9
+    assert math.isfinite(loss)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+
+
+def test_evaluation_is_the_mean_over_all_pictures_whatever_the_batch():
+    pictures = _few(50)
+    trainers = [_trainer(batch_size=size) for size in (7, 50)]
+    found = [torch.tensor(trainer.evaluate(pictures), dtype=torch.double) for trainer in trainers]
+    assert_close(*found, 1e-12)
+    with torch.no_grad():
+        outputs = trainers[0].model(trainers[0].preparation.normalise(pictures.images, torch.double))
+    loss = torch.nn.functional.cross_entropy(outputs, pictures.labels)
+    error = (outputs.argmax(1) != pictures.labels).double().mean()
+    assert_close(found[0], torch.stack([loss, error]), 1e-12)
+
+
+def test_the_step_recipe_divides_at_half_and_three_quarters():
+    rates = [step(0.1, epoch, 300, 0.5) for epoch in (1, 150, 151, 225, 226, 300)]
+    assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+
+
+def test_the_one_cycle_recipe_goes_up_and_down_once():
+    rates = [one_cycle(0.1, 1 + i // 10, 10, i % 10 / 10) for i in range(100)]
+    top = rates.index(max(rates))
+    assert rates[0] == pytest.approx(0.004)
+    assert (top, rates[top]) == (30, pytest.approx(0.1))
+    assert rates[:31] == sorted(rates[:31])
+    assert rates[30:] == sorted(rates[30:], reverse=True)
+    assert rates[-1] < 1e-4
 
 
 def test_a_loss_that_is_not_finite_stops_with_a_sentence():
-    model = DenseNet(4, (1,), in_channels=1)
-    model.classifier.weight.data.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match=r"the loss became nan in epoch 1: use a smaller lr than 0.1"):
-        next(loop.train(model, _few(), n_epochs=1))
+    trainer = _trainer()
+    trainer.model.classifier.weight.data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"the loss became nan in epoch 1, step 1, .* smaller --lr"):
+        next(trainer.steps(_few(), Position()))
 
 
-def test_a_failed_write_leaves_the_old_file_whole(tmp_path):
-    path = tmp_path / "model.pt"
-    files.save_weights(path, {"a": torch.ones(2)})
-    with pytest.raises((AttributeError, TypeError, RuntimeError)):
-        files.save_weights(path, {"a": lambda: None})
-    assert files.load_weights(path)["a"].tolist() == [1, 1]
-    assert [p.name for p in tmp_path.iterdir()] == ["model.pt"]
+def test_expected_memory_is_near_what_a_step_takes():
+    from efficient_densenet.memory import tensor_peak
+
+    trainer = _trainer("plain", (4, 4), 8, double=False)
+    memory = StepMemory(trainer.model, 32, trainer.options, "plain")
+    images, labels = _few(48).images, _few(48).labels
+
+    def one_step() -> None:
+        trainer.step(images, labels, 48, 0.1, (0,))
+
+    one_step()
+    measured = tensor_peak(one_step) + 3 * sum(p.numel() * 4 for p in trainer.model.parameters())
+    assert memory.of(48) == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize("script", ["cp_demo.py", "original_demo.py"])
-def test_a_short_run_of_each_demo(script, tmp_path):
-    words = ["--depth", "10", "--growth_rate", "4", "--n_epochs", "1", "--batch_size", "256", "--save", "out/run"]
-    done = _demo(script, *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "test error" in done.stdout
-    assert ("official" if script == "original_demo.py" else "engine best") in done.stdout
-    assert sorted(p.name for p in (tmp_path / "out" / "run").iterdir()) == ["model.pt", "results.csv"]
-    header, row = (tmp_path / "out/run/results.csv").read_text().split()
-    assert header.startswith("epoch,train_loss,train_error,valid_loss,valid_error")
-    assert row.startswith("1,")
-    again = _demo(script, *words, cwd=tmp_path)
-    assert again.returncode == 1
-    assert "holds a run already: give --overwrite" in again.stderr
-    assert "Traceback" not in again.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--dept", "22"], "unknown option --dept: did you mean --depth?"),
-        (["--depth", "23"], "depth is 23, but must be 6n + 4"),
-        (["--efficient", "fast"], "unknown engine 'fast'"),
-        (["--growth_rate", "-1"], "growth_rate is -1"),
-        (["--batch_size", "0"], "batch_size is 0, but must be a whole number of at least 1"),
-        (["--n_epochs", "1.5"], "n_epochs is 1.5"),
-        (["--lr", "abc"], "lr is 'abc', but must be a number in (0, inf]"),
-        (["--depth", "abc"], "depth is 'abc'"),
-    ],
-)
-def test_bad_options_get_a_sentence_and_leave_nothing(words, message, tmp_path):
-    done = _demo("cp_demo.py", *words, cwd=tmp_path)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_help_lists_every_option(tmp_path):
-    done = _demo("cp_demo.py", "--help", cwd=tmp_path)
-    for option in ("efficient", "depth", "growth_rate", "n_epochs", "batch_size", "lr", "seed", "save", "overwrite"):
-        assert f"--{option}" in done.stdout + done.stderr
+def test_out_of_memory_names_the_least_change_that_fits():
+    plain = _trainer("plain", (8, 8), 12, double=False, efficient=False)
+    needs = {engine: StepMemory(plain.model, 32, plain.options, engine) for engine in ("plain", "best")}
+    between = (needs["plain"].of(64) + needs["best"].of(64)) // 2
+    words = advice(plain.model, 32, plain.options, 2**30, between, 64)
+    assert words.startswith("out of memory in a step of 64 pictures with engine plain: tensors had reached 1,024 MiB")
+    assert "--engine best would fit" in words
+    options = parse({"engine": "best"}, "best")
+    words = advice(plain.model, 32, options, 2**30, needs["best"].of(40), 64)
+    assert "--micro_batch_size 32 would fit" in words
+    words = advice(plain.model, 32, options, 2**30, 10, 64)
+    assert "even one picture at a time needs" in words

@@ -1,1 +1,8 @@
 """What the demos are made of: data, the training loop, and what a run leaves on disk."""
+
+from .command_line import command
+from .options import Options
+from .predict import predict
+from .run import train
+
+__all__ = ["Options", "command", "predict", "train"]

@@ -1,50 +1,84 @@
-"""What a run leaves on disk. Files are written beside their names and renamed: a reader sees the old or the new one."""
+"""Files written whole: beside their names, flushed to the disk and renamed, so that one sees the old or the new."""
 
 import csv
+import io
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
-def claim(folder: Path, overwrite: bool) -> Path:
-    """Make the folder of a new run; one that holds a run already is left alone unless `overwrite` is given."""
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file, but a run needs a folder: give another --save")
-    if (folder / "results.csv").exists() and not overwrite:
-        raise FileExistsError(f"{folder} holds a run already: give --overwrite to start over, or another --save")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+_UNFINISHED = ".unfinished"
 
 
-def save_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    rows = list(rows)
-
-    def write(temporary: Path) -> None:
-        with temporary.open("w", newline="") as file:
-            table = csv.DictWriter(file, fieldnames=list(rows[0]))
-            table.writeheader()
-            table.writerows(rows)
-
-    _replace(path, write)
-
-
-def save_weights(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    _replace(path, lambda temporary: torch.save(dict(weights), temporary))
-
-
-def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def write_whole(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}{_UNFINISHED}")
     try:
-        write(temporary)
-        with temporary.open("rb") as file:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    finally:
+        _flush_directory(path.parent)
+    except OSError as exc:
         temporary.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} could not be written ({exc.strerror or exc}): what it held before is kept; "
+            "make room or give another --save, then go on with --resume"
+        ) from exc
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What a killed process was writing."""
+    for path in folder.glob(f".*{_UNFINISHED}"):
+        path.unlink(missing_ok=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def as_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def tensors(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def read_tensors(path: Path) -> Any:
+    """What `torch.save` wrote, tensors and plain data only: no code in the file is run."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: give the folder of a run, or a file of weights in one") from None
+    except Exception as exc:  # a damaged archive can fail in any way
+        raise ValueError(
+            f"{path} is truncated, damaged or not of tensors only ({type(exc).__name__}), and was left as it is: "
+            "copy it again, or give another --save"
+        ) from exc
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: give the folder of a run, which has one") from None
+    except (ValueError, OSError) as exc:
+        raise ValueError(f"{path} is damaged ({exc}): copy it again, or give another folder") from exc
+
+
+def _flush_directory(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

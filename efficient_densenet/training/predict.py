@@ -1,0 +1,38 @@
+"""Classify pictures with a saved model."""
+
+from pathlib import Path
+
+import torch
+
+from ..checks import check_whole
+from .data.augment import Preparation
+from .data.decode import Undecodable, decode
+from .models import load_model
+
+
+@torch.no_grad()
+def predict(*pictures: str, model: str = "checkpoints/digits", top: int = 1) -> None:
+    """Say what pictures show, a line each: the likeliest classes and their probabilities.
+
+    Args:
+        pictures: files, of any size; they are brought to the size that the model was trained on.
+        model: directory of a run, or a file of weights in one.
+        top: how many classes to name.
+    """
+    check_whole("top", top, at_least=1)
+    if not pictures:
+        raise ValueError("found no picture to classify: name one or more files")
+    network, description = load_model(Path(str(model)))
+    images = []
+    for picture in pictures:
+        if not Path(str(picture)).is_file():
+            raise ValueError(f"{picture} is not a file: give the path of a picture")
+        image = decode(Path(str(picture)), description.image_size, description.channels)
+        if isinstance(image, Undecodable):
+            image.refuse()
+        images.append(image)
+    prepare = Preparation(description.mean, description.std, distance=0, mirror=False).normalise
+    for picture, image in zip(pictures, images, strict=True):
+        probabilities = network(prepare(image[None])).softmax(1)[0]
+        likeliest = probabilities.argsort(descending=True)[:top].tolist()
+        print(f"{picture}: {', '.join(f'{description.classes[i]} ({probabilities[i]:.1%})' for i in likeliest)}")

@@ -1,0 +1,90 @@
+"""Batch norm over the pictures of all processes, on any device: torch's own is for accelerators only."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..batchnorm import UpdatesOnce, convert_batchnorm
+
+
+def synchronise_norms(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Let every batch norm inside take its statistics over all processes; parameters and buffers stay."""
+    if next(model.parameters()).is_cuda:
+        convert_batchnorm(nn.SyncBatchNorm.convert_sync_batchnorm(model, group))
+        return
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = SyncedBatchNorm2d
+            module.process_group = group
+
+
+class _Synced(nn.BatchNorm2d):
+    process_group: dist.ProcessGroup | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        output, mean, var, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.process_group)
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            momentum = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), momentum)
+        return output
+
+
+class SyncedBatchNorm2d(UpdatesOnce, _Synced):
+    """`nn.BatchNorm2d` on the joined batch of a process group, under the exactly-once rule."""
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, var, count = _joined_statistics(x, group)
+        inverse = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.group = group
+        output = _normalised(x, mean, inverse) * _per_channel(weight) + _per_channel(bias)
+        ctx.mark_non_differentiable(mean, var, count)
+        return output.to(x.dtype), mean, var, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        normalised, grad = _normalised(x, mean, inverse), grad.to(mean.dtype)
+        sums = torch.stack([grad.sum((0, 2, 3)), (grad * normalised).sum((0, 2, 3))])
+        joined = sums.clone()
+        dist.all_reduce(joined, group=ctx.group)
+        of_grad, of_product = joined / count
+        centred = grad - _per_channel(of_grad) - normalised * _per_channel(of_product)
+        grad_x = centred * _per_channel(inverse * weight.to(inverse.dtype))
+        # The parameters' gradients stay this process's own: they are joined with all others.
+        return grad_x.to(x.dtype), sums[1].to(weight.dtype), sums[0].to(weight.dtype), None, None
+
+
+def _joined_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and count, from each process's own: no difference of large sums is taken."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    count = wide.new_full((1, x.shape[1]), x.numel() // x.shape[1])
+    mean = wide.mean((0, 2, 3))
+    own = torch.cat([count, mean[None], (wide - _per_channel(mean)).square().sum((0, 2, 3))[None]])
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    counts, means, spreads = torch.stack(gathered).unbind(1)
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total
+    return mean, (spreads + counts * (means - mean).square()).sum(0) / total, total
+
+
+def _normalised(x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
+    return (x.to(mean.dtype) - _per_channel(mean)) * _per_channel(inverse)
+
+
+def _per_channel(values: Tensor) -> Tensor:
+    return values[:, None, None]

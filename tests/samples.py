@@ -1,0 +1,157 @@
+"""Small sets of pictures in the layouts that the demos read, and the demos themselves as processes."""
+
+import contextlib
+import csv
+import io
+import os
+import pickle
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from efficient_densenet import DenseNet
+from efficient_densenet.training.data.augment import Preparation
+from efficient_densenet.training.loop import Trainer
+from efficient_densenet.training.options import parse
+from efficient_densenet.training.team import Team
+
+DEMOS = Path(__file__).parents[1] / "demos"
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+TIMES = ("seconds", "images_per_second", "peak_memory_mib")
+TINY = ("--depth", "10", "--growth_rate", "4")
+
+
+def write_cifar10(folder: Path, each: int = 20) -> Path:
+    """Five training batches and a test batch of `each` pictures, as the originals are pickled."""
+    place = folder / "cifar-10-batches-py"
+    place.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        data = rng.integers(0, 256, (each, 3072), dtype=np.uint8)
+        entries = {
+            "batch_label": name,
+            "labels": [i % 10 for i in range(each)],
+            "data": data,
+            "filenames": ["a"] * each,
+        }
+        (place / name).write_bytes(pickle.dumps(entries, protocol=2))
+    (place / "batches.meta").write_bytes(pickle.dumps({"label_names": CIFAR10_CLASSES}, protocol=2))
+    return folder
+
+
+def write_cifar100(folder: Path, each: int = 20) -> Path:
+    place = folder / "cifar-100-python"
+    place.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name in ("train", "test"):
+        data = rng.integers(0, 256, (each, 3072), dtype=np.uint8)
+        labels = {"fine_labels": [i % 100 for i in range(each)], "coarse_labels": [0] * each}
+        (place / name).write_bytes(pickle.dumps({"data": data, **labels}, protocol=2))
+    names = {"fine_label_names": [f"fine{i}" for i in range(100)], "coarse_label_names": ["c"]}
+    (place / "meta").write_bytes(pickle.dumps(names, protocol=2))
+    return folder
+
+
+def write_folder(
+    folder: Path, classes: Sequence[str] = ("cat", "dog"), each: int = 12, splits: Sequence[str] = ("train", "test")
+) -> Path:
+    """Pictures of many sizes, the first class dark and the last bright."""
+    rng = np.random.default_rng(0)
+    for split in splits:
+        for number, name in enumerate(classes):
+            place = folder / split / name
+            place.mkdir(parents=True)
+            for i in range(each):
+                size = (int(rng.integers(20, 60)), int(rng.integers(20, 60)), 3)
+                low = 200 * number // max(len(classes) - 1, 1)
+                pixels = rng.integers(low, low + 56, size, dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{i}.{'png' if i % 2 else 'jpg'}")
+    return folder
+
+
+def demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
+    """A demo in this process, which saves the seconds that importing torch takes."""
+    printed, errors, code = io.StringIO(), io.StringIO(), 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before, arguments = Path.cwd(), sys.argv
+    os.chdir(cwd)
+    sys.argv = [script, *words]
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            runpy.run_path(str(DEMOS / script), run_name="__main__")
+    except SystemExit as exc:  # as the interpreter does: a message is printed, and its status is 1
+        code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        if isinstance(exc.code, str):
+            errors.write(f"{exc.code}\n")
+    finally:
+        os.chdir(before)
+        sys.argv = arguments
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess(words, code, printed.getvalue(), errors.getvalue())
+
+
+def demo_process(script: str, *words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-W", "error::UserWarning", str(DEMOS / script), *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment, check=False, timeout=300
+    )
+
+
+def refused(done: subprocess.CompletedProcess, message: str) -> None:
+    """One sentence, exit status 1, no traceback."""
+    assert done.returncode == 1, done.stderr
+    assert message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().count("\n") == 0, done.stderr
+
+
+def joined_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(256, (11, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(10, (11,), generator=generator)
+
+
+def tiny_trainer(engine: str, team: Team, **given) -> Trainer:
+    """A small network in float64, the same in every process."""
+    torch.manual_seed(0)
+    model = DenseNet(3, (2, 1), num_init_features=4, efficient=True if engine == "best" else engine).double()
+    options = parse({"batch_size": 11, **given}, engine)
+    return Trainer(model, Preparation((120.0,) * 3, (60.0,) * 3, distance=1, mirror=True), options, team)
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+def same_run(ours: Path, theirs: Path) -> None:
+    """Bit for bit: tables, weights, optimizer."""
+    assert read_rows(ours) == read_rows(theirs)
+    for name in ("model.pt", "last.pt"):
+        found, expected = (torch.load(folder / name, weights_only=True) for folder in (ours, theirs))
+        found, expected = (s.get("state", s) for s in (found, expected))
+        _same(found, expected)
+
+
+def _same(found, expected) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        for key in found:
+            _same(found[key], expected[key])
+    elif isinstance(found, list):
+        for ours, theirs in zip(found, expected, strict=True):
+            _same(ours, theirs)
+    elif isinstance(found, torch.Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected

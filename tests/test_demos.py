@@ -1,0 +1,182 @@
+"""The demos as commands: their help, what they refuse, predicting, the tour, and the model that is committed."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from samples import CIFAR10_CLASSES, DEMOS, demo, refused, write_folder
+
+from efficient_densenet.training.options import Options
+
+ROOT = DEMOS.parent
+DIGITS = ROOT / "checkpoints" / "digits"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dept", "22"], "unknown option --dept: did you mean --depth?"),
+        (["--batchsize=3"], "unknown option --batchsize: did you mean --batch_size?"),
+        (["--zzz", "22"], "unknown option --zzz: there are --efficient, --data"),
+        (["cifar"], "found 'cifar' on its own, but every option has a name"),
+        (["--depth", "22", "40"], "found '40' on its own"),
+        (["--depth", "23"], "depth is 23, but must be 6n + 4"),
+        (["--efficient", "fast"], "engine is 'fast', but must be one of"),
+        (
+            ["--engine", "fast"],
+            "engine is 'fast', but must be one of 'best', 'plain', 'official', 'checkpoint', 'shared'",
+        ),
+        (["--growth_rate", "-1"], "growth_rate is -1"),
+        (["--batch_size", "0"], "batch_size is 0, but must be a whole number of at least 1"),
+        (["--micro_batch_size", "0"], "micro_batch_size is 0"),
+        (["--n_epochs", "1.5"], "n_epochs is 1.5"),
+        (["--lr", "abc"], "lr is 'abc', but must be a number in (0, inf]"),
+        (["--depth", "abc"], "depth is 'abc'"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--amp", "int8"], "amp is 'int8', but must be one of 'bf16', 'fp16'"),
+        (["--recipe", "magic"], "recipe is 'magic', but must be one of 'step', 'one_cycle'"),
+        (["--dataset", "imagenet"], "dataset is 'imagenet', but must be one of 'cifar10'"),
+        (["--device", "cuda:77"], "device is 'cuda:77', but cannot be used here"),
+        (["--device", "abacus"], "device is 'abacus', but cannot be used here"),
+        (["--model", "densenet12"], "unknown model 'densenet12': did you mean 'densenet121'?"),
+        (["--model", "densenet121", "--depth", "40"], "found --model densenet121 with --depth or --growth_rate"),
+        (["--resume", "--overwrite"], "found --resume and --overwrite"),
+        (["--resume", "maybe"], "resume is 'maybe', but must be True or False"),
+        (["--save"], "save is True, but needs a value"),
+        (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 pictures to train on"),
+        (["--evaluate", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_bad_options_get_a_sentence_and_leave_nothing(words, message, tmp_path):
+    refused(demo("cp_demo.py", *words, cwd=tmp_path), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_of_the_results(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    refused(demo("cp_demo.py", "--save", "run", cwd=tmp_path), "run is a file, but a run needs a directory")
+    assert (tmp_path / "run").read_text() == "a file"
+
+
+@pytest.mark.parametrize("script", ["cp_demo.py", "original_demo.py"])
+def test_help_explains_every_option(script, tmp_path):
+    done = demo(script, "--help", cwd=tmp_path)
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0
+    for name in Options.__dataclass_fields__:
+        explained = re.search(rf"--{name}=.*\n(?: +(?:Type|Default): .*\n)+ +(\w.*)", shown)
+        assert explained, name
+        assert explained[1].rstrip().endswith("."), explained[1]
+    assert f"python demos/{script}" in shown
+
+
+def test_help_of_predict(tmp_path):
+    done = demo("predict.py", "--help", cwd=tmp_path)
+    assert all(word in done.stdout + done.stderr for word in ("PICTURES", "--model", "--top", "how many classes"))
+
+
+def test_the_committed_model_gives_the_stated_error(tmp_path):
+    stated = (ROOT / "checkpoints" / "README.md").read_text()
+    assert hashlib.sha256((DIGITS / "model.pt").read_bytes()).hexdigest() in stated
+    error = re.search(r"test error of ([\d.]+%)", stated)[1]
+    done = demo("cp_demo.py", "--evaluate", str(DIGITS), "--device", "cpu", cwd=tmp_path)
+    assert f"test error {error}" in done.stdout, done.stderr
+    assert float(error.rstrip("%")) < 5
+    command = json.loads((DIGITS / "config.json").read_text())["options"]
+    assert (command["seed"], command["data"], command["depth"]) == (0, None, 22)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_predict_command_of_the_readme(tmp_path):
+    line = re.search(r"python (demos/predict\.py .*)", (ROOT / "README.md").read_text())[1]
+    done = demo("predict.py", *line.split()[1:], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for printed, picture in zip(done.stdout.splitlines(), re.findall(r"\S+\.png", line), strict=True):
+        digit = Path(picture).stem[-1]
+        assert re.match(rf"{picture}: {digit} \(\d+\.\d%\)", printed), printed
+
+
+def test_help_and_mistakes_of_the_tour(tmp_path):
+    done = demo("memory_tour.py", "--help", cwd=tmp_path)
+    assert "TOUR_QUICK=1" in done.stdout + done.stderr
+    refused(demo("memory_tour.py", "--quick", cwd=tmp_path), "unknown option --quick: there are none")
+    refused(demo("memory_tour.py", "quick", cwd=tmp_path), "found 'quick' on its own, but there are no options")
+
+
+def test_predict_names_what_is_wrong(tmp_path):
+    (tmp_path / "a.png").write_text("no picture")
+    model = ("--model", str(DIGITS))
+    refused(demo("predict.py", *model, cwd=tmp_path), "found no picture to classify")
+    refused(demo("predict.py", "b.png", *model, cwd=tmp_path), "b.png is not a file")
+    refused(demo("predict.py", "a.png", *model, cwd=tmp_path), "a.png is not a picture that can be decoded")
+    refused(demo("predict.py", "a.png", "--modle", "x", cwd=tmp_path), "unknown option --modle: did you mean --model?")
+    refused(demo("predict.py", "a.png", "--model", "nowhere", cwd=tmp_path), "nowhere does not exist")
+
+
+def test_training_and_predicting_ones_own_pictures(tmp_path):
+    write_folder(tmp_path / "own", each=40)
+    words = ["--data", "own", "--depth", "10", "--growth_rate", "4", "--n_epochs", "3", "--batch_size", "8"]
+    done = demo("cp_demo.py", *words, "--recipe", "one_cycle", "--save", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    Image.new("RGB", (50, 40), (10, 10, 10)).save(tmp_path / "dark.png")
+    Image.new("RGB", (50, 40), (240, 240, 240)).save(tmp_path / "bright.jpg")
+    done = demo("predict.py", "dark.png", "bright.jpg", "--model", "run", "--top", "2", cwd=tmp_path)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("dark.png: cat ("), done.stdout
+    assert lines[1].startswith("bright.jpg: dog ("), done.stdout
+
+
+def test_evaluating_on_other_classes_is_refused(tmp_path):
+    write_folder(tmp_path / "own")
+    done = demo("cp_demo.py", "--evaluate", str(DIGITS), "--data", "own", cwd=tmp_path)
+    refused(done, "has 2 classes (cat, dog) in 3 channels, but")
+
+
+def test_the_memory_tour_as_a_quick_check():
+    environment = os.environ | {"TOUR_QUICK": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", str(DEMOS / "memory_tour.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {
+        name.strip(): (float(peak), float(ratio), float(difference))
+        for name, peak, ratio, difference in re.findall(
+            r"^(.*?) +([\d.]+) MiB +([\d.]+) +[\d.]+× +(\d\S*)$", done.stdout, re.MULTILINE
+        )
+    }
+    assert len(rows) == 6, done.stdout
+    assert all(ratio < 1 for name, (_, ratio, _) in rows.items() if name != "plain")
+    errors = {name: error for name, (_, _, error) in rows.items() if "accumulation" not in name}
+    assert max(errors.values()) <= max(5 * errors["plain"], 1e-5)
+
+
+PICTURES = ROOT.parent / "shared" / "data" / "cifar10-jpeg.tar.xz"
+
+
+def _some_of_each_class(folder: Path, train: int, test: int) -> None:
+    left = {"train": dict.fromkeys(CIFAR10_CLASSES, train), "test": dict.fromkeys(CIFAR10_CLASSES, test)}
+    with tarfile.open(PICTURES) as archive:
+        for member in archive:
+            *_, split, name, file = ["", "", *Path(member.name).parts]
+            if member.isfile() and left[split][name] > 0:
+                left[split][name] -= 1
+                place = folder / split / name
+                place.mkdir(parents=True, exist_ok=True)
+                (place / file).write_bytes(archive.extractfile(member).read())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PICTURES.exists(), reason="needs the JPEG copy of CIFAR-10 beside the project")
+def test_a_short_run_on_real_pictures_is_far_from_chance(tmp_path):
+    _some_of_each_class(tmp_path / "cifar", train=200, test=50)
+    words = ["--depth", "22", "--n_epochs", "4", "--recipe", "one_cycle", "--batch_size", "32", "--device", "cpu"]
+    done = demo("cp_demo.py", "--efficient", "True", "--data", "cifar", "--save", "model", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    error = float(re.search(r"test error ([\d.]+)%", done.stdout)[1])
+    assert error < 78, done.stdout  # chance is 90; five standard deviations of 500 pictures are 7

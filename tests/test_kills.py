@@ -1,0 +1,65 @@
+"""Runs that are killed, at any moment."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from samples import TINY, same_run, write_cifar10
+
+
+@pytest.mark.slow
+def test_killed_at_thirty_moments_the_run_comes_to_the_same_end(tmp_path):
+    """Every restart goes on from what the last kill left. An epoch is a few steps, so that many kills hit a write."""
+    words = f"cp_demo.py {' '.join(TINY)} --data {write_cifar10(tmp_path / 'cifar')} --batch_size 45 --save run".split()
+    words += ["--n_epochs", "150", "--recipe", "one_cycle", "--device", "cpu"]
+    whole, killed = _made(tmp_path / "whole"), _made(tmp_path / "killed")
+    with _forks(whole) as forks:
+        assert forks(words) == 0, (whole / "printed.txt").read_text()
+    chance, epochs = random.Random(0), []
+    with _forks(killed) as forks:
+        for _ in range(30):
+            assert forks([*words, "--resume"], kill_after=chance.uniform(0.2, 1.2)) == -signal.SIGKILL
+            for path in (killed / "run").glob("*.pt"):
+                torch.load(path, weights_only=True)
+            if (killed / "run" / "last.pt").exists():
+                epochs.append(torch.load(killed / "run" / "last.pt", weights_only=True)["position"]["epoch"])
+        assert forks([*words, "--resume"]) == 0, (killed / "printed.txt").read_text()
+    assert epochs == sorted(epochs)
+    assert len(set(epochs)) > 10
+    same_run(killed / "run", whole / "run")
+    assert list((killed / "run").glob(".*")) == []
+
+
+@contextlib.contextmanager
+def _forks(folder: Path):
+    """Run demos in `folder`, and tell their exit status."""
+    script = Path(__file__).parent / "forked_demos.py"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, str(script)], cwd=folder, stdin=pipe, stdout=pipe, text=True, env=environment
+    ) as server:
+
+        def run(words: list[str], kill_after: float | None = None) -> int:
+            server.stdin.write(" ".join(words) + "\n")
+            server.stdin.flush()
+            number = int(server.stdout.readline())
+            if kill_after is not None:
+                time.sleep(kill_after)
+                os.kill(number, signal.SIGKILL)
+            return int(server.stdout.readline())
+
+        yield run
+        server.stdin.close()
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

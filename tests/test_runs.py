@@ -1,0 +1,283 @@
+"""What a run leaves on disk, and what becomes of it when it is interrupted, killed or given something bad."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from samples import DEMOS, TINY, demo, demo_process, read_rows, refused, same_run, write_cifar10, write_folder
+
+from efficient_densenet.training.loop import Trainer
+from efficient_densenet.training.models import load_model
+
+RUN = (*TINY, "--save", "run", "--batch_size", "128")
+
+
+def _start(*words: str, cwd: Path) -> subprocess.Popen:
+    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, *words]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run of two epochs that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = demo_process("cp_demo.py", *RUN, "--n_epochs", "2", "--drop_rate", "0.1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (folder / "printed.txt").write_text(done.stdout)
+    return folder
+
+
+def _copy(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_run_leaves_everything_and_says_where(finished):
+    names = ["config.json", "curves.png", "last.pt", "model.pt", "results.csv"]
+    assert sorted(path.name for path in (finished / "run").iterdir()) == names
+    printed = (finished / "printed.txt").read_text()
+    assert "DenseNet-BC-10-4: 2,522 parameters, 0.0 MiB; engine best; c" in printed
+    assert "expected memory of a step: about" in printed
+    assert "epoch 2/2: train loss" in printed  # a line an epoch, where there is no terminal
+    assert "test error" in printed
+    assert all(name in printed for name in names)
+    header = (finished / "run" / "results.csv").read_text().splitlines()[0]
+    assert header.startswith(
+        "epoch,train_loss,train_error,valid_loss,valid_error,test_error,seconds,images_per_second,"
+    )
+    rows = read_rows(finished / "run")
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert rows[0]["test_error"] == "" != rows[1]["test_error"]
+    assert (finished / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    config = json.loads((finished / "run" / "config.json").read_text())
+    assert config["options"]["depth"] == 10
+    assert config["data"]["train_pictures"] == 1294
+
+
+def test_the_saved_model_gives_the_error_of_the_table(finished):
+    for words in (["--evaluate", "--save", "run"], ["--evaluate", "run/model.pt"]):
+        done = demo("cp_demo.py", *words, cwd=finished)
+        assert f"test error {float(read_rows(finished / 'run')[1]['test_error']):.2%}" in done.stdout, done.stderr
+    model, _ = load_model(finished / "run" / "model.pt")
+    assert not model.training
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, finished, tmp_path):
+    process = _start("--n_epochs", "2", "--drop_rate", "0.1", cwd=tmp_path)
+    while not (tmp_path / "run" / "last.pt").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(number)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    assert f"stopped by {number.name} in epoch 1" in printed
+    assert "go on with --resume and --save run" in printed
+    assert "Traceback" not in errors
+    again = demo("cp_demo.py", *RUN, cwd=tmp_path)
+    refused(again, "run holds a run that stopped in epoch 1 of 2")
+    assert "give --resume to go on with it, --overwrite to start over" in again.stderr
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    same_run(tmp_path / "run", finished / "run")
+
+
+def test_a_finished_run_is_neither_overwritten_nor_trained_on(finished, tmp_path):
+    folder = _copy(finished, tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    refused(demo("cp_demo.py", *RUN, cwd=tmp_path), "run holds a finished run of 2 epochs: give --resume")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    done = demo("cp_demo.py", *RUN, "--resume", cwd=tmp_path)
+    assert "test error" in done.stdout, done.stderr
+    same_run(folder, finished / "run")
+
+
+def test_overwrite_starts_over(finished, tmp_path):
+    folder = _copy(finished, tmp_path)
+    (folder / "notes.txt").write_text("mine")
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--overwrite", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(read_rows(folder)) == 1
+    assert (folder / "notes.txt").read_text() == "mine"
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def _truncate(folder: Path) -> str:
+    path = folder / "last.pt"
+    path.write_bytes(path.read_bytes()[:5000])
+    return "run/last.pt is truncated, damaged or not of tensors only"
+
+
+def _foreign(folder: Path) -> str:
+    torch.save({"state_dict": {"a": torch.ones(1)}}, folder / "last.pt")
+    return "run/last.pt is no state of a run of these demos, and was left as it is"
+
+
+class _Runs:
+    def __reduce__(self):
+        return print, ("code in a checkpoint was run",)
+
+
+def _hostile(folder: Path) -> str:
+    torch.save(_Runs(), folder / "last.pt")
+    return "run/last.pt is truncated, damaged or not of tensors only"
+
+
+def _missing(folder: Path) -> str:
+    (folder / "last.pt").unlink()
+    return "run/last.pt is missing, but run/model.pt is there"
+
+
+def _of_another_model(folder: Path) -> str:
+    content = torch.load(folder / "last.pt", weights_only=True)
+    content["state"]["model"].popitem()
+    torch.save(content, folder / "last.pt")
+    return "run/last.pt does not fit this run"
+
+
+@pytest.mark.parametrize("harm", [_truncate, _foreign, _hostile, _missing, _of_another_model])
+def test_a_bad_checkpoint_is_refused_by_name_and_nothing_is_overwritten(harm, finished, tmp_path):
+    folder = _copy(finished, tmp_path)
+    message = harm(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
+    refused(done, message)
+    assert "code in a checkpoint was run" not in done.stdout
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_resume_with_other_numbers_is_refused(finished, tmp_path):
+    _copy(finished, tmp_path)
+    done = demo("cp_demo.py", "--save", "run", "--resume", "--lr", "0.2", cwd=tmp_path)
+    refused(done, "lr is 0.2, but the run was begun with 0.1: leave it out to go on")
+
+
+def test_resume_where_nothing_was_begun_begins(tmp_path):
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(read_rows(tmp_path / "run")) == 1
+
+
+def _limited(words: list[str], cwd: Path, most: int) -> subprocess.CompletedProcess:
+    """A disk that takes no file of more than `most` bytes."""
+    return subprocess.run(
+        [sys.executable, str(DEMOS / "cp_demo.py"), *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
+    )
+
+
+def test_a_disk_that_takes_no_more_is_reported_and_the_old_checkpoint_kept(tmp_path):
+    process = _start("--n_epochs", "3", cwd=tmp_path)
+    while not (tmp_path / "run" / "last.pt").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    done = _limited(["--save", "run", "--resume"], tmp_path, most=len(before) // 2)
+    refused(done, "run/last.pt could not be written (File too large): what it held before is kept")
+    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+    assert [path.name for path in (tmp_path / "run").glob(".*")] == []
+
+
+def test_a_loss_that_is_not_finite_keeps_the_last_good_state(tmp_path):
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "3", "--lr", "1e30", "--recipe", "step", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error: the loss became" in done.stderr
+    assert "start over with a smaller --lr; what was saved before is kept" in done.stderr
+    assert "Traceback" not in done.stderr
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["state"]
+    assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
+
+
+def test_out_of_memory_is_told_with_what_would_fit(tmp_path, monkeypatch):
+    """As on a GPU, whose allocator is played here: the engines' needs are measured."""
+
+    def step(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 * 2**20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**20, 16 * 2**20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**20)
+    words = [*RUN, "--batch_size", "100", "--efficient", "False", "--device", "cpu"]
+    done = demo("cp_demo.py", *words, cwd=tmp_path)
+    refused(done, "out of memory in a step of 100 pictures with engine plain: tensors had reached 7.0 MiB of 8.0 MiB;")
+    assert re.search(r"--micro_batch_size \d+ would fit, with about [\d.]+ MiB", done.stderr), done.stderr
+    assert "last.pt" in [path.name for path in (tmp_path / "run").iterdir()]
+
+
+def test_tensorboard_on_request(tmp_path):
+    pytest.importorskip("tensorboard")
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--tensorboard", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [p.name[:6] for p in (tmp_path / "run" / "tensorboard").iterdir()] == ["events"]
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ("cp_demo.py", "cifar10"),
+        ("original_demo.py", "folder"),
+        pytest.param("cp_demo.py", "folder", marks=pytest.mark.slow),
+        pytest.param("original_demo.py", "cifar10", marks=pytest.mark.slow),
+    ],
+)
+def test_the_command_of_the_readme_on_a_directory_called_cifar(script, kind, tmp_path):
+    """Verbatim, until its first step is done."""
+    write_cifar10(tmp_path / "cifar", each=8) if kind == "cifar10" else write_folder(tmp_path / "cifar", each=8)
+    words = ["--efficient", "True", "--data", "cifar", "--save", "model", "--batch_size", "256"]
+    process = subprocess.Popen(
+        [sys.executable, str(DEMOS / script), *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "model" / "last.pt").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    printed, errors = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "DenseNet-BC-100-12: 76" in printed
+    assert ("engine official" if script == "original_demo.py" else "engine best") in printed
+    if kind == "cifar10":
+        assert "note: not the original files" in printed
+    position = torch.load(tmp_path / "model" / "last.pt", weights_only=True)["position"]
+    assert position["step"] + position["epoch"] >= 2
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path):
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, "--n_epochs", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal is closed when the process ends
+        while part := os.read(ours, 65536):
+            shown += part
+    assert process.wait() == 0, shown
+    assert re.search(rb"epoch 1/1: .*\d+/10 .*loss \d\.\d+, error [\d.]+%, [\d,]+ images/s, peak [\d,]+ MiB", shown), (
+        shown
+    )

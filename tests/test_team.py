@@ -1,0 +1,205 @@
+"""Several processes and several devices: the same numbers as one, results written once, failures told."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_close
+from samples import DEMOS, TINY, demo, joined_batch, tiny_trainer
+from torch import nn
+
+from efficient_densenet.training.data.augment import generator_for
+from efficient_densenet.training.team import Team
+
+ENGINES = ("plain", "official", "checkpoint", "best")
+ALONE = Team(0, 1, torch.device("cpu"))
+
+
+def _torchrun(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.Popen:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return subprocess.Popen(
+        [*launcher, str(script), *words],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _run(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess:
+    process = _torchrun(processes, script, *words, cwd=cwd)
+    printed, errors = process.communicate(timeout=200)
+    return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
+
+
+@pytest.fixture(scope="module")
+def joined_steps(tmp_path_factory) -> dict:
+    """The first step of 11 pictures in two processes, with synchronised norms, by every engine."""
+    folder = tmp_path_factory.mktemp("steps")
+    script = Path(__file__).parent / "distributed_step.py"
+    done = _run(2, script, ",".join(ENGINES), "steps.pt", "sync_bn=True", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "steps.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_processes_with_synchronised_norms_step_as_one(engine, joined_steps):
+    trainer = tiny_trainer(engine, ALONE)
+    images, labels = joined_batch()
+    sums = trainer.step(images, labels, len(labels), 0.1, (0, 1, 0))
+    found = joined_steps[engine]
+    assert_close(torch.tensor(found["sums"]), torch.tensor(sums), 1e-8)
+    for ours, parameter in zip(found["gradients"], trainer.model.parameters(), strict=True):
+        assert_close(ours, parameter.grad, 1e-8)
+    for ours, buffer in zip(found["buffers"], trainer.model.buffers(), strict=True):
+        assert_close(ours, buffer, 0 if buffer.dtype == torch.long else 1e-8)
+
+
+def test_micro_batches_in_two_processes_add_up_as_in_one(joined_steps):
+    """Shares of 5 and 6 pictures, each in two parts that their norms take by themselves."""
+    trainer = tiny_trainer("plain", ALONE)
+    images, labels = joined_batch()
+    prepare = trainer.preparation
+    varied = prepare.vary(images, prepare.draw(len(labels), generator_for(0, 1, 0)))
+    inputs = prepare.normalise(varied, torch.double)
+    trainer.model.train()
+    for part in (slice(0, 3), slice(3, 5), slice(5, 8), slice(8, 11)):
+        outputs = trainer.model(inputs[part])
+        nn.functional.cross_entropy(outputs, labels[part], reduction="sum").div(len(labels)).backward()
+    for ours, parameter in zip(joined_steps["micro"]["gradients"], trainer.model.parameters(), strict=True):
+        assert_close(ours, parameter.grad, 1e-10)
+
+
+def test_the_shared_engine_by_name_is_refused_with_synchronised_norms(tmp_path):
+    words = [*TINY, "--engine", "shared", "--sync_bn", "--save", "run", "--device", "cpu"]
+    done = _run(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "found --engine shared with --sync_bn" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_in_two_processes_is_written_once_and_gone_on_with_by_one(tmp_path):
+    words = [*TINY, "--save", "run", "--n_epochs", "3", "--batch_size", "256", "--device", "cpu"]
+    process = _torchrun(2, DEMOS / "cp_demo.py", *words, "--sync_bn", "--efficient", "False", cwd=tmp_path)
+    lines = [process.stdout.readline() for _ in range(4)]  # until the first epoch is done
+    assert "2 processes, this one on cpu" in lines[0]
+    assert lines[3].startswith("epoch 1/3"), lines
+    process.send_signal(signal.SIGTERM)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert printed.count("stopped by SIGTERM") == 1, (printed, errors)
+    position = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["position"]
+    assert position["epoch"] >= 2
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "results.csv").read_text().splitlines()) == 4
+
+
+def test_a_failed_process_ends_the_run_with_a_cause(tmp_path):
+    words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
+    process = _torchrun(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
+    while "epoch 1/300" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [int(c) for c in children if b"cp_demo.py" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    started = time.monotonic()
+    os.kill(workers[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert time.monotonic() - started < 60
+    assert "SIGKILL" in errors  # torchrun's own account of the first cause
+    assert "process 0 of 2: lost another process" in errors or "Signal 15 (SIGTERM)" in errors, errors
+    torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+
+
+@pytest.mark.slow
+def test_more_processes_than_pictures_are_refused(tmp_path):
+    done = _run(2, DEMOS / "cp_demo.py", *TINY, "--batch_size", "1", "--save", "run", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "found a batch of 1 pictures for 2 processes, but each needs at least one" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def _replica(module: nn.Module, number: int) -> nn.Module:
+    """What `nn.DataParallel` makes of a module: parameters that are results of a broadcast, buffers that are copies.
+
+    The first replica's buffers are the module's own, so that its running statistics are kept.
+    """
+    replica = module._replicate_for_data_parallel()
+    replica._modules = {name: _replica(child, number) for name, child in module._modules.items()}
+    replica._former_parameters = {name: p.view_as(p) for name, p in module._parameters.items() if p is not None}
+    for name in module._parameters:
+        replica._parameters[name] = None
+    for name, parameter in replica._former_parameters.items():
+        del replica._parameters[name]
+        setattr(replica, name, parameter)
+    if number > 0:
+        replica._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
+    return replica
+
+
+class ThreadedReplicas(nn.Module):
+    """`nn.DataParallel` without GPUs: a replica in a thread for each part of the batch, outputs joined."""
+
+    def __init__(self, module: nn.Module, number: int) -> None:
+        super().__init__()
+        self.module, self.number = module, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        replicas = [_replica(self.module, i) for i in range(self.number)]
+        outputs: list = [None] * self.number
+        parts = x.tensor_split(self.number)
+
+        def work(i: int) -> None:
+            outputs[i] = replicas[i](parts[i])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(self.number)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return torch.cat(outputs)
+
+
+class _Parts(nn.Module):
+    """The same parts one after the other, without replicas."""
+
+    def __init__(self, module: nn.Module, number: int) -> None:
+        super().__init__()
+        self.module, self.number = module, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.module(part) for part in x.tensor_split(self.number)])
+
+
+@pytest.mark.parametrize("engine", ["plain", "official", "checkpoint", "shared"])
+def test_replicas_in_threads_step_as_their_parts_in_turn(engine):
+    images, labels = joined_batch()
+    trainers = []
+    for wrapper, kind in ((ThreadedReplicas, engine), (_Parts, "plain")):
+        trainer = tiny_trainer(kind, ALONE)
+        trainer.runner = wrapper(trainer.model, 2)
+        trainer.sums = trainer.step(images, labels, len(labels), 0.1, (0, 1, 0))
+        trainers.append(trainer)
+    ours, theirs = trainers
+    assert_close(torch.tensor(ours.sums), torch.tensor(theirs.sums), 1e-10)
+    for found, expected in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert_close(found.grad, expected.grad, 1e-10)
+
+
+def test_several_gpus_are_driven_by_data_parallel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(nn, "DataParallel", lambda model: ("DataParallel", model))
+    team = Team(0, 1, torch.device("cuda"))
+    assert team.wrap("model", sync_bn=False) == ("DataParallel", "model")
+    assert team.describe() == "2 GPUs"
+    assert Team(0, 1, torch.device("cuda:1")).wrap("model", sync_bn=False) == "model"
