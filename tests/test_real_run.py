@@ -10,7 +10,7 @@ from torch import Tensor
 
 from efficient_densenet import create_model
 from efficient_densenet.engines.norms import SharedStatistics
-from efficient_densenet.training.data import load_digits
+from efficient_densenet.training.data.digits import load_digits
 
 ARCHIVE = Path(__file__).parents[1] / "../shared/data/cifar10-jpeg.tar.xz"
 STEPS, BATCH = 60, 8
@@ -26,7 +26,7 @@ def _batches() -> list[tuple[Tensor, Tensor]]:
 
 def _digits() -> tuple[Tensor, Tensor]:
     digits = load_digits()
-    return digits.images, digits.labels
+    return digits.images.expand(-1, 3, -1, -1), digits.labels
 
 
 def _cifar() -> tuple[Tensor, Tensor]:

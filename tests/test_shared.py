@@ -241,8 +241,8 @@ CASES = {
     _hook: "found a hook on, or a new forward of, a Conv2d inside a layer",
     _hook_on_the_layer: "found a hook on, or a new forward of, a DenseLayer",
     _parametrization: "found a .*Conv2d inside a layer|found a parametrization",
-    _other_eps: "disagree about training mode or eps",
-    _other_mode: "disagree about training mode or eps",
+    _other_eps: "disagree about training mode, eps",
+    _other_mode: "disagree about training mode, eps",
     _no_affine: "all of the usual kind",
 }
 

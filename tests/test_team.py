@@ -17,7 +17,7 @@ from torch import nn
 from efficient_densenet.training.data.augment import generator_for
 from efficient_densenet.training.team import Team
 
-ENGINES = ("plain", "official", "checkpoint", "best")
+ENGINES = ("plain", "official", "checkpoint", "shared", "best")
 ALONE = Team(0, 1, torch.device("cpu"))
 
 
@@ -77,14 +77,6 @@ def test_micro_batches_in_two_processes_add_up_as_in_one(joined_steps):
         nn.functional.cross_entropy(outputs, labels[part], reduction="sum").div(len(labels)).backward()
     for ours, parameter in zip(joined_steps["micro"]["gradients"], trainer.model.parameters(), strict=True):
         assert_close(ours, parameter.grad, 1e-10)
-
-
-def test_the_shared_engine_by_name_is_refused_with_synchronised_norms(tmp_path):
-    words = [*TINY, "--engine", "shared", "--sync_bn", "--save", "run", "--device", "cpu"]
-    done = _run(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "found --engine shared with --sync_bn" in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_in_two_processes_is_written_once_and_gone_on_with_by_one(tmp_path):

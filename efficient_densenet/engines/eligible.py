@@ -5,12 +5,13 @@ from torch import Tensor, nn
 
 from ..batchnorm import CpBatchNorm2d
 from ..checkpoint.parameters import parameters_of
+from ..synced_norm import SyncedBatchNorm2d, together
 from ..torch_private import hooks_watch_all_modules
 
 LAYERS: set[type[nn.Module]] = set()
 """The classes of layer that are known to do what the shared engine does."""
 
-_NORMS = (nn.BatchNorm2d, CpBatchNorm2d)
+_NORMS = (nn.BatchNorm2d, CpBatchNorm2d, SyncedBatchNorm2d)
 _HALVES = (torch.float16, torch.bfloat16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -29,11 +30,16 @@ def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
         return reason
     norms = [layer.norm1 for layer in layers]
     if not all(agree(norms[0], norm) for norm in norms):
-        return "found norms in one block that disagree about training mode or eps, but they share their statistics"
+        return (
+            "found norms in one block that disagree about training mode, eps or processes, but share their statistics"
+        )
     reason = _why_not_precision(layers, x)
     if reason is not None:
         return reason
     inside = [layer.norm2 for layer in layers if layer.has_bottleneck]
+    joined = together(norms[0]) is not None
+    if any(together(norm) != together(norms[0]) or (joined and norm.training != norms[0].training) for norm in inside):
+        return "found synchronised norms beside others in one block"
     if any(norm.training for norm in (norms[0], *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
         return "found a single value per channel, of which there is no variance"
     return None
@@ -140,7 +146,8 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def agree(first: nn.Module, other: nn.Module) -> bool:
-    return first.training == other.training and first.eps == other.eps
+    """Whether two norms normalise the same values alike."""
+    return first.training == other.training and first.eps == other.eps and together(first) == together(other)
 
 
 def _why_not_layer(layer: nn.Module) -> str | None:

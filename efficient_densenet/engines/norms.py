@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..synced_norm import Together
 from ..torch_private import in_backward
 from .kernels import kernels_for
 from .kernels.portable import Into, Read, Settling, sums_dtype
@@ -38,7 +39,14 @@ def running(norm: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return mean, torch.rsqrt(variance + norm.eps)
 
 
-def unbiased(variance: Tensor, count: int) -> Tensor:
+def measured(
+    mean: Tensor, variance: Tensor, count: int, together: Together | None
+) -> tuple[Tensor, Tensor, int | Tensor]:
+    """The statistics of so many values, or of those of all processes."""
+    return (mean, variance, count) if together is None else together.statistics(mean, variance, count)
+
+
+def unbiased(variance: Tensor, count: int | Tensor) -> Tensor:
     return variance * (count / (count - 1))
 
 
@@ -55,20 +63,29 @@ def record(norm: nn.Module, mean: Tensor, unbiased_variance: Tensor) -> None:
             kept.copy_(torch.lerp(kept.to(found.dtype), found, momentum))
 
 
-def settling(values: Tensor, norm: Map, frozen: bool, pending: Tensor) -> Settling:
+def settling(
+    values: Tensor, norm: Map, frozen: bool, pending: Tensor, count: int | Tensor, together: Together | None
+) -> Settling:
     """The gradient of values that `norm` alone has normalised."""
     if frozen:
         nothing, all_of_it = torch.zeros_like(norm.scale), torch.ones_like(norm.scale)
         return Settling(Read(values, nothing, nothing), Into(all_of_it, pending))
     sums = norm.weight * norm.of_bias, norm.weight * norm.of_weight
-    return _settling(values, norm.inverse, norm.mean, *sums, pending)
+    sums = sums if together is None else together.sums(*sums)
+    return _settling(values, norm.inverse, norm.mean, *sums, pending, count)
 
 
 def _settling(
-    values: Tensor, inverse: Tensor, mean: Tensor | None, grad_sum: Tensor, product_sum: Tensor, pending: Tensor
+    values: Tensor,
+    inverse: Tensor,
+    mean: Tensor | None,
+    grad_sum: Tensor,
+    product_sum: Tensor,
+    pending: Tensor,
+    count: int | Tensor,
 ) -> Settling:
     """`inverse * pending`, less what reaches the values through their mean and their deviation."""
-    per_value = inverse * (-1 / values.shape[0])
+    per_value = inverse * (-1 / count)
     slope, shift = product_sum * inverse * per_value, grad_sum * per_value
     shift = shift if mean is None else shift - mean * slope
     return Settling(Read(values, slope, shift), Into(inverse, pending))
@@ -77,12 +94,15 @@ def _settling(
 class SharedStatistics:
     """Mean and deviation of a stage's features, measured once and read by the norm of every consumer."""
 
-    def __init__(self, features: Tensor, frozen: bool, eps: float, inverse: Tensor | None = None) -> None:
-        self.features, self.frozen, self.eps = features, frozen, eps
+    def __init__(
+        self, features: Tensor, frozen: bool, eps: float, together: Together | None, inverse: Tensor | None = None
+    ) -> None:
+        self.features, self.frozen, self.eps, self.together = features, frozen, eps, together
         self.dtype = sums_dtype(features.dtype)
         zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
         self.mean, self.unbiased = zeros.clone(), zeros.clone()
         self.inverse = zeros.clone() if inverse is None else inverse
+        self.count: int | Tensor = features.shape[0]
         self.grad_sum, self.product_sum = zeros.clone(), zeros
 
     def write(self, values: Tensor, start: int, stop: int) -> None:
@@ -91,9 +111,10 @@ class SharedStatistics:
         if self.frozen:
             place.copy_(values)
             return
-        mean, variance = kernels_for(values).statistics(values)
+        own = kernels_for(values).statistics(values)
+        mean, variance, self.count = measured(*own, values.shape[0], self.together)
         torch.sub(values, mean, out=place)
-        self.mean[start:stop], self.unbiased[start:stop] = mean, unbiased(variance, values.shape[0])
+        self.mean[start:stop], self.unbiased[start:stop] = mean, unbiased(variance, self.count)
         self.inverse[start:stop] = variance.add_(self.eps).rsqrt_()
 
     def map(self, weight: Tensor, bias: Tensor) -> Map:
@@ -119,4 +140,5 @@ class SharedStatistics:
         if self.frozen:
             return pending.contiguous()
         sums = self.grad_sum[place], self.product_sum[place]
-        return kernels_for(values).settled(_settling(values, self.inverse[place], None, *sums, pending))
+        sums = sums if self.together is None else self.together.sums(*sums)
+        return kernels_for(values).settled(_settling(values, self.inverse[place], None, *sums, pending, self.count))

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..synced_norm import together
 from . import norms
 from .eligible import compute_dtype
 from .kernels import kernels_for, scratch
@@ -43,6 +44,7 @@ class Stage:
         self.dtype, self.layout, self.tap = compute_dtype(x), _layout(x), tap
         self.layers = list(block.children())
         self.consumer = consumer
+        self.together = together(self.layers[0].norm1)
         self.frozen, self.eps = not self.layers[0].norm1.training, self.layers[0].norm1.eps
         self.frozen_inside = [hasattr(layer, "norm2") and not layer.norm2.training for layer in self.layers]
         self.dropping = [layer.drop_rate if layer.training else 0.0 for layer in self.layers]
@@ -81,6 +83,7 @@ class SharedStage(torch.autograd.Function):
             forward = Forward(stage, x, tensors)
             outputs = forward.run()
         ctx.stage, ctx.shape, ctx.num_kept = stage, forward.shape, len(forward.kept)
+        ctx.count = forward.statistics.count
         ctx.save_for_backward(forward.features, forward.statistics.inverse, *forward.kept, *tensors)
         ctx.set_materialize_grads(False)
         return outputs
@@ -111,7 +114,7 @@ class Forward:
         channels = x.shape[1] + stage.growth_rate * len(stage.layers)
         self.features = x.new_empty(self.shape.numel(), channels)
         self.kernels = kernels_for(self.features)
-        self.statistics = SharedStatistics(self.features, stage.frozen, stage.eps)
+        self.statistics = SharedStatistics(self.features, stage.frozen, stage.eps, stage.together)
         self.tap = self._pictures(channels) if stage.tap or stage.consumer is None else None
         self.kept: list[Tensor] = []
 
@@ -164,8 +167,9 @@ class Forward:
             self.kernels.squeezed(squeeze)
             mean, inverse = norms.running(norm, self.statistics.dtype)
         else:
-            mean, variance = self.kernels.squeezed_and_measured(squeeze)
-            norms.record(norm, mean, norms.unbiased(variance, read.values.shape[0]))
+            own = self.kernels.squeezed_and_measured(squeeze)
+            mean, variance, count = norms.measured(*own, read.values.shape[0], self.stage.together)
+            norms.record(norm, mean, norms.unbiased(variance, count))
             inverse = torch.rsqrt(variance + norm.eps)
         inside = self._keep(mean, inverse, weight2, bias2)
         if self.stage.keeping[i]:
@@ -203,7 +207,9 @@ class Backward:
         self.kernels = kernels_for(self.features)
         self.kept, self.tensors = rest[: ctx.num_kept], rest[ctx.num_kept :]
         self.needs_x, *self.needed = ctx.needs_input_grad[1:]
-        self.statistics = SharedStatistics(self.features, self.stage.frozen, self.stage.eps, inverse)
+        how = self.stage.frozen, self.stage.eps, self.stage.together
+        self.statistics = SharedStatistics(self.features, *how, inverse)
+        self.statistics.count = ctx.count
         self.grads: list[Tensor | None] = [None] * len(self.tensors)
         self.ahead: Squeeze | None = None
 
@@ -299,7 +305,7 @@ class Backward:
         norm.take(*sums)
         stop = self.stage.places[i].stop
         self.grads[stop - 3 : stop] = norm.of_weight, norm.of_bias, of_kernel
-        return norms.settling(made, norm, frozen, pending)
+        return norms.settling(made, norm, frozen, pending, self.statistics.count, self.stage.together)
 
     def _consumer(self, grad: Tensor | None) -> None:
         place = self.stage.places[-1]

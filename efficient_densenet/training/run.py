@@ -116,11 +116,6 @@ class Run:
 
     def _check_team(self, source: Source) -> None:
         options = self.options
-        if options.engine == "shared" and options.sync_bn and self.team.size > 1:
-            raise ValueError(
-                "found --engine shared with --sync_bn, but the shared engine takes each process's own statistics: "
-                "use --engine checkpoint, or leave --sync_bn out"
-            )
         smallest = min(len(source.train), options.batch_size)
         if smallest < self.team.size:
             raise ValueError(

@@ -1,13 +1,13 @@
 """Batch norm over the pictures of all processes, on any device: torch's own is for accelerators only."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..batchnorm import UpdatesOnce, convert_batchnorm
+from .batchnorm import UpdatesOnce, convert_batchnorm
 
 
 def synchronise_norms(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -40,12 +40,41 @@ class SyncedBatchNorm2d(UpdatesOnce, _Synced):
     """`nn.BatchNorm2d` on the joined batch of a process group, under the exactly-once rule."""
 
 
+class Together(NamedTuple):
+    """The processes over which a norm takes its statistics."""
+
+    group: dist.ProcessGroup | None
+
+    def statistics(self, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and count, from each process's own: no difference of large sums is taken."""
+        own = torch.stack([torch.full_like(mean, count), mean, variance])
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, own, group=self.group)
+        counts, means, variances = torch.stack(gathered).unbind(1)
+        total = counts.sum(0)
+        mean = (counts * means).sum(0) / total
+        return mean, (counts * (variances + (means - mean).square())).sum(0) / total, total[0]
+
+    def sums(self, *own: Tensor) -> tuple[Tensor, ...]:
+        """The same sums over the rows of all processes."""
+        joined = torch.stack(own)
+        dist.all_reduce(joined, group=self.group)
+        return joined.unbind()
+
+
+def together(norm: nn.Module) -> Together | None:
+    """Whom this norm shares its statistics with."""
+    return Together(norm.process_group) if isinstance(norm, SyncedBatchNorm2d) else None
+
+
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, var, count = _joined_statistics(x, group)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        var, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
+        mean, var, count = Together(group).statistics(mean, var, x.numel() // x.shape[1])
         inverse = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.group = group
@@ -58,28 +87,12 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse, count = ctx.saved_tensors
         normalised, grad = _normalised(x, mean, inverse), grad.to(mean.dtype)
-        sums = torch.stack([grad.sum((0, 2, 3)), (grad * normalised).sum((0, 2, 3))])
-        joined = sums.clone()
-        dist.all_reduce(joined, group=ctx.group)
-        of_grad, of_product = joined / count
+        sums = grad.sum((0, 2, 3)), (grad * normalised).sum((0, 2, 3))
+        of_grad, of_product = (joined / count for joined in Together(ctx.group).sums(*sums))
         centred = grad - _per_channel(of_grad) - normalised * _per_channel(of_product)
         grad_x = centred * _per_channel(inverse * weight.to(inverse.dtype))
         # The parameters' gradients stay this process's own: they are joined with all others.
         return grad_x.to(x.dtype), sums[1].to(weight.dtype), sums[0].to(weight.dtype), None, None
-
-
-def _joined_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and count, from each process's own: no difference of large sums is taken."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    count = wide.new_full((1, x.shape[1]), x.numel() // x.shape[1])
-    mean = wide.mean((0, 2, 3))
-    own = torch.cat([count, mean[None], (wide - _per_channel(mean)).square().sum((0, 2, 3))[None]])
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    counts, means, spreads = torch.stack(gathered).unbind(1)
-    total = counts.sum(0)
-    mean = (counts * means).sum(0) / total
-    return mean, (spreads + counts * (means - mean).square()).sum(0) / total, total
 
 
 def _normalised(x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
