@@ -126,7 +126,7 @@ def squeezed_gradients(
     totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype):
         of_made = _settled(grad, tile)
-        of_weight = of_made.t() @ activation
+        of_weight = _of_weight(of_made, activation)
         gradient = scratch.take("gradient", activation.shape, weight.dtype, weight.device)
         torch.mm(of_made, weight, out=gradient)
         sums = _collect(_masked(gradient, activation), read.values[tile], into.at(tile), wide)
@@ -158,6 +158,11 @@ def convolved_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, sh
     return totals
 
 
+def _of_weight(of_made: Tensor, activation: Tensor) -> Tensor:
+    """Of a 1×1 convolution: a product whose transpose processors make faster, since it is tall rather than wide."""
+    return (activation.t() @ of_made).t()
+
+
 def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
     """A 1×1 convolution, and the mean of every 2×2 pixels: in the other order, which is a quarter of the work."""
     made = weight.new_empty(halved(shape).numel(), weight.shape[0])
@@ -171,7 +176,7 @@ def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape
     totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
         here, of_made = _part(activation, shape), grad[_halved_tile(tile, shape)]
-        of_weight = of_made.t() @ rows(F.avg_pool2d(here, 2))
+        of_weight = _of_weight(of_made, rows(F.avg_pool2d(here, 2)))
         of_means = _part(torch.mm(of_made, weight), halved(shape))
         gradient = torch.ops.aten.avg_pool2d_backward(of_means, here, [2, 2], [2, 2], [0, 0], False, True, None)
         sums = _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), wide)
