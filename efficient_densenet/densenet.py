@@ -12,8 +12,17 @@ from . import engines
 from .batchnorm import CpBatchNorm2d
 from .checks import check_between, check_choice, check_whole
 from .engines import plain
-from .engines.eligible import LAYERS
+from .engines.parts import (
+    BlockParts,
+    ConsumerParts,
+    LayerParts,
+    NoPartsError,
+    halves,
+    register_block,
+    register_consumer,
+)
 from .engines.plain import Squeeze
+from .made_classes import original
 
 
 class DenseLayer(nn.Module):
@@ -56,9 +65,6 @@ class DenseLayer(nn.Module):
         return self.conv1(self.relu1(self.norm1(x)))
 
 
-LAYERS.add(DenseLayer)
-
-
 class DenseBlock(nn.Module):
     """`num_layers` dense layers, each reading the block's input and everything the layers before it made."""
 
@@ -82,6 +88,13 @@ class DenseBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return engines.run_block(self, x, engines.choose(self, x))
 
+    def run_layers(self, x: Tensor, squeeze: Squeeze) -> Tensor:
+        """The same output, made layer by layer, the first half of each by `squeeze`."""
+        features = [x]
+        for layer in self.children():
+            features.append(layer(features, squeeze))
+        return torch.cat(features, 1)
+
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script asks for it first
         raise NotImplementedError("torch.jit.script cannot compile a dense block: use torch.export or torch.jit.trace")
 
@@ -95,6 +108,37 @@ class Transition(nn.Sequential):
         self.relu = nn.ReLU(inplace=True)
         self.conv = nn.Conv2d(num_input_features, num_output_features, kernel_size=1, bias=False)
         self.pool = nn.AvgPool2d(kernel_size=2, stride=2)
+
+
+def _layer_parts(layer: nn.Module) -> LayerParts:
+    if original(layer) is not DenseLayer:
+        raise NoPartsError(
+            f"found a layer of class {type(layer).__name__}, which may do other things than a dense layer"
+        )
+    norm2, conv2, relu2 = (layer.norm2, layer.conv2, (layer.relu2,)) if layer.has_bottleneck else (None, None, ())
+    return LayerParts(
+        layer,
+        *(layer.norm1, layer.conv1, norm2, conv2),
+        activations=(layer.relu1, *relu2),
+        drop_rate=layer.drop_rate if layer.training else 0.0,
+        keep_bottleneck=layer.keep_bottleneck,
+    )
+
+
+def _block_parts(block: nn.Module) -> BlockParts:
+    return BlockParts(tuple(map(_layer_parts, block.children())))
+
+
+def _transition_parts(transition: nn.Module) -> ConsumerParts | None:
+    if list(transition._modules) != ["norm", "relu", "conv", "pool"]:
+        return None
+    norm, relu, conv, pool = transition
+    pools = halves(pool)
+    return ConsumerParts(norm, conv, pools, activations=(relu,), after=None if pools else pool)
+
+
+register_block(DenseBlock, _block_parts)
+register_consumer(Transition, _transition_parts)
 
 
 class Features(nn.Sequential):
