@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import (
     SAVING,
@@ -22,6 +23,7 @@ from efficient_densenet.engines import shared
 from efficient_densenet.engines.eligible import why_not_shared
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.memory import tensor_peak
+from efficient_densenet.synced_norm import synchronise_norms
 
 SIZES = {
     (1, "basic"): [(4,), (37,)],
@@ -58,6 +60,25 @@ def test_shared_equals_plain(dims, family, size, tile_bytes, frozen, monkeypatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_step(ours, plain, x)
+    assert_same_buffers(ours, plain)
+
+
+@pytest.fixture
+def _a_group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_a_group_of_one")
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_synchronised_norms(dims, engine):
+    plain = _small(dims)
+    ours = with_engine(plain, engine)
+    synchronise_norms(ours, None)
+    for batch in (2, 3):
+        assert_same_step(ours, plain, _input(batch, (7, 5, 6)[:dims]))
     assert_same_buffers(ours, plain)
 
 

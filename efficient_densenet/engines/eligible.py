@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..batchnorm import before_the_rule
 from ..checkpoint.parameters import parameters_of
 from ..synced_norm import together
 from ..torch_private import hooks_watch_all_modules
@@ -59,7 +60,9 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
 
 
 def _other(module: nn.Module, usual: type[nn.Module]) -> str:
-    return f"found a {type(module).__name__} inside a layer, where the shared engine takes {usual.__name__}"
+    # By its name before it ever was recomputed, or there would be a second warning.
+    found = before_the_rule(module).__name__
+    return f"found a {found} inside a layer, where the shared engine takes {usual.__name__}"
 
 
 def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
