@@ -4,6 +4,7 @@ from ._version import __version__
 from .batchnorm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, CpSyncBatchNorm, convert_batchnorm, cp_BatchNorm2d
 from .checkpoint import CheckpointFunction
 from .densenet import DenseBlock, DenseLayer, DenseNet, Transition
+from .features import features
 from .state_dicts import rename_keys
 from .zoo import (
     create_model,
@@ -56,6 +57,7 @@ __all__ = [
     "densenet_bc_100_12",
     "densenet_bc_190_40",
     "densenet_bc_250_24",
+    "features",
     "list_models",
     "rename_keys",
 ]
