@@ -6,6 +6,7 @@ from .checkpoint import CheckpointFunction
 from .densenet import DenseBlock, DenseLayer, DenseNet, Transition
 from .features import features
 from .state_dicts import rename_keys
+from .weights import WeightsReport, load_weights, weights_transforms
 from .zoo import (
     create_model,
     densenet121,
@@ -37,6 +38,7 @@ __all__ = [
     "DenseLayer",
     "DenseNet",
     "Transition",
+    "WeightsReport",
     "__version__",
     "convert_batchnorm",
     "cp_BatchNorm2d",
@@ -59,5 +61,7 @@ __all__ = [
     "densenet_bc_250_24",
     "features",
     "list_models",
+    "load_weights",
     "rename_keys",
+    "weights_transforms",
 ]
