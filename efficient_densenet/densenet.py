@@ -11,12 +11,21 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from . import engines
-from .batchnorm import CpBatchNorm2d
 from .checks import check_between, check_choice, check_whole
+from .dimensions import CONVOLUTIONS, Modules, modules_for
 from .engines import plain
-from .engines.eligible import LAYERS
+from .engines.parts import (
+    BlockParts,
+    ConsumerParts,
+    LayerParts,
+    NoPartsError,
+    halves,
+    register_block,
+    register_consumer,
+)
 from .engines.plain import Squeeze
 from .features import FeatureInfo, run_rectified
+from .made_classes import original
 
 
 class DenseLayer(nn.Module):
@@ -32,19 +41,21 @@ class DenseLayer(nn.Module):
         bn_size: int,
         drop_rate: float,
         keep_bottleneck: bool = False,
+        dims: int = 2,
     ) -> None:
         super().__init__()
+        modules = modules_for(dims)
         self.drop_rate, self.keep_bottleneck = drop_rate, keep_bottleneck
         self.has_bottleneck = bn_size > 0
         width = bn_size * growth_rate if self.has_bottleneck else growth_rate
         kernel = 1 if self.has_bottleneck else 3
-        self.norm1 = CpBatchNorm2d(num_input_features)
+        self.norm1 = modules.Norm(num_input_features)
         self.relu1 = nn.ReLU(inplace=True)
-        self.conv1 = nn.Conv2d(num_input_features, width, kernel, padding=kernel // 2, bias=False)
+        self.conv1 = modules.Conv(num_input_features, width, kernel, padding=kernel // 2, bias=False)
         if self.has_bottleneck:
-            self.norm2 = CpBatchNorm2d(width)
+            self.norm2 = modules.Norm(width)
             self.relu2 = nn.ReLU(inplace=True)
-            self.conv2 = nn.Conv2d(width, growth_rate, 3, padding=1, bias=False)
+            self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=False)
 
     def forward(self, features: Tensor | Sequence[Tensor], squeeze: Squeeze = plain.squeeze) -> Tensor:
         features = [features] if isinstance(features, (Tensor, Proxy)) else list(features)
@@ -59,9 +70,6 @@ class DenseLayer(nn.Module):
         return self.conv1(self.relu1(self.norm1(x)))
 
 
-LAYERS.add(DenseLayer)
-
-
 class DenseBlock(nn.Module):
     """`num_layers` dense layers, each reading the block's input and everything the layers before it made."""
 
@@ -74,16 +82,24 @@ class DenseBlock(nn.Module):
         drop_rate: float = 0.0,
         efficient: bool | str = True,
         keep_bottleneck: bool = False,
+        dims: int = 2,
     ) -> None:
         super().__init__()
         self.engine = engines.parse(efficient)
         for i in range(num_layers):
             width = num_input_features + i * growth_rate
-            layer = DenseLayer(width, growth_rate, bn_size, drop_rate, keep_bottleneck)
+            layer = DenseLayer(width, growth_rate, bn_size, drop_rate, keep_bottleneck, dims)
             self.add_module(f"denselayer{i + 1}", layer)
 
     def forward(self, x: Tensor) -> Tensor:
         return engines.run_block(self, x, engines.choose(self, x))
+
+    def run_layers(self, x: Tensor, squeeze: Squeeze) -> Tensor:
+        """The same output, made layer by layer, the first half of each by `squeeze`."""
+        features = [x]
+        for layer in self.children():
+            features.append(layer(features, squeeze))
+        return torch.cat(features, 1)
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script asks for it first
         raise NotImplementedError("torch.jit.script cannot compile a dense block: use torch.export or torch.jit.trace")
@@ -92,12 +108,44 @@ class DenseBlock(nn.Module):
 class Transition(nn.Sequential):
     """Between two blocks: fewer channels by a 1×1 convolution, half the height and width by average pooling."""
 
-    def __init__(self, num_input_features: int, num_output_features: int) -> None:
+    def __init__(self, num_input_features: int, num_output_features: int, dims: int = 2) -> None:
         super().__init__()
-        self.norm = CpBatchNorm2d(num_input_features)
+        modules = modules_for(dims)
+        self.norm = modules.Norm(num_input_features)
         self.relu = nn.ReLU(inplace=True)
-        self.conv = nn.Conv2d(num_input_features, num_output_features, kernel_size=1, bias=False)
-        self.pool = nn.AvgPool2d(kernel_size=2, stride=2)
+        self.conv = modules.Conv(num_input_features, num_output_features, kernel_size=1, bias=False)
+        self.pool = modules.AvgPool(kernel_size=2, stride=2)
+
+
+def _layer_parts(layer: nn.Module) -> LayerParts:
+    if original(layer) is not DenseLayer:
+        raise NoPartsError(
+            f"found a layer of class {type(layer).__name__}, which may do other things than a dense layer"
+        )
+    norm2, conv2, relu2 = (layer.norm2, layer.conv2, (layer.relu2,)) if layer.has_bottleneck else (None, None, ())
+    return LayerParts(
+        layer,
+        *(layer.norm1, layer.conv1, norm2, conv2),
+        activations=(layer.relu1, *relu2),
+        drop_rate=layer.drop_rate if layer.training else 0.0,
+        keep_bottleneck=layer.keep_bottleneck,
+    )
+
+
+def _block_parts(block: nn.Module) -> BlockParts:
+    return BlockParts(tuple(map(_layer_parts, block.children())))
+
+
+def _transition_parts(transition: nn.Module) -> ConsumerParts | None:
+    if list(transition._modules) != ["norm", "relu", "conv", "pool"]:
+        return None
+    norm, relu, conv, pool = transition
+    pools = halves(pool)
+    return ConsumerParts(norm, conv, pools, activations=(relu,), after=None if pools else pool)
+
+
+register_block(DenseBlock, _block_parts)
+register_consumer(Transition, _transition_parts)
 
 
 class Features(nn.Sequential):
@@ -175,6 +223,7 @@ class DenseNet(nn.Module):
         memory_efficient: torchvision's and timm's word for `efficient`; given, it takes its place.
         keep_bottleneck: True for the shared engine to keep each layer's bottleneck rather than make it again: twice the
             memory, a sixth less time. A layer's own attribute of this name can be set at any time.
+        dims: 1 for signals (N, channels, length), 2 for pictures, 3 for volumes (N, channels, depth, height, width).
         output_stride: how many pixels of the input, at most, one of the last map stands for. The transitions beyond it
             do not pool, and the 3×3 convolutions after them are dilated.
         features_only: True for a backbone: the model gives a tuple of maps, and has no classifier.
@@ -197,12 +246,14 @@ class DenseNet(nn.Module):
         init: str | None = None,
         memory_efficient: bool | str | None = None,
         keep_bottleneck: bool = False,
+        dims: int = 2,
         output_stride: int | None = None,
         features_only: bool = False,
         out_indices: int | Sequence[int] | None = None,
         maps: str = "timm",
     ) -> None:
         super().__init__()
+        modules = modules_for(dims)
         bn_size = bn_size or 0
         init = init or ("fan_out" if small_inputs else "fan_in")
         efficient = efficient if memory_efficient is None else memory_efficient
@@ -218,20 +269,21 @@ class DenseNet(nn.Module):
             init,
         )
         self.in_channels, self.num_classes, self.small_inputs = in_channels, num_classes, small_inputs
+        self.dims = dims
         strides = _strides(len(block_config), small_inputs, output_stride)
-        self.features = Features(_stem(in_channels, num_init_features, small_inputs))
+        self.features = Features(_stem(in_channels, num_init_features, small_inputs, modules))
         channels = num_init_features
         info = [_info(channels, 1 if small_inputs else 2, "conv0" if small_inputs else "relu0")]
         for i, num_layers in enumerate(block_config, start=1):
-            block = DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, efficient, keep_bottleneck)
+            block = DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, efficient, keep_bottleneck, dims)
             self.features.add_module(f"denseblock{i}", block)
             channels += num_layers * growth_rate
             info.append(_info(channels, strides[i - 1], f"denseblock{i}"))
             if i < len(block_config):
                 compressed = max(int(channels * compression), 1)
-                self.features.add_module(f"transition{i}", Transition(channels, compressed))
+                self.features.add_module(f"transition{i}", Transition(channels, compressed, dims))
                 channels = compressed
-        self.features.add_module("norm5", CpBatchNorm2d(channels))
+        self.features.add_module("norm5", modules.Norm(channels))
         info[-1] = _info(channels, strides[-1], "norm5")
         self.feature_info = FeatureInfo(info, range(len(info)))
         self.num_features = channels
@@ -259,7 +311,7 @@ class DenseNet(nn.Module):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """What the classifier makes of the last map; with `pre_logits`, what it is given."""
         self._refuse_backbone("forward_head")
-        x = F.adaptive_avg_pool2d(x, 1).flatten(1)
+        x = modules_for(self.dims).adaptive_avg_pool(x, 1).flatten(1)
         return x if pre_logits else self.classifier(x)
 
     def _rectified_features(self, x: Tensor) -> Tensor:
@@ -334,7 +386,7 @@ class DenseNet(nn.Module):
 
     def _initialise(self, init: str) -> None:
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, CONVOLUTIONS):
                 nn.init.kaiming_normal_(module.weight, mode=init, nonlinearity="relu")
             elif isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
@@ -342,25 +394,29 @@ class DenseNet(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if torch.jit.is_tracing() or torch.compiler.is_compiling() or isinstance(x, Proxy):
             return  # A tracer would take the sizes it is shown for the only ones allowed.
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
+        if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
+            sides = ", ".join(modules_for(self.dims).sides)
             raise ValueError(
-                f"found an input of shape {tuple(x.shape)}, but this model needs (N, {self.in_channels}, height, width)"
+                f"found an input of shape {tuple(x.shape)}, but this model needs (N, {self.in_channels}, {sides})"
             )
         if min(x.shape[2:]) < self.smallest_input:
+            found, least = ("×".join(map(str, sizes)) for sizes in (x.shape[2:], [self.smallest_input] * self.dims))
             raise ValueError(
-                f"found pictures of {x.shape[2]}×{x.shape[3]}, but this model's poolings need at least "
-                f"{self.smallest_input}×{self.smallest_input}: enlarge them, or use fewer blocks"
+                f"found {modules_for(self.dims).inputs} of {found}, but this model's poolings need at least {least}: "
+                "enlarge them, or use fewer blocks"
             )
 
 
-def _stem(in_channels: int, num_init_features: int, small_inputs: bool) -> OrderedDict[str, nn.Module]:
+def _stem(
+    in_channels: int, num_init_features: int, small_inputs: bool, modules: Modules
+) -> OrderedDict[str, nn.Module]:
     if small_inputs:
-        return OrderedDict(conv0=nn.Conv2d(in_channels, num_init_features, kernel_size=3, padding=1, bias=False))
+        return OrderedDict(conv0=modules.Conv(in_channels, num_init_features, kernel_size=3, padding=1, bias=False))
     return OrderedDict(
-        conv0=nn.Conv2d(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False),
-        norm0=CpBatchNorm2d(num_init_features),
+        conv0=modules.Conv(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False),
+        norm0=modules.Norm(num_init_features),
         relu0=nn.ReLU(inplace=True),
-        pool0=nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+        pool0=modules.MaxPool(kernel_size=3, stride=2, padding=1),
     )
 
 
@@ -386,8 +442,8 @@ def _dilate(features: Features, strides: Sequence[int]) -> None:
             features.get_submodule(f"transition{i}").pool = nn.Identity()
             dilation *= 2
         for module in features.get_submodule(f"denseblock{i + 1}").modules():
-            if isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1):
-                module.dilation = module.padding = (dilation, dilation)
+            if isinstance(module, CONVOLUTIONS) and set(module.kernel_size) == {3}:
+                module.dilation = module.padding = (dilation,) * len(module.kernel_size)
 
 
 def _check_arguments(

@@ -22,6 +22,11 @@ def remove_mixin(module: nn.Module, mixin: type) -> None:
     module.__class__ = _made(_root(module), tuple(m for m in _mixins(module) if m is not mixin))
 
 
+def original(module: nn.Module, *known: type) -> type[nn.Module]:
+    """The class of `module` before `known` mixins, and no others, were put before it."""
+    return _root(module) if set(_mixins(module)) <= set(known) else type(module)
+
+
 def _root(module: nn.Module) -> type[nn.Module]:
     return vars(type(module)).get("_made_from", type(module))
 

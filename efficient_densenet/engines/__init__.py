@@ -58,13 +58,10 @@ def describe(engine: Engine | None) -> str:
 
 
 def run_block(block: nn.Module, x: Tensor, engine: Engine) -> Tensor:
-    """The output of a dense block."""
+    """The output of a dense block; one that is not ours has `run_layers` too, and parts that can be read."""
     if engine is Engine.SHARED:
         return shared.run(block, x)
-    features = [x]
-    for layer in block.children():
-        features.append(layer(features, BY_LAYER[engine]))
-    return torch.cat(features, 1)
+    return block.run_layers(x, BY_LAYER[engine])
 
 
 def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, int]:

@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from ..batchnorm import CpBatchNorm2d
+from ..batchnorm import before_the_rule
 from ..checkpoint.parameters import parameters_of
-from ..synced_norm import SyncedBatchNorm2d, together
+from ..synced_norm import together
 from ..torch_private import hooks_watch_all_modules
+from .parts import LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
 
-LAYERS: set[type[nn.Module]] = set()
-"""The classes of layer that are known to do what the shared engine does."""
-
-_NORMS = (nn.BatchNorm2d, CpBatchNorm2d, SyncedBatchNorm2d)
+_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _HALVES = (torch.float16, torch.bfloat16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -20,46 +19,80 @@ def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
     """Why the shared engine cannot run `block` on `x`, or None where it can."""
     if hooks_watch_all_modules():
         return "found a hook on all modules, and those inside a layer are not called"
-    layers = list(block.children())
+    try:
+        layers = parts_of(block).layers
+    except NoPartsError as reason:
+        return str(reason)
+    return _why_not_layers(layers, x)
+
+
+def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
+    if x.dim() - 2 not in _CONVOLUTIONS:
+        return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
+    if not layers:
+        return "found a block without layers"
     for layer in layers:
-        reason = _why_not_layer(layer)
+        reason = _why_not_layer(layer, x.dim() - 2)
         if reason is not None:
             return reason
-    reason = _why_not_widths(layers, x)
-    if reason is not None:
-        return reason
-    norms = [layer.norm1 for layer in layers]
-    if not all(agree(norms[0], norm) for norm in norms):
-        return (
-            "found norms in one block that disagree about training mode, eps or processes, but share their statistics"
-        )
-    reason = _why_not_precision(layers, x)
-    if reason is not None:
-        return reason
-    inside = [layer.norm2 for layer in layers if layer.has_bottleneck]
-    joined = together(norms[0]) is not None
-    if any(together(norm) != together(norms[0]) or (joined and norm.training != norms[0].training) for norm in inside):
-        return "found synchronised norms beside others in one block"
-    if any(norm.training for norm in (norms[0], *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
-        return "found a single value per channel, of which there is no variance"
+    return _why_not_widths(layers, x) or _why_not_precision(layers, x) or _why_not_norms(layers, x)
+
+
+def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
+    for module in layer.module.modules():
+        if is_watched(module):
+            return f"found a hook on, or a new forward of, a {type(module).__name__} inside a layer, which it passes by"
+        if "parametrizations" in module._modules:
+            return f"found a parametrization of a {type(module).__name__} inside a layer"
+    for norm in layer.norms:
+        if not (is_norm(norm) and isinstance(norm, _NORMS[dims])):
+            return _other(norm, _NORMS[dims])
+    for activation in layer.activations:
+        if type(activation) is not nn.ReLU:
+            return _other(activation, nn.ReLU)
+    for conv in layer.convolutions:
+        if type(conv) is not _CONVOLUTIONS[dims]:
+            return _other(conv, _CONVOLUTIONS[dims])
+    kernels = zip(layer.convolutions[::-1], (3, 1), strict=False)
+    if not all(_is_usual(conv, kernel) for conv, kernel in kernels) or not all(map(_has_values, layer.norms)):
+        return "found a layer that is not batch norm, ReLU and convolution in turn, all of the usual kind"
     return None
 
 
-def _why_not_widths(layers: list[nn.Module], x: Tensor) -> str | None:
+def _other(module: nn.Module, usual: type[nn.Module]) -> str:
+    # By its name before it ever was recomputed, or there would be a second warning.
+    found = before_the_rule(module).__name__
+    return f"found a {found} inside a layer, where the shared engine takes {usual.__name__}"
+
+
+def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     """Each layer reads all there is, and adds as much as the others."""
-    if x.dim() != 4:
-        return f"found an input of {x.dim()} dimensions, where the shared engine takes 4"
-    growth_rate = list(layers[0].children())[-1].out_channels
+    growth_rate = layers[0].last.out_channels
     for i, layer in enumerate(layers):
-        *_, last = layer.children()
-        expected = x.shape[1] + i * growth_rate
-        if layer.norm1.num_features != expected or last.out_channels != growth_rate:
+        expected, read, made = x.shape[1] + i * growth_rate, layer.norm1.num_features, layer.last.out_channels
+        if read != expected or made != growth_rate:
             return (
-                f"found a layer from {layer.norm1.num_features} channels to {last.out_channels}, where the shared "
-                f"engine takes one from {expected} to {growth_rate}"
+                f"found a layer from {read} channels to {made}, where the shared engine takes one from {expected} to "
+                f"{growth_rate}"
             )
-        if layer.has_bottleneck and layer.norm2.num_features != layer.conv1.out_channels:
+        if layer.norm2 is not None and layer.norm2.num_features != layer.conv1.out_channels:
             return f"found a norm of {layer.norm2.num_features} channels after {layer.conv1.out_channels}"
+    return None
+
+
+def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
+    """The norms that read the features share their statistics."""
+    first = layers[0].norm1
+    if not all(agree(first, layer.norm1) for layer in layers):
+        return (
+            "found norms in one block that disagree about training mode, eps or processes, but share their statistics"
+        )
+    inside = [layer.norm2 for layer in layers if layer.norm2 is not None]
+    joined = together(first) is not None
+    if any(together(norm) != together(first) or (joined and norm.training != first.training) for norm in inside):
+        return "found synchronised norms beside others in one block"
+    if any(norm.training for norm in (first, *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
+        return "found a single value per channel, of which there is no variance"
     return None
 
 
@@ -69,18 +102,20 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if _casts(x) and x.dtype != torch.float64 else x.dtype
 
 
-def _why_not_precision(layers: list[nn.Module], x: Tensor) -> str | None:
+def _why_not_precision(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     """Features have their input's precision, norms that or float32, and convolutions autocast's or their input's."""
     convolutions = compute_dtype(x)
     of_convolutions = {convolutions} | ({torch.float32} if _casts(x) and x.dtype != torch.float64 else set())
     of_norms = {x.dtype} | ({torch.float32} if x.dtype in _HALVES else set())
-    for module in (module for layer in layers for module in layer.children()):
-        found = {tensor.dtype for tensor in parameters_of(module)}
-        if not found <= (of_convolutions if type(module) is nn.Conv2d else of_norms):
-            return (
-                f"found {_names(found)} in a {type(module).__name__}, with an input of {_names({x.dtype})} and "
-                f"convolutions in {_names({convolutions})}, which the shared engine does not mix"
-            )
+    for layer in layers:
+        for modules, allowed in ((layer.norms, of_norms), (layer.convolutions, of_convolutions)):
+            for module in modules:
+                found = {tensor.dtype for tensor in parameters_of(module)}
+                if not found <= allowed:
+                    return (
+                        f"found {_names(found)} in a {type(module).__name__}, with an input of {_names({x.dtype})} and "
+                        f"convolutions in {_names({convolutions})}, which the shared engine does not mix"
+                    )
     usual = {torch.float32, torch.float64, *_HALVES}
     if x.dtype not in usual or (x.dtype in _HALVES and convolutions != x.dtype):
         return f"found an input of {_names({x.dtype})} and convolutions in {_names({convolutions})}"
@@ -97,47 +132,43 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 
 def can_consume(block: nn.Module, consumer: nn.Module) -> bool:
-    """Whether the shared engine can run `consumer`, a transition or a norm, with a block that it runs.
+    """Whether the shared engine can run `consumer`, such as a transition or a norm, with a block that it runs.
 
     Where a hook watches it, the features that it reads must exist.
     """
-    if any(map(is_watched, consumer.modules())):
+    parts = consumer_parts(consumer)
+    if parts is None or any(map(is_watched, consumer.modules())):
         return False
-    norm, *rest = consumer.children() if _is_transition(consumer) else [consumer]
-    *_, layer = block.children()
-    *_, last = layer.children()
-    if not _takes_norm(norm) or not agree(layer.norm1, norm) or norm.weight.dtype != layer.norm1.weight.dtype:
+    layer, norm, conv = parts_of(block).layers[-1], parts.norm, parts.conv
+    if not (is_norm(norm) and isinstance(norm, _NORMS[_dims(layer.last)]) and _has_values(norm)):
         return False
-    if norm.num_features != layer.norm1.num_features + last.out_channels:
+    if not agree(layer.norm1, norm) or norm.weight.dtype != layer.norm1.weight.dtype:
         return False
-    return not rest or rest[1].weight.dtype == layer.conv1.weight.dtype
+    if norm.num_features != layer.norm1.num_features + layer.last.out_channels:
+        return False
+    if any(type(activation) is not nn.ReLU for activation in parts.activations):
+        return False
+    return conv is None or (
+        type(conv) is type(layer.last) and _is_usual(conv, 1) and conv.weight.dtype == layer.conv1.weight.dtype
+    )
 
 
-def _is_transition(consumer: nn.Module) -> bool:
-    parts = list(consumer.children())
-    if type(consumer).forward is not nn.Sequential.forward or len(parts) != 4:
-        return False
-    _, relu, conv, pool = parts
-    halves = type(pool) is nn.AvgPool2d and [_pair(v) for v in (pool.kernel_size, pool.stride, pool.padding)]
-    usual = halves == [(2, 2), (2, 2), (0, 0)] and not pool.ceil_mode and not pool.divisor_override
-    return type(relu) is nn.ReLU and _is_usual(conv, 1) and usual
+def _dims(conv: nn.Module) -> int:
+    return len(conv.kernel_size)
 
 
 def _is_usual(conv: nn.Module, kernel: int) -> bool:
     """Whether this is a convolution as DenseNets have it: it keeps the size, and has no bias."""
+    dilation = conv.dilation[0]
     return (
-        type(conv) is nn.Conv2d
-        and conv.kernel_size == (kernel, kernel)
-        and conv.padding == (kernel // 2, kernel // 2)
-        and conv.stride == conv.dilation == (1, 1)
+        set(conv.kernel_size) == {kernel}
+        and conv.padding == (kernel // 2 * dilation,) * _dims(conv)
+        and set(conv.dilation) == {dilation}
+        and set(conv.stride) == {1}
         and conv.groups == 1
         and conv.bias is None
         and conv.padding_mode == "zeros"
     )
-
-
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return value if isinstance(value, tuple) else (value, value)
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -150,28 +181,5 @@ def agree(first: nn.Module, other: nn.Module) -> bool:
     return first.training == other.training and first.eps == other.eps and together(first) == together(other)
 
 
-def _why_not_layer(layer: nn.Module) -> str | None:
-    if type(layer) not in LAYERS:
-        return f"found a layer of class {type(layer).__name__}, which may do other things than a dense layer"
-    for module in layer.modules():
-        if is_watched(module):
-            return f"found a hook on, or a new forward of, a {type(module).__name__} inside a layer, which it passes by"
-        if "parametrizations" in module._modules:
-            return f"found a parametrization of a {type(module).__name__} inside a layer"
-    kinds = [nn.ReLU, nn.Conv2d, nn.ReLU, nn.Conv2d] if layer.has_bottleneck else [nn.ReLU, nn.Conv2d]
-    norms, others = [], []
-    for module in layer.children():
-        (norms if type(module) in _NORMS else others).append(module)
-    for module, kind in zip(others, kinds, strict=False):
-        if type(module) is not kind:
-            return f"found a {type(module).__name__} inside a layer, where the shared engine takes {kind.__name__}"
-    convolutions = [module for module in others if type(module) is nn.Conv2d]
-    usual = all(_is_usual(conv, kernel) for conv, kernel in zip(convolutions[::-1], (3, 1), strict=False))
-    if len(others) != len(kinds) or not usual or not all(map(_takes_norm, norms)):
-        return "found a layer that is not batch norm, ReLU and convolution in turn, all of the usual kind"
-    return None
-
-
-def _takes_norm(norm: nn.Module) -> bool:
-    learns = type(norm) in _NORMS and norm.weight is not None and norm.bias is not None
-    return learns and (norm.training or norm.running_mean is not None)
+def _has_values(norm: nn.Module) -> bool:
+    return norm.weight is not None and norm.bias is not None and (norm.training or norm.running_mean is not None)

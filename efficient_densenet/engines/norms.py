@@ -1,5 +1,7 @@
 """Batch norms as affine maps on stored values, and what their gradients need."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +21,8 @@ class Map:
         self.shift = bias.to(inverse.dtype) if mean is None else bias - mean * self.scale
 
     def read(self, values: Tensor) -> Read:
-        """What the norm's consumer reads: as many channels as the norm is wide."""
-        return Read(values[:, : len(self.weight)], self.scale, self.shift)
+        """What the norm's consumer reads."""
+        return Read(values, self.scale, self.shift)
 
     def share(self, frozen: bool) -> Tensor:
         """What the map's gradient counts in that of the values, a frozen norm's, or in that of the normalised ones."""
@@ -68,11 +70,17 @@ def settling(
 ) -> Settling:
     """The gradient of values that `norm` alone has normalised."""
     if frozen:
-        nothing, all_of_it = torch.zeros_like(norm.scale), torch.ones_like(norm.scale)
-        return Settling(Read(values, nothing, nothing), Into(all_of_it, pending))
+        return settled_already(values, pending, norm.scale.dtype)
     sums = norm.weight * norm.of_bias, norm.weight * norm.of_weight
     sums = sums if together is None else together.sums(*sums)
     return _settling(values, norm.inverse, norm.mean, *sums, pending, count)
+
+
+def settled_already(values: Tensor, grad: Tensor, dtype: torch.dtype) -> Settling:
+    """A gradient that is the values' own; `dtype` is the precision of sums."""
+    all_of_it = grad.new_ones(grad.shape[1], dtype=dtype)
+    nothing = torch.zeros_like(all_of_it)
+    return Settling(Read(values, nothing, nothing), Into(all_of_it, grad))
 
 
 def _settling(
@@ -91,13 +99,31 @@ def _settling(
     return Settling(Read(values, slope, shift), Into(inverse, pending))
 
 
+class Columns(NamedTuple):
+    """Where in the matrix of features the channels lie: beside the oldest, at one end of it, the next ones."""
+
+    total: int
+    newest_first: bool
+
+    def between(self, start: int, stop: int) -> slice:
+        """The channels before which `start`, and up to the last of which `stop`, have been written."""
+        return slice(self.total - stop, self.total - start) if self.newest_first else slice(start, stop)
+
+
 class SharedStatistics:
     """Mean and deviation of a stage's features, measured once and read by the norm of every consumer."""
 
     def __init__(
-        self, features: Tensor, frozen: bool, eps: float, together: Together | None, inverse: Tensor | None = None
+        self,
+        features: Tensor,
+        columns: Columns,
+        frozen: bool,
+        eps: float,
+        together: Together | None,
+        inverse: Tensor | None = None,
     ) -> None:
-        self.features, self.frozen, self.eps, self.together = features, frozen, eps, together
+        self.features, self.columns = features, columns
+        self.frozen, self.eps, self.together = frozen, eps, together
         self.dtype = sums_dtype(features.dtype)
         zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
         self.mean, self.unbiased = zeros.clone(), zeros.clone()
@@ -105,40 +131,45 @@ class SharedStatistics:
         self.count: int | Tensor = features.shape[0]
         self.grad_sum, self.product_sum = zeros.clone(), zeros
 
-    def write(self, values: Tensor, start: int, stop: int) -> None:
+    def write(self, values: Tensor, place: slice) -> None:
         """Put new channels among the features, less their mean."""
-        place = self.features[:, start:stop]
         if self.frozen:
-            place.copy_(values)
+            self.features[:, place].copy_(values)
             return
         own = kernels_for(values).statistics(values)
         mean, variance, self.count = measured(*own, values.shape[0], self.together)
-        torch.sub(values, mean, out=place)
-        self.mean[start:stop], self.unbiased[start:stop] = mean, unbiased(variance, self.count)
-        self.inverse[start:stop] = variance.add_(self.eps).rsqrt_()
+        torch.sub(values, mean, out=self.features[:, place])
+        self.mean[place], self.unbiased[place] = mean, unbiased(variance, self.count)
+        self.inverse[place] = variance.add_(self.eps).rsqrt_()
 
     def map(self, weight: Tensor, bias: Tensor) -> Map:
         """The map of a consumer, which reads as many channels as its norm is wide."""
-        return Map(weight, bias, self.inverse[: len(weight)])
+        return Map(weight, bias, self.inverse[self._read_by(weight)])
+
+    def read(self, consumer: Map) -> Read:
+        return consumer.read(self.features[:, self._read_by(consumer.weight)])
 
     def record(self, norm: nn.Module) -> None:
         if not self.frozen:
-            width = norm.num_features
-            record(norm, self.mean[:width], self.unbiased[:width])
+            place = self._read_by(norm.weight)
+            record(norm, self.mean[place], self.unbiased[place])
 
     def absorb(self, consumer: Map) -> None:
         """Take note of what a consumer's gradient means for the mean and the deviation."""
         if not self.frozen:
-            width = len(consumer.weight)
-            self.grad_sum[:width].addcmul_(consumer.weight, consumer.of_bias)
-            self.product_sum[:width].addcmul_(consumer.weight, consumer.of_weight)
+            place = self._read_by(consumer.weight)
+            self.grad_sum[place].addcmul_(consumer.weight, consumer.of_bias)
+            self.product_sum[place].addcmul_(consumer.weight, consumer.of_weight)
 
-    def settled(self, pending: Tensor, start: int, stop: int) -> Tensor:
+    def settled(self, pending: Tensor, place: slice) -> Tensor:
         """The gradient of the features, from the sum of their consumers' gradients."""
-        place = slice(start, stop)
         values, pending = self.features[:, place], pending[:, place]
         if self.frozen:
             return pending.contiguous()
         sums = self.grad_sum[place], self.product_sum[place]
         sums = sums if self.together is None else self.together.sums(*sums)
         return kernels_for(values).settled(_settling(values, self.inverse[place], None, *sums, pending, self.count))
+
+    def _read_by(self, weight: Tensor) -> slice:
+        """The channels that were there before the consumer with such a weight."""
+        return self.columns.between(0, len(weight))

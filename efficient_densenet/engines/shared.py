@@ -1,17 +1,18 @@
 """The shared-storage engine: a dense block and what consumes it as one node of the graph, keeping the features once.
 
 `features` is one matrix for the whole stage, a row for each pixel and a column for each channel, each channel less its
-batch mean. Every consumer (each layer, then the transition or the last norm) normalises the first channels of it by an
-affine map of its own; the statistics are everybody's. The backward walks the layers from the last to the first and
-adds up, in `pending`, the gradient of the normalised features. A channel's part of it becomes a gradient of the
-features when the last consumer of that channel is done.
+batch mean. It is filled from one end to the other. Every consumer (each layer, then the transition or the last norm)
+normalises the channels that were there before it by an affine map of its own; the statistics are everybody's. The
+backward walks the layers from the last to the first and adds up, in `pending`, the gradient of the normalised features.
+A channel's part of it becomes a gradient of the features when the last consumer of that channel is done.
 """
 
 import contextlib
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..synced_norm import together
@@ -19,19 +20,21 @@ from . import norms
 from .eligible import compute_dtype
 from .kernels import kernels_for, scratch
 from .kernels.portable import Into, Read, Settling, Squeeze, halved, pictures, rows
-from .norms import Map, SharedStatistics
+from .norms import Columns, Map, SharedStatistics
+from .parts import LayerParts, consumer_parts, parts_of
 
 
 def run(block: nn.Module, x: Tensor, consumer: nn.Module | None = None) -> Tensor:
     """The output of `block`, or of `consumer` (a transition or a norm) on it."""
     stage = Stage(block, consumer, x)
-    return SharedStage.apply(stage, x, *stage.tensors)[0]
+    return stage.finish(SharedStage.apply(stage, x, *stage.tensors)[0])
 
 
 def run_with_features(block: nn.Module, x: Tensor, consumer: nn.Module) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on the output of `block`, and the latter too."""
     stage = Stage(block, consumer, x, tap=True)
-    return SharedStage.apply(stage, x, *stage.tensors)
+    consumed, features = SharedStage.apply(stage, x, *stage.tensors)
+    return stage.finish(consumed), features
 
 
 class Stage:
@@ -42,33 +45,35 @@ class Stage:
 
     def __init__(self, block: nn.Module, consumer: nn.Module | None, x: Tensor, tap: bool = False) -> None:
         self.dtype, self.layout, self.tap = compute_dtype(x), _layout(x), tap
-        self.layers = list(block.children())
-        self.consumer = consumer
-        self.together = together(self.layers[0].norm1)
-        self.frozen, self.eps = not self.layers[0].norm1.training, self.layers[0].norm1.eps
-        self.frozen_inside = [hasattr(layer, "norm2") and not layer.norm2.training for layer in self.layers]
-        self.dropping = [layer.drop_rate if layer.training else 0.0 for layer in self.layers]
-        self.keeping = [layer.keep_bottleneck for layer in self.layers]
-        self.growth_rate = list(self.layers[0].children())[-1].out_channels
+        parts = parts_of(block)
+        self.layers, self.newest_first = parts.layers, parts.newest_first
+        self.consumer = None if consumer is None else consumer_parts(consumer)
+        first = self.layers[0].norm1
+        self.together, self.frozen, self.eps = together(first), not first.training, first.eps
+        self.frozen_inside = [layer.norm2 is not None and not layer.norm2.training for layer in self.layers]
+        self.growth_rate = self.layers[0].last.out_channels
         self.tensors: list[Tensor] = []
-        self.places = [self._take(layer.children()) for layer in self.layers]
-        if consumer is not None:
-            self.consumer_norm = next(m for m in consumer.modules() if isinstance(m, nn.BatchNorm2d))
-            self.places.append(self._take(consumer.modules()))
+        self.places = [self._take(layer.norms, layer.convolutions) for layer in self.layers]
+        if self.consumer is not None:
+            conv = self.consumer.conv
+            self.places.append(self._take([self.consumer.norm], [] if conv is None else [conv]))
 
-    def _take(self, modules: Any) -> slice:
+    def _take(self, normalising: Sequence[nn.Module], convolving: Sequence[nn.Module]) -> slice:
         start = len(self.tensors)
-        for module in modules:
-            if isinstance(module, nn.BatchNorm2d):
-                self.tensors += [module.weight, module.bias]
-            elif isinstance(module, nn.Conv2d):
-                self.tensors.append(module.weight)
+        for norm, conv in zip_longest(normalising, convolving):
+            self.tensors += [norm.weight, norm.bias] if conv is None else [norm.weight, norm.bias, conv.weight]
         return slice(start, len(self.tensors))
+
+    def finish(self, consumed: Tensor) -> Tensor:
+        """What autograd does by itself to the consumer's output."""
+        return consumed if self.consumer is None or self.consumer.after is None else self.consumer.after(consumed)
 
 
 def _layout(x: Tensor) -> torch.memory_format:
-    channels_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if channels_last else torch.contiguous_format
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())  # there is none for signals
+    if channels_last is None or x.is_contiguous() or not x.is_contiguous(memory_format=channels_last):
+        return torch.contiguous_format
+    return channels_last
 
 
 class SharedStage(torch.autograd.Function):
@@ -114,7 +119,8 @@ class Forward:
         channels = x.shape[1] + stage.growth_rate * len(stage.layers)
         self.features = x.new_empty(self.shape.numel(), channels)
         self.kernels = kernels_for(self.features)
-        self.statistics = SharedStatistics(self.features, stage.frozen, stage.eps, stage.together)
+        self.columns = Columns(channels, stage.newest_first)
+        self.statistics = SharedStatistics(self.features, self.columns, stage.frozen, stage.eps, stage.together)
         self.tap = self._pictures(channels) if stage.tap or stage.consumer is None else None
         self.kept: list[Tensor] = []
 
@@ -131,16 +137,17 @@ class Forward:
 
     def _write(self, start: int, values: Tensor) -> int:
         stop = start + values.shape[1]
-        self.statistics.write(values, start, stop)
+        place = self.columns.between(start, stop)
+        self.statistics.write(values, place)
         if self.tap is not None:
-            self.tap[:, start:stop] = pictures(values, self.shape)
+            self.tap[:, place] = pictures(values, self.shape)
         return stop
 
     def _read(self, norm: nn.Module, weight: Tensor, bias: Tensor) -> Read:
         if not self.stage.frozen:
             self.statistics.record(norm)
-            return self.statistics.map(weight, bias).read(self.features)
-        return self._keep(*norms.running(norm, self.statistics.dtype), weight, bias).read(self.features)
+            return self.statistics.read(self.statistics.map(weight, bias))
+        return self.statistics.read(self._keep(*norms.running(norm, self.statistics.dtype), weight, bias))
 
     def _keep(self, mean: Tensor, inverse: Tensor, weight: Tensor, bias: Tensor) -> Map:
         self.kept += [mean, inverse]
@@ -151,9 +158,9 @@ class Forward:
         if bottleneck:
             made = self._bottleneck(i, read, kernel1.flatten(1), *bottleneck)
         else:
-            made = self.kernels.convolved(read, kernel1, self.shape)
-        if self.stage.dropping[i]:
-            noise = self._noise(made, self.stage.dropping[i])
+            made = self.kernels.convolved(read, kernel1, self.shape, self.stage.layers[i].dilation)
+        if self.stage.layers[i].drop_rate:
+            noise = self._noise(made, self.stage.layers[i])
             self.kept.append(noise != 0)
             made *= noise
         return made
@@ -161,8 +168,8 @@ class Forward:
     def _bottleneck(
         self, i: int, read: Read, kernel1: Tensor, weight2: Tensor, bias2: Tensor, kernel2: Tensor
     ) -> Tensor:
-        norm = self.stage.layers[i].norm2
-        squeeze = _squeeze(read, kernel1, keep=self.stage.keeping[i])
+        norm, keep = self.stage.layers[i].norm2, self.stage.layers[i].keep_bottleneck
+        squeeze = _squeeze(read, kernel1, keep)
         if self.stage.frozen_inside[i]:
             self.kernels.squeezed(squeeze)
             mean, inverse = norms.running(norm, self.statistics.dtype)
@@ -172,23 +179,28 @@ class Forward:
             norms.record(norm, mean, norms.unbiased(variance, count))
             inverse = torch.rsqrt(variance + norm.eps)
         inside = self._keep(mean, inverse, weight2, bias2)
-        if self.stage.keeping[i]:
+        if keep:
             self.kept.append(squeeze.out)
-        return self.kernels.convolved(inside.read(squeeze.out), kernel2.to(self.stage.dtype), self.shape)
+        dilation = self.stage.layers[i].dilation
+        return self.kernels.convolved(inside.read(squeeze.out), kernel2.to(self.stage.dtype), self.shape, dilation)
 
-    def _noise(self, made: Tensor, drop_rate: float) -> Tensor:
+    def _noise(self, made: Tensor, layer: LayerParts) -> Tensor:
         """Dropout's, drawn as the plain layer draws it, so that the random stream is the same."""
         ones = self._pictures(made.shape[1]).to(made.dtype).fill_(1)
-        return rows(F.dropout(ones, drop_rate))
+        return rows(layer.dropout(ones, layer.drop_rate))
 
     def _consumed(self) -> Tensor:
         weight, bias, *kernel = self.tensors[self.stage.places[-1]]
-        read = self._read(self.stage.consumer_norm, weight, bias)
-        if kernel:
+        read = self._read(self.stage.consumer.norm, weight, bias)
+        if not kernel:
+            made = pictures(self.kernels.affine(read), self.shape)
+        elif self.stage.consumer.pools:
             made = self.kernels.pooled(read, kernel[0].flatten(1).to(self.stage.dtype), self.shape)
             made = pictures(made, halved(self.shape))
         else:
-            made = pictures(self.kernels.affine(read), self.shape)
+            squeeze = _squeeze(read, kernel[0].flatten(1).to(self.stage.dtype), keep=True)
+            self.kernels.squeezed(squeeze)
+            made = pictures(squeeze.out, self.shape)
         made = made.contiguous(memory_format=self.stage.layout)
         return made.detach()  # or it would be a view, which autograd lets nobody write into
 
@@ -207,7 +219,8 @@ class Backward:
         self.kernels = kernels_for(self.features)
         self.kept, self.tensors = rest[: ctx.num_kept], rest[ctx.num_kept :]
         self.needs_x, *self.needed = ctx.needs_input_grad[1:]
-        how = self.stage.frozen, self.stage.eps, self.stage.together
+        self.columns = Columns(self.features.shape[1], self.stage.newest_first)
+        how = self.columns, self.stage.frozen, self.stage.eps, self.stage.together
         self.statistics = SharedStatistics(self.features, *how, inverse)
         self.statistics.count = ctx.count
         self.grads: list[Tensor | None] = [None] * len(self.tensors)
@@ -249,30 +262,31 @@ class Backward:
         return Map(weight, bias, inverse, mean)
 
     def _into(self, norm: Map) -> Into:
-        return Into(norm.share(self.stage.frozen), self.pending[:, : len(norm.weight)])
+        return Into(norm.share(self.stage.frozen), self.pending[:, self.columns.between(0, len(norm.weight))])
 
     def _settled(self, start: int, stop: int) -> Tensor:
         """The gradient of the features themselves, for channels that no consumer is left of."""
-        settled = self.statistics.settled(self.pending, start, stop)
-        return settled if self.direct is None else settled.add_(self.direct[:, start:stop])
+        place = self.columns.between(start, stop)
+        settled = self.statistics.settled(self.pending, place)
+        return settled if self.direct is None else settled.add_(self.direct[:, place])
 
     def _layer(self, i: int, grad: Tensor) -> None:
         place = self.stage.places[i]
         weight1, bias1, kernel1, *bottleneck = self.tensors[place]
         kernel1 = kernel1.to(self.stage.dtype)
-        if self.stage.dropping[i]:
-            grad.mul_(self.kept.pop()).div_(1 - self.stage.dropping[i] or 1)
+        drop_rate = self.stage.layers[i].drop_rate
+        if drop_rate:
+            grad.mul_(self.kept.pop()).div_(1 - drop_rate or 1)
         if not bottleneck:
             norm1 = self._map(weight1, bias1)
-            read = norm1.read(self.features)
-            self._finish(
-                place, norm1, *self.kernels.convolved_gradients(grad, read, kernel1, self._into(norm1), self.shape)
-            )
+            read = self.statistics.read(norm1)
+            convolution = kernel1, self._into(norm1), self.shape, self.stage.layers[i].dilation
+            self._finish(place, norm1, *self.kernels.convolved_gradients(grad, read, *convolution))
             return
-        made = self.kept.pop() if self.stage.keeping[i] else None
+        made = self.kept.pop() if self.stage.layers[i].keep_bottleneck else None
         norm2 = self._kept_map(*bottleneck[:2])
         norm1 = self._map(weight1, bias1)
-        read, kernel1 = norm1.read(self.features), kernel1.flatten(1)
+        read, kernel1 = self.statistics.read(norm1), kernel1.flatten(1)
         if made is None:
             made = self._made(read, kernel1)
         of_made = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
@@ -290,10 +304,10 @@ class Backward:
 
     def _ahead(self, i: int) -> Squeeze | None:
         """What the layer that comes next will need, where it can be told now."""
-        if i < 0 or self.stage.frozen or self.stage.keeping[i] or self._is_over(i):
+        if i < 0 or self.stage.frozen or self.stage.layers[i].keep_bottleneck or self._is_over(i):
             return None
         weight, bias, kernel, *_ = self.tensors[self.stage.places[i]]
-        read = self.statistics.map(weight, bias).read(self.features)
+        read = self.statistics.read(self.statistics.map(weight, bias))
         return _squeeze(read, kernel.to(self.stage.dtype).flatten(1))
 
     def _bottleneck(self, i: int, norm: Map, made: Tensor, kernel: Tensor, grad: Tensor) -> Settling:
@@ -301,7 +315,8 @@ class Backward:
         frozen = self.stage.frozen_inside[i]
         pending = scratch.take("pending", made.shape, made.dtype, made.device)
         into = Into(norm.share(frozen), pending, first=True)
-        of_kernel, *sums = self.kernels.convolved_gradients(grad, norm.read(made), kernel, into, self.shape)
+        convolution = kernel, into, self.shape, self.stage.layers[i].dilation
+        of_kernel, *sums = self.kernels.convolved_gradients(grad, norm.read(made), *convolution)
         norm.take(*sums)
         stop = self.stage.places[i].stop
         self.grads[stop - 3 : stop] = norm.of_weight, norm.of_bias, of_kernel
@@ -313,13 +328,18 @@ class Backward:
         norm = self._map(weight, bias)
         if grad is None:
             return
-        grad, read = rows(grad), norm.read(self.features)
+        grad, read = rows(grad), self.statistics.read(norm)
         into = Into(norm.share(self.stage.frozen), self.pending, first=True)
-        if kernel:
-            kernel = kernel[0].flatten(1).to(self.stage.dtype)
-            self._finish(place, norm, *self.kernels.pooled_gradients(grad, read, kernel, into, self.shape))
+        if not kernel:
+            found = None, *self.kernels.affine_gradients(grad, read, into)
+        elif self.stage.consumer.pools:
+            found = self.kernels.pooled_gradients(
+                grad, read, kernel[0].flatten(1).to(self.stage.dtype), into, self.shape
+            )
         else:
-            self._finish(place, norm, None, *self.kernels.affine_gradients(grad, read, into))
+            of_made = norms.settled_already(grad, grad, self.statistics.dtype)
+            found = self.kernels.squeezed_gradients(of_made, read, kernel[0].flatten(1).to(self.stage.dtype), into)
+        self._finish(place, norm, *found)
 
     def _finish(self, place: slice, norm: Map, of_kernel: Tensor | None, *sums: Tensor) -> None:
         norm.take(*sums)

@@ -1,0 +1,274 @@
+"""The shared engine on blocks that others wrote, of which it knows the parts only."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from torch import Tensor, nn
+
+from efficient_densenet import convert_batchnorm, engines
+from efficient_densenet.engines import parts, shared
+from efficient_densenet.engines.eligible import can_consume, why_not_shared
+from efficient_densenet.engines.parts import BlockParts, ConsumerParts, LayerParts
+from efficient_densenet.made_classes import add_mixin
+
+GROWTH = 3
+
+
+class NormAct(nn.BatchNorm2d):
+    """Batch norm and ReLU in one module."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+class Layer(nn.Module):
+    """Puts its new features before the old ones or after them."""
+
+    def __init__(self, channels: int, bottleneck: bool, newest_first: bool, drop_rate: float) -> None:
+        super().__init__()
+        width = 5 if bottleneck else channels
+        self.bottleneck, self.newest_first, self.drop_rate = bottleneck, newest_first, drop_rate
+        self.first = nn.ModuleList([nn.BatchNorm2d(channels), nn.Conv2d(channels, width, 1, bias=False)])
+        self.second = nn.ModuleList([nn.BatchNorm2d(width), nn.Conv2d(width, GROWTH, 3, padding=1, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x
+        for norm, conv in (self.first, self.second) if self.bottleneck else (self.second,):
+            made = conv(F.relu(norm(made)))
+        made = F.dropout2d(made, self.drop_rate, self.training)
+        return torch.cat([made, x] if self.newest_first else [x, made], 1)
+
+
+class Block(nn.Sequential):
+    def __init__(self, bottleneck: bool = True, newest_first: bool = True, drop_rate: float = 0.0) -> None:
+        super().__init__(*(Layer(4 + i * GROWTH, bottleneck, newest_first, drop_rate) for i in range(3)))
+
+
+def _block_parts(block: Block) -> BlockParts:
+    return BlockParts(tuple(map(_layer_parts, block)), newest_first=any(layer.newest_first for layer in block))
+
+
+def _layer_parts(layer: Layer) -> LayerParts:
+    modules = (*layer.first, *layer.second) if layer.bottleneck else tuple(layer.second)
+    drop_rate = layer.drop_rate if layer.training else 0.0
+    return LayerParts(layer, *modules, drop_rate=drop_rate, dropout=F.dropout2d)
+
+
+class Consumer(nn.Sequential):
+    """A norm, and what follows it."""
+
+
+CONSUMERS = {
+    "none": lambda: None,
+    "norm": lambda: Consumer(nn.BatchNorm2d(13)),
+    "norm, relu": lambda: Consumer(nn.BatchNorm2d(13), nn.ReLU()),
+    "transition": lambda: Consumer(
+        nn.BatchNorm2d(13), nn.ReLU(), nn.Conv2d(13, 6, 1, bias=False), nn.AvgPool2d(2, stride=2)
+    ),
+    "transition that keeps the size": lambda: Consumer(nn.BatchNorm2d(13), nn.ReLU(), nn.Conv2d(13, 6, 1, bias=False)),
+    "transition with another pooling": lambda: Consumer(
+        nn.BatchNorm2d(13), nn.ReLU(), nn.Conv2d(13, 6, 1, bias=False), nn.MaxPool2d(3, stride=2)
+    ),
+}
+
+
+def _consumer_parts(consumer: Consumer) -> ConsumerParts:
+    norm, *rest = consumer
+    if len(rest) < 2:
+        return ConsumerParts(norm, after=F.relu_ if rest else None)
+    relu, conv, *pool = rest
+    pools = bool(pool) and parts.halves(pool[0])
+    return ConsumerParts(norm, conv, pools, activations=(relu,), after=pool[0] if pool and not pools else None)
+
+
+parts.register_block(Block, _block_parts)
+parts.register_consumer(Consumer, _consumer_parts)
+
+
+def _away_from_neutral(*modules: nn.Module | None) -> list[nn.Module | None]:
+    for module in modules:
+        for name, tensor in [] if module is None else module.double().state_dict().items():
+            if tensor.dim() == 1:
+                tensor.uniform_(0.3, 1.5) if name.endswith("var") else tensor.normal_(0.4, 0.3)
+    return list(modules)
+
+
+def _plain(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
+    features = block(x)
+    return [features] if consumer is None else [consumer(features), features]
+
+
+def _shared(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
+    assert why_not_shared(block, x) is None
+    if consumer is None:
+        return [shared.run(block, x)]
+    assert can_consume(block, consumer)
+    return list(shared.run_with_features(block, x, consumer))
+
+
+def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tuple[float, ...] = (1, 2)) -> None:
+    x, found = torch.randn(3, 4, 7, 6, dtype=torch.double), []
+    models = [(copy.deepcopy(block), copy.deepcopy(consumer), how) for how in (run, _plain)]
+    for model, after, how in models:
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        outputs = how(model, leaf, after)
+        sum(weight * output.square().sum() for weight, output in zip(weights, outputs, strict=False)).backward()
+        found.append([output.detach() for output in outputs[: len(weights)]] + [leaf.grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+    for ours, theirs in zip(models[0][:2], models[1][:2], strict=True):
+        if ours is not None:
+            assert_same_gradients(ours, theirs)
+            assert_same_buffers(ours, theirs)
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("frozen", [False, True, "inside"])
+@pytest.mark.parametrize("bottleneck", [True, False])
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_either_order_of_channels_with_every_consumer_and_a_tap(newest_first, bottleneck, frozen, consumer):
+    block, after = _away_from_neutral(Block(bottleneck, newest_first, drop_rate=0.3), CONSUMERS[consumer]())
+    if frozen == "inside":
+        for layer in block:
+            layer.second[0].eval()
+    else:
+        block.train(not frozen)
+        after is None or after.train(not frozen)
+    if frozen == "inside" and not bottleneck:
+        after is None or after.eval()  # these are the norms that share their statistics with the consumer's
+    _assert_same(_shared, block, after)
+
+
+@pytest.mark.parametrize("consumer", [name for name in CONSUMERS if name != "none"])
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_either_order_without_a_tap(newest_first, consumer):
+    def run(block: nn.Module, x: Tensor, after: nn.Module) -> list[Tensor]:
+        return [shared.run(block, x, after)]
+
+    _assert_same(run, *_away_from_neutral(Block(newest_first=newest_first), CONSUMERS[consumer]()), weights=(1,))
+
+
+def test_what_learns_in_part_with_the_newest_first():
+    block, after = _away_from_neutral(Block(), CONSUMERS["transition"]())
+    for layer in list(block)[:2]:
+        layer.requires_grad_(False)
+    _assert_same(_shared, block, after)
+
+
+def test_a_norm_that_rectifies_under_the_exactly_once_rule(monkeypatch):
+    monkeypatch.setattr(parts, "NORMS", parts.NORMS | {NormAct})
+
+    class Fused(Layer):
+        def __init__(self, channels: int) -> None:
+            super().__init__(channels, bottleneck=True, newest_first=False, drop_rate=0.0)
+            self.first[0], self.second[0] = NormAct(self.first[0].num_features), NormAct(self.second[0].num_features)
+
+    class FusedBlock(Block):
+        def __init__(self) -> None:
+            nn.Sequential.__init__(self, Fused(4), Fused(7))
+
+        def dense_parts(self) -> BlockParts:
+            layers = ((layer, *layer.first, *layer.second) for layer in self)
+            return BlockParts(tuple(LayerParts(*each, activations=(each[1].act, each[3].act)) for each in layers))
+
+    (block,) = _away_from_neutral(convert_batchnorm(FusedBlock()))
+    _assert_same(_shared, block, None)
+    block[1].first[0].act = nn.ELU()
+    reason = why_not_shared(block, torch.randn(2, 4, 5, 5, dtype=torch.double))
+    assert reason == "found a ELU inside a layer, where the shared engine takes ReLU"
+
+
+class Runs:
+    """Put before a block's class, has the engines run it."""
+
+    engine = engines.Engine.SHARED
+
+    def forward(self, x: Tensor) -> Tensor:
+        return engines.run_block(self, x, engines.choose(self, x))
+
+    def run_layers(self, x: Tensor, squeeze) -> Tensor:
+        return super().forward(x)
+
+    def dense_parts(self) -> BlockParts:
+        return _block_parts(self)
+
+
+def _run_by_engines() -> Block:
+    (block,) = _away_from_neutral(Block(drop_rate=0.2))
+    add_mixin(block, Runs)
+    return block
+
+
+@pytest.mark.parametrize("copier", [lambda block: block, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
+def test_a_block_whose_class_was_changed_and_its_copies(copier):
+    block = _run_by_engines()
+    copied = copier(block)
+    plain = copy.deepcopy(block)
+    plain.__class__ = Block
+    x, outputs = torch.randn(3, 4, 6, 5, dtype=torch.double), []
+    for model in (copied, plain):
+        torch.manual_seed(2)
+        outputs.append(model(x))
+        outputs[-1].square().sum().backward()
+    assert type(outputs[0].grad_fn).__name__ == "SharedStageBackward"
+    assert_close(*outputs)
+    assert_same_gradients(copied, plain)
+    assert_same_buffers(copied, plain)
+    assert copied is block or all(p.grad is None for p in block.parameters())
+
+
+def test_a_changed_block_runs_its_own_way_where_no_gradient_is_wanted():
+    block = _run_by_engines()
+    plain = copy.deepcopy(block)
+    plain.__class__ = Block
+    x = torch.randn(3, 4, 6, 5, dtype=torch.double)
+    with torch.no_grad():
+        assert torch.equal(block.eval()(x), plain.eval()(x))
+
+
+class Stranger(nn.Sequential):
+    """Whose parts nobody has told."""
+
+    engine = engines.Engine.SHARED
+
+
+def test_what_is_not_known_is_refused_with_a_reason():
+    x = torch.randn(2, 4, 5, 5, requires_grad=True)
+    assert why_not_shared(Stranger(Layer(4, True, True, 0.0)), x).startswith("found a block of class Stranger")
+    empty = Block()
+    del empty[:]
+    assert why_not_shared(empty, x) == "found a block without layers"
+    with pytest.raises(RuntimeError, match=r"cannot run here: found a block of class Stranger.*use another engine"):
+        engines.choose(Stranger(Layer(4, True, True, 0.0)), x)
+    assert not can_consume(Block(), nn.Sequential(nn.BatchNorm2d(13)))
+    assert parts.consumer_parts(nn.BatchNorm2d(13)) is not None
+    assert parts.consumer_parts(NormAct(13)) is None
+
+
+@pytest.mark.parametrize(
+    ("pool", "expected"),
+    [
+        (nn.AvgPool2d(2), True),
+        (nn.AvgPool2d((2, 2), stride=2), True),
+        (nn.AvgPool2d(2, stride=1), False),
+        (nn.AvgPool2d((2, 3)), False),
+        (nn.AvgPool2d(2, padding=1), False),
+        (nn.AvgPool2d(2, ceil_mode=True), False),
+        (nn.AvgPool2d(2, divisor_override=3), False),
+        (nn.AvgPool3d(2), True),
+        (nn.AvgPool1d(2), True),
+        (nn.AvgPool1d(3), False),
+        (nn.MaxPool2d(2), False),
+    ],
+)
+def test_which_poolings_halve(pool, expected):
+    assert parts.halves(pool) is expected
