@@ -4,7 +4,9 @@ from ._version import __version__
 from .batchnorm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, CpSyncBatchNorm, convert_batchnorm, cp_BatchNorm2d
 from .checkpoint import CheckpointFunction
 from .densenet import DenseBlock, DenseLayer, DenseNet, Transition
+from .features import features
 from .state_dicts import rename_keys
+from .weights import WeightsReport, load_weights, weights_transforms
 from .zoo import (
     create_model,
     densenet121,
@@ -36,6 +38,7 @@ __all__ = [
     "DenseLayer",
     "DenseNet",
     "Transition",
+    "WeightsReport",
     "__version__",
     "convert_batchnorm",
     "cp_BatchNorm2d",
@@ -56,6 +59,9 @@ __all__ = [
     "densenet_bc_100_12",
     "densenet_bc_190_40",
     "densenet_bc_250_24",
+    "features",
     "list_models",
+    "load_weights",
     "rename_keys",
+    "weights_transforms",
 ]

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 
 from .made_classes import add_mixin, remove_mixin
@@ -23,6 +24,8 @@ class UpdatesOnce:
     """Mixin, to stand before a batch norm class: in a recomputation, batch statistics are used but not recorded."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):  # a norm stays one module where torch.fx traces, as torch's own do
+            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
         if not (self.training and self.track_running_stats) or _first_run():
             return super().forward(input)
         # A stand-in with the same parameters whose buffers are copies: `self` stays as other threads see it, and the

@@ -2,11 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from . import engines
 from .checks import check_between, check_choice, check_whole
@@ -22,6 +24,7 @@ from .engines.parts import (
     register_consumer,
 )
 from .engines.plain import Squeeze
+from .features import FeatureInfo, run_rectified
 from .made_classes import original
 
 
@@ -55,7 +58,7 @@ class DenseLayer(nn.Module):
             self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=False)
 
     def forward(self, features: Tensor | Sequence[Tensor], squeeze: Squeeze = plain.squeeze) -> Tensor:
-        features = [features] if isinstance(features, Tensor) else list(features)
+        features = [features] if isinstance(features, (Tensor, Proxy)) else list(features)
         x = squeeze(self, features)
         if self.has_bottleneck:
             x = self.conv2(self.relu2(self.norm2(x)))
@@ -146,18 +149,59 @@ register_consumer(Transition, _transition_parts)
 
 
 class Features(nn.Sequential):
-    """Stem, blocks, transitions and the last norm in turn; a block runs together with what consumes it where it can."""
+    """Stem, blocks, transitions and the last norm in turn; a block runs together with what consumes it where it can.
 
-    def forward(self, x: Tensor) -> Tensor:
-        modules = list(self)
-        while modules:
-            module = modules.pop(0)
-            if modules and isinstance(module, DenseBlock) and type(module).forward is DenseBlock.forward:
-                x, consumed = engines.run_stage(module, modules[0], x)
-                modules = modules[consumed:]
+    Gives the last one's output, or those of the modules in it that `tapped` names.
+    """
+
+    def __init__(self, modules: OrderedDict[str, nn.Module], tapped: Sequence[str] = ()) -> None:
+        super().__init__(modules)
+        self.tapped = tuple(tapped)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        maps: dict[str, Tensor] = {}
+        following = list(self._modules.items())
+        while following:
+            (name, module), *following = following
+            if following and isinstance(module, DenseBlock) and type(module).forward is DenseBlock.forward:
+                x, consumed = self._stage(name, module, *following[0], x, maps)
+                following = following[consumed:]
             else:
                 x = module(x)
-        return x
+                if name in self.tapped:
+                    maps[name] = x
+        if "norm5" in maps:
+            maps["norm5"] = F.relu(maps["norm5"])
+        return tuple(maps[name] for name in self.tapped) if self.tapped else x
+
+    def _stage(
+        self, name: str, block: DenseBlock, after: str, consumer: nn.Module, x: Tensor, maps: dict[str, Tensor]
+    ) -> tuple[Tensor, int]:
+        """What `block` gives, or what follows on it does, and how many modules beside it have run."""
+        if f"{after}.relu" in self.tapped:
+            x, maps[f"{after}.relu"] = run_rectified(block, consumer, x)
+        elif name in self.tapped:
+            x, maps[name] = engines.run_tapped(block, consumer, x)
+        else:
+            x, consumed = engines.run_stage(block, consumer, x)
+            if not consumed:
+                return x, 0
+        if after in self.tapped:
+            maps[after] = x
+        return x, 1
+
+    def handing_out(self, info: FeatureInfo) -> "Features":
+        """The same modules, up to the last that `info` names."""
+        names = [name.removeprefix("features.") for name in info.module_name()]
+        last, *inside = info.module_name(max(info.out_indices)).removeprefix("features.").split(".")
+        kept = OrderedDict(list(self._modules.items())[: list(self._modules).index(last) + 1])
+        if inside:
+            transition = kept[last]
+            kept[last] = nn.Sequential(OrderedDict(norm=transition.norm, relu=transition.relu))
+            kept[last].training = transition.training
+        handing_out = Features(kept, names)
+        handing_out.training = self.training  # and not that of what is inside, which may differ
+        return handing_out
 
 
 class DenseNet(nn.Module):
@@ -180,6 +224,10 @@ class DenseNet(nn.Module):
         keep_bottleneck: True for the shared engine to keep each layer's bottleneck rather than make it again: twice the
             memory, a sixth less time. A layer's own attribute of this name can be set at any time.
         dims: 1 for signals (N, channels, length), 2 for pictures, 3 for volumes (N, channels, depth, height, width).
+        output_stride: how many pixels of the input, at most, one of the last map stands for. The transitions beyond it
+            do not pool, and the 3×3 convolutions after them are dilated.
+        features_only: True for a backbone: the model gives a tuple of maps, and has no classifier.
+        out_indices, maps: which maps, as `features` takes them.
     """
 
     def __init__(
@@ -199,6 +247,10 @@ class DenseNet(nn.Module):
         memory_efficient: bool | str | None = None,
         keep_bottleneck: bool = False,
         dims: int = 2,
+        output_stride: int | None = None,
+        features_only: bool = False,
+        out_indices: int | Sequence[int] | None = None,
+        maps: str = "timm",
     ) -> None:
         super().__init__()
         modules = modules_for(dims)
@@ -216,29 +268,108 @@ class DenseNet(nn.Module):
             in_channels,
             init,
         )
-        self.in_channels, self.dims = in_channels, dims
-        self.smallest_input = _smallest_input(len(block_config), small_inputs)
+        self.in_channels, self.num_classes, self.small_inputs = in_channels, num_classes, small_inputs
+        self.dims = dims
+        strides = _strides(len(block_config), small_inputs, output_stride)
         self.features = Features(_stem(in_channels, num_init_features, small_inputs, modules))
         channels = num_init_features
+        info = [_info(channels, 1 if small_inputs else 2, "conv0" if small_inputs else "relu0")]
         for i, num_layers in enumerate(block_config, start=1):
             block = DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, efficient, keep_bottleneck, dims)
             self.features.add_module(f"denseblock{i}", block)
             channels += num_layers * growth_rate
+            info.append(_info(channels, strides[i - 1], f"denseblock{i}"))
             if i < len(block_config):
                 compressed = max(int(channels * compression), 1)
                 self.features.add_module(f"transition{i}", Transition(channels, compressed, dims))
                 channels = compressed
         self.features.add_module("norm5", modules.Norm(channels))
+        info[-1] = _info(channels, strides[-1], "norm5")
+        self.feature_info = FeatureInfo(info, range(len(info)))
         self.num_features = channels
         self.classifier = nn.Linear(channels, num_classes) if num_classes else nn.Identity()
         self._initialise(init)
+        if output_stride is not None:
+            _dilate(self.features, strides)
+        if features_only:
+            self._hand_out(out_indices, maps)
+        elif out_indices is not None:
+            raise ValueError(f"out_indices is {out_indices!r}, but only a model with features_only=True hands out maps")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         self._check_input(x)
-        # Not in place: a backward hook on the last norm (Grad-CAM) makes its output a view that must not be written.
-        x = F.relu(self.features(x))
+        if self.features_only:
+            return self.features(x)
+        return self.forward_head(self._rectified_features(x))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """The last map, normalised and rectified, before it is pooled."""
+        self._refuse_backbone("forward_features")
+        self._check_input(x)
+        return self._rectified_features(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """What the classifier makes of the last map; with `pre_logits`, what it is given."""
+        self._refuse_backbone("forward_head")
         x = modules_for(self.dims).adaptive_avg_pool(x, 1).flatten(1)
-        return self.classifier(x)
+        return x if pre_logits else self.classifier(x)
+
+    def _rectified_features(self, x: Tensor) -> Tensor:
+        # Not in place: a backward hook on the last norm (Grad-CAM) makes its output a view that must not be written.
+        return F.relu(self.features(x))
+
+    @property
+    def features_only(self) -> bool:
+        return bool(self.features.tapped)
+
+    @property
+    def smallest_input(self) -> int:
+        """The least height and width that leave a pixel to the last map.
+
+        A transition halves rounding down; the ImageNet stem halves twice rounding up.
+        """
+        reduction = max(self.feature_info.reduction())
+        return reduction if self.small_inputs else max(reduction - 3, 1)
+
+    def as_backbone(self, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> "DenseNet":
+        """Another model, of the same modules, that gives these maps; see `features`."""
+        self._refuse_backbone("as_backbone")
+        backbone = type(self).__new__(type(self))
+        nn.Module.__init__(backbone)  # with hooks and a list of parts of its own
+        own = vars(backbone)
+        own |= {name: value for name, value in vars(self).items() if name not in own} | {"training": self.training}
+        backbone.features = self.features
+        backbone._hand_out(out_indices, maps)
+        return backbone
+
+    def _hand_out(self, out_indices: int | Sequence[int] | None, maps: str) -> None:
+        self.feature_info = self.feature_info.of_maps(out_indices, maps)
+        self.features = self.features.handing_out(self.feature_info)
+        self.num_classes, self.num_features = 0, self.feature_info.channels(max(self.feature_info.out_indices))
+        self._modules.pop("classifier", None)
+
+    def get_classifier(self) -> nn.Module:
+        self._refuse_backbone("get_classifier")
+        return self.classifier
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Put a new classifier in the place of the old one; 0 for none, so that the model gives pooled features."""
+        self._refuse_backbone("reset_classifier")
+        check_whole("num_classes", num_classes, at_least=0)
+        like = self.features.norm5.weight
+        self.num_classes, self.classifier = num_classes, nn.Identity()
+        if num_classes:
+            self.classifier = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            nn.init.zeros_(self.classifier.bias)
+        self.classifier.train(self.training)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """timm's word for running the best engine, or plain."""
+        self.set_engine(enable)
+
+    def _refuse_backbone(self, asked: str) -> None:
+        if self.features_only:
+            raise RuntimeError(f"{asked} needs a whole model, but this one has features_only: call it for its maps")
 
     def set_engine(self, efficient: bool | str) -> "DenseNet":
         """Run every dense block by this engine from now on; nothing else about the model changes."""
@@ -261,7 +392,7 @@ class DenseNet(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def _check_input(self, x: Tensor) -> None:
-        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+        if torch.jit.is_tracing() or torch.compiler.is_compiling() or isinstance(x, Proxy):
             return  # A tracer would take the sizes it is shown for the only ones allowed.
         if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
             sides = ", ".join(modules_for(self.dims).sides)
@@ -289,13 +420,30 @@ def _stem(
     )
 
 
-def _smallest_input(num_blocks: int, small_inputs: bool) -> int:
-    """The least size of each side that leaves one pixel to the last block.
+def _info(channels: int, reduction: int, module: str) -> dict[str, Any]:
+    return {"num_chs": channels, "reduction": reduction, "module": f"features.{module}"}
 
-    A transition halves rounding down; the ImageNet stem halves twice rounding up.
-    """
-    before_first_block = 2 ** (num_blocks - 1)
-    return before_first_block if small_inputs else 4 * (before_first_block - 1) + 1
+
+def _strides(num_blocks: int, small_inputs: bool, output_stride: int | None) -> list[int]:
+    """How many pixels of the input one of each block's stands for."""
+    strides = [(1 if small_inputs else 4) * 2**i for i in range(num_blocks)]
+    if output_stride is None:
+        return strides
+    check_choice("output_stride", output_stride, strides)
+    return [min(stride, output_stride) for stride in strides]
+
+
+def _dilate(features: Features, strides: Sequence[int]) -> None:
+    """Where a block's stride is not twice that of the block before, the transition between does not pool, and
+    convolutions from there on reach as much further."""
+    dilation = 1
+    for i, (before, after) in enumerate(pairwise(strides), start=1):
+        if after == before:
+            features.get_submodule(f"transition{i}").pool = nn.Identity()
+            dilation *= 2
+        for module in features.get_submodule(f"denseblock{i + 1}").modules():
+            if isinstance(module, CONVOLUTIONS) and set(module.kernel_size) == {3}:
+                module.dilation = module.padding = (dilation,) * len(module.kernel_size)
 
 
 def _check_arguments(

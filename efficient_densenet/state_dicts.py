@@ -1,26 +1,84 @@
 """Reading the key layouts of other libraries and of older versions."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+_WRAPPERS = r"module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
 _RENAMES = (
-    (r"^(?:module\.|_orig_mod\.)+", ""),  # nn.DataParallel, torch.compile
+    (rf"(?:(?<=^)|(?<=\.))(?:{_WRAPPERS})\.", ""),  # nn.DataParallel, torch.compile, sharding, wherever they wrapped
+    (r"^model\.(?=features\.|class)", ""),  # a Lightning module's
+    (r"^features_(?=conv|norm|denseblock|transition)", "features."),  # timm with features_only
     (r"^features\.norm_final\.", "features.norm5."),  # gpleiss/efficient_densenet_pytorch
     (r"\.(norm|relu|conv)\.([12])\.", r".\1\2."),  # torchvision before 0.3: denselayer1.norm.1.weight
+    (r"(\.denselayer\d+)\.layers\.", r"\1."),  # MONAI
+    (r"^class_layers\.out\.", "classifier."),
 )
+
+_KERAS_VARIABLES = {
+    "kernel": "weight",
+    "gamma": "weight",
+    "beta": "bias",
+    "moving_mean": "running_mean",
+    "moving_variance": "running_var",
+}
+_KERAS_KEY = re.compile(
+    rf"(.+)[/._]({'|'.join(_KERAS_VARIABLES)}|weight|bias|running_mean|running_var|num_batches_tracked)(?::0)?"
+)
+_IN_A_LAYER = {"0_bn": "norm1", "1_conv": "conv1", "1_bn": "norm2", "2_conv": "conv2"}
 
 
 def rename_keys(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under this package's names, which are torchvision's; names already right stay as they are."""
-    renamed: dict[str, Tensor] = {}
+    names = new_names(state_dict)
+    return {names[key]: tensor for key, tensor in state_dict.items()}
+
+
+def new_names(keys: Iterable[str]) -> dict[str, str]:
+    """This package's name for each key of any of the layouts."""
+    names: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for key, tensor in state_dict.items():
-        name = key
-        for pattern, replacement in _RENAMES:
-            name = re.sub(pattern, replacement, name)
-        if name in renamed:
+    for key in keys:
+        name = _new_name(key)
+        if name in sources:
             raise ValueError(f"found both {sources[name]!r} and {key!r}, which are the same tensor {name!r}: drop one")
-        renamed[name], sources[name] = tensor, key
-    return renamed
+        names[key], sources[name] = name, key
+    return names
+
+
+def is_keras_kernel(key: str) -> bool:
+    """Whether this is a convolution or a matrix in Keras's own layout: height × width × in × out, in × out."""
+    return re.search(r"[/._]kernel(?::0)?$", key) is not None
+
+
+def _new_name(key: str) -> str:
+    name = key
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return _from_keras(name) or name
+
+
+def _from_keras(key: str) -> str | None:
+    """The name for a variable of a layer of keras.applications: `conv2_block1_0_bn/gamma`."""
+    parts = _KERAS_KEY.fullmatch(key)
+    if parts is None:
+        return None
+    module = _keras_layer(re.sub(r"[/.]", "_", parts[1]))
+    return module and f"{module}.{_KERAS_VARIABLES.get(parts[2], parts[2])}"
+
+
+def _keras_layer(layer: str) -> str | None:
+    half = len(layer) // 2
+    if layer[:half] == layer[half + 1 :]:  # a group and its variables, as HDF5 files have them: bn/bn/gamma:0
+        layer = layer[:half]
+    if layer in ("conv1_conv", "conv1_bn"):
+        return "features.conv0" if layer == "conv1_conv" else "features.norm0"
+    if found := re.fullmatch(r"conv(\d+)_block(\d+)_([012]_(?:bn|conv))", layer):
+        part = _IN_A_LAYER.get(found[3])
+        return part and f"features.denseblock{int(found[1]) - 1}.denselayer{found[2]}.{part}"
+    if found := re.fullmatch(r"pool(\d+)_(bn|conv)", layer):
+        return f"features.transition{int(found[1]) - 1}.{'norm' if found[2] == 'bn' else 'conv'}"
+    if layer == "bn":
+        return "features.norm5"
+    return "classifier" if re.fullmatch(r"predictions|fc\d*", layer) else None

@@ -5,7 +5,10 @@ import fnmatch
 import inspect
 from typing import Any
 
+import torch
+
 from .densenet import DenseNet
+from .weights import load_published, published
 
 _CIFAR = {"compression": 0.5, "bn_size": 4, "small_inputs": True, "num_classes": 10}
 _CIFAR_BASIC = _CIFAR | {"compression": 1.0, "bn_size": 0, "num_init_features": 16}
@@ -38,8 +41,16 @@ def list_models(pattern: str = "*") -> list[str]:
     return fnmatch.filter(VARIANTS, pattern)
 
 
-def create_model(name: str, **overrides: Any) -> DenseNet:
-    """Build the variant called `name`; `overrides` are arguments of `DenseNet` that take the place of the variant's."""
+def create_model(name: str, *, weights: Any = None, adapt_input: str | None = None, **overrides: Any) -> DenseNet:
+    """Build the variant called `name`.
+
+    Args:
+        name: one of `list_models()`.
+        weights: published ones from torchvision, by their name there ("DEFAULT", "IMAGENET1K_V1") or as its entry. With
+            another number of classes the classifier is left as it starts; `model.weights_report` tells.
+        adapt_input: for `weights` and other than three `in_channels`, as `load_weights` takes it.
+        overrides: arguments of `DenseNet` that take the place of the variant's.
+    """
     if name not in VARIANTS:
         near = difflib.get_close_matches(str(name), VARIANTS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -48,7 +59,22 @@ def create_model(name: str, **overrides: Any) -> DenseNet:
     unknown = [key for key in overrides if key not in allowed]
     if unknown:
         raise TypeError(f"unknown argument {unknown[0]!r} for {name}: DenseNet takes {', '.join(allowed)}")
-    return DenseNet(**(VARIANTS[name] | overrides))
+    if weights is not None:
+        published(name, weights)  # a wrong name is told before anything is built
+    model = DenseNet(**(VARIANTS[name] | overrides))
+    if weights is not None:
+        model.weights_report = load_published(model, name, weights, _unused(model, name), adapt_input)
+    return model
+
+
+def _unused(model: DenseNet, name: str) -> list[str]:
+    """What a file for the whole variant holds beyond this model: another classifier, and what a backbone has not."""
+    usual = model.num_classes == VARIANTS[name]["num_classes"]
+    if not model.features_only:
+        return [] if usual else ["classifier"]
+    with torch.device("meta"):
+        whole = create_model(name)
+    return sorted(whole.state_dict().keys() - model.state_dict().keys())
 
 
 def densenet_40_12(**overrides: Any) -> DenseNet:

@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 
 from ..checkpoint.parameters import parameters_of
 from ..torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
@@ -70,9 +71,17 @@ def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor,
     return block(x), 0
 
 
+def run_tapped(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of `consumer` on that of `block`, and the latter."""
+    if not is_watched(block) and choose(block, x) is Engine.SHARED and can_consume(block, consumer):
+        return shared.run_with_features(block, x, consumer)
+    features = block(x)
+    return consumer(features), features
+
+
 def choose(block: nn.Module, x: Tensor) -> Engine:
     """The engine to run `block` by on `x` now."""
-    if is_exporting(block.training):
+    if isinstance(x, Proxy) or is_exporting(block.training):
         return Engine.PLAIN
     if torch.compiler.is_compiling():
         # Compilers know torch's own checkpointing, and no autograd of ours.

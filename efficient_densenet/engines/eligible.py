@@ -163,10 +163,12 @@ def _dims(conv: nn.Module) -> int:
 
 def _is_usual(conv: nn.Module, kernel: int) -> bool:
     """Whether this is a convolution as DenseNets have it: it keeps the size, and has no bias."""
+    dilation = conv.dilation[0]
     return (
         set(conv.kernel_size) == {kernel}
-        and conv.padding == (kernel // 2,) * _dims(conv)
-        and set(conv.stride + conv.dilation) == {1}
+        and conv.padding == (kernel // 2 * dilation,) * _dims(conv)
+        and set(conv.dilation) == {dilation}
+        and set(conv.stride) == {1}
         and conv.groups == 1
         and conv.bias is None
         and conv.padding_mode == "zeros"

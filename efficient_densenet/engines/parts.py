@@ -43,6 +43,11 @@ class LayerParts:
         return self.conv1 if self.conv2 is None else self.conv2
 
     @property
+    def dilation(self) -> int:
+        """How far apart the pixels are that it reads."""
+        return self.last.dilation[0]
+
+    @property
     def norms(self) -> tuple[nn.Module, ...]:
         return (self.norm1,) if self.norm2 is None else (self.norm1, self.norm2)
 

@@ -158,7 +158,7 @@ class Forward:
         if bottleneck:
             made = self._bottleneck(i, read, kernel1.flatten(1), *bottleneck)
         else:
-            made = self.kernels.convolved(read, kernel1, self.shape)
+            made = self.kernels.convolved(read, kernel1, self.shape, self.stage.layers[i].dilation)
         if self.stage.layers[i].drop_rate:
             noise = self._noise(made, self.stage.layers[i])
             self.kept.append(noise != 0)
@@ -181,7 +181,8 @@ class Forward:
         inside = self._keep(mean, inverse, weight2, bias2)
         if keep:
             self.kept.append(squeeze.out)
-        return self.kernels.convolved(inside.read(squeeze.out), kernel2.to(self.stage.dtype), self.shape)
+        dilation = self.stage.layers[i].dilation
+        return self.kernels.convolved(inside.read(squeeze.out), kernel2.to(self.stage.dtype), self.shape, dilation)
 
     def _noise(self, made: Tensor, layer: LayerParts) -> Tensor:
         """Dropout's, drawn as the plain layer draws it, so that the random stream is the same."""
@@ -279,9 +280,8 @@ class Backward:
         if not bottleneck:
             norm1 = self._map(weight1, bias1)
             read = self.statistics.read(norm1)
-            self._finish(
-                place, norm1, *self.kernels.convolved_gradients(grad, read, kernel1, self._into(norm1), self.shape)
-            )
+            convolution = kernel1, self._into(norm1), self.shape, self.stage.layers[i].dilation
+            self._finish(place, norm1, *self.kernels.convolved_gradients(grad, read, *convolution))
             return
         made = self.kept.pop() if self.stage.layers[i].keep_bottleneck else None
         norm2 = self._kept_map(*bottleneck[:2])
@@ -315,7 +315,8 @@ class Backward:
         frozen = self.stage.frozen_inside[i]
         pending = scratch.take("pending", made.shape, made.dtype, made.device)
         into = Into(norm.share(frozen), pending, first=True)
-        of_kernel, *sums = self.kernels.convolved_gradients(grad, norm.read(made), kernel, into, self.shape)
+        convolution = kernel, into, self.shape, self.stage.layers[i].dilation
+        of_kernel, *sums = self.kernels.convolved_gradients(grad, norm.read(made), *convolution)
         norm.take(*sums)
         stop = self.stage.places[i].stop
         self.grads[stop - 3 : stop] = norm.of_weight, norm.of_bias, of_kernel

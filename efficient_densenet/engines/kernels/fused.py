@@ -92,12 +92,14 @@ def _squeezed_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into) ->
     return weight_parts.sum(0), sums[0], sums[1]
 
 
-def convolved(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
-    return _convolved(read, weight, shape, side=1)
+def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    return _convolved(read, weight, shape, 1, dilation)
 
 
-def convolved_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
-    return _convolved_gradients(grad, read, weight, into, shape, side=1)
+def convolved_gradients(
+    grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, dilation: int = 1
+) -> Gradients:
+    return _convolved_gradients(grad, read, weight, into, shape, 1, dilation)
 
 
 def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -149,25 +151,25 @@ def _combined(parts: Tensor, block_rows: int, num_rows: int) -> tuple[Tensor, Te
     return found[0], found[1]
 
 
-def _convolved(read: Read, weight: Tensor, shape: torch.Size, side: int) -> Tensor:
+def _convolved(read: Read, weight: Tensor, shape: torch.Size, side: int, dilation: int = 1) -> Tensor:
     """cuDNN's convolution of the activation, or of its means over side × side pixels."""
-    padding = weight.shape[-1] // 2
+    reach = {"padding": weight.shape[-1] // 2 * dilation, "dilation": dilation}
     parts, convolve = _activations(read, weight.dtype, shape, side), portable.CONVOLVE[len(shape) - 1]
-    made = [rows(convolve(activation, weight, padding=padding)) for _, _, activation in parts]
+    made = [rows(convolve(activation, weight, **reach)) for _, _, activation in parts]
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _convolved_gradients(
-    grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, side: int
+    grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, side: int, dilation: int = 1
 ) -> Gradients:
     of_weight = torch.zeros_like(weight, dtype=torch.float32)
     sums = into.share.new_zeros(2, len(into.share))
-    padding = [size // 2 for size in weight.shape[2:]]
-    ones, zeros = [1] * len(padding), [0] * len(padding)
+    padding = [size // 2 * dilation for size in weight.shape[2:]]
+    ones, zeros, reach = ([size] * len(padding) for size in (1, 0, dilation))
     for tile, made_tile, activation in _activations(read, weight.dtype, shape, side):
         of_made = grad[made_tile].unflatten(0, (len(activation), *activation.shape[2:])).movedim(-1, 1)
         gradient, part, _ = torch.ops.aten.convolution_backward(
-            *(of_made, activation, weight, None, ones, padding, ones, False, zeros, 1, [True, True, False])
+            *(of_made, activation, weight, None, ones, padding, reach, False, zeros, 1, [True, True, False])
         )
         of_weight += part
         here, part_shape = read._replace(values=read.values[tile]), torch.Size([len(activation), *shape[1:]])

@@ -139,23 +139,25 @@ def squeezed_gradients(
     return totals
 
 
-def convolved(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
-    """A 3×3 convolution."""
+def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    """A 3×3 convolution that keeps the size."""
     convolve = CONVOLVE[len(shape) - 1]
     parts = [
-        rows(convolve(_part(activation, shape), weight, padding=1))
+        rows(convolve(_part(activation, shape), weight, padding=dilation, dilation=dilation))
         for _, activation, _ in _rectified(read, weight.dtype, shape[1:].numel())
     ]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def convolved_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
+def convolved_gradients(
+    grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, dilation: int = 1
+) -> Gradients:
     totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
-        ones, zeros = [1] * (len(shape) - 1), [0] * (len(shape) - 1)
+        ones, zeros, reach = ([size] * (len(shape) - 1) for size in (1, 0, dilation))
         gradient, of_weight, _ = torch.ops.aten.convolution_backward(
             *(_part(grad[tile], shape), _part(activation, shape), weight),
-            *(None, ones, ones, ones, False, zeros, 1, [True, True, False]),
+            *(None, ones, reach, reach, False, zeros, 1, [True, True, False]),
         )
         sums = _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), wide)
         totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)

@@ -1,0 +1,126 @@
+"""A DenseNet as a backbone: which maps it hands out, what is known of them, and how one is taken from inside a stage.
+
+Maps are numbered as timm numbers them: 0 is the stem's before its pooling, then one for each dense block.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import engines
+from .checks import check_choice
+from .engines.eligible import is_watched
+
+MAPS = ("timm", "raw", "normalised_rectified")
+"""What is handed out of a dense block: `raw`, its output; `normalised_rectified`, that after the norm and the ReLU that
+follow it; `timm`, as timm does: raw, but the last normalised and rectified."""
+
+
+class FeatureInfo:
+    """What is known of each map, as timm's class of this name tells it: `channels()`, `reduction()`, `module_name()`.
+
+    They speak of the maps of `out_indices`; given an index or several, of those.
+    """
+
+    def __init__(self, info: Sequence[dict[str, Any]], out_indices: Sequence[int]) -> None:
+        self.info, self.out_indices = [dict(entry) for entry in info], tuple(out_indices)
+
+    def channels(self, idx: int | Sequence[int] | None = None) -> Any:
+        return self.get("num_chs", idx)
+
+    def reduction(self, idx: int | Sequence[int] | None = None) -> Any:
+        return self.get("reduction", idx)
+
+    def module_name(self, idx: int | Sequence[int] | None = None) -> Any:
+        return self.get("module", idx)
+
+    def get(self, key: str, idx: int | Sequence[int] | None = None) -> Any:
+        if isinstance(idx, int):
+            return self.info[idx][key]
+        return [self.info[i][key] for i in (self.out_indices if idx is None else idx)]
+
+    def get_dicts(self, keys: Sequence[str] | None = None, idx: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        chosen = [self.info[i] for i in (self.out_indices if idx is None else idx)]
+        return [{key: entry[key] for key in keys or entry} for entry in chosen]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.info[index]
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+    def of_maps(self, out_indices: int | Sequence[int] | None, maps: str) -> "FeatureInfo":
+        """The same, of a backbone that hands out these."""
+        check_choice("maps", maps, MAPS)
+        blocks = range(1, len(self))
+        names = {i: f"denseblock{i}" for i in blocks}
+        if maps == "normalised_rectified":
+            names |= {i: f"transition{i}.relu" for i in blocks}
+        if maps != "raw":
+            names[len(self) - 1] = "norm5"
+        info = [entry | ({"module": f"features.{names[i]}"} if i in names else {}) for i, entry in enumerate(self.info)]
+        return FeatureInfo(info, _indices(out_indices, len(self)))
+
+
+def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> nn.Module:
+    """`model` as a backbone, made of the same modules: it gives a tuple of the maps of `out_indices`.
+
+    Args:
+        model: a `DenseNet`, which stays what it is. The two share their parameters, training mode and engine.
+        out_indices: 0 for the stem's map, then one for each block, negative from the end; a number for the last so
+            many; all by default.
+        maps: "raw" for the blocks' outputs; "normalised_rectified" for those after the norm and ReLU that follow;
+            "timm" for timm's, which are raw but for the last.
+    """
+    if not hasattr(model, "as_backbone"):
+        raise TypeError(
+            f"found a {type(model).__name__}, but features takes a DenseNet of this package: for another library's, "
+            "use its own features or torchvision.models.feature_extraction"
+        )
+    return model.as_backbone(out_indices, maps=maps)
+
+
+def _indices(given: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
+    if given is None or (isinstance(given, int) and 0 < given <= count):
+        return tuple(range(count))[-(given or count) :]
+    found = [] if isinstance(given, int) else list(given)
+    if found and all(isinstance(i, int) and -count <= i < count for i in found):
+        resolved = tuple(i % count for i in found)
+        if len(set(resolved)) == len(resolved):
+            return resolved
+    raise ValueError(
+        f"out_indices is {given!r}, but must be some of 0 to {count - 1}, each once, or the number of the last ones"
+    )
+
+
+def run_rectified(block: nn.Module, transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of `transition` on that of `block`, and what its ReLU gives."""
+    if is_watched(transition):
+        return _run_watched(transition, block(x))
+    x, normalised = engines.run_stage(block, transition.norm, x)
+    found = transition.relu(x if normalised else transition.norm(x))
+    rest = list(transition)[2:]
+    if normalised and not any(map(is_watched, rest)):
+        rest.reverse()  # pooling commutes with a 1×1 convolution, and leaves it a quarter of the pixels
+    x = found
+    for module in rest:
+        x = module(x)
+    return x, found
+
+
+def _run_watched(transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Called as a whole, for the hooks on it. They see a copy of the module, which notes what its ReLU gives."""
+    found = []
+
+    def forward(x: Tensor) -> Tensor:
+        for module in transition:
+            x = module(x)
+            if module is transition.relu:
+                found.append(x)
+        return x
+
+    stand_in = copy.copy(transition)
+    stand_in.forward = forward
+    return stand_in(x), found[0]

@@ -1,0 +1,453 @@
+"""Weights of every layout go in with the numbers they had, and what does not fit is refused as a whole."""
+
+import copy
+import os
+import sys
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from helpers import assert_close, picture, small_model
+from torch import Tensor, nn
+
+from efficient_densenet import DenseNet, create_model, densenet121, load_weights, weights_transforms
+
+IN_KERAS = {"norm1": "0_bn", "conv1": "1_conv", "norm2": "1_bn", "conv2": "2_conv"}
+KERAS_VARIABLES = {"bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
+
+
+def _keras_name(key: str, sep: str) -> str | None:
+    """As keras.applications names the variable: its layer's name, a slash and its own."""
+    *modules, kind = key.removeprefix("features.").split(".")
+    is_norm = any("norm" in module for module in modules)
+    variable = {**KERAS_VARIABLES, "weight": "gamma"}.get(kind) if is_norm else {"weight": "kernel"}.get(kind, kind)
+    if variable is None:
+        return None  # Keras counts no batches
+    block = modules[0].removeprefix("denseblock").removeprefix("transition")
+    if modules[0].startswith("denseblock"):
+        layer = f"conv{int(block) + 1}_block{modules[1].removeprefix('denselayer')}_{IN_KERAS[modules[2]]}"
+    elif modules[0].startswith("transition"):
+        layer = f"pool{int(block) + 1}_{'bn' if is_norm else 'conv'}"
+    else:
+        layer = {"conv0": "conv1_conv", "norm0": "conv1_bn", "norm5": "bn", "classifier": "predictions"}[modules[0]]
+    return f"{layer}{sep}{variable}"
+
+
+def _as_keras(state: dict[str, Tensor], sep: str, suffix: str = "", torch_s: bool = False) -> dict[str, np.ndarray]:
+    found = {}
+    for key, tensor in state.items():
+        name = _keras_name(key, sep)
+        if name is None:
+            continue
+        if torch_s:
+            name = name.rpartition(sep)[0] + sep + key.rpartition(".")[2]
+        elif name.endswith("kernel"):
+            tensor = tensor.permute(2, 3, 1, 0) if tensor.dim() == 4 else tensor.t()
+        found[name + suffix] = tensor.numpy().copy()
+    return found
+
+
+def _renamed(*pairs):
+    def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for key, tensor in state.items():
+            for old, new in pairs:
+                key = key.replace(old, new)
+            found[key] = tensor
+        return found
+
+    return rename
+
+
+LAYOUTS = {
+    "ours": dict,
+    "old torchvision": _renamed(("norm1", "norm.1"), ("norm2", "norm.2"), ("conv1", "conv.1"), ("conv2", "conv.2")),
+    "without counts": lambda state: {k: v for k, v in state.items() if "num_batches" not in k},
+    "timm's features_only": _renamed(("features.", "features_")),
+    "MONAI": _renamed(
+        *((f".denselayer{i}.", f".denselayer{i}.layers.") for i in (1, 2)), ("classifier", "class_layers.out")
+    ),
+    "gpleiss": _renamed(("norm5", "norm_final")),
+    "DataParallel": lambda state: {f"module.{k}": v for k, v in state.items()},
+    "compiled DataParallel": lambda state: {f"_orig_mod.module.{k}": v for k, v in state.items()},
+    "a compiled block": _renamed(("denseblock1.", "denseblock1._orig_mod.")),
+    "Lightning": lambda state: {"state_dict": {f"model.{k}": v for k, v in state.items()}, "epoch": 3},
+    "state_dict": lambda state: {"state_dict": state, "loss": torch.ones(())},
+    "model": lambda state: {"model": state, "optimizer": {"state": {0: torch.ones(3)}}},
+    "model_state": lambda state: {"model_state": state},
+    "a run of the demos": lambda state: {"model": {"depth": 3}, "state": {"model": state, "optimizer": {}}},
+    "Keras": lambda state: _as_keras(state, "/"),
+    "Keras with dots and torch's tensors": lambda state: _as_keras(state, ".", torch_s=True),
+    "Keras with underscores": lambda state: _as_keras(state, "_"),
+    "Keras 2": lambda state: {
+        k.replace("conv1_conv/", "conv1/conv/").replace("conv1_bn/", "conv1/bn/").replace("predictions", "fc1000"): v
+        for k, v in _as_keras(state, "/", ":0").items()
+    },
+    "Keras's HDF5": lambda state: {f"{k.rpartition('/')[0]}/{k}": v for k, v in _as_keras(state, "/", ":0").items()},
+}
+WITHOUT_COUNTS = {name for name in LAYOUTS if "Keras" in name} | {"without counts"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_loads_and_computes_the_same(layout):
+    source, ours = _trained("imagenet"), small_model("imagenet")
+    state = source.state_dict()
+    foreign = LAYOUTS[layout](state)
+    report = load_weights(ours, foreign)
+    counts = {name for name in state if name.endswith("num_batches_tracked")}
+    expected_kept = counts if layout in WITHOUT_COUNTS else set()
+    for name, tensor in ours.state_dict().items():
+        if name not in expected_kept:
+            assert torch.equal(tensor, state[name]), name
+    x = picture("imagenet", batch=2)
+    assert_close(ours.eval()(x), source.eval()(x))
+    assert len(report.used) == len(state) - len(expected_kept)
+    assert set(report.kept) == expected_kept
+    assert not report.skipped
+    assert not report.adapted
+    assert set(report.renamed) == set(report.used) - set(state)
+    assert set(report.renamed.values()) <= set(state)
+    assert str(report).startswith(f"{len(report.used)} tensors used, {len(report.renamed)} of them by another name")
+
+
+def _trained(family: str, **overrides) -> DenseNet:
+    """With statistics and counts that no new model has."""
+    model = small_model(family, efficient=False, **overrides)
+    with torch.no_grad():
+        model(picture(family, batch=2))
+    return model
+
+
+WORDS = {"growth_rate": 4, "block_config": (1, 2, 1, 1), "num_classes": 5}
+
+
+def _their_models():
+    def monai():
+        nets = pytest.importorskip("monai.networks.nets")
+        words = {"growth_rate": 4, "block_config": (1, 2, 1, 1)}
+        return nets.DenseNet(spatial_dims=2, in_channels=3, out_channels=5, init_features=8, **words)
+
+    def timm():
+        return pytest.importorskip("timm").create_model("densenet121", pretrained=False, **WORDS)
+
+    return {
+        "torchvision": lambda: torchvision.models.DenseNet(num_init_features=8, **WORDS),
+        "timm": timm,
+        "MONAI": monai,
+    }
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("library", ["torchvision", "timm", "MONAI"])
+def test_the_libraries_own_models_there_and_back(library):
+    theirs = _their_models()[library]().double()
+    for norm in (m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)):
+        for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+            nn.init.uniform_(tensor, 0.5, 1.5)
+    ours = create_model("densenet121", num_init_features=8, **WORDS).double()
+    load_weights(ours, theirs.state_dict())
+    x = picture("imagenet", batch=2)
+    expected = theirs.eval()(x)
+    assert_close(ours.eval()(x), expected)
+    for tensor in theirs.state_dict().values():
+        tensor.zero_()
+    report = load_weights(theirs, ours.state_dict())
+    assert_close(theirs(x), expected)
+    assert set(report.renamed.values()) == set(theirs.state_dict()) - set(ours.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_keras_s_own_model(monkeypatch):
+    monkeypatch.setitem(os.environ, "KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    theirs = keras.applications.DenseNet121(
+        weights=None, input_shape=(64, 64, 3), classes=5, classifier_activation=None
+    )
+    rng = np.random.default_rng(0)
+    for v in theirs.weights:
+        spread = 2 / np.prod(v.shape[:-1]) ** 0.5
+        v.assign(rng.uniform(-spread, spread, v.shape) if v.ndim > 1 else rng.uniform(0.5, 1.5, v.shape))
+    ours = densenet121(num_classes=5).double().eval()
+    report = load_weights(ours, {v.path: v.numpy() for v in theirs.weights})
+    assert len(report.used) == len(theirs.weights)
+    x = picture("imagenet", batch=2)[:, :, :64, :64]
+    expected = torch.as_tensor(np.asarray(theirs.predict(x.permute(0, 2, 3, 1).numpy(), verbose=0)))
+    assert_close(ours(x).detach(), expected.double(), 1e-5)  # some of Keras's operations stay in float32
+
+
+# Files
+
+
+def test_files_of_both_kinds(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    source = _trained("bc").state_dict()
+    torch.save({"state_dict": source}, tmp_path / "weights.pth")
+    save_file(source, tmp_path / "weights.safetensors")
+    for name in ("weights.pth", "weights.safetensors"):
+        for path in (tmp_path / name, str(tmp_path / name)):
+            ours = small_model("bc")
+            load_weights(ours, path)
+            for key, tensor in ours.state_dict().items():
+                assert torch.equal(tensor, source[key])
+
+
+class _Code:
+    def __reduce__(self):
+        return os.system, ("exit 1",)
+
+
+BAD_FILES = {
+    "nothing": lambda path: None,
+    "a folder": lambda path: path.mkdir(),
+    "empty": lambda path: path.write_bytes(b""),
+    "a page": lambda path: path.write_text("<html>Not found</html>"),
+    "truncated": lambda path: path.write_bytes(_saved(small_model("bc").state_dict(), path)[:5000]),
+    "code": lambda path: torch.save({"weight": _Code()}, path),
+    "a module": lambda path: torch.save(small_model("bc"), path),
+}
+
+
+def _saved(value, path) -> bytes:
+    torch.save(value, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_bad_file_gets_a_sentence(kind, suffix, tmp_path):
+    pytest.importorskip("safetensors")
+    path = tmp_path / f"weights{suffix}"
+    BAD_FILES[kind](path)
+    model = small_model("bc")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"is no file|is truncated, damaged or not of tensors only") as error:
+        load_weights(model, path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.__cause__ is None or error.value.__suppress_context__
+    _unchanged(model, before)
+
+
+@pytest.mark.parametrize("content", [{}, {"epoch": 3}, {"state_dict": {"a": 1}}, [1, 2], torch.ones(3)])
+def test_a_file_without_tensors_by_name_gets_a_sentence(content, tmp_path):
+    torch.save(content, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match=r"weights.pth holds no tensors by name.*give a model's state dict"):
+        load_weights(small_model("bc"), tmp_path / "weights.pth")
+
+
+def test_without_safetensors_the_message_says_how_to_get_it(tmp_path, monkeypatch):
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r"safetensors is not.*pip install 'efficient_densenet\[weights\]'"):
+        load_weights(small_model("bc"), path)
+
+
+# Refusals
+
+
+def _unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key]), key
+
+
+def test_one_missing_one_extra_and_one_misshapen_tensor_are_listed_together():
+    model, state = small_model("bc"), _trained("bc").state_dict()
+    del state["features.transition1.conv.weight"]
+    state["features.denseblock9.weight"] = torch.ones(2)
+    state["module.classifier.bias"] = torch.ones(8)
+    del state["classifier.bias"]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"the dict does not fit the model, which was left as it is") as error:
+        load_weights(model, state)
+    message = str(error.value)
+    assert "missing: features.transition1.conv.weight;" in message
+    assert "not in the model: features.denseblock9.weight;" in message
+    assert "of another shape: module.classifier.bias (8, and the model's is 5)." in message
+    assert "\n" not in message
+    _unchanged(model, before)
+
+
+def test_a_long_list_is_cut():
+    with pytest.raises(ValueError, match=r"missing: .* and \d+ more; not in the model: x\. ") as error:
+        load_weights(small_model("bc", block_config=(9,)), {"x": torch.ones(1)})
+    assert len(str(error.value)) < 2500
+
+
+def test_what_is_no_tensor_is_told():
+    state = _trained("bc").state_dict() | {"classifier.bias": "none", "epoch": 3}
+    with pytest.raises(ValueError, match=r"not in the model: epoch; of another shape: classifier.bias \(str, and"):
+        load_weights(small_model("bc"), state)
+
+
+def test_two_names_for_one_tensor_are_refused():
+    state = _trained("bc").state_dict()
+    state["features.norm_final.weight"] = state["features.norm5.weight"]
+    with pytest.raises(ValueError, match=r"both 'features.norm5.weight' and 'features.norm_final.weight'"):
+        load_weights(small_model("bc"), state)
+
+
+@pytest.mark.parametrize("skip", ["classifier", ("classifier",), ("classifier.weight", "classifier.bias")])
+@pytest.mark.parametrize("num_classes", [0, 5, 7])
+def test_another_number_of_classes(num_classes, skip):
+    model, source = small_model("bc", num_classes=num_classes), _trained("bc")
+    before = copy.deepcopy(model.classifier.state_dict())
+    report = load_weights(model, LAYOUTS["MONAI"](source.state_dict()), skip=skip)
+    assert report.skipped == ["class_layers.out.weight", "class_layers.out.bias"]
+    assert report.kept == [f"classifier.{name}" for name in before]
+    assert "skipped: class_layers.out.weight, class_layers.out.bias" in str(report)
+    _unchanged(model.classifier, before)
+    x = picture("bc", batch=2)
+    assert_close(model.eval().features(x), source.eval().features(x))
+
+
+def test_what_is_to_be_skipped_may_be_a_part_or_a_name_of_theirs():
+    model, state = small_model("bc"), _trained("bc").state_dict()
+    del state["features.norm5.weight"]
+    state["op_threshs"] = torch.ones(18)
+    with pytest.raises(ValueError, match=r"missing: features.norm5.weight; not in the model: op_threshs"):
+        load_weights(model, state)
+    report = load_weights(model, state, skip=("op_threshs", "features.norm5"))
+    assert report.skipped == [n for n in state if n.startswith("features.norm5")] + ["op_threshs"]
+    assert len(report.kept) == 5
+    assert not set(report.used) & {*report.skipped, *report.kept}
+
+
+def test_precision_and_wrapping_of_the_model_stay():
+    source = _trained("bc")
+    model = nn.DataParallel(small_model("bc").half())
+    report = load_weights(model, source.state_dict())
+    assert all(name.startswith("module.") for name in report.renamed.values())
+    for key, tensor in model.module.state_dict().items():
+        assert torch.equal(tensor, source.state_dict()[key].to(tensor.dtype))
+
+
+# Input channels
+
+
+@pytest.mark.parametrize("layout", ["ours", "Keras"])
+@pytest.mark.parametrize(("channels", "how"), [(1, "sum"), (2, "sum"), (1, "repeat"), (4, "repeat"), (6, "repeat")])
+def test_other_input_channels(channels, how, layout):
+    source = _trained("imagenet")
+    model = small_model("imagenet", in_channels=channels)
+    before = copy.deepcopy(model.state_dict())
+    state = LAYOUTS[layout](source.state_dict())
+    with pytest.raises(ValueError, match=r"of another shape: .* \(6×3×7×7, and the model's is .*adapt_input"):
+        load_weights(model, state)
+    _unchanged(model, before)
+    report = load_weights(model, state, adapt_input=how)
+    assert report.adapted == ["features.conv0.weight"]
+    grey = torch.randn(2, 1, 69, 75, dtype=torch.double)
+    found, expected = (m.eval()(grey.expand(-1, n, -1, -1)) for m, n in ((model, channels), (source, 3)))
+    if how == "sum" or channels % 3 == 0:
+        assert_close(found, expected)
+    old, new = source.features.conv0.weight, model.features.conv0.weight
+    if how == "repeat":
+        for i in range(channels):
+            assert_close(new[:, i], old[:, i % 3] * 3 / channels)
+
+
+def test_three_channels_need_no_adapting():
+    source, model = _trained("bc"), small_model("bc")
+    assert load_weights(model, source.state_dict(), adapt_input="sum").adapted == []
+    assert torch.equal(model.features.conv0.weight, source.features.conv0.weight)
+    with pytest.raises(ValueError, match=r"adapt_input is 'mean', but must be one of 'sum', 'repeat'"):
+        load_weights(model, source.state_dict(), adapt_input="mean")
+
+
+# torchvision's registry
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """torchvision's, with random weights in the place of the download; what was asked for."""
+    asked = []
+
+    def get_state_dict(self, *args, **kwargs):
+        assert kwargs["weights_only"]
+        assert kwargs["check_hash"]
+        asked.append(self)
+        with torch.random.fork_rng():
+            return getattr(torchvision.models, type(self).__name__.partition("_")[0].lower())().state_dict()
+
+    monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", get_state_dict)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["densenet121", "densenet161", "densenet169", "densenet201"])
+def test_published_weights_by_name(name, registry):
+    entry = torchvision.models.get_model_weights(name).IMAGENET1K_V1
+    words = {"num_classes": 3} if name == "densenet121" else {}
+    with torch.device("cpu" if words else "meta"):
+        model = create_model(name, weights="DEFAULT", **words)
+    assert registry == [entry]
+    report = model.weights_report
+    assert report.skipped == (["classifier.weight", "classifier.bias"] if words else [])
+    assert len(report.used) + len(report.skipped) == len(model.state_dict())
+
+
+@pytest.mark.parametrize("word", ["IMAGENET1K_V1", "DenseNet121_Weights.IMAGENET1K_V1", "DenseNet121_Weights.DEFAULT"])
+def test_words_for_published_weights(word, registry):
+    entry = torchvision.models.DenseNet121_Weights.IMAGENET1K_V1
+    with torch.device("meta"):
+        densenet121(weights=word)
+        densenet121(weights=entry)
+        densenet121(weights=torchvision.models.get_weight("DenseNet121_Weights.IMAGENET1K_V1"))
+    assert registry == [entry] * 3
+
+
+def test_published_weights_in_a_backbone_and_for_one_channel(registry):
+    words = {"features_only": True, "out_indices": (1, 2), "in_channels": 1}
+    with torch.device("meta"):
+        model = densenet121(weights="DEFAULT", adapt_input="sum", **words)
+    assert model.weights_report.kept == []
+    assert model.weights_report.adapted == ["features.conv0.weight"]
+    parts = {name.removeprefix("features.").split(".")[0] for name in model.weights_report.skipped}
+    assert parts == {"transition2", "denseblock3", "transition3", "denseblock4", "norm5", "classifier"}
+    with torch.device("meta"), pytest.raises(ValueError, match=r"of another shape: features.conv0.weight"):
+        densenet121(weights="DEFAULT", in_channels=1)
+    with torch.device("meta"), pytest.raises(ValueError, match=r"missing: .*of another shape: "):
+        densenet121(weights="DEFAULT", growth_rate=16, block_config=(6, 12, 24, 18))
+
+
+def test_the_transforms_are_torchvision_s():
+    transforms = weights_transforms("densenet169")
+    x = torch.randint(256, (3, 300, 280), dtype=torch.uint8)
+    expected = torchvision.models.DenseNet169_Weights.DEFAULT.transforms()(x)
+    assert torch.equal(transforms(x), expected)
+    assert expected.shape == (3, 224, 224)
+    assert torch.equal(weights_transforms("densenet169", "IMAGENET1K_V1")(x), expected)
+
+
+def test_weights_that_there_are_not(registry):
+    with pytest.raises(ValueError, match=r"torchvision has no weights for 'densenet264', but for densenet121"):
+        create_model("densenet264", weights="DEFAULT")
+    message = "weights is {}, but must be one of 'IMAGENET1K_V1', 'DEFAULT' for densenet121"
+    for weights in ("IMAGENET1K_V2", True, 1):
+        with pytest.raises(ValueError, match=message.format(repr(weights))):
+            densenet121(weights=weights)
+    with pytest.raises(ValueError, match=r"weights is DenseNet169_Weights.IMAGENET1K_V1, but must be"):
+        densenet121(weights=torchvision.models.DenseNet169_Weights.DEFAULT)
+    assert not registry
+
+
+@pytest.mark.parametrize(
+    "failure", [URLError("no route to host"), TimeoutError("timed out"), RuntimeError("invalid hash value (…)")]
+)
+def test_without_a_network_there_is_one_sentence(failure, monkeypatch):
+    def get_state_dict(self, *args, **kwargs):
+        raise failure
+
+    monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", get_state_dict)
+    with (
+        torch.device("meta"),
+        pytest.raises(OSError, match=r"could not be fetched from https://.*load_weights") as error,
+    ):
+        densenet121(weights="DEFAULT")
+    assert "\n" not in str(error.value)
+    assert error.value.__suppress_context__
