@@ -61,7 +61,7 @@ class Case:
     """What the operations take, all of it part of something wider; `truth` is the same in float64."""
 
     def __init__(self, shape, channels, width, dtype=torch.float32, first=False):
-        self.first = first
+        self.first, self.dilation = first, 1
         self.shape, self.dtype, num_rows = torch.Size(shape), dtype, math.prod(shape)
         self.values, self.pending = self._matrix(num_rows, channels), self._matrix(num_rows, channels)
         self.scale, self.shift, self.share = (torch.randn(channels, device=DEVICE) for _ in range(3))
@@ -113,8 +113,10 @@ OPERATIONS = {
     "squeezed_and_measured": lambda k, c: c.made(k.squeezed_and_measured),
     "squeezed_gradients": lambda k, c: c.gradients(k.squeezed_gradients, c.settling(c.of_squeezed), c.squeeze),
     "squeezed_ahead": lambda k, c: c.made(lambda squeeze: c.ahead(k, squeeze))[:1],
-    "convolved": lambda k, c: [k.convolved(c.read, c.convolve, c.shape)],
-    "convolved_gradients": lambda k, c: c.gradients(k.convolved_gradients, c.of_squeezed, c.convolve, c.shape),
+    "convolved": lambda k, c: [k.convolved(c.read, c.convolve, c.shape, c.dilation)],
+    "convolved_gradients": lambda k, c: c.gradients(
+        k.convolved_gradients, c.of_squeezed, c.convolve, c.shape, c.dilation
+    ),
     "pooled": lambda k, c: [k.pooled(c.read, c.pool, c.shape)],
     "pooled_gradients": lambda k, c: c.gradients(k.pooled_gradients, c.of_pooled, c.pool, c.shape),
     "settled": lambda k, c: [k.settled(Settling(c.read, Into(c.share, c.pending)))],
@@ -165,6 +167,15 @@ def test_programs_that_loop_and_pictures_one_at_a_time(operation, monkeypatch):
 def test_signals_and_volumes(operation, shape, first, monkeypatch):
     monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
     check(operation, Case(shape, 9, 16, first=first))
+
+
+@pytest.mark.parametrize("dilation", [2, 3])
+@pytest.mark.parametrize("shape", [(2, 9), (2, 5, 13), (2, 4, 3, 5)])
+@pytest.mark.parametrize("operation", ["convolved", "convolved_gradients"])
+def test_dilation(operation, shape, dilation):
+    case = Case(shape, 9, 16)
+    case.dilation = dilation
+    check(operation, case)
 
 
 @pytest.mark.parametrize("operation", ["squeezed_and_measured", "squeezed_gradients"])

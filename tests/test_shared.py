@@ -215,8 +215,9 @@ def _no_affine(layer):
     layer.norm1 = nn.BatchNorm2d(layer.norm1.num_features, affine=False).double()
 
 
-def _dilated(layer):
-    layer.conv2 = nn.Conv2d(*layer.conv2.weight.shape[1::-1], 3, padding=2, dilation=2, bias=False).double()
+def _dilated_unevenly(layer):
+    reach = {"padding": (2, 1), "dilation": (2, 1)}
+    layer.conv2 = nn.Conv2d(*layer.conv2.weight.shape[1::-1], 3, **reach, bias=False).double()
 
 
 def _biased(layer):
@@ -233,7 +234,7 @@ class Doubled(DenseLayer):
 
 
 CASES = {
-    _dilated: "all of the usual kind",
+    _dilated_unevenly: "all of the usual kind",
     _biased: "all of the usual kind",
     _subclass: "found a layer of class Doubled",
     _group_norm: "found a GroupNorm inside a layer",

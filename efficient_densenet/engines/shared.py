@@ -230,7 +230,7 @@ class Backward:
         of_consumed, of_features = grads if self.stage.tap else (*grads, None)
         if self.stage.consumer is None:
             of_consumed, of_features = None, of_consumed
-        self.direct = None if of_features is None else rows(of_features)
+        self.direct = of_features
         self.pending = torch.empty_like(self.features)
         if of_consumed is None:  # only the block's own output was used
             self.pending.zero_()
@@ -268,7 +268,7 @@ class Backward:
         """The gradient of the features themselves, for channels that no consumer is left of."""
         place = self.columns.between(start, stop)
         settled = self.statistics.settled(self.pending, place)
-        return settled if self.direct is None else settled.add_(self.direct[:, place])
+        return settled if self.direct is None else settled.add_(rows(self.direct[:, place]))
 
     def _layer(self, i: int, grad: Tensor) -> None:
         place = self.stage.places[i]
