@@ -46,6 +46,24 @@ def test_every_stage_equals_plain(family, drop_rate, frozen, tile_bytes, monkeyp
         assert_same_buffers(ours, plain)
 
 
+@pytest.mark.parametrize("widths", [(6, 3, 8), (2, 0, 5, 3), (0, 0, 4, 4)])
+def test_layers_of_one_block_may_have_bottlenecks_of_any_width(widths, monkeypatch):
+    monkeypatch.setitem(portable.TILE_BYTES, "cpu", 2000)
+    plain = DenseBlock(0, 6, 3, efficient=False)
+    for i, width in enumerate(widths):
+        layer = DenseLayer(6 + 3 * i, 3, bn_size=1 if width else 0, drop_rate=0.0)
+        if width:
+            layer.conv1 = nn.Conv2d(6 + 3 * i, width, 1, bias=False)
+            layer.norm2, layer.conv2 = nn.BatchNorm2d(width), nn.Conv2d(width, 3, 3, padding=1, bias=False)
+        plain.add_module(f"denselayer{i + 1}", layer)
+    ours = copy.deepcopy(plain.double())
+    ours.engine = engines.parse("shared")
+    x = torch.randn(4, 6, 9, 7, dtype=torch.double)
+    assert len(list(portable.tiles(x.movedim(1, -1).flatten(0, 2), x.dtype))) > 1
+    assert_same_step(ours, plain, x)
+    assert_same_buffers(ours, plain)
+
+
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_memory_formats_are_kept(memory_format, alone):

@@ -95,7 +95,7 @@ def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     joined = together(first) is not None
     if any(together(norm) != together(first) or (joined and norm.training != first.training) for norm in inside):
         return "found synchronised norms beside others in one block"
-    if any(norm.training for norm in (first, *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
+    if not joined and any(norm.training for norm in (first, *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
         return "found a single value per channel, of which there is no variance"
     return None
 

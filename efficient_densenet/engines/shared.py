@@ -290,7 +290,7 @@ class Backward:
         if made is None:
             made = self._made(read, kernel1)
         of_made = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
-        self.ahead = self._ahead(i - 1)
+        self.ahead = self._ahead(i - 1, len(kernel1))
         found = self.kernels.squeezed_gradients(of_made, read, kernel1, self._into(norm1), self.ahead)
         self._finish(place, norm1, *found)
 
@@ -302,11 +302,13 @@ class Backward:
             self.kernels.squeezed(squeeze)
         return squeeze.out
 
-    def _ahead(self, i: int) -> Squeeze | None:
-        """What the layer that comes next will need, where it can be told now."""
+    def _ahead(self, i: int, width: int) -> Squeeze | None:
+        """The bottleneck of the layer that comes next, where it can be told now and takes the place of one as wide."""
         if i < 0 or self.stage.frozen or self.stage.layers[i].keep_bottleneck or self._is_over(i):
             return None
-        weight, bias, kernel, *_ = self.tensors[self.stage.places[i]]
+        weight, bias, kernel, *bottleneck = self.tensors[self.stage.places[i]]
+        if not bottleneck or len(kernel) != width:
+            return None
         read = self.statistics.read(self.statistics.map(weight, bias))
         return _squeeze(read, kernel.to(self.stage.dtype).flatten(1))
 
