@@ -58,7 +58,7 @@ class DenseLayer(nn.Module):
             self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=False)
 
     def forward(self, features: Tensor | Sequence[Tensor], squeeze: Squeeze = plain.squeeze) -> Tensor:
-        features = [features] if isinstance(features, (Tensor, Proxy)) else list(features)
+        features = [features] if isinstance(features, Tensor) else list(features)
         x = squeeze(self, features)
         if self.has_bottleneck:
             x = self.conv2(self.relu2(self.norm2(x)))

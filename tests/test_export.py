@@ -16,6 +16,7 @@ from helpers import (
     with_engine,
 )
 from torch import nn
+from torchvision.models import feature_extraction
 
 from efficient_densenet import create_model, features, restore_batchnorm
 from efficient_densenet.features import MAPS
@@ -182,30 +183,28 @@ def test_fx_s_trace_computes_and_trains_as_the_model(engine, family):
 
 
 @pytest.mark.parametrize("maps", MAPS)
-def test_fx_s_trace_of_a_backbone_a_block_and_a_layer(maps):
+def test_fx_s_trace_of_a_backbone_and_a_block(maps):
     backbone = features(small_model("bc", efficient="shared"), maps=maps).eval()
     x = picture("bc", batch=2)
     with torch.no_grad():
         for a, b in zip(torch.fx.symbolic_trace(backbone)(x), backbone(x), strict=True):
             assert torch.equal(a, b)
         block, features_of = backbone.features.denseblock1, backbone.features.conv0(x)
-        for module in (block, block.denselayer1):
-            assert torch.equal(torch.fx.symbolic_trace(module)(features_of), module(features_of))
+        assert torch.equal(torch.fx.symbolic_trace(block)(features_of), block(features_of))
 
 
 @pytest.mark.parametrize("engine", ["plain", "shared"])
 def test_torchvision_s_feature_extractor(engine):
-    extraction = torchvision.models.feature_extraction
     model = small_model("imagenet", efficient=engine)
-    nodes = ["features.relu0", "features.denseblock1.cat_1", "features.transition2.relu", "features.norm5"]
-    extractor = extraction.create_feature_extractor(copy.deepcopy(model), nodes).eval()
+    nodes = ["features.relu0", "features.denseblock1", "features.transition2.relu", "features.norm5"]
+    extractor = feature_extraction.create_feature_extractor(copy.deepcopy(model), nodes).eval()
     backbone, x = model.eval(), picture("imagenet", batch=2)
     found = extractor(x)
     raw = features(backbone, (0, 1), maps="raw")(x)
     rectified = features(backbone, (2,), maps="normalised_rectified")(x)
     for name, expected in zip(nodes, (*raw, *rectified, backbone.features(x)), strict=True):
         assert_close(found[name], expected)
-    train, evaluation = extraction.get_graph_node_names(model)
+    train, evaluation = feature_extraction.get_graph_node_names(model)
     assert train == evaluation
 
 
