@@ -27,12 +27,16 @@ def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
 
 
 def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
-    if x.dim() - 2 not in _CONVOLUTIONS:
-        return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
     if not layers:
         return "found a block without layers"
+    dims = x.dim() - 2
+    if dims not in _CONVOLUTIONS:
+        return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
+    last = layers[0].last
+    if type(last) in _CONVOLUTIONS.values() and _dims(last) != dims:
+        return f"found an input of {x.dim()} dimensions, where the block takes {_dims(last) + 2}"
     for layer in layers:
-        reason = _why_not_layer(layer, x.dim() - 2)
+        reason = _why_not_layer(layer, dims)
         if reason is not None:
             return reason
     return _why_not_widths(layers, x) or _why_not_precision(layers, x) or _why_not_norms(layers, x)
