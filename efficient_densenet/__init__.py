@@ -1,7 +1,15 @@
 """DenseNets in PyTorch that train in far less memory, with the same numbers."""
 
 from ._version import __version__
-from .batchnorm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, CpSyncBatchNorm, convert_batchnorm, cp_BatchNorm2d
+from .batchnorm import (
+    CpBatchNorm1d,
+    CpBatchNorm2d,
+    CpBatchNorm3d,
+    CpSyncBatchNorm,
+    convert_batchnorm,
+    cp_BatchNorm2d,
+    restore_batchnorm,
+)
 from .checkpoint import CheckpointFunction
 from .densenet import DenseBlock, DenseLayer, DenseNet, Transition
 from .features import features
@@ -63,5 +71,6 @@ __all__ = [
     "list_models",
     "load_weights",
     "rename_keys",
+    "restore_batchnorm",
     "weights_transforms",
 ]

@@ -80,6 +80,18 @@ def convert_batchnorm(module: Module) -> Module:
     return module
 
 
+def restore_batchnorm(module: Module) -> Module:
+    """Undo `convert_batchnorm`, in a DenseNet of this package too, whose norms are then of torch's own classes.
+
+    Some tools know no others: FX quantisation then fuses them with what is before and after. Engines that recompute
+    bring the rule back when they run.
+    """
+    for inside in module.modules():
+        if isinstance(inside, UpdatesOnce):
+            update_always(inside)
+    return module
+
+
 def update_once(module: nn.Module) -> bool:
     """Put `module`, if it is a norm with running statistics, under the rule; whether anything changed."""
     if not isinstance(module, _NormBase) or isinstance(module, (UpdatesOnce, _LazyNormBase)):

@@ -58,7 +58,7 @@ class DenseLayer(nn.Module):
             self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=False)
 
     def forward(self, features: Tensor | Sequence[Tensor], squeeze: Squeeze = plain.squeeze) -> Tensor:
-        features = [features] if isinstance(features, (Tensor, Proxy)) else list(features)
+        features = [features] if isinstance(features, Tensor) else list(features)
         x = squeeze(self, features)
         if self.has_bottleneck:
             x = self.conv2(self.relu2(self.norm2(x)))
@@ -311,7 +311,8 @@ class DenseNet(nn.Module):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """What the classifier makes of the last map; with `pre_logits`, what it is given."""
         self._refuse_backbone("forward_head")
-        x = modules_for(self.dims).adaptive_avg_pool(x, 1).flatten(1)
+        x = modules_for(self.dims).adaptive_avg_pool(x, 1)
+        x = torch.flatten(x, 1)  # which FX quantisation sees through, where it does not know the method
         return x if pre_logits else self.classifier(x)
 
     def _rectified_features(self, x: Tensor) -> Tensor:

@@ -319,6 +319,19 @@ def test_dilation_reaches_the_pixels_that_stride_would_reach():
     assert_close(found, usual.features.denseblock3(halved))
 
 
+@pytest.mark.parametrize("maps", MAPS)
+@pytest.mark.parametrize("dims", [1, 3])
+def test_signals_and_volumes(dims, maps):
+    words = {"growth_rate": 3, "block_config": (2, 1, 2), "num_init_features": 4, "output_stride": 2, "dims": dims}
+    plain = DenseNet(**words, efficient=False, features_only=True, maps=maps).double()
+    ours = with_engine(plain, "shared")
+    x = torch.randn(3, 3, *(9, 6, 7)[:dims], dtype=torch.double)
+    for a, b in zip(_step(ours, ours, x), _step(plain, plain, x), strict=True):
+        assert_close(a, b)
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
 def test_an_output_stride_that_cannot_be():
     with pytest.raises(ValueError, match="output_stride is 3, but must be one of 4, 8, 16, 32"):
         small_model("imagenet", output_stride=3)
