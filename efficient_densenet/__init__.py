@@ -1,6 +1,7 @@
 """DenseNets in PyTorch that train in far less memory, with the same numbers."""
 
 from ._version import __version__
+from .adapt import make_efficient, register_block, restore
 from .batchnorm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, CpSyncBatchNorm, convert_batchnorm, cp_BatchNorm2d
 from .checkpoint import CheckpointFunction
 from .densenet import DenseBlock, DenseLayer, DenseNet, Transition
@@ -57,5 +58,8 @@ __all__ = [
     "densenet_bc_190_40",
     "densenet_bc_250_24",
     "list_models",
+    "make_efficient",
+    "register_block",
     "rename_keys",
+    "restore",
 ]
