@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import engines
-from .batchnorm import CpBatchNorm2d
 from .checks import check_between, check_choice, check_whole
+from .dimensions import CONVOLUTIONS, Modules, modules_for
 from .engines import plain
 from .engines.parts import (
     BlockParts,
@@ -38,19 +38,21 @@ class DenseLayer(nn.Module):
         bn_size: int,
         drop_rate: float,
         keep_bottleneck: bool = False,
+        dims: int = 2,
     ) -> None:
         super().__init__()
+        modules = modules_for(dims)
         self.drop_rate, self.keep_bottleneck = drop_rate, keep_bottleneck
         self.has_bottleneck = bn_size > 0
         width = bn_size * growth_rate if self.has_bottleneck else growth_rate
         kernel = 1 if self.has_bottleneck else 3
-        self.norm1 = CpBatchNorm2d(num_input_features)
+        self.norm1 = modules.Norm(num_input_features)
         self.relu1 = nn.ReLU(inplace=True)
-        self.conv1 = nn.Conv2d(num_input_features, width, kernel, padding=kernel // 2, bias=False)
+        self.conv1 = modules.Conv(num_input_features, width, kernel, padding=kernel // 2, bias=False)
         if self.has_bottleneck:
-            self.norm2 = CpBatchNorm2d(width)
+            self.norm2 = modules.Norm(width)
             self.relu2 = nn.ReLU(inplace=True)
-            self.conv2 = nn.Conv2d(width, growth_rate, 3, padding=1, bias=False)
+            self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=False)
 
     def forward(self, features: Tensor | Sequence[Tensor], squeeze: Squeeze = plain.squeeze) -> Tensor:
         features = [features] if isinstance(features, Tensor) else list(features)
@@ -77,12 +79,13 @@ class DenseBlock(nn.Module):
         drop_rate: float = 0.0,
         efficient: bool | str = True,
         keep_bottleneck: bool = False,
+        dims: int = 2,
     ) -> None:
         super().__init__()
         self.engine = engines.parse(efficient)
         for i in range(num_layers):
             width = num_input_features + i * growth_rate
-            layer = DenseLayer(width, growth_rate, bn_size, drop_rate, keep_bottleneck)
+            layer = DenseLayer(width, growth_rate, bn_size, drop_rate, keep_bottleneck, dims)
             self.add_module(f"denselayer{i + 1}", layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,12 +105,13 @@ class DenseBlock(nn.Module):
 class Transition(nn.Sequential):
     """Between two blocks: fewer channels by a 1×1 convolution, half the height and width by average pooling."""
 
-    def __init__(self, num_input_features: int, num_output_features: int) -> None:
+    def __init__(self, num_input_features: int, num_output_features: int, dims: int = 2) -> None:
         super().__init__()
-        self.norm = CpBatchNorm2d(num_input_features)
+        modules = modules_for(dims)
+        self.norm = modules.Norm(num_input_features)
         self.relu = nn.ReLU(inplace=True)
-        self.conv = nn.Conv2d(num_input_features, num_output_features, kernel_size=1, bias=False)
-        self.pool = nn.AvgPool2d(kernel_size=2, stride=2)
+        self.conv = modules.Conv(num_input_features, num_output_features, kernel_size=1, bias=False)
+        self.pool = modules.AvgPool(kernel_size=2, stride=2)
 
 
 def _layer_parts(layer: nn.Module) -> LayerParts:
@@ -175,6 +179,7 @@ class DenseNet(nn.Module):
         memory_efficient: torchvision's and timm's word for `efficient`; given, it takes its place.
         keep_bottleneck: True for the shared engine to keep each layer's bottleneck rather than make it again: twice the
             memory, a sixth less time. A layer's own attribute of this name can be set at any time.
+        dims: 1 for signals (N, channels, length), 2 for pictures, 3 for volumes (N, channels, depth, height, width).
     """
 
     def __init__(
@@ -193,8 +198,10 @@ class DenseNet(nn.Module):
         init: str | None = None,
         memory_efficient: bool | str | None = None,
         keep_bottleneck: bool = False,
+        dims: int = 2,
     ) -> None:
         super().__init__()
+        modules = modules_for(dims)
         bn_size = bn_size or 0
         init = init or ("fan_out" if small_inputs else "fan_in")
         efficient = efficient if memory_efficient is None else memory_efficient
@@ -209,19 +216,19 @@ class DenseNet(nn.Module):
             in_channels,
             init,
         )
-        self.in_channels = in_channels
+        self.in_channels, self.dims = in_channels, dims
         self.smallest_input = _smallest_input(len(block_config), small_inputs)
-        self.features = Features(_stem(in_channels, num_init_features, small_inputs))
+        self.features = Features(_stem(in_channels, num_init_features, small_inputs, modules))
         channels = num_init_features
         for i, num_layers in enumerate(block_config, start=1):
-            block = DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, efficient, keep_bottleneck)
+            block = DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, efficient, keep_bottleneck, dims)
             self.features.add_module(f"denseblock{i}", block)
             channels += num_layers * growth_rate
             if i < len(block_config):
                 compressed = max(int(channels * compression), 1)
-                self.features.add_module(f"transition{i}", Transition(channels, compressed))
+                self.features.add_module(f"transition{i}", Transition(channels, compressed, dims))
                 channels = compressed
-        self.features.add_module("norm5", CpBatchNorm2d(channels))
+        self.features.add_module("norm5", modules.Norm(channels))
         self.num_features = channels
         self.classifier = nn.Linear(channels, num_classes) if num_classes else nn.Identity()
         self._initialise(init)
@@ -230,7 +237,7 @@ class DenseNet(nn.Module):
         self._check_input(x)
         # Not in place: a backward hook on the last norm (Grad-CAM) makes its output a view that must not be written.
         x = F.relu(self.features(x))
-        x = F.adaptive_avg_pool2d(x, 1).flatten(1)
+        x = modules_for(self.dims).adaptive_avg_pool(x, 1).flatten(1)
         return self.classifier(x)
 
     def set_engine(self, efficient: bool | str) -> "DenseNet":
@@ -248,7 +255,7 @@ class DenseNet(nn.Module):
 
     def _initialise(self, init: str) -> None:
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, CONVOLUTIONS):
                 nn.init.kaiming_normal_(module.weight, mode=init, nonlinearity="relu")
             elif isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
@@ -256,30 +263,34 @@ class DenseNet(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if torch.jit.is_tracing() or torch.compiler.is_compiling():
             return  # A tracer would take the sizes it is shown for the only ones allowed.
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
+        if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
+            sides = ", ".join(modules_for(self.dims).sides)
             raise ValueError(
-                f"found an input of shape {tuple(x.shape)}, but this model needs (N, {self.in_channels}, height, width)"
+                f"found an input of shape {tuple(x.shape)}, but this model needs (N, {self.in_channels}, {sides})"
             )
         if min(x.shape[2:]) < self.smallest_input:
+            found, least = ("×".join(map(str, sizes)) for sizes in (x.shape[2:], [self.smallest_input] * self.dims))
             raise ValueError(
-                f"found pictures of {x.shape[2]}×{x.shape[3]}, but this model's poolings need at least "
-                f"{self.smallest_input}×{self.smallest_input}: enlarge them, or use fewer blocks"
+                f"found {modules_for(self.dims).inputs} of {found}, but this model's poolings need at least {least}: "
+                "enlarge them, or use fewer blocks"
             )
 
 
-def _stem(in_channels: int, num_init_features: int, small_inputs: bool) -> OrderedDict[str, nn.Module]:
+def _stem(
+    in_channels: int, num_init_features: int, small_inputs: bool, modules: Modules
+) -> OrderedDict[str, nn.Module]:
     if small_inputs:
-        return OrderedDict(conv0=nn.Conv2d(in_channels, num_init_features, kernel_size=3, padding=1, bias=False))
+        return OrderedDict(conv0=modules.Conv(in_channels, num_init_features, kernel_size=3, padding=1, bias=False))
     return OrderedDict(
-        conv0=nn.Conv2d(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False),
-        norm0=CpBatchNorm2d(num_init_features),
+        conv0=modules.Conv(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False),
+        norm0=modules.Norm(num_init_features),
         relu0=nn.ReLU(inplace=True),
-        pool0=nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+        pool0=modules.MaxPool(kernel_size=3, stride=2, padding=1),
     )
 
 
 def _smallest_input(num_blocks: int, small_inputs: bool) -> int:
-    """The least height and width that leave one pixel to the last block.
+    """The least size of each side that leaves one pixel to the last block.
 
     A transition halves rounding down; the ImageNet stem halves twice rounding up.
     """

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .batchnorm import UpdatesOnce, convert_batchnorm
 
@@ -16,12 +17,13 @@ def synchronise_norms(model: nn.Module, group: dist.ProcessGroup | None) -> None
         convert_batchnorm(nn.SyncBatchNorm.convert_sync_batchnorm(model, group))
         return
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.__class__ = SyncedBatchNorm2d
-            module.process_group = group
+        for theirs, ours in _SYNCED.items():
+            if isinstance(module, theirs):
+                module.__class__ = ours
+                module.process_group = group
 
 
-class _Synced(nn.BatchNorm2d):
+class _Synced(_BatchNorm):
     process_group: dist.ProcessGroup | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -36,8 +38,19 @@ class _Synced(nn.BatchNorm2d):
         return output
 
 
-class SyncedBatchNorm2d(UpdatesOnce, _Synced):
+class SyncedBatchNorm1d(UpdatesOnce, _Synced, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` on the joined batch of a process group, under the exactly-once rule."""
+
+
+class SyncedBatchNorm2d(UpdatesOnce, _Synced, nn.BatchNorm2d):
     """`nn.BatchNorm2d` on the joined batch of a process group, under the exactly-once rule."""
+
+
+class SyncedBatchNorm3d(UpdatesOnce, _Synced, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` on the joined batch of a process group, under the exactly-once rule."""
+
+
+_SYNCED = {nn.BatchNorm1d: SyncedBatchNorm1d, nn.BatchNorm2d: SyncedBatchNorm2d, nn.BatchNorm3d: SyncedBatchNorm3d}
 
 
 class Together(NamedTuple):
@@ -64,7 +77,7 @@ class Together(NamedTuple):
 
 def together(norm: nn.Module) -> Together | None:
     """Whom this norm shares its statistics with."""
-    return Together(norm.process_group) if isinstance(norm, SyncedBatchNorm2d) else None
+    return Together(norm.process_group) if isinstance(norm, _Synced) else None
 
 
 class _Normalise(torch.autograd.Function):
@@ -73,12 +86,12 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        var, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
+        var, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
         mean, var, count = Together(group).statistics(mean, var, x.numel() // x.shape[1])
         inverse = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.group = group
-        output = _normalised(x, mean, inverse) * _per_channel(weight) + _per_channel(bias)
+        output = _normalised(x, mean, inverse) * _per_channel(weight, x) + _per_channel(bias, x)
         ctx.mark_non_differentiable(mean, var, count)
         return output.to(x.dtype), mean, var, count
 
@@ -87,17 +100,22 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse, count = ctx.saved_tensors
         normalised, grad = _normalised(x, mean, inverse), grad.to(mean.dtype)
-        sums = grad.sum((0, 2, 3)), (grad * normalised).sum((0, 2, 3))
+        sums = grad.sum(_all_but_channels(x)), (grad * normalised).sum(_all_but_channels(x))
         of_grad, of_product = (joined / count for joined in Together(ctx.group).sums(*sums))
-        centred = grad - _per_channel(of_grad) - normalised * _per_channel(of_product)
-        grad_x = centred * _per_channel(inverse * weight.to(inverse.dtype))
+        centred = grad - _per_channel(of_grad, x) - normalised * _per_channel(of_product, x)
+        grad_x = centred * _per_channel(inverse * weight.to(inverse.dtype), x)
         # The parameters' gradients stay this process's own: they are joined with all others.
         return grad_x.to(x.dtype), sums[1].to(weight.dtype), sums[0].to(weight.dtype), None, None
 
 
 def _normalised(x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    return (x.to(mean.dtype) - _per_channel(mean)) * _per_channel(inverse)
+    return (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(inverse, x)
 
 
-def _per_channel(values: Tensor) -> Tensor:
-    return values[:, None, None]
+def _all_but_channels(x: Tensor) -> tuple[int, ...]:
+    return 0, *range(2, x.dim())
+
+
+def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+    """Values for each channel of `x`, to be computed with it."""
+    return values.view(-1, *[1] * (x.dim() - 2))

@@ -8,8 +8,8 @@ from ..synced_norm import together
 from ..torch_private import hooks_watch_all_modules
 from .parts import LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
 
-_CONVOLUTIONS = {2: nn.Conv2d}
-_NORMS = {2: nn.BatchNorm2d}
+_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _HALVES = (torch.float16, torch.bfloat16)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -27,7 +27,7 @@ def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
 
 def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     if x.dim() - 2 not in _CONVOLUTIONS:
-        return f"found an input of {x.dim()} dimensions, where the shared engine takes 4"
+        return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
     if not layers:
         return "found a block without layers"
     for layer in layers:

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..batchnorm import ComputesAsTorch, CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce
 from ..made_classes import original
-from ..synced_norm import SyncedBatchNorm2d
+from ..synced_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
 
 
 class NoPartsError(Exception):
@@ -89,7 +89,9 @@ NORMS: set[type[nn.Module]] = {
     CpBatchNorm1d,
     CpBatchNorm2d,
     CpBatchNorm3d,
+    SyncedBatchNorm1d,
     SyncedBatchNorm2d,
+    SyncedBatchNorm3d,
 }
 """The classes that normalise as nn.BatchNorm does. One that rectifies too may be added, if it is a subclass and every
 reader tells of its activation."""

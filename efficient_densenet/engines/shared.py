@@ -70,8 +70,10 @@ class Stage:
 
 
 def _layout(x: Tensor) -> torch.memory_format:
-    channels_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if channels_last else torch.contiguous_format
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())  # there is none for signals
+    if channels_last is None or x.is_contiguous() or not x.is_contiguous(memory_format=channels_last):
+        return torch.contiguous_format
+    return channels_last
 
 
 class SharedStage(torch.autograd.Function):

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -102,10 +101,14 @@ def convolved_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, sh
 
 
 def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
+    if len(shape) != 3:
+        return portable.pooled(read, weight, shape)
     return _convolved(read, weight[:, :, None, None], shape, side=2)
 
 
 def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
+    if len(shape) != 3:
+        return portable.pooled_gradients(grad, read, weight, into, shape)
     of_weight, *sums = _convolved_gradients(grad, read, weight[:, :, None, None], into, shape, side=2)
     return of_weight.flatten(1), *sums
 
@@ -149,8 +152,8 @@ def _combined(parts: Tensor, block_rows: int, num_rows: int) -> tuple[Tensor, Te
 def _convolved(read: Read, weight: Tensor, shape: torch.Size, side: int) -> Tensor:
     """cuDNN's convolution of the activation, or of its means over side × side pixels."""
     padding = weight.shape[-1] // 2
-    parts = _activations(read, weight.dtype, shape, side)
-    made = [rows(F.conv2d(activation, weight, padding=padding)) for _, _, activation in parts]
+    parts, convolve = _activations(read, weight.dtype, shape, side), portable.CONVOLVE[len(shape) - 1]
+    made = [rows(convolve(activation, weight, padding=padding)) for _, _, activation in parts]
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
@@ -159,11 +162,12 @@ def _convolved_gradients(
 ) -> Gradients:
     of_weight = torch.zeros_like(weight, dtype=torch.float32)
     sums = into.share.new_zeros(2, len(into.share))
-    ones, padding = [1, 1], [weight.shape[-1] // 2] * 2
+    padding = [size // 2 for size in weight.shape[2:]]
+    ones, zeros = [1] * len(padding), [0] * len(padding)
     for tile, made_tile, activation in _activations(read, weight.dtype, shape, side):
         of_made = grad[made_tile].unflatten(0, (len(activation), *activation.shape[2:])).movedim(-1, 1)
         gradient, part, _ = torch.ops.aten.convolution_backward(
-            *(of_made, activation, weight, None, ones, padding, ones, False, [0, 0], 1, [True, True, False])
+            *(of_made, activation, weight, None, ones, padding, ones, False, zeros, 1, [True, True, False])
         )
         of_weight += part
         here, part_shape = read._replace(values=read.values[tile]), torch.Size([len(activation), *shape[1:]])
@@ -188,12 +192,13 @@ def _activations(read: Read, dtype: torch.dtype, shape: torch.Size, side: int) -
 
 def _rectified(read: Read, dtype: torch.dtype, shape: torch.Size, side: int = 1, relu: bool = True) -> Tensor:
     values, *vectors = _prepared(read)
-    num_rows, channels = shape[0] * (shape[1] // side) * (shape[2] // side), values.shape[1]
+    number, height, width = _planes(shape)
+    num_rows, channels = number * (height // side) * (width // side), values.shape[1]
     made = values.new_empty(num_rows, channels, dtype=dtype)
     sizes = channels, values.stride(0)
     constants = {"SIDE": side, "RELU": relu, "UNIT": _unit(*sizes)}
     grid = _grid(num_rows, channels, _TILE)
-    _launch(programs.rectified, grid, made, values, *vectors, num_rows, *sizes, *shape[1:], **constants, **_TILE)
+    _launch(programs.rectified, grid, made, values, *vectors, num_rows, *sizes, height, width, **constants, **_TILE)
     return made
 
 
@@ -208,8 +213,13 @@ def _collected(grad: Tensor, read: Read, into: Into, shape: torch.Size, side: in
     tensors = parts, pending, grad.contiguous(), values, *vectors, share.contiguous()
     sizes = channels, pending.stride(0), values.stride(0)
     constants = {"SIDE": side, "RELU": relu, "FIRST": first, "UNIT": _unit(*sizes)}
-    _launch(programs.collected, grid, *tensors, num_rows, *sizes, *shape[1:], **constants, **_TILE)
+    _launch(programs.collected, grid, *tensors, num_rows, *sizes, *_planes(shape)[1:], **constants, **_TILE)
     return parts.sum(0)
+
+
+def _planes(shape: torch.Size) -> tuple[int, int, int]:
+    """Number, height and width; pixels that are not pooled may as well be in one row."""
+    return tuple(shape) if len(shape) == 3 else (shape[0], math.prod(shape[1:]), 1)
 
 
 def _launch(program: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

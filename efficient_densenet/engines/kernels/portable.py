@@ -18,6 +18,9 @@ from . import scratch
 TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 """How large the scratch of one tile may be: some of the cache, or enough to keep many processors busy."""
 
+CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+"""By the number of a picture's sides."""
+
 
 class Read(NamedTuple):
     """What a consumer reads: ReLU(scale * values + shift), by channel, in the precision of sums."""
@@ -65,7 +68,7 @@ def rows(pictures: Tensor) -> Tensor:
 
 
 def pictures(rows: Tensor, shape: torch.Size) -> Tensor:
-    """A matrix as pictures, `shape` being their number, height and width."""
+    """A matrix as pictures, `shape` being their number, height and width (or one side, or three)."""
     return rows.unflatten(0, shape).movedim(-1, 1)
 
 
@@ -138,8 +141,9 @@ def squeezed_gradients(
 
 def convolved(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
     """A 3×3 convolution."""
+    convolve = CONVOLVE[len(shape) - 1]
     parts = [
-        rows(F.conv2d(_part(activation, shape), weight, padding=1))
+        rows(convolve(_part(activation, shape), weight, padding=1))
         for _, activation, _ in _rectified(read, weight.dtype, shape[1:].numel())
     ]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -148,10 +152,10 @@ def convolved(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
 def convolved_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
     totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
-        ones = [1, 1]
+        ones, zeros = [1] * (len(shape) - 1), [0] * (len(shape) - 1)
         gradient, of_weight, _ = torch.ops.aten.convolution_backward(
             *(_part(grad[tile], shape), _part(activation, shape), weight),
-            *(None, ones, ones, ones, False, [0, 0], 1, [True, True, False]),
+            *(None, ones, ones, ones, False, zeros, 1, [True, True, False]),
         )
         sums = _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), wide)
         totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)
@@ -160,23 +164,53 @@ def convolved_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, sh
 
 def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
     """A 1×1 convolution, and the mean of every 2×2 pixels: in the other order, which is a quarter of the work."""
+    shape = _slabs(shape)
     made = weight.new_empty(halved(shape).numel(), weight.shape[0])
     for tile, activation, _ in _rectified(read, weight.dtype, shape[1:].numel()):
-        means = rows(F.avg_pool2d(_part(activation, shape), 2))
+        means = rows(_means(_part(activation, shape)))
         torch.mm(means, weight.t(), out=made[_halved_tile(tile, shape)])
     return made
 
 
 def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
-    totals = None, None, None
+    totals, shape = (None, None, None), _slabs(shape)
     for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
         here, of_made = _part(activation, shape), grad[_halved_tile(tile, shape)]
-        of_weight = of_made.t() @ rows(F.avg_pool2d(here, 2))
+        of_weight = of_made.t() @ rows(_means(here))
         of_means = _part(torch.mm(of_made, weight), halved(shape))
-        gradient = torch.ops.aten.avg_pool2d_backward(of_means, here, [2, 2], [2, 2], [0, 0], False, True, None)
-        sums = _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), wide)
+        sums = _collect(
+            _masked(rows(_means_gradient(of_means, here)), activation), read.values[tile], into.at(tile), wide
+        )
         totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)
     return totals
+
+
+def _slabs(shape: torch.Size) -> torch.Size:
+    """Volumes cut where no 2×2×2 pixels are cut, since a whole one may be large; all others as they are."""
+    if len(shape) != 4 or shape[1] % 2:
+        return shape
+    return torch.Size([shape[0] * shape[1] // 2, 2, *shape[2:]])
+
+
+def _means(pictures: Tensor) -> Tensor:
+    """The mean of every 2×2 pixels."""
+    if pictures.dim() == 3:  # as PyTorch does it
+        return F.avg_pool2d(pictures.unsqueeze(2), (1, 2)).squeeze(2)
+    if pictures.dim() == 4:
+        return F.avg_pool2d(pictures, 2)
+    # Which PyTorch does on a CPU in no lower precision; nor does autocast.
+    return F.avg_pool3d(pictures.to(sums_dtype(pictures.dtype)), 2).to(pictures.dtype)
+
+
+def _means_gradient(grad: Tensor, pictures: Tensor) -> Tensor:
+    if pictures.dim() == 3:
+        sizes, grad, pictures = [1, 2], grad.unsqueeze(2), pictures.unsqueeze(2)
+        return torch.ops.aten.avg_pool2d_backward(grad, pictures, sizes, sizes, [0, 0], False, True, None).squeeze(2)
+    if pictures.dim() == 4:
+        return torch.ops.aten.avg_pool2d_backward(grad, pictures, [2, 2], [2, 2], [0, 0], False, True, None)
+    dtype, twos = sums_dtype(grad.dtype), [2, 2, 2]
+    wide = grad.to(dtype), pictures.to(dtype)
+    return torch.ops.aten.avg_pool3d_backward(*wide, twos, twos, [0, 0, 0], False, True, None).to(grad.dtype)
 
 
 def settled(grad: Settling) -> Tensor:

@@ -1,0 +1,43 @@
+"""The modules that a DenseNet for signals, pictures or volumes is made of."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .batchnorm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d
+from .checks import check_choice
+
+
+class Modules(NamedTuple):
+    Conv: type[nn.Module]
+    Norm: type[nn.Module]
+    AvgPool: type[nn.Module]
+    MaxPool: type[nn.Module]
+    adaptive_avg_pool: Callable[[Tensor, int], Tensor]
+    inputs: str
+    sides: tuple[str, ...]
+
+
+_MODULES = {
+    1: Modules(nn.Conv1d, CpBatchNorm1d, nn.AvgPool1d, nn.MaxPool1d, F.adaptive_avg_pool1d, "signals", ("length",)),
+    2: Modules(
+        nn.Conv2d, CpBatchNorm2d, nn.AvgPool2d, nn.MaxPool2d, F.adaptive_avg_pool2d, "pictures", ("height", "width")
+    ),
+    3: Modules(
+        nn.Conv3d,
+        CpBatchNorm3d,
+        nn.AvgPool3d,
+        nn.MaxPool3d,
+        F.adaptive_avg_pool3d,
+        "volumes",
+        ("depth", "height", "width"),
+    ),
+}
+CONVOLUTIONS = tuple(modules.Conv for modules in _MODULES.values())
+
+
+def modules_for(dims: int) -> Modules:
+    check_choice("dims", dims, tuple(_MODULES))
+    return _MODULES[dims]

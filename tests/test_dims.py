@@ -1,0 +1,222 @@
+"""Signals and volumes: the same network in one and in three dimensions, by every engine."""
+
+import statistics
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    SAVING,
+    assert_close,
+    assert_same_buffers,
+    assert_same_step,
+    backward,
+    small_model,
+    with_engine,
+)
+from torch import Tensor, nn
+
+from efficient_densenet import DenseBlock, DenseLayer, DenseNet, Transition
+from efficient_densenet.engines import shared
+from efficient_densenet.engines.eligible import why_not_shared
+from efficient_densenet.engines.kernels import portable
+from efficient_densenet.memory import tensor_peak
+
+SIZES = {
+    (1, "basic"): [(4,), (37,)],
+    (1, "bc"): [(4,), (37,)],
+    (1, "imagenet"): [(29,), (75,)],
+    (3, "basic"): [(4, 4, 4), (9, 5, 6)],
+    (3, "bc"): [(4, 4, 4), (6, 5, 9)],
+    (3, "imagenet"): [(29, 29, 30)],
+}
+CASES = [(*case, size) for case in SIZES for size in SIZES[case]]
+
+
+def _input(batch: int, size: tuple[int, ...]) -> Tensor:
+    return torch.randn(batch, 3, *size, dtype=torch.double)
+
+
+def _small(dims: int, family: str = "bc", **overrides) -> DenseNet:
+    return small_model(family, dims=dims, efficient=False, **overrides)
+
+
+@pytest.mark.parametrize("frozen", [None, "norm", "norm2"])
+@pytest.mark.parametrize("tile_bytes", [1, 1 << 22])
+@pytest.mark.parametrize(("dims", "family", "size"), CASES)
+def test_shared_equals_plain(dims, family, size, tile_bytes, frozen, monkeypatch):
+    monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile_bytes)
+    plain = _small(dims, family, drop_rate=0.2)
+    for name, module in plain.named_modules():
+        if frozen is not None and isinstance(module, nn.modules.batchnorm._BatchNorm) and frozen in name:
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            module.eval()
+    ours = with_engine(plain, "shared")
+    x = _input(3, size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_step(ours, plain, x)
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("dims", [1, 3])
+def test_a_batch_of_one_by_every_engine(dims, engine):
+    plain = _small(dims, drop_rate=0.2)
+    ours = with_engine(plain, engine)
+    assert_same_step(ours, plain, _input(1, (11, 8, 9)[:dims]))
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_one_node_of_the_graph_for_a_stage(dims):
+    """The shared engine runs, and takes transitions with it."""
+    model = with_engine(_small(dims), True)
+    x = _input(2, (11, 8, 9)[:dims])
+    features = model.features(x)
+    names, nodes = [], [features.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        names.append(type(node).__name__)
+        nodes += [earlier for earlier, _ in node.next_functions if earlier is not None]
+    assert names.count("SharedStageBackward") == 3
+    assert not any("Pool" in name or "BatchNorm" in name for name in names)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
+def test_memory_formats_of_volumes_are_kept(memory_format, alone):
+    plain = _small(3).to(memory_format=memory_format)
+    ours = with_engine(plain, "shared")
+    module, reference = (m.features.denseblock1 if alone else m for m in (ours, plain))
+    x = torch.randn(2, 4 if alone else 3, 7, 8, 9, dtype=torch.double).to(memory_format=memory_format)
+    assert_same_step(module, reference, x)
+    if alone:
+        assert module(x).is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("consumer", ["block", "transition", "norm"])
+@pytest.mark.parametrize("bn_size", [0, 2])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_gradcheck(dims, bn_size, consumer):
+    model = _small(dims, bn_size=bn_size, growth_rate=2, num_init_features=2, block_config=(2, 1))
+    block, after = model.features.denseblock1, {"block": None, "transition": model.features.transition1}
+    if consumer == "norm":
+        block, after["norm"] = model.features.denseblock2, model.features.norm5
+    channels = block.denselayer1.norm1.num_features
+    x = torch.randn(2, channels, *(3, 2, 2)[:dims], dtype=torch.double, requires_grad=True)
+    stage = shared.Stage(block, after[consumer], x)
+    assert torch.autograd.gradcheck(
+        lambda x, *tensors: shared.SharedStage.apply(stage, x, *tensors), (x, *stage.tensors)
+    )
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_autocast_errs_at_most_twice_as_much_as_plain(dims):
+    ratios = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        truth = _small(dims)
+        x, errors = _input(4, (16, 10, 12)[:dims]), []
+        expected = _gradients(truth, x)
+        for engine in ("shared", "plain"):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                errors.append((_gradients(with_engine(truth, engine).float(), x.float()) - expected).norm().item())
+        ratios.append(errors[0] / errors[1])
+    assert statistics.median(ratios) <= 2
+
+
+def _gradients(model: nn.Module, x: Tensor) -> Tensor:
+    model.zero_grad()
+    backward(model, x)
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("dims", "size", "most"), [(1, (1024,), 0.2), (3, (16, 16, 16), 0.2)], ids=["signals", "volumes"]
+)
+def test_the_shared_engine_s_memory(dims, size, most):
+    peaks = []
+    for engine in ("shared", "plain"):
+        model = DenseNet(12, (16, 16), dims=dims, efficient=engine)
+        x, labels = torch.randn(2, 3, *size), torch.zeros(2, dtype=torch.long)
+
+        def step(model=model, x=x, labels=labels):
+            F.cross_entropy(model(x), labels).backward()
+
+        step()
+        peaks.append(tensor_peak(step))
+    assert peaks[0] <= most * peaks[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("engine", [True, "plain", "shared"])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_export_in_eval_mode(dims, engine):
+    model = with_engine(_small(dims), engine).eval()
+    x = _input(3, (9, 10, 8)[:dims])
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", max=64)},)).module()
+    with torch.no_grad():
+        other = _input(2, (9, 10, 8)[:dims])
+        assert torch.equal(exported(other), model(other))
+
+
+@pytest.mark.parametrize("small_inputs", [True, False])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_names_and_widths_are_those_of_two_dimensions(dims, small_inputs):
+    ours, flat = (DenseNet(4, (2, 1), small_inputs=small_inputs, dims=d).state_dict() for d in (dims, 2))
+    assert list(ours) == list(flat)
+    for name, tensor in ours.items():
+        expected = flat[name].shape
+        assert tensor.shape == (expected if len(expected) < 4 else (*expected[:2], *[expected[2]] * dims))
+
+
+def test_the_same_function_of_a_signal_as_of_a_picture_of_one_column():
+    """A kernel of one dimension is the middle column of a picture's, where the others are beside the picture."""
+    signals = _small(1, block_config=(2,))
+    pictures = small_model("bc", block_config=(2,), efficient=False)
+    for name, parameter in pictures.named_parameters():
+        own = signals.get_parameter(name).detach()
+        with torch.no_grad():
+            parameter.copy_(own[..., None].expand_as(parameter) if parameter.dim() == 4 else own)
+    x = _input(3, (12,))
+    for engine in ("plain", "shared"):
+        assert_close(signals.set_engine(engine)(x), pictures.set_engine(engine)(x[..., None]))
+
+
+@pytest.mark.parametrize("dims", [0, 4, 2.5, "3d", None])
+def test_other_numbers_of_dimensions_are_refused(dims):
+    builders = (
+        lambda: DenseNet(dims=dims),
+        lambda: DenseBlock(1, 3, 2, dims=dims),
+        lambda: DenseLayer(3, 2, 0, 0.0, dims=dims),
+        lambda: Transition(4, 2, dims=dims),
+    )
+    for build in builders:
+        with pytest.raises(ValueError, match=r"dims is .*must be one of 1, 2, 3"):
+            build()
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "message"),
+    [
+        (1, (2, 3, 8, 8), r"\(2, 3, 8, 8\), but this model needs \(N, 3, length\)"),
+        (3, (2, 3, 8, 8), r"but this model needs \(N, 3, depth, height, width\)"),
+        (1, (2, 3, 3), "found signals of 3, .*at least 4: enlarge"),
+        (3, (2, 3, 3, 9, 9), "found volumes of 3×9×9, .*at least 4×4×4: enlarge"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(dims, shape, message):
+    with pytest.raises(ValueError, match=message):
+        DenseNet(dims=dims)(torch.randn(shape))
+
+
+def test_modules_of_other_dimensions_inside_a_layer_fall_back_by_their_reason():
+    block = _small(3).features.denseblock1
+    block.denselayer1.conv1 = nn.Conv2d(4, 12, 1, bias=False).double()
+    reason = why_not_shared(block, torch.randn(2, 4, 3, 3, 3, dtype=torch.double))
+    assert reason == "found a Conv2d inside a layer, where the shared engine takes Conv3d"
+    reason = why_not_shared(block, torch.randn(2, 4, 3, 3, 3, 3, dtype=torch.double))
+    assert reason == "found an input of 6 dimensions, where the shared engine takes 3 to 5"
