@@ -45,8 +45,8 @@ def layers_in(block: nn.Module) -> list[nn.Module]:
 
 def looks_dense(block: nn.Module) -> bool:
     """Whether each part of `block` adds as much as the others and reads what those before it read and made, going by
-    its first and last convolution; or whether `block` calls itself dense."""
-    if "denseblock" in type(block).__name__.lower().replace("_", ""):
+    its first and last convolution; or whether `block` calls itself dense, or somebody else does."""
+    if "denseblock" in type(block).__name__.lower().replace("_", "") or block_reader(block) is not None:
         return True
     ends = []
     for part in layers_in(block):
