@@ -66,7 +66,7 @@ class Case:
         self.values, self.pending = self._matrix(num_rows, channels), self._matrix(num_rows, channels)
         self.scale, self.shift, self.share = (torch.randn(channels, device=DEVICE) for _ in range(3))
         self.squeeze, self.pool = self._matrix(width, channels), self._matrix(channels // 2 + 1, channels)
-        self.convolve = torch.randn(width, channels, 3, 3, device=DEVICE).to(dtype)
+        self.convolve = torch.randn(width, channels, *[3] * (len(shape) - 1), device=DEVICE).to(dtype)
         self.of_squeezed, self.of_values = self._matrix(num_rows, width), self._matrix(num_rows, channels)
         self.of_pooled = self._matrix(portable.halved(self.shape).numel(), len(self.pool))
 
@@ -157,6 +157,14 @@ def test_programs_that_loop_and_pictures_one_at_a_time(operation, monkeypatch):
     monkeypatch.setattr(fused, "PROGRAMS", 2)
     monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
     check(operation, Case((3, 9, 15), 33, 20))
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "convolved" in name or "pooled" in name])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("shape", [(2, 9), (2, 4, 3, 5), (2, 3, 4, 5)])
+def test_signals_and_volumes(operation, shape, first, monkeypatch):
+    monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
+    check(operation, Case(shape, 9, 16, first=first))
 
 
 @pytest.mark.parametrize("operation", ["squeezed_and_measured", "squeezed_gradients"])

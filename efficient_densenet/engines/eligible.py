@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..batchnorm import before_the_rule
 from ..checkpoint.parameters import parameters_of
 from ..synced_norm import together
 from ..torch_private import hooks_watch_all_modules
@@ -26,12 +27,16 @@ def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
 
 
 def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
-    if x.dim() - 2 not in _CONVOLUTIONS:
-        return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
     if not layers:
         return "found a block without layers"
+    dims = x.dim() - 2
+    if dims not in _CONVOLUTIONS:
+        return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
+    last = layers[0].last
+    if type(last) in _CONVOLUTIONS.values() and _dims(last) != dims:
+        return f"found an input of {x.dim()} dimensions, where the block takes {_dims(last) + 2}"
     for layer in layers:
-        reason = _why_not_layer(layer, x.dim() - 2)
+        reason = _why_not_layer(layer, dims)
         if reason is not None:
             return reason
     return _why_not_widths(layers, x) or _why_not_precision(layers, x) or _why_not_norms(layers, x)
@@ -59,7 +64,9 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
 
 
 def _other(module: nn.Module, usual: type[nn.Module]) -> str:
-    return f"found a {type(module).__name__} inside a layer, where the shared engine takes {usual.__name__}"
+    # By its name before it ever was recomputed, or there would be a second warning.
+    found = before_the_rule(module).__name__
+    return f"found a {found} inside a layer, where the shared engine takes {usual.__name__}"
 
 
 def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:

@@ -1,0 +1,111 @@
+"""Norms that the shared engine cannot take run by recomputation, with plain's numbers and one warning."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from helpers import assert_same_buffers, assert_same_step, picture, small_model
+from torch import Tensor, nn
+
+from efficient_densenet import DenseNet, engines
+
+
+class ChannelNorm(nn.Module):
+    """Without anything that batch norms have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(1, keepdim=True) + 1).sqrt()
+
+
+def _frozen(channels: int) -> nn.Module:
+    norm = pytest.importorskip("torchvision").ops.FrozenBatchNorm2d(channels)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        getattr(norm, name).uniform_(0.5, 1.5)
+    return norm
+
+
+NORMS = {
+    "GroupNorm": lambda channels: nn.GroupNorm(1, channels),
+    "GroupNorm without values": lambda channels: nn.GroupNorm(1, channels, affine=False),
+    "InstanceNorm2d": nn.InstanceNorm2d,
+    "InstanceNorm2d with values": lambda channels: nn.InstanceNorm2d(channels, affine=True, track_running_stats=True),
+    "FrozenBatchNorm2d": _frozen,
+    "SyncBatchNorm": nn.SyncBatchNorm,
+    "BatchNorm2d without values": lambda channels: nn.BatchNorm2d(channels, affine=False),
+    "BatchNorm2d without bias": lambda channels: _without_bias(nn.BatchNorm2d(channels)),
+    "BatchNorm2d without statistics": lambda channels: nn.BatchNorm2d(channels, track_running_stats=False).eval(),
+    "ChannelNorm": lambda channels: ChannelNorm(),
+    "Identity": lambda channels: nn.Identity(),
+}
+
+
+def _without_bias(norm: nn.Module) -> nn.Module:
+    norm.bias = None
+    return norm
+
+
+def _with_norms(name: str, where: str, **overrides) -> DenseNet:
+    model = small_model("bc", efficient=False, **overrides)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.BatchNorm2d) and where in path:
+            parent, _, last = path.rpartition(".")
+            setattr(model.get_submodule(parent), last, NORMS[name](module.num_features).double())
+    return model
+
+
+def _compared(plain: DenseNet) -> list[str]:
+    """Three steps beside plain; the warnings that there were."""
+    ours = copy.deepcopy(plain).set_engine(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in (3, 2, 4):
+            assert_same_step(ours, plain, picture("bc", batch))
+    assert_same_buffers(ours, plain)
+    return [str(warning.message) for warning in caught if "falling back" in str(warning.message)]
+
+
+@pytest.mark.parametrize("where", ["norm", "norm1", "norm2"])
+@pytest.mark.parametrize("name", NORMS)
+def test_in_the_layers_they_run_by_recomputation_with_one_warning(name, where, monkeypatch):
+    monkeypatch.setattr(engines, "_warned", set())
+    (message,) = _compared(_with_norms(name, where, drop_rate=0.2))
+    assert message.startswith("falling back from engine 'shared' to 'checkpoint': found a ")
+    if not name.startswith("BatchNorm2d"):
+        assert f"found a {name.split()[0]} inside a layer, where the shared engine takes BatchNorm2d" in message
+
+
+@pytest.mark.parametrize("where", ["transition", "norm5"])
+@pytest.mark.parametrize("name", NORMS)
+def test_after_a_block_they_run_by_themselves_without_a_word(name, where, monkeypatch):
+    monkeypatch.setattr(engines, "_warned", set())
+    assert _compared(_with_norms(name, where)) == []
+
+
+@pytest.mark.parametrize("name", ["GroupNorm", "SyncBatchNorm", "InstanceNorm2d with values"])
+def test_by_name_the_shared_engine_refuses_them(name):
+    model = _with_norms(name, "norm1").set_engine("shared")
+    with pytest.raises(RuntimeError, match=r"engine 'shared' cannot run here: found a .*use another engine"):
+        model(picture("bc"))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_in_eval_mode_without_gradients_nothing_is_said(name):
+    plain = _with_norms(name, "norm").eval()
+    ours = copy.deepcopy(plain).set_engine(True)
+    x = picture("bc")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        assert torch.equal(ours(x), plain(x))
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_group_norms_of_other_dimensions(dims, monkeypatch):
+    monkeypatch.setattr(engines, "_warned", set())
+    plain = small_model("bc", efficient=False, dims=dims)
+    for layer in (m for block in (1, 3) for m in plain.get_submodule(f"features.denseblock{block}").children()):
+        layer.norm1 = nn.GroupNorm(1, layer.norm1.num_features).double()
+    ours = copy.deepcopy(plain).set_engine(True)
+    with pytest.warns(UserWarning, match=f"found a GroupNorm inside a layer, .*BatchNorm{dims}d"):
+        assert_same_step(ours, plain, torch.randn(2, 3, *[9] * dims, dtype=torch.double))
+    assert_same_buffers(ours, plain)
