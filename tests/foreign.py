@@ -214,7 +214,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "kuangliu": functools.partial(Net, _newest_first, functional=True),
     "tiramisu": functools.partial(Net, Tiramisu),
 }
-SIDES = {"monai_1d": (65,), "monai_3d": (33, 35, 34)}
+SIDES = {"monai_1d": (65,), "monai_3d": (17, 19, 18)}
 
 
 def build(name: str) -> nn.Module:

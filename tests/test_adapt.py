@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,8 +43,12 @@ def _assert_same_training(ours: nn.Module, plain: nn.Module, x: Tensor) -> None:
     assert_same_buffers(ours, plain)
 
 
-@pytest.mark.parametrize("engine", [True, "checkpoint", "official"])
-@pytest.mark.parametrize("name", MODELS)
+OTHERS = [
+    (name, engine) for name in ("torchvision", "timm", "monai", "kuangliu") for engine in ("checkpoint", "official")
+]
+
+
+@pytest.mark.parametrize(("name", "engine"), [*((name, True) for name in MODELS), *OTHERS, ("tiramisu", "checkpoint")])
 def test_three_steps_are_plain_s_and_can_be_taken_back(name, engine):
     model = build(name)
     plain, x = plain_twin(name, model), pictures(name)
@@ -476,6 +482,15 @@ def test_what_was_under_the_rule_stays_under_it(engine):
     loss_of(model(pictures("torchvision"))).backward()
     restore(model)
     assert all(isinstance(m, UpdatesOnce) for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+
+
+def test_the_readme_s_example(capsys):
+    pytest.importorskip("torchvision")
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    exec(re.search(r"<!-- adapt -->\n```python\n(.*?)```", readme, re.DOTALL)[1], {})
+    assert capsys.readouterr().out.startswith(
+        "4 dense blocks changed\n  features.denseblock1: 6 layers, shared, keeping "
+    )
 
 
 def test_memory_is_that_of_ours():
