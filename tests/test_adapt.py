@@ -225,6 +225,28 @@ def test_a_wrapped_model_is_found_inside(wrap):
     assert list(map(type, model.modules())) == list(map(type, plain.modules()))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_distributed_data_parallel(first):
+    """With hooks on every parameter, as it has them."""
+    model = build("timm_efficient")
+    plain = plain_twin("timm_efficient", model)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        if first:
+            make_efficient(model)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        if not first:
+            assert make_efficient(wrapped).changed[0].name == "module.features.denseblock1"
+        _assert_same_training(wrapped.module, plain, pictures("timm_efficient"))
+        x = pictures("timm_efficient")
+        for each in (wrapped, plain):
+            each.zero_grad()
+            loss_of(each(x)).backward()
+        assert_same_gradients(model, plain)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_precision_device_and_weights_may_change_before_or_after():
     before, after = build("torchvision"), build("torchvision")
     make_efficient(before)
@@ -242,13 +264,19 @@ def test_precision_device_and_weights_may_change_before_or_after():
 
 
 def test_an_optimizer_made_before_goes_on():
-    model = build("torchvision")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    make_efficient(model)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    loss_of(model(pictures("torchvision"))).backward()
-    optimizer.step()
-    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    model = build("torchvision_efficient")
+    plain = plain_twin("torchvision_efficient", model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3, momentum=0.9) for each in (model, plain)]
+    x = pictures("torchvision_efficient")
+    for convert in (None, make_efficient, restore):
+        if convert is not None:
+            convert(model)
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(each.eval()(x)).backward()  # in evaluation mode nothing updates twice before and after
+            optimizer.step()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(found.detach(), expected.detach())
 
 
 def test_ours_are_set_and_set_back():
@@ -367,6 +395,19 @@ def test_a_layer_of_other_kinds_is_reported_by_its_kinds():
     assert make_efficient(block).unchanged[""] == "found a forward that is compiled or was set on the instance"
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_are_computed():
+    block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)]).double()
+    torch.nn.utils.parametrizations.spectral_norm(block.denselayer1.conv1)
+    state = copy.deepcopy(block.state_dict())
+    assert make_efficient(block).changed[0].engine.startswith("checkpoint since found a parametrization")
+    assert all(torch.equal(value, state[key]) for key, value in block.state_dict().items())
+    old = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
+    torch.nn.utils.weight_norm(old.denselayer2.conv2)
+    assert make_efficient(old).unchanged[""].startswith("holds weights that are no parameters")
+    assert all(parameter.grad is None for parameter in old.parameters())
+
+
 def _other_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(2, channels)
 
@@ -442,6 +483,45 @@ def test_a_reader_is_not_believed_without_a_trial():
     report = make_efficient(_Lying())
     assert not report
     assert report.unchanged[""].startswith("has other values")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_modes_around_the_call(mode):
+    model = build("gpleiss_efficient")
+    plain = plain_twin("gpleiss_efficient", model)
+    with mode():
+        assert len(make_efficient(model)) == 3
+    _assert_same_training(model, plain, pictures("gpleiss_efficient"))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_mixed_precision_and_layout(layout):
+    model = build("torchvision_efficient").float()
+    plain = plain_twin("torchvision_efficient", model).float()
+    make_efficient(model.to(memory_format=layout))
+    x = pictures("torchvision_efficient").float().contiguous(memory_format=layout)
+    truth = loss_of(copy.deepcopy(plain).double()(x.double())).detach()
+    errors = []
+    for each in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+            warnings.simplefilter("error")  # no falling back
+            loss = loss_of(each(x))
+        loss.backward()
+        errors.append((loss.detach() - truth).abs())
+    assert errors[0] <= 2 * errors[1] + 0.02 * truth.abs()
+
+
+def test_some_parameters_frozen_and_bottlenecks_kept():
+    model = build("timm_efficient")
+    plain = plain_twin("timm_efficient", model)
+    make_efficient(model)
+    model.features.denseblock2.denselayer1.keep_bottleneck = True
+    assert make_efficient(model).changed[1].kept == 2 * GROWTH + make_efficient(plain).changed[1].kept
+    restore(plain)
+    for each in (model, plain):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("denseblock2" in name or "classifier" in name)
+    _assert_same_training(model, plain, pictures("timm_efficient"))
 
 
 def test_a_model_on_the_meta_device_is_tried_elsewhere():

@@ -110,4 +110,5 @@ def _can_join(block: nn.Module, after: nn.Module) -> bool:
 
 def _example(block: nn.Module) -> Tensor:
     conv = parts_of(block).layers[0].conv1
-    return conv.weight.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size)))
+    some = next(conv.parameters())  # not its weight, which may be a parametrization's to compute
+    return some.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size)))

@@ -86,6 +86,7 @@ class ConvertedSequence:
 def convert_block(block: nn.Module, engine: Engine | None) -> None:
     """Put every batch norm in `block` under the exactly-once rule, and `block` under `engine`; or raise, and then
     nothing is changed."""
+    read_block(block)
     ruled = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
     try:
         newest_first = _tried(block)
