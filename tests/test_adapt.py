@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign import GROWTH, MODELS, START, FeaturesBlock, TakesFeatures, build, loss_of, pictures, plain_twin
+from foreign import (
+    GROWTH,
+    MODELS,
+    START,
+    FeaturesBlock,
+    NewestFirst,
+    TakesFeatures,
+    build,
+    loss_of,
+    pictures,
+    plain_twin,
+)
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from test_team import ThreadedReplicas
 from torch import Tensor, nn
@@ -180,6 +191,35 @@ def test_a_hook_inside_a_layer_keeps_being_called(inside):
         model(pictures("torchvision"))
 
 
+class _Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(NewestFirst(START), NewestFirst(START + GROWTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hook_between_a_block_and_its_layers(first):
+    block, counts = _Around().double(), [0, 0]
+    plain = copy.deepcopy(block)
+    if first:
+        assert [change.name for change in make_efficient(block).changed] == [""]
+    for i, each in enumerate((block, plain)):
+
+        def note(*_, i=i):
+            counts[i] += 1
+
+        each.layer.register_forward_hook(note)
+    if not first:
+        assert [change.engine[:10] for change in make_efficient(block).changed] == ["checkpoint"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+    assert counts == [3, 3]
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("name", ["torchvision", "timm", "csrhddlam"])
 def test_a_copy_is_a_converted_model_of_its_own(name, how):
@@ -301,6 +341,30 @@ def test_called_again_it_changes_the_engine():
     assert list(map(type, model.modules())) == classes
     with pytest.raises(ValueError, match="unknown engine 'fast'"):
         make_efficient(model, "fast")
+
+
+def test_altered_after_conversion():
+    """What a layer has become is run, and told when asked again."""
+    model = build("torchvision_efficient")
+    plain = plain_twin("torchvision_efficient", model)
+    make_efficient(model)
+    for each in (model, plain):
+        layer = each.features.denseblock2.denselayer1
+        layer.conv2 = nn.Sequential(layer.conv2, nn.Tanh())
+        del each.features.denseblock1.denselayer2
+        each.features.transition1 = nn.Sequential(nn.Conv2d(START + GROWTH, 7, 1), nn.AvgPool2d(2)).double()
+    plain.features.transition1.load_state_dict(model.features.transition1.state_dict())
+    report = make_efficient(model)
+    assert [(change.layers, change.engine[:16]) for change in report.changed] == [
+        (1, "shared"),
+        (3, "checkpoint since"),
+        (1, "shared"),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _assert_same_training(model, plain, pictures("torchvision_efficient"))
+    restore(model)
+    assert list(map(type, model.modules())) == list(map(type, plain.modules()))
 
 
 def test_nothing_to_convert():

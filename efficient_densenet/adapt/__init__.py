@@ -7,15 +7,16 @@ the same name that is made from it. `restore(model)` gives the classes back.
 
 from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from .. import engines
 from ..densenet import DenseBlock
 from ..engines import Engine
-from ..engines.parts import BlockParts, LayerParts, NoPartsError, parts_of, register_block
+from ..engines.parts import BlockParts, LayerParts, NoPartsError, register_block
 from ..made_classes import add_mixin, remove_mixin
 from .converted import ConvertedBlock, ConvertedSequence, convert_block, restore_block
-from .read import layers_in, looks_dense
+from .read import layers_in, looks_dense, read_block
 from .report import Changed, Report, kept
 from .trial import DifferentError
 
@@ -86,12 +87,20 @@ def _convert(module: nn.Module, engine: Engine | None) -> str | None:
 
 
 def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
-    parts = parts_of(block)
-    reason = engines.why_not(engine or Engine.SHARED, block, _example(block))
+    reason = _why_not(engine or Engine.SHARED, block)
     used = engine or (Engine.SHARED if reason is None else Engine.CHECKPOINT)
     then = "" if reason is None else f" since {reason}" if engine is None else f", which will raise: {reason}"
-    plain = kept(parts, Engine.PLAIN.value)
-    return Changed(name, len(parts.layers), used.value + then, plain, kept(parts, used.value))
+    try:
+        parts = read_block(block)
+    except NoPartsError:  # it was converted before, and has been altered since
+        return Changed(name, len(layers_in(block)), used.value + then, 0, 0)
+    return Changed(name, len(parts.layers), used.value + then, kept(parts, Engine.PLAIN.value), kept(parts, used.value))
+
+
+def _why_not(engine: Engine, block: nn.Module) -> str | None:
+    conv = next(module for module in block.modules() if isinstance(module, _ConvNd))
+    some = next(conv.parameters())  # not its weight, which may be a parametrization's to compute
+    return engines.why_not(engine, block, some.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size))))
 
 
 def _has_blocks_in_turn(module: nn.Module) -> bool:
@@ -105,10 +114,4 @@ def _has_blocks_in_turn(module: nn.Module) -> bool:
 def _can_join(block: nn.Module, after: nn.Module) -> bool:
     if not isinstance(block, ConvertedBlock) or block.engine not in (None, Engine.SHARED):
         return False
-    return engines.why_not(Engine.SHARED, block, _example(block)) is None and engines.can_consume(block, after)
-
-
-def _example(block: nn.Module) -> Tensor:
-    conv = parts_of(block).layers[0].conv1
-    some = next(conv.parameters())  # not its weight, which may be a parametrization's to compute
-    return some.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size)))
+    return _why_not(Engine.SHARED, block) is None and engines.can_consume(block, after)

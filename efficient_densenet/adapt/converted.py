@@ -14,6 +14,7 @@ from ..batchnorm import ComputesAsTorch, UpdatesOnce, update_always
 from ..checkpoint.call import run_twice
 from ..checkpoint.hooks import fire_always
 from ..engines import Engine, plain, recompute
+from ..engines.eligible import is_watched
 from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import Squeeze
 from ..made_classes import add_mixin, remove_mixin
@@ -50,7 +51,14 @@ class ConvertedBlock:
         return self._conversion.engine
 
     def dense_parts(self) -> BlockParts:
-        return read_block(self, self._conversion.newest_first)
+        parts = read_block(self, self._conversion.newest_first)
+        layers = [layer.module for layer in parts.layers]
+        for between in self.children():
+            if between not in layers and is_watched(between):
+                raise NoPartsError(
+                    f"found a hook on, or a new forward of, a {type(between).__name__} around the layers"
+                )
+        return parts
 
     def run_layers(self, x: Tensor, squeeze: Squeeze) -> Tensor:
         """Layer by layer; or, where this would pass by somebody's hooks, the author's forward made again as a whole."""

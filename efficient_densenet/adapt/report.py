@@ -44,7 +44,8 @@ class Report:
     def __str__(self) -> str:
         if not (self.changed or self.unchanged):
             return "nothing to convert: found no dense block"
-        lines = [f"{len(self.changed)} dense blocks changed" if self.changed else "nothing was converted"]
+        number = f"{len(self.changed)} dense block{'' if len(self.changed) == 1 else 's'}"
+        lines = [f"{number} changed" if self.changed else "nothing was converted"]
         lines += [f"  {change}" for change in self.changed]
         lines += [f"  {name or 'the model'}: blocks run together with what follows them" for name in self.joined]
         if self.unchanged:
