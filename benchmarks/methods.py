@@ -10,7 +10,7 @@ import torch
 from settings import architecture
 from torch import nn
 
-from efficient_densenet import DenseNet
+from efficient_densenet import DenseNet, make_efficient
 
 
 class Method(NamedTuple):
@@ -31,6 +31,12 @@ def _torchvision(arguments: dict[str, Any], memory_efficient: bool) -> nn.Module
     shape = {name: arguments[name] for name in ("growth_rate", "block_config", "num_init_features", "num_classes")}
     model = importlib.import_module("torchvision.models").DenseNet(**shape, memory_efficient=memory_efficient)
     return _with_stem_for(arguments, model)
+
+
+def _torchvision_converted(arguments: dict[str, Any]) -> nn.Module:
+    model = _torchvision(arguments, memory_efficient=False)
+    make_efficient(model, "shared")
+    return model
 
 
 def _timm(arguments: dict[str, Any], memory_efficient: bool) -> nn.Module:
@@ -58,6 +64,7 @@ METHODS: dict[str, Method] = {
     "torchvision_efficient": Method(
         "torchvision's, `memory_efficient=True`", partial(_torchvision, memory_efficient=True), "torchvision"
     ),
+    "torchvision_converted": Method("torchvision's, `make_efficient`", _torchvision_converted, "torchvision"),
     "timm": Method("timm's DenseNet", partial(_timm, memory_efficient=False), "timm"),
     "timm_efficient": Method("timm's, `memory_efficient=True`", partial(_timm, memory_efficient=True), "timm"),
     "compile": Method("`torch.compile` of plain", _compiled),

@@ -29,6 +29,7 @@ COLOURS = {
     "official": "#9b6fd0",
     "torchvision": "#c07a1e",
     "torchvision_efficient": "#c07a1e",
+    "torchvision_converted": "#8a5a1e",
     "timm": "#0f9aa8",
     "timm_efficient": "#0f9aa8",
     "compile": "#d0569b",

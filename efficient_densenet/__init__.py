@@ -1,6 +1,7 @@
 """DenseNets in PyTorch that train in far less memory, with the same numbers."""
 
 from ._version import __version__
+from .adapt import make_efficient, register_block, restore
 from .batchnorm import (
     CpBatchNorm1d,
     CpBatchNorm2d,
@@ -70,7 +71,10 @@ __all__ = [
     "features",
     "list_models",
     "load_weights",
+    "make_efficient",
+    "register_block",
     "rename_keys",
+    "restore",
     "restore_batchnorm",
     "weights_transforms",
 ]

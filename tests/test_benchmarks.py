@@ -189,7 +189,9 @@ def test_out_of_memory_is_recognised():
     assert not worker.is_out_of_memory(ValueError())
 
 
-@pytest.mark.parametrize("method", ["torchvision", "torchvision_efficient", "timm", "timm_efficient"])
+@pytest.mark.parametrize(
+    "method", ["torchvision", "torchvision_efficient", "torchvision_converted", "timm", "timm_efficient"]
+)
 @pytest.mark.parametrize("small_inputs", [True, False])
 def test_other_libraries_densenets_are_the_same_network(method, small_inputs):
     pytest.importorskip(METHODS[method].package)

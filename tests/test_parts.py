@@ -249,7 +249,7 @@ def test_what_is_not_known_is_refused_with_a_reason():
     assert why_not_shared(empty, x) == "found a block without layers"
     with pytest.raises(RuntimeError, match=r"cannot run here: found a block of class Stranger.*use another engine"):
         engines.choose(Stranger(Layer(4, True, True, 0.0)), x)
-    assert not can_consume(Block(), nn.Sequential(nn.BatchNorm2d(13)))
+    assert not can_consume(Block(), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(13)))
     assert parts.consumer_parts(nn.BatchNorm2d(13)) is not None
     assert parts.consumer_parts(NormAct(13)) is None
 

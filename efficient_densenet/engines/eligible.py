@@ -12,7 +12,7 @@ from .parts import LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _HALVES = (torch.float16, torch.bfloat16)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
@@ -177,7 +177,7 @@ def _is_usual(conv: nn.Module, kernel: int) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a hook, or a forward set on the instance, would notice that the module itself is not called."""
-    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS)
+    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS)
 
 
 def agree(first: nn.Module, other: nn.Module) -> bool:

@@ -3,14 +3,16 @@
 Parts are read again at every forward and never kept on a module, so that copies and replicas have their own.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from ..batchnorm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce
+from ..batchnorm import ComputesAsTorch, CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce
 from ..made_classes import original
 from ..synced_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
 
@@ -118,12 +120,17 @@ def parts_of(block: nn.Module) -> BlockParts:
     supplied = getattr(block, "dense_parts", None)
     if supplied is not None:
         return supplied()
-    reader = next((_BLOCKS[cls] for cls in type(block).__mro__ if cls in _BLOCKS), None)
+    reader = block_reader(block)
     if reader is None:
         raise NoPartsError(
             f"found a block of class {type(block).__name__}, which may do other things than a dense block"
         )
     return reader(block)
+
+
+def block_reader(block: nn.Module) -> BlockReader | None:
+    """What was registered for the class of `block`, or for one that it comes from."""
+    return next((_BLOCKS[cls] for cls in type(block).__mro__ if cls in _BLOCKS), None)
 
 
 def consumer_parts(module: nn.Module) -> ConsumerParts | None:
@@ -133,12 +140,40 @@ def consumer_parts(module: nn.Module) -> ConsumerParts | None:
     if supplied is not None:
         return supplied()
     reader = _CONSUMERS.get(_class(module))
-    return None if reader is None else reader(module)
+    if reader is not None:
+        return reader(module)
+    if type(module).forward is nn.Sequential.forward:
+        return _sequence_parts(*module)
+    return _sequence_parts(module) if is_norm(module) else None
+
+
+def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
+    """The parts of modules that run in turn."""
+    if not (modules and is_norm(modules[0])):
+        return None
+    norm, *rest = modules
+    activations = [*activations_of(norm), *(rest.pop(0) for _ in rest[:1] if type(rest[0]) is nn.ReLU)]
+    if not (activations and rest and isinstance(rest[0], _ConvNd)):
+        return ConsumerParts(norm, after=_in_turn(*activations, *rest))
+    conv, *rest = rest
+    pools = bool(rest) and halves(rest[0])
+    return ConsumerParts(norm, conv, pools, tuple(activations), _in_turn(*rest[pools:]))
+
+
+def _in_turn(*modules: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    return (lambda x: functools.reduce(lambda value, module: module(value), modules, x)) if modules else None
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether this is a batch norm, under the exactly-once rule or not."""
-    return _class(module) in NORMS
+    """Whether this is a batch norm, under the exactly-once rule or not, perhaps with an activation of its own."""
+    cls = _class(module)
+    timms = cls.__name__ == "BatchNormAct2d" and cls.__module__.startswith("timm.")
+    return cls in NORMS or timms or isinstance(module, ComputesAsTorch)
+
+
+def activations_of(norm: nn.Module) -> tuple[nn.Module, ...]:
+    """What a norm that is not only one does to its result."""
+    return tuple(module for module in norm.children() if type(module) is not nn.Identity)
 
 
 def _class(module: nn.Module) -> type[nn.Module]:

@@ -1,0 +1,142 @@
+"""What is put before the classes of other people's modules."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from .. import engines
+from ..batchnorm import ComputesAsTorch, UpdatesOnce, update_always
+from ..checkpoint.call import run_twice
+from ..checkpoint.hooks import fire_always
+from ..engines import Engine, plain, recompute
+from ..engines.eligible import is_watched
+from ..engines.parts import BlockParts, NoPartsError, is_norm
+from ..engines.plain import Squeeze
+from ..made_classes import add_mixin, remove_mixin
+from .layers import are_passed_by, run_layers
+from .read import read_block
+from .trial import order_of, trial
+
+
+@dataclass
+class Conversion:
+    """What a converted block carries; no modules, so that copies and replicas have nothing of the original's."""
+
+    engine: Engine | None
+    newest_first: bool
+    norms_under_the_rule: tuple[str, ...]  # before the conversion
+
+
+class ConvertedBlock:
+    """Mixin: a dense block whose layers an engine runs wherever plain would keep much for a backward."""
+
+    _conversion: Conversion
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        # A compiler sees the author's code, as tracers do, which may also pass something that stands for a tensor.
+        if args or kwargs or not isinstance(x, Tensor) or torch.compiler.is_compiling():
+            return super().forward(x, *args, **kwargs)
+        engine = engines.choose(self, x)
+        if engine is Engine.PLAIN:
+            return super().forward(x)
+        return engines.run_block(self, x, engine)
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._conversion.engine
+
+    def dense_parts(self) -> BlockParts:
+        parts = read_block(self, self._conversion.newest_first)
+        layers = [layer.module for layer in parts.layers]
+        for between in self.children():
+            if between not in layers and is_watched(between):
+                raise NoPartsError(
+                    f"found a hook on, or a new forward of, a {type(between).__name__} around the layers"
+                )
+        return parts
+
+    def run_layers(self, x: Tensor, squeeze: Squeeze) -> Tensor:
+        """Layer by layer; or, where this would pass by somebody's hooks, the author's forward made again as a whole."""
+        try:
+            parts = self.dense_parts()
+        except NoPartsError:
+            parts = None
+        if parts is not None and not are_passed_by(parts):
+            return run_layers(parts, x, squeeze)
+        if squeeze is recompute.squeeze_official:
+            return torch_checkpoint(super().forward, x, use_reentrant=False)
+        return super().forward(x) if squeeze is plain.squeeze else run_twice(super().forward, (x,), {})
+
+    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script asks for it first
+        raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
+
+
+class ConvertedSequence:
+    """Mixin: an nn.Sequential in which a converted block runs together with what consumes it where it can."""
+
+    def forward(self, x: Any) -> Any:
+        modules = list(self)
+        while modules:
+            module = modules.pop(0)
+            if modules and isinstance(module, ConvertedBlock) and isinstance(x, Tensor):
+                x, consumed = engines.run_stage(module, modules[0], x)
+                modules = modules[consumed:]
+            else:
+                x = module(x)
+        return x
+
+
+def convert_block(block: nn.Module, engine: Engine | None) -> None:
+    """Put every batch norm in `block` under the exactly-once rule, and `block` under `engine`; or raise, and then
+    nothing is changed."""
+    read_block(block)
+    ruled = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
+    try:
+        newest_first = _tried(block)
+    except Exception:
+        _free_norms(block, ruled)
+        raise
+    add_mixin(block, ConvertedBlock)
+    block._conversion = Conversion(engine, newest_first, ruled)
+
+
+def _tried(block: nn.Module) -> bool:
+    """Whether `block` puts new features first, as a trial shows that finds nothing else about it.
+
+    In the trial, torch's norms are under the rule already: checkpointing that updates them twice is no difference that
+    anybody wants. Those with a forward of their own are themselves in the trial, and torch's from then on.
+    """
+    foreign = [module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)]
+    for module in block.modules():
+        if isinstance(module, _NormBase) and not isinstance(module, UpdatesOnce) and module not in foreign:
+            add_mixin(module, UpdatesOnce, innermost=True)  # not by update_once: the class is to keep its name
+    with trial(block) as run:
+        theirs = run(block.forward)
+        for module in foreign:
+            add_mixin(module, ComputesAsTorch, innermost=True)
+        return order_of(theirs, run, partial(read_block, block))
+
+
+def restore_block(block: nn.Module) -> None:
+    """Undo `convert_block`."""
+    remove_mixin(block, ConvertedBlock)
+    for module in block.modules():
+        fire_always(module)
+    _free_norms(block, block._conversion.norms_under_the_rule)
+    del block._conversion
+
+
+def _free_norms(block: nn.Module, but: tuple[str, ...]) -> None:
+    for name, module in block.named_modules():
+        if isinstance(module, ComputesAsTorch):
+            remove_mixin(module, ComputesAsTorch)
+        elif isinstance(module, UpdatesOnce) and name not in but:
+            update_always(module)
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

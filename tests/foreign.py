@@ -1,0 +1,246 @@
+"""Small DenseNets as other people build them: from libraries, and as some repositories write their forward."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from efficient_densenet import CheckpointFunction
+
+GROWTH, CONFIG, START, CLASSES = 4, (2, 3, 1), 6, 5
+SHAPE = {"growth_rate": GROWTH, "block_config": CONFIG}
+
+
+class Half(nn.Module):
+    """A dense layer whose pieces have names, and whose forward others add."""
+
+    def __init__(self, channels: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d, **options) -> None:
+        super().__init__()
+        width = 2 * GROWTH
+        self.norm1, self.relu1 = norm(channels), nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
+        self.norm2, self.relu2 = norm(width), nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(width, GROWTH, 3, padding=1, bias=False)
+        self.drop_rate, self.efficient = options.get("drop_rate", 0.0), options.get("efficient", False)
+
+    def squeeze(self, *features: Tensor) -> Tensor:
+        return self.conv1(self.relu1(self.norm1(torch.cat(features, 1))))
+
+    def expand(self, made: Tensor) -> Tensor:
+        made = self.conv2(self.relu2(self.norm2(made)))
+        return F.dropout(made, self.drop_rate, self.training) if self.drop_rate > 0 else made
+
+
+class TakesFeatures(Half):
+    """As in gpleiss/efficient_densenet_pytorch: all features are arguments, and torch's checkpointing is optional."""
+
+    def forward(self, *features: Tensor) -> Tensor:
+        if self.efficient and any(each.requires_grad for each in features):
+            return self.expand(torch.utils.checkpoint.checkpoint(self.squeeze, *features, use_reentrant=True))
+        return self.expand(self.squeeze(*features))
+
+
+class UpdatesInSecondRun(nn.BatchNorm2d):
+    """As in csrhddlam/pytorch-checkpoint: only the run that needs a gradient is counted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        momentum = 0.0
+        if x.requires_grad and self.training:
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, momentum, self.eps)
+
+
+class TakesParameters(Half):
+    """As in csrhddlam/pytorch-checkpoint: the parameters are arguments of a function of its own."""
+
+    def forward(self, *features: Tensor) -> Tensor:
+        if not (self.efficient and any(each.requires_grad for each in features)):
+            return self.expand(self.squeeze(*features))
+        parameters = *self.norm1.parameters(), *self.conv1.parameters()
+        return self.expand(CheckpointFunction.apply(self.squeeze, len(features), *features, *parameters))
+
+
+class FeaturesBlock(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        for i, layer in enumerate(layers, start=1):
+            self.add_module(f"denselayer{i}", layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.children():
+            features.append(layer(*features))
+        return torch.cat(features, 1)
+
+
+class NewestFirst(nn.Module):
+    """As in kuangliu/pytorch-cifar: functional ReLUs, and what is new goes before what is old."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(2 * GROWTH)
+        self.conv1 = nn.Conv2d(channels, 2 * GROWTH, kernel_size=1, bias=False)
+        self.conv2 = nn.Conv2d(2 * GROWTH, GROWTH, kernel_size=3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.conv2(F.relu(self.bn2(self.conv1(F.relu(self.bn1(x))))))
+        return torch.cat([made, x], 1)
+
+
+class Tiramisu(nn.Module):
+    """As in networks for segmentation: no bottleneck, layers in a list, joined by the block."""
+
+    def __init__(self, channels: int, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self._layer(channels + i * GROWTH) for i in range(number))
+
+    @staticmethod
+    def _layer(channels: int) -> nn.Module:
+        conv = nn.Conv2d(channels, GROWTH, 3, padding=1, bias=False)
+        return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), conv, nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.cat([x, layer(x)], 1)
+        return x
+
+
+class FunctionalTransition(nn.Module):
+    def __init__(self, channels: int, compressed: int) -> None:
+        super().__init__()
+        self.bn, self.conv = nn.BatchNorm2d(channels), nn.Conv2d(channels, compressed, kernel_size=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(self.conv(F.relu(self.bn(x))), 2)
+
+
+class Net(nn.Module):
+    """A network of `block(channels, number)`s."""
+
+    def __init__(self, block: Callable[[int, int], nn.Module], functional: bool = False) -> None:
+        super().__init__()
+        self.features = nn.Sequential(OrderedDict(conv0=nn.Conv2d(3, START, 3, padding=1, bias=False)))
+        channels = START
+        for i, number in enumerate(CONFIG, start=1):
+            self.features.add_module(f"denseblock{i}", block(channels, number))
+            channels += number * GROWTH
+            if i < len(CONFIG):
+                compressed = channels // 2
+                transition = FunctionalTransition if functional else _transition
+                self.features.add_module(f"transition{i}", transition(channels, compressed))
+                channels = compressed
+        self.features.add_module("norm_final", nn.BatchNorm2d(channels))
+        self.classifier = nn.Linear(channels, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(F.relu(self.features(x), inplace=True).mean((2, 3)))
+
+
+def _transition(channels: int, compressed: int) -> nn.Module:
+    conv = nn.Conv2d(channels, compressed, kernel_size=1, bias=False)
+    modules = {
+        "norm": nn.BatchNorm2d(channels),
+        "relu": nn.ReLU(inplace=True),
+        "conv": conv,
+        "pool": nn.AvgPool2d(2, 2),
+    }
+    return nn.Sequential(OrderedDict(modules))
+
+
+def _features_net(layer: type[Half], **options) -> nn.Module:
+    def block(channels: int, number: int) -> nn.Module:
+        return FeaturesBlock([layer(channels + i * GROWTH, **options) for i in range(number)])
+
+    return Net(block)
+
+
+def _newest_first(channels: int, number: int) -> nn.Module:
+    return nn.Sequential(*(NewestFirst(channels + i * GROWTH) for i in range(number)))
+
+
+def _torchvision(**options) -> nn.Module:
+    densenet = pytest.importorskip("torchvision.models.densenet")
+    return densenet.DenseNet(**SHAPE, num_init_features=START, num_classes=CLASSES, bn_size=2, **options)
+
+
+def _timm(blur: bool = False, **options) -> nn.Module:
+    densenet = pytest.importorskip("timm.models.densenet")
+    if blur:
+        options |= {"aa_layer": pytest.importorskip("timm.layers").BlurPool2d, "aa_stem_only": False}
+    return densenet.DenseNet(**SHAPE, num_classes=CLASSES, bn_size=2, **options)
+
+
+def _monai(dims: int, **options) -> nn.Module:
+    nets = pytest.importorskip("monai.networks.nets")
+    return nets.DenseNet(dims, 3, CLASSES, init_features=START, bn_size=2, **SHAPE, **options)
+
+
+def _torchxrayvision(**options) -> nn.Module:
+    models = pytest.importorskip("torchxrayvision.models")
+    shape = SHAPE | {"num_init_features": START, "num_classes": CLASSES, "bn_size": 2}
+    return models.DenseNet(in_channels=3, **shape, **options)
+
+
+def _smp() -> nn.Module:
+    encoders = pytest.importorskip("segmentation_models_pytorch.encoders.densenet")
+    channels, config = (3, START, 14, 19, 13, 10), (2, 3, 1, 1)
+    shape = SHAPE | {"block_config": config, "num_init_features": START, "bn_size": 2}
+    return encoders.DenseNetEncoder(channels, **shape)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "torchvision": functools.partial(_torchvision, drop_rate=0.2),
+    "torchvision_efficient": functools.partial(_torchvision, memory_efficient=True),
+    "timm": functools.partial(_timm, proj_drop_rate=0.2),
+    "timm_efficient": functools.partial(_timm, memory_efficient=True),
+    "timm_blur": functools.partial(_timm, blur=True, stem_type="deep"),
+    "timm_deep": functools.partial(_timm, stem_type="deep"),
+    "monai": functools.partial(_monai, 2, dropout_prob=0.2),
+    "monai_1d": functools.partial(_monai, 1),
+    "monai_3d": functools.partial(_monai, 3, dropout_prob=0.2),
+    "torchxrayvision": functools.partial(_torchxrayvision, drop_rate=0.2),
+    "smp": _smp,
+    "gpleiss": functools.partial(_features_net, TakesFeatures, drop_rate=0.2),
+    "gpleiss_efficient": functools.partial(_features_net, TakesFeatures, efficient=True),
+    "csrhddlam": functools.partial(_features_net, TakesParameters, norm=UpdatesInSecondRun),
+    "csrhddlam_efficient": functools.partial(_features_net, TakesParameters, norm=UpdatesInSecondRun, efficient=True),
+    "kuangliu": functools.partial(Net, _newest_first, functional=True),
+    "tiramisu": functools.partial(Net, Tiramisu),
+}
+SIDES = {"monai_1d": (65,), "monai_3d": (17, 19, 18)}
+
+
+def build(name: str) -> nn.Module:
+    """In float64, its norms and biases away from their neutral start."""
+    model = MODELS[name]().double()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.5, std=0.3)
+    return model
+
+
+def plain_twin(name: str, model: nn.Module) -> nn.Module:
+    """The same model without its library's own saving, so that its norms update once."""
+    twin = MODELS[name]().double()
+    twin.load_state_dict(model.state_dict())
+    for module in twin.modules():
+        for flag in ("memory_efficient", "grad_checkpointing", "efficient"):
+            if hasattr(module, flag):
+                setattr(module, flag, False)
+    return twin
+
+
+def pictures(name: str, batch: int = 3) -> Tensor:
+    return torch.randn(batch, 3, *SIDES.get(name, (66, 70)), dtype=torch.double)
+
+
+def loss_of(output: Tensor | list[Tensor]) -> Tensor:
+    outputs = [output] if isinstance(output, Tensor) else output
+    return sum((each * torch.linspace(-1, 1, each.numel(), dtype=each.dtype).view_as(each)).sum() for each in outputs)

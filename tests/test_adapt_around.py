@@ -1,0 +1,266 @@
+"""Converted DenseNets inside what other people build around them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from foreign import CLASSES, build, pictures, plain_twin
+from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from torch import Tensor, nn
+
+from efficient_densenet import make_efficient, restore
+
+
+def _pair(name: str) -> tuple[nn.Module, nn.Module]:
+    model = build(name)
+    return model, plain_twin(name, model)
+
+
+def _assert_same_state(ours: nn.Module, plain: nn.Module) -> None:
+    for (name, found), expected in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert_close(found, expected, 0 if name.endswith("num_batches_tracked") else 1e-10)
+
+
+def _batches(name: str, number: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return [(pictures(name), torch.arange(3) % CLASSES) for _ in range(number)]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own, about loaders and logging
+def test_lightning(tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    class Task(lightning.LightningModule):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: list[Tensor], _) -> Tensor:
+            return F.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    ours, plain = _pair("torchvision_efficient")
+    batches = _batches("torchvision_efficient")
+    task = Task(ours)
+    assert len(make_efficient(task)) == 3
+    for each in (task, Task(plain)):
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_steps=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(each, torch.utils.data.DataLoader(batches, batch_size=None))
+    _assert_same_state(ours, plain)
+    assert int(ours.features.denseblock1.denselayer1.norm1.num_batches_tracked) == 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate(first):
+    accelerate = pytest.importorskip("accelerate")
+    ours, plain = _pair("timm_efficient")
+    batches = _batches("timm_efficient")
+    for model in (ours, plain):
+        if model is ours and first:
+            make_efficient(model)
+        accelerator = accelerate.Accelerator(cpu=True)
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        if model is ours and not first:
+            assert len(make_efficient(prepared)) == 3
+        for images, labels in batches:
+            optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(prepared(images), labels))
+            optimizer.step()
+    _assert_same_state(ours, plain)
+
+
+def test_gradient_checkpointing_around_it():
+    """Somebody else's recomputation around the whole of it."""
+    ours, plain = _pair("torchvision_efficient")
+    make_efficient(ours)
+    x = pictures("torchvision_efficient")
+    out = torch.utils.checkpoint.checkpoint(ours.features[4:], ours.features[:4](x), use_reentrant=False)
+    expected = plain.features(x)
+    for each in (out, expected):
+        each.square().sum().backward()
+    assert_same_gradients(ours, plain)
+    for i in range(1, 4):
+        assert_same_buffers(
+            ours.features.get_submodule(f"denseblock{i}"), plain.features.get_submodule(f"denseblock{i}")
+        )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("target", ["features.denseblock3", "features.norm5", "features.transition2.conv"])
+@pytest.mark.parametrize("name", ["torchvision", "timm", "torchxrayvision"])
+def test_grad_cam(name, target):
+    cams = pytest.importorskip("pytorch_grad_cam")
+    ours, plain = _pair(name)
+    x, maps = pictures(name), []
+    for model in (ours, plain):
+        model.eval()
+        if model is ours:
+            make_efficient(model)
+        with cams.GradCAM(model=model, target_layers=[model.get_submodule(target)]) as cam:
+            maps.append(torch.as_tensor(cam(x, [Tensor.sum, lambda output: -output.sum(), Tensor.sum])))
+    assert maps[1].std() > 0
+    torch.testing.assert_close(maps[0], maps[1], rtol=0, atol=1e-6)  # which makes float32 of them
+
+
+def test_features_only_models_of_timm():
+    timm = pytest.importorskip("timm")
+    shape = {"growth_rate": 4, "block_config": (2, 2, 1, 1)}
+    for options in ({}, {"feature_cls": "getter"}):
+        create = {"densenet121": {"features_only": True, "out_indices": (0, 1, 2, 3, 4)} | options}
+        model = _tiny_timm(timm, shape, **create["densenet121"]).double()
+        plain = copy.deepcopy(model)
+        assert len(make_efficient(model)) == 4
+        x = torch.randn(2, 3, 66, 70, dtype=torch.double)
+        outputs = [each(x) for each in (model, plain)]
+        for found, expected in zip(*outputs, strict=True):
+            assert_close(found.detach(), expected.detach())
+        for maps in outputs:
+            sum(each.square().sum() for each in maps).backward()
+        assert_same_gradients(model, plain)
+        assert_same_buffers(model, plain)
+
+
+def _tiny_timm(timm, shape: dict, **options) -> nn.Module:
+    densenet = pytest.importorskip("timm.models.densenet")
+    builder = pytest.importorskip("timm.models._builder")
+    config = {"flatten_sequential": True}
+    return builder.build_model_with_cfg(densenet.DenseNet, "densenet121", False, feature_cfg=config, **shape, **options)
+
+
+def test_taps_by_other_means():
+    """`IntermediateLayerGetter`, which calls the children in turn, and `create_feature_extractor`, which traces."""
+    utils = pytest.importorskip("torchvision.models._utils")
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    ours, plain = _pair("timm_deep")
+    make_efficient(ours)
+    names = {"denseblock1": "a", "transition2": "b", "norm5": "c"}
+    x = pictures("timm_deep")
+    found, expected = (utils.IntermediateLayerGetter(model.features, names)(x) for model in (ours, plain))
+    assert list(found) == list("abc")
+    for name, value in found.items():
+        assert_close(value.detach(), expected[name].detach())
+    for maps in (found, expected):
+        sum(each.square().sum() for each in maps.values()).backward()
+    assert_same_gradients(ours, plain)
+    nodes = ["features.denseblock1", "features.denseblock2.denselayer1.norm1", "features.norm5"]
+    found, expected = (extraction.create_feature_extractor(model.eval(), nodes)(x) for model in (ours, plain))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert_close(value.detach(), expected[name].detach())
+
+
+class _Backbone(nn.Module):
+    """The maps of three blocks of torchvision's DenseNet, through a feature pyramid."""
+
+    def __init__(self, densenet: nn.Module, widths: list[int], names: list[str]) -> None:
+        super().__init__()
+        utils = pytest.importorskip("torchvision.models._utils")
+        ops = pytest.importorskip("torchvision.ops")
+        self.body = utils.IntermediateLayerGetter(densenet.features, {name: str(i) for i, name in enumerate(names)})
+        self.fpn = ops.FeaturePyramidNetwork(widths, 8)
+        self.out_channels = 8
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return self.fpn(self.body(x))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_faster_r_cnn_with_a_feature_pyramid(when):
+    detection = pytest.importorskip("torchvision.models.detection")
+    ops = pytest.importorskip("torchvision.ops")
+    rpn = pytest.importorskip("torchvision.models.detection.rpn")
+    ours, plain = _pair("torchvision_efficient")
+    widths, names = [14, 19, 13], ["denseblock1", "denseblock2", "norm5"]
+    images = [torch.rand(3, 60, 64, dtype=torch.double) for _ in range(2)]
+    boxes = torch.tensor([[5.0, 6, 40, 50], [20, 8, 60, 30]], dtype=torch.double)
+    targets = [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in images]
+    found = []
+    for model in (ours, plain):
+        if model is ours and when == "before":
+            make_efficient(model)
+        torch.manual_seed(0)
+        detector = detection.FasterRCNN(
+            _Backbone(model, widths, names),
+            num_classes=3,
+            rpn_anchor_generator=rpn.AnchorGenerator(((16,), (32,), (64,)), ((0.5, 1.0, 2.0),) * 3),
+            box_roi_pool=ops.MultiScaleRoIAlign(["0", "1", "2"], 3, 2),
+            min_size=60,
+            max_size=64,
+            rpn_pre_nms_top_n_train=50,
+            rpn_post_nms_top_n_train=20,
+        ).double()
+        if model is ours and when == "after":
+            assert len(make_efficient(detector)) == 3
+        torch.manual_seed(1)
+        losses = detector(images, targets)
+        sum(losses.values()).backward()
+        found.append((detector, losses))
+    for name, loss in found[0][1].items():
+        assert_close(loss.detach(), found[1][1][name].detach())
+    assert_same_gradients(found[0][0], found[1][0])
+    assert_same_buffers(found[0][0], found[1][0])
+
+
+def test_a_u_net_of_segmentation_models():
+    smp = pytest.importorskip("segmentation_models_pytorch")
+    model = smp.Unet("densenet121", encoder_weights=None, decoder_channels=(16, 8, 8, 4, 4), classes=2)
+    model.encoder = build("smp")
+    with torch.no_grad():
+        widths = [each.shape[1] for each in model.encoder(torch.zeros(1, 3, 64, 64, dtype=torch.double))]
+    decoder = pytest.importorskip("segmentation_models_pytorch.decoders.unet.decoder").UnetDecoder
+    model.decoder = decoder(widths, decoder_channels=(16, 8, 8, 4, 4), n_blocks=5)
+    model = model.double()
+    plain, x = copy.deepcopy(model), torch.randn(2, 3, 64, 96, dtype=torch.double)
+    report = make_efficient(model)
+    assert [change.name for change in report.changed] == [f"encoder.features.denseblock{i}" for i in range(1, 5)]
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+    assert_same_gradients(model, plain)
+    _assert_same_state(model, plain)
+    restore(model)
+    assert list(map(type, model.modules())) == list(map(type, plain.modules()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["densenet121", "densenetblur121d", "densenet264d"])
+def test_every_densenet_of_timm(name):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(name, num_classes=CLASSES).double()
+    plain = copy.deepcopy(model)
+    report = make_efficient(model)
+    assert [change.engine for change in report.changed] == ["shared"] * 4
+    x = torch.randn(2, 3, 64, 64, dtype=torch.double)
+    for each in (model, plain):
+        for _ in range(2):
+            each(x).square().mean().backward()
+    assert_same_gradients(model, plain, 1e-9)
+    assert_same_buffers(model, plain, 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [True, "shared"])
+def test_compiled(engine):
+    ours, plain = _pair("torchvision_efficient")
+    make_efficient(ours, engine)
+    x = pictures("torchvision_efficient")
+    compiled = torch.compile(ours, backend="aot_eager")
+    for model in (compiled, plain):
+        for _ in range(2):
+            model(x).square().mean().backward()
+    assert_same_gradients(ours, plain)
+    _assert_same_state(ours, plain)
