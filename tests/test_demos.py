@@ -52,11 +52,23 @@ DIGITS = ROOT / "checkpoints" / "digits"
         (["--save"], "save is True, but needs a value"),
         (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 pictures to train on"),
         (["--evaluate", "nowhere"], "nowhere does not exist"),
+        (["--evaluate", "0"], "0 does not exist"),
     ],
 )
 def test_bad_options_get_a_sentence_and_leave_nothing(words, message, tmp_path):
     refused(demo("cp_demo.py", *words, cwd=tmp_path), message)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["run#2", "a,b", "2024_01_15", "1.50", "(1)", "'quoted'"])
+def test_names_stay_as_they_were_typed(name, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / name).write_text("a file")
+    refused(demo("cp_demo.py", "--save", name, "--overwrite", cwd=tmp_path), f"{name} is a file, but a run needs")
+    refused(demo("cp_demo.py", "--data", name, cwd=tmp_path), f"{name} is a file, but --data needs a directory")
+    refused(demo("cp_demo.py", "--evaluate", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
+    refused(demo("predict.py", name, "--model", str(DIGITS), cwd=tmp_path), f"{name} is not a picture that can")
+    refused(demo("predict.py", name, "--model", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
 
 
 def test_a_file_in_the_way_of_the_results(tmp_path):

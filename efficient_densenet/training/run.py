@@ -27,7 +27,7 @@ def train(given: dict[str, Any], saving_engine: str = "best") -> None:
     """Do what the options ask for: train, go on with a run, or evaluate one."""
     options = parse(given, saving_engine)
     with assemble(options.device) as team:
-        if options.evaluate:
+        if options.evaluate is not False:
             evaluate(options, team)
             return
         folder = folder_of(options, saving_engine)
