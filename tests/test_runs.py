@@ -208,6 +208,15 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_state(tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
 
 
+def test_a_validation_loss_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_: (float("nan"), 0.9))
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error: the validation loss became nan in epoch 1, at a learning rate of" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json", "last.pt"]
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["position"]["step"] == 0
+
+
 def test_out_of_memory_is_told_with_what_would_fit(tmp_path, monkeypatch):
     """As on a GPU, whose allocator is played here: the engines' needs are measured."""
 

@@ -62,11 +62,7 @@ class Trainer:
             lr = RECIPES[options.recipe](options.lr, epoch, options.n_epochs, within)
             sums = self.step(images, labels, len(order[number]), lr, (options.seed, epoch, number))
             loss, wrong, seen = self.team.sum(sums)
-            if not math.isfinite(loss):
-                raise FloatingPointError(
-                    f"the loss became {loss} in epoch {epoch}, step {number + 1}, at a learning rate of {lr:.3g}: "
-                    "start over with a smaller --lr; what was saved before is kept"
-                )
+            check_finite("loss", loss, f"epoch {epoch}, step {number + 1}", lr)
             position.add(loss, wrong, seen)
             yield
 
@@ -138,6 +134,14 @@ def batches(number: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]
     """The order of an epoch, shuffled, in full batches; fewer pictures than one batch are one batch."""
     order = torch.randperm(number, generator=generator_for(seed, epoch))
     return list(order[: num_steps(number, batch_size) * batch_size].split(batch_size))
+
+
+def check_finite(what: str, value: float, when: str, lr: float) -> None:
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the {what} became {value} in {when}, at a learning rate of {lr:.3g}: "
+            "start over with a smaller --lr; what was saved before is kept"
+        )
 
 
 def num_steps(number: int, batch_size: int) -> int:

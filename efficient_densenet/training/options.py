@@ -137,7 +137,7 @@ def _check(options: Options) -> None:
     check_whole("n_epochs", options.n_epochs, at_least=1)
     check_whole("seed", options.seed, at_least=0)
     check_whole("workers", options.workers, at_least=0)
-    check_between("lr", options.lr, 0, float("inf"), "(]")
+    check_between("lr", options.lr, 0, float("inf"), "()")
     check_between("drop_rate", options.drop_rate, 0, 1, "[)")
     for name in ("depth", "growth_rate", "micro_batch_size", "valid_size", "image_size"):
         if getattr(options, name) is not None:

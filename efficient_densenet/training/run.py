@@ -14,7 +14,7 @@ from .data import Source, load
 from .data.augment import preparation_for
 from .expected import StepMemory, advice
 from .interruption import Interruption, Stop
-from .loop import Position, Trainer, num_steps
+from .loop import Position, Trainer, check_finite, num_steps
 from .options import Options, parse
 from .report import Progress, mib, peak_memory, reset_peak
 from .results import Events, Row, draw_curves, save_table
@@ -155,6 +155,7 @@ class Run:
         finally:
             progress.close()
         row = self._row(valid, time.perf_counter() - started)
+        check_finite("validation loss", row["valid_loss"], f"epoch {row['epoch']}", row["lr"])
         self.rows.append(row)
         self.position = Position(position.epoch + 1)
         progress.finish(row)
