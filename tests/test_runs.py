@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -19,6 +20,7 @@ import pytest
 import torch
 from samples import DEMOS, TINY, demo, demo_process, read_rows, refused, same_run, write_cifar10, write_folder
 
+from efficient_densenet.training.data import recognise
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.models import load_model
 
@@ -290,3 +292,46 @@ def test_on_a_terminal_there_is_a_bar(tmp_path):
     assert re.search(rb"epoch 1/1: .*\d+/10 .*loss \d\.\d+, error [\d.]+%, [\d,]+ images/s, peak [\d,]+ MiB", shown), (
         shown
     )
+
+
+@pytest.fixture
+def of_a_folder(tmp_path) -> Path:
+    """A run on an image folder that came to its end, whose directory of pictures was given relative to another."""
+    write_folder(tmp_path / "own", each=8)
+    words = ["--data", "own", "--n_epochs", "1", "--batch_size", "5", "--image_size", "8", "--save", "run"]
+    done = demo("cp_demo.py", *TINY, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [["--resume"], ["--evaluate"]])
+def test_a_run_finds_its_pictures_from_another_directory_and_never_downloads_them(words, of_a_folder):
+    (of_a_folder / "other").mkdir()
+    done = demo("cp_demo.py", *words, "--save", "../run", cwd=of_a_folder / "other")
+    assert "test error" in done.stdout, done.stderr
+    (of_a_folder / "own").rename(of_a_folder / "moved")
+    done = demo("cp_demo.py", *words, "--save", "run", cwd=of_a_folder)
+    refused(done, f"{of_a_folder / 'own'} is absent or empty, but a run was begun with pictures there")
+    done = demo("cp_demo.py", *words, "--save", "run", "--data", "moved", "--stream", cwd=of_a_folder)
+    assert "test error" in done.stdout, done.stderr
+
+
+def test_resume_with_as_many_other_pictures_is_refused(of_a_folder):
+    files = sorted((of_a_folder / "own" / "train").rglob("*.png"))
+    first, last = files[0].read_bytes(), files[-1].read_bytes()
+    files[0].write_bytes(last)
+    files[-1].write_bytes(first)
+    done = demo("cp_demo.py", "--resume", "--save", "run", cwd=of_a_folder)
+    refused(done, "found other pictures than the run was begun with, if as many: give the same --data")
+
+
+def test_pictures_with_a_digest_of_their_own(tmp_path):
+    load = recognise.load
+    assert load(None).fingerprint == load(None).fingerprint != load(None).with_validation(9).fingerprint
+    write_cifar10(tmp_path)
+    before = load(str(tmp_path)).fingerprint
+    path = tmp_path / "cifar-10-batches-py" / "test_batch"
+    entries = pickle.loads(path.read_bytes())
+    entries["labels"].reverse()
+    path.write_bytes(pickle.dumps(entries, protocol=2))
+    assert load(str(tmp_path)).fingerprint != before

@@ -53,7 +53,8 @@ def evaluate(options: Options, team: Team) -> tuple[float, float]:
     model, description = models.load_model(place)
     begun = models.read_config(place if place.is_dir() else place.parent)["options"]
     data = begun["data"] if options.data is None else options.data
-    source = load(data, options.dataset, description.image_size, options.workers, options.stream)
+    size = description.image_size
+    source = load(data, options.dataset, size, options.workers, options.stream, may_download=False)
     if source.classes != description.classes or source.channels != description.channels:
         raise ValueError(
             f"{source.name} has {_listed(source.classes)} in {source.channels} channels, but {place} was trained on "
@@ -74,14 +75,19 @@ class Run:
     def __init__(self, options: Options, team: Team, folder: Path, state: dict[str, Any] | None) -> None:
         self.options, self.team, self.folder = options, team, folder
         torch.manual_seed(options.seed)
-        self.source = self._load()
+        self.source = self._load(may_download=state is None)
         preparation = preparation_for(self.source.train, self.source.mirror)
         source = self.source
         self.description = models.describe(options, source.channels, source.classes, preparation, source.image_size)
         model = self.description.build(options.engine).to(team.device)
-        self.facts = {"options": options.as_dict(), "model": models.as_config(self.description), "data": facts(source)}
+        data = options.data and str(Path(options.data).absolute())  # a run is gone on with from any directory
+        self.facts = {
+            "options": options.as_dict() | {"data": data},
+            "model": models.as_config(self.description),
+            "data": facts(source),
+        }
         if state:
-            saved.check_same_data(state, self.facts["data"])
+            saved.check_same_data(state, self.facts)
         self._introduce(model)
         self.trainer = Trainer(model, preparation, options, team)
         self.position, self.rows = Position(), []
@@ -102,12 +108,12 @@ class Run:
             except torch.OutOfMemoryError as exc:
                 raise MemoryError(self._too_much()) from exc
 
-    def _load(self) -> Source:
+    def _load(self, may_download: bool) -> Source:
         options = self.options
         size = options.image_size or models.usual_image_size(options.model)
         if not self.team.leads:
             self.team.wait()  # for what the first one downloads
-        source = load(options.data, options.dataset, size, options.workers, options.stream)
+        source = load(options.data, options.dataset, size, options.workers, options.stream, may_download)
         if self.team.leads:
             self.team.wait()
         source = source.with_validation(options.valid_size).to(self.team.device)
@@ -286,6 +292,7 @@ def facts(source: Source) -> dict[str, Any]:
         "image_size": source.image_size,
         "classes": list(source.classes),
         "note": source.note,
+        "fingerprint": source.fingerprint,
     }
 
 

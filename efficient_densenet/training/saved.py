@@ -1,5 +1,6 @@
 """The directory of a run: whose it is, and how a run in it is gone on with."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -93,11 +94,17 @@ def options_of(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return kept | engine | given
 
 
-def check_same_data(saved: dict[str, Any], data: dict[str, Any]) -> None:
-    begun = saved["data"]
-    for name, value in data.items():
-        if name != "name" and begun.get(name) != value:
+def check_same_data(saved: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Counts, classes and the like; then the pictures themselves, by their colours and their fingerprint."""
+    remedy = "give the same --data, or start over with --overwrite"
+    begun = {"fingerprint": facts["data"]["fingerprint"]} | saved["data"]  # runs of earlier versions have none
+    for name, value in facts["data"].items():
+        if name not in ("name", "fingerprint") and begun.get(name) != value:
             raise ValueError(
                 f"found {value!r} for {name.replace('_', ' ')} of the data, but the run was begun with "
-                f"{begun.get(name)!r}: give the same --data, or start over with --overwrite"
+                f"{begun.get(name)!r}: {remedy}"
             )
+    colours = (zip(facts["model"][name], saved["model"][name], strict=False) for name in ("mean", "std"))
+    alike = all(math.isclose(now, then, rel_tol=1e-6) for pairs in colours for now, then in pairs)
+    if not alike or begun["fingerprint"] != facts["data"]["fingerprint"]:
+        raise ValueError(f"found other pictures than the run was begun with, if as many: {remedy}")

@@ -1,6 +1,7 @@
 """Sets of labelled pictures: small ones as one uint8 tensor on the device, large ones read from their files."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -77,6 +78,14 @@ class _Files(torch.utils.data.Dataset):
 
     def __getitem__(self, number: int) -> Tensor | Undecodable:
         return decode(self.paths[number], self.image_size)
+
+
+def digest(parts: Iterable[bytes | Tensor]) -> str:
+    """A few letters that stand for these contents."""
+    digested = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digested.update(part.cpu().contiguous().numpy() if isinstance(part, Tensor) else part)
+    return digested.hexdigest()
 
 
 def split_off(pictures: Pictures | Streamed, number: int, seed: int) -> tuple:
