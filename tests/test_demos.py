@@ -4,14 +4,17 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
-from samples import CIFAR10_CLASSES, DEMOS, demo, refused, write_folder
+from samples import CIFAR10_CLASSES, DEMOS, TINY, demo, refused, write_folder
 
 from efficient_densenet.training.options import Options
 
@@ -53,6 +56,9 @@ DIGITS = ROOT / "checkpoints" / "digits"
         (["--save"], "save is True, but needs a value"),
         (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 pictures to train on"),
         (["--evaluate", "nowhere"], "nowhere does not exist"),
+        (["--sync_bn"], "found --sync_bn, but this is the only process: start several with torchrun"),
+        (["--resume"], "found --resume, but checkpoints/digits_densenet_bc_22_12 holds no run to go on with"),
+        (["--device", "meta"], "device is 'meta', but cannot be used here"),
         (["--evaluate", "0"], "0 does not exist"),
     ],
 )
@@ -70,6 +76,44 @@ def test_names_stay_as_they_were_typed(name, tmp_path):
     refused(demo("cp_demo.py", "--evaluate", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
     refused(demo("predict.py", name, "--model", str(DIGITS), cwd=tmp_path), f"{name} is not a picture that can")
     refused(demo("predict.py", name, "--model", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
+
+
+def test_of_a_device_that_is_not_there_the_reason_is_one_sentence(tmp_path):
+    done = demo("cp_demo.py", "--device", "mps", cwd=tmp_path)
+    refused(done, "device is 'mps', but cannot be used here (")
+    assert len(done.stderr) < 300
+
+
+@pytest.mark.parametrize("model", [{"dept": 22}, ["depth", 22]])
+def test_a_description_of_something_else_is_refused(model, tmp_path):
+    shutil.copytree(DIGITS, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+    message = "run/config.json does not describe a model of these demos (channels, classes, dep"
+    refused(demo("cp_demo.py", "--evaluate", "run", cwd=tmp_path), message)
+    picture = str(DEMOS / "pictures" / "digit_3.png")
+    refused(demo("predict.py", picture, "--model", "run", cwd=tmp_path), message)
+
+
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_a_step_of_one_picture_without_a_variance_ends_in_a_sentence(engine, tmp_path):
+    write_folder(tmp_path / "own", each=5)
+    words = ["--data", "own", "--image_size", "4", "--batch_size", "1", "--engine", engine, "--device", "cpu"]
+    done = demo("cp_demo.py", *TINY, *words, "--n_epochs", "1", "--save", "run", cwd=tmp_path)
+    refused(done, "found one picture at once, which leaves a batch norm a single value per channel")
+
+
+def test_a_compiler_that_fails_is_told_in_a_sentence(tmp_path, monkeypatch):
+    def compile_nothing(graph, inputs):
+        raise RuntimeError("no compiler here\nand more")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compile_nothing))
+    write_folder(tmp_path / "own", each=5)
+    words = ["--data", "own", "--image_size", "8", "--engine", "plain", "--device", "cpu", "--compile"]
+    done = demo("cp_demo.py", *TINY, *words, "--n_epochs", "1", "--save", "run", cwd=tmp_path)
+    refused(done, "torch.compile failed here (")
+    assert "no compiler here" in done.stderr
+    assert "leave --compile out" in done.stderr
 
 
 def test_a_file_in_the_way_of_the_results(tmp_path):

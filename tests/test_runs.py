@@ -172,6 +172,8 @@ def test_resume_with_other_numbers_is_refused(finished, tmp_path):
 def test_resume_where_nothing_was_begun_begins(tmp_path):
     done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "nothing to go on with in run: beginning" in done.stdout
+    assert "going on" not in done.stdout
     assert len(read_rows(tmp_path / "run")) == 1
 
 

@@ -86,10 +86,11 @@ class Trainer:
         return [*sums.tolist(), len(labels)]
 
     def _gradients(self, images: Tensor, labels: Tensor, weight: float) -> Tensor:
-        with self._precision():
-            outputs = self.runner(images)
-            loss = F.cross_entropy(outputs, labels, reduction="sum")
-        self.scaler.scale(loss * weight).backward()
+        with _sentences(len(images)):
+            with self._precision():
+                outputs = self.runner(images)
+                loss = F.cross_entropy(outputs, labels, reduction="sum")
+            self.scaler.scale(loss * weight).backward()
         return torch.stack([loss.detach(), (outputs.argmax(1) != labels).sum()]).double()
 
     @torch.no_grad()
@@ -128,6 +129,23 @@ class Trainer:
         if self.options.amp is None:
             return contextlib.nullcontext()
         return torch.autocast(self.team.device.type, _PRECISIONS[self.options.amp])
+
+
+@contextlib.contextmanager
+def _sentences(number: int) -> Iterator[None]:
+    """For the failures of a step that the options are the cause of; any other passes as it is."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as exc:
+        if number == 1 and "value per channel" in str(exc):
+            raise ValueError(
+                "found one picture at once, which leaves a batch norm a single value per channel, without a variance: "
+                "give a larger --batch_size or --micro_batch_size, or a larger --image_size"
+            ) from exc
+        if not type(exc).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        reason = " ".join(str(exc).split("\n\n")[0].split())
+        raise ValueError(f"torch.compile failed here ({reason}): leave --compile out, or mend its compiler") from exc
 
 
 def batches(number: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:

@@ -41,7 +41,7 @@ class Options:
         channels_last: keep pictures and weights in the channels-last layout.
         compile: run the model through torch.compile.
         device: cpu, cuda (all visible GPUs), cuda:1, …; by default cuda where there is one.
-        sync_bn: under torchrun, batch norms take their statistics over the pictures of all processes.
+        sync_bn: batch norms take their statistics over the pictures of all processes that torchrun started.
         workers: processes that decode pictures of folders too large for the memory.
         stream: True leaves the pictures of a folder in their files, False reads them all first; by default by size.
         resume: go on with the run in the directory of the results, from its options where none are given.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import __version__
 from . import files, models, saved
@@ -35,6 +36,12 @@ def train(given: dict[str, Any], saving_engine: str = "best") -> None:
         state = saved.read(folder) if options.resume else None
         if state:
             options = parse(saved.options_of(state, given), saving_engine)
+        elif options.resume and options.save is None:
+            raise ValueError(f"found --resume, but {folder} holds no run to go on with: name one with --save")
+        if options.sync_bn and not dist.is_torchelastic_launched():
+            raise ValueError(
+                "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
+            )
         Run(options, team, folder, state).go()
 
 
@@ -73,7 +80,7 @@ class Run:
     """A run in a directory: all of what it holds is written from here, by the team's first process."""
 
     def __init__(self, options: Options, team: Team, folder: Path, state: dict[str, Any] | None) -> None:
-        self.options, self.team, self.folder = options, team, folder
+        self.options, self.team, self.folder, self.resumed = options, team, folder, state is not None
         torch.manual_seed(options.seed)
         self.source = self._load(may_download=state is None)
         preparation = preparation_for(self.source.train, self.source.mirror)
@@ -141,7 +148,9 @@ class Run:
         saved.write(self.folder, self.trainer, self.position, self.rows, self.facts)
         self.events = Events(self.folder, self.options.tensorboard, self.position.epoch)
         self.drawn = time.monotonic()
-        if self.options.resume:
+        if self.options.resume and not self.resumed:
+            print(f"nothing to go on with in {self.folder}: beginning", flush=True)
+        elif self.resumed:
             after = f", step {self.position.step + 1}" if self.position.step else ""
             print(f"going on in {self.folder} with epoch {self.position.epoch}{after}", flush=True)
 

@@ -49,6 +49,8 @@ class Source:
     def with_validation(self, valid_size: int | None) -> "Source":
         """Set `valid_size` training pictures aside, at most a tenth where it is None, unless a set was made for it."""
         if self.valid is not None:
+            if valid_size is not None:
+                raise ValueError(f"valid_size is {valid_size}, but {self.name} has val/ to validate by: leave it out")
             return self
         size = min(5000, round(len(self.train) / 10)) if valid_size is None else valid_size
         if not 0 < size < len(self.train):
