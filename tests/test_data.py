@@ -1,12 +1,16 @@
 """What a directory of pictures holds, what is wrong with it, and how batches are made."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
+import multiprocessing
+import os
 import pickle
 import re
 import struct
 import tarfile
+import tempfile
 import threading
 import time
 import urllib.request
@@ -21,7 +25,7 @@ import torch
 from PIL import Image
 from samples import CIFAR10_CLASSES, demo, demo_process, refused, write_cifar10, write_cifar100, write_folder
 
-from efficient_densenet.training.data import Pictures, Streamed, digits, load
+from efficient_densenet.training.data import Pictures, Streamed, digits, load, lost_workers
 from efficient_densenet.training.data.augment import Preparation, generator_for, preparation_for
 from efficient_densenet.training.data.decode import decode
 
@@ -392,3 +396,43 @@ def test_augmenting_50000_pictures_takes_under_three_seconds():
     for number, (batch, _) in enumerate(pictures.fetch(torch.randperm(50_000).split(64))):
         preparation.normalise(preparation.vary(batch, preparation.draw(len(batch), generator_for(0, number))))
     assert time.perf_counter() - started < 3
+
+
+def test_a_worker_that_the_system_ends_is_told_in_a_sentence(tmp_path):
+    source = load(str(write_folder(tmp_path)), stream=True)
+
+    def fetch_and_kill():
+        for _ in source.train.fetch(torch.arange(24).split(1)):
+            for worker in multiprocessing.active_children():
+                worker.kill()
+
+    with pytest.raises(ChildProcessError, match="a process that decodes pictures was ended"), lost_workers():
+        fetch_and_kill()
+    with pytest.raises(RuntimeError, match="another"), lost_workers():
+        raise RuntimeError("another")
+
+
+def test_a_download_where_nothing_may_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "mkdtemp", _may_not)
+    with pytest.raises(OSError, match=r"cifar is absent or empty, and nothing can be .* \(Permission denied\)"):
+        load(str(tmp_path / "cifar"))
+
+
+def test_a_directory_that_may_not_be_read(tmp_path, monkeypatch):
+    write_folder(tmp_path)
+    (tmp_path / "train" / "dog").rename(tmp_path / "dog")
+    (tmp_path / "train" / "dog").mkdir()
+    usual = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: _may_not(path) if path.name == "dog" else usual(path))
+    with pytest.raises(PermissionError, match="train/dog may not be read: change its permissions"):
+        load(str(tmp_path))
+
+
+def _may_not(path: Path = Path(), **_):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_a_folder_with_a_file_named_as_cifars_is_a_folder(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "meta").write_text("notes")
+    assert load(str(tmp_path)).name == f"image folder {tmp_path}"

@@ -237,3 +237,18 @@ def test_a_short_run_on_real_pictures_is_far_from_chance(tmp_path):
     assert done.returncode == 0, done.stderr
     error = float(re.search(r"test error ([\d.]+)%", done.stdout)[1])
     assert error < 78, done.stdout  # chance is 90; five standard deviations of 500 pictures are 7
+
+
+@pytest.mark.parametrize("save", ["file/run", "dangling", "/proc/run"])
+def test_where_nothing_can_be_written_is_told_at_once(save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("a file")
+    Path("dangling").symlink_to("nowhere")
+    done = demo("cp_demo.py", "--save", save, "--data", "absent", cwd=tmp_path)
+    refused(done, f"nothing can be written to {save} (")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]
+
+
+def test_predicting_with_the_committed_model_from_anywhere(tmp_path):
+    done = demo("predict.py", str(DEMOS / "pictures" / "digit_3.png"), cwd=tmp_path)
+    assert "digit_3.png: 3 (" in done.stdout, done.stderr

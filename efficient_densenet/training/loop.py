@@ -76,7 +76,7 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad()
         sums = torch.zeros(2, dtype=torch.float64, device=images.device)
-        num_parts = -(-max(joined // self.team.size, 1) // (self.options.micro_batch_size or joined))
+        num_parts = self._num_parts(joined)
         parts = zip(images.tensor_split(num_parts), labels.tensor_split(num_parts), strict=True)
         for i, (some, theirs) in enumerate(parts, start=1):
             with joining(self.runner, last=i == num_parts):
@@ -84,6 +84,11 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return [*sums.tolist(), len(labels)]
+
+    def _num_parts(self, joined: int) -> int:
+        """In how many micro-batches each process runs its share: in as many as the others, none of them empty."""
+        smallest, largest = joined // self.team.size, -(-joined // self.team.size)
+        return min(-(-largest // (self.options.micro_batch_size or joined)), max(smallest, 1))
 
     def _gradients(self, images: Tensor, labels: Tensor, weight: float) -> Tensor:
         with _sentences(len(images)):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .. import __version__
 from . import files, models, saved
-from .data import Source, load
+from .data import Source, load, lost_workers
 from .data.augment import preparation_for
 from .expected import StepMemory, advice
 from .interruption import Interruption, Stop
@@ -27,7 +27,7 @@ SECONDS_BETWEEN_DRAWINGS = 20
 def train(given: dict[str, Any], saving_engine: str = "best") -> None:
     """Do what the options ask for: train, go on with a run, or evaluate one."""
     options = parse(given, saving_engine)
-    with assemble(options.device) as team:
+    with lost_workers(), assemble(options.device) as team:
         if options.evaluate is not False:
             evaluate(options, team)
             return
@@ -139,7 +139,7 @@ class Run:
     def _begin(self) -> None:
         if not self.team.leads:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         files.remove_unfinished(self.folder)
         if self.options.overwrite:
             for name in (*saved.OURS, "curves.png"):

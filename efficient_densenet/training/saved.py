@@ -19,8 +19,7 @@ OURS = (LAST, "model.pt", "results.csv", "config.json")
 
 def refuse_occupied(folder: Path, options: Options) -> None:
     """One that holds a run is left alone unless it is to be gone on with or started over."""
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file, but a run needs a directory: give another --save")
+    files.refuse_unwritable(folder)
     if options.resume or options.overwrite or not any((folder / name).exists() for name in OURS):
         return
     how_far = "a run"

@@ -74,6 +74,8 @@ def _list_pictures(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], 
     for number, name in enumerate(classes):
         found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES and p.name[0] != ".")
         if not found:
+            if (folder / name).is_dir():
+                next((folder / name).iterdir(), None)  # raises where it may not be read, which rglob passes over
             raise ValueError(
                 f"{folder / name} holds no pictures: put some there, or remove the class from every folder"
             )

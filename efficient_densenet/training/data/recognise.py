@@ -71,7 +71,15 @@ def load(
     if data is None:
         rest, test = split_off(digits.load_digits(), 359, SPLIT_SEED)
         return Source(digits.NAME, rest, None, test, digits.CLASSES, mirror=False)
-    place = Path(data)
+    try:
+        return _load(Path(data), dataset, image_size, workers, stream, may_download)
+    except PermissionError as exc:
+        raise PermissionError(
+            f"{exc.filename or data} may not be read: change its permissions, or give another --data"
+        ) from exc
+
+
+def _load(place: Path, dataset: str, image_size: int, workers: int, stream: bool | None, may_download: bool) -> Source:
     if place.exists() and not place.is_dir():
         raise ValueError(f"{place} is a file, but --data needs a directory of pictures")
     if not place.exists() or not any(place.iterdir()):
