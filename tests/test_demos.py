@@ -59,6 +59,8 @@ DIGITS = ROOT / "checkpoints" / "digits"
         (["--sync_bn"], "found --sync_bn, but this is the only process: start several with torchrun"),
         (["--resume"], "found --resume, but checkpoints/digits_densenet_bc_22_12 holds no run to go on with"),
         (["--device", "meta"], "device is 'meta', but cannot be used here"),
+        (["--mirror", "3"], "mirror is 3, but must be True or False"),
+        (["--stream", "maybe"], "stream is 'maybe', but must be True or False"),
         (["--evaluate", "0"], "0 does not exist"),
     ],
 )

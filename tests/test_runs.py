@@ -169,6 +169,28 @@ def test_resume_with_other_numbers_is_refused(finished, tmp_path):
     refused(done, "lr is 0.2, but the run was begun with 0.1: leave it out to go on")
 
 
+@pytest.mark.parametrize("mirror", [True, False])
+def test_mirroring_is_as_asked_for(mirror, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Trainer, "step", lambda trainer, *_: seen.append(trainer.preparation.mirror) or [1.0, 0.0, 1.0])
+    write_folder(tmp_path / "own", each=5)
+    data = [] if mirror else ["--data", "own"]  # the other way round by default
+    done = demo("cp_demo.py", *RUN, *data, "--n_epochs", "1", "--mirror", str(mirror), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert set(seen) == {mirror}
+
+
+def test_a_run_of_an_earlier_version_is_gone_on_with(finished, tmp_path):
+    """It told less of itself: no fingerprint of its pictures, and fewer options."""
+    folder = _copy(finished, tmp_path)
+    content = torch.load(folder / "last.pt", weights_only=True)
+    del content["data"]["fingerprint"], content["options"]["mirror"]
+    torch.save(content, folder / "last.pt")
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
+    assert "test error" in done.stdout, done.stderr
+    same_run(folder, finished / "run")
+
+
 def test_resume_where_nothing_was_begun_begins(tmp_path):
     done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

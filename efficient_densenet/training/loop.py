@@ -91,7 +91,7 @@ class Trainer:
         return min(-(-largest // (self.options.micro_batch_size or joined)), max(smallest, 1))
 
     def _gradients(self, images: Tensor, labels: Tensor, weight: float) -> Tensor:
-        with _sentences(len(images)):
+        with _sentences():
             with self._precision():
                 outputs = self.runner(images)
                 loss = F.cross_entropy(outputs, labels, reduction="sum")
@@ -137,12 +137,12 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def _sentences(number: int) -> Iterator[None]:
+def _sentences() -> Iterator[None]:
     """For the failures of a step that the options are the cause of; any other passes as it is."""
     try:
         yield
     except (ValueError, RuntimeError) as exc:
-        if number == 1 and "value per channel" in str(exc):
+        if "value per channel" in str(exc):
             raise ValueError(
                 "found one picture at once, which leaves a batch norm a single value per channel, without a variance: "
                 "give a larger --batch_size or --micro_batch_size, or a larger --image_size"

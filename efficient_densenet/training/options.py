@@ -36,6 +36,8 @@ class Options:
             smaller set.
         image_size: side that the pictures of an image folder are brought to; by default 32, and 224 for models of the
             zoo's ImageNet family.
+        mirror: whether half of the pictures are mirrored in training; by default in CIFAR and image folders, and not
+            where it would make another sign, as in digits.
         seed: the same seed gives the same run, exactly on a CPU.
         amp: bf16 or fp16 for mixed precision.
         channels_last: keep pictures and weights in the channels-last layout.
@@ -66,6 +68,7 @@ class Options:
     lr: float = 0.1
     valid_size: int | None = None
     image_size: int | None = None
+    mirror: bool | None = None
     seed: int = 0
     amp: str | None = None
     channels_last: bool = False
@@ -149,7 +152,7 @@ def _check(options: Options) -> None:
     if options.depth is not None:
         layers_in_blocks(options.depth)
     for field in fields(options):
-        flag = field.type is bool or (field.name == "stream" and options.stream is not None)
+        flag = field.type is bool or (field.type == bool | None and getattr(options, field.name) is not None)
         if flag and not isinstance(getattr(options, field.name), bool):
             raise ValueError(f"{field.name} is {getattr(options, field.name)!r}, but must be True or False")
     if options.resume and options.overwrite:

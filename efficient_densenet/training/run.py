@@ -83,7 +83,8 @@ class Run:
         self.options, self.team, self.folder, self.resumed = options, team, folder, state is not None
         torch.manual_seed(options.seed)
         self.source = self._load(may_download=state is None)
-        preparation = preparation_for(self.source.train, self.source.mirror)
+        mirror = self.source.mirror if options.mirror is None else options.mirror
+        preparation = preparation_for(self.source.train, mirror)
         source = self.source
         self.description = models.describe(options, source.channels, source.classes, preparation, source.image_size)
         model = self.description.build(options.engine).to(team.device)

@@ -81,7 +81,7 @@ def restore(saved: dict[str, Any], trainer: Trainer, folder: Path) -> tuple[Posi
 
 def options_of(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """What the run was begun with, and in the place of it what is given now where that changes no number."""
-    begun = saved["options"]
+    begun = Options().as_dict() | saved["options"]  # earlier versions had fewer
     for name, value in given.items():
         if name not in FREE and name in begun and value != begun[name]:
             raise ValueError(
