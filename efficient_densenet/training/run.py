@@ -38,7 +38,7 @@ def train(given: dict[str, Any], saving_engine: str = "best") -> None:
             options = parse(saved.options_of(state, given), saving_engine)
         elif options.resume and options.save is None:
             raise ValueError(f"found --resume, but {folder} holds no run to go on with: name one with --save")
-        if options.sync_bn and not dist.is_torchelastic_launched():
+        if options.sync_bn and state is None and not dist.is_torchelastic_launched():
             raise ValueError(
                 "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
             )
