@@ -11,9 +11,9 @@ def check_whole(name: str, value: Any, at_least: int) -> None:
 
 
 def check_between(name: str, value: Any, low: float, high: float, closed: str) -> None:
-    """`closed` is "[)" for low ≤ value < high, and "(]" for low < value ≤ high."""
-    holds = isinstance(value, Real) and (low <= value < high if closed == "[)" else low < value <= high)
-    if not holds:
+    """`closed` is "[)" for low ≤ value < high, "(]" for low < value ≤ high, and "()" where neither may be reached."""
+    above = isinstance(value, Real) and (low < value or (closed[0] == "[" and low == value))
+    if not above or not (value < high or (closed[1] == "]" and value == high)):
         raise ValueError(f"{name} is {value!r}, but must be a number in {closed[0]}{low}, {high}{closed[1]}")
 
 

@@ -1,12 +1,16 @@
 """What a directory of pictures holds, what is wrong with it, and how batches are made."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
+import multiprocessing
+import os
 import pickle
 import re
 import struct
 import tarfile
+import tempfile
 import threading
 import time
 import urllib.request
@@ -15,12 +19,15 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from samples import CIFAR10_CLASSES, demo, demo_process, refused, write_cifar10, write_cifar100, write_folder
 
-from efficient_densenet.training.data import Pictures, Streamed, digits, load
+from efficient_densenet.training.data import Pictures, Streamed, digits, load, lost_workers
 from efficient_densenet.training.data.augment import Preparation, generator_for, preparation_for
+from efficient_densenet.training.data.decode import decode
 
 
 def test_the_digits_are_all_there_with_their_source():
@@ -138,6 +145,8 @@ def test_the_folders_val_is_the_test_set_unless_there_is_one(tmp_path):
     assert alone.valid is None
     assert len(alone.test) == 24
     both = load(str(write_folder(tmp_path / "b", splits=("train", "val", "test"))))
+    with pytest.raises(ValueError, match=r"valid_size is 3, but image folder .*/b has val/ to validate by: leave it"):
+        both.with_validation(3)
     assert [len(both.with_validation(None).train), len(both.valid)] == [24, 24]
 
 
@@ -181,6 +190,43 @@ def test_what_is_wrong_with_an_image_folder_is_named(tmp_path, harm, stream):
         for pictures in (source.train, source.test):
             list(pictures.fetch(torch.arange(len(pictures)).split(5)))
     assert message in str(caught.value)
+
+
+def _ramp(folder: Path) -> tuple[Path, Image.Image]:
+    path, grey = folder / "picture.png", torch.linspace(0, 255, 24 * 24).round().byte().view(24, 24)
+    return path, Image.fromarray(grey.numpy())
+
+
+@pytest.mark.parametrize("kind", ["uint16", ">u2"])
+def test_sixteen_bits_are_scaled_to_eight(tmp_path, kind):
+    path, ramp = _ramp(tmp_path)
+    path = path.with_suffix(".tif")
+    deep = (np.asarray(ramp).astype(int) * 257).astype(kind)
+    Image.frombytes("I;16B" if kind == ">u2" else "I;16", ramp.size, deep.tobytes()).save(path)
+    with Image.open(path) as opened:
+        assert opened.mode.startswith("I;16")
+    assert torch.equal(decode(path, 24, channels=1), torch.from_numpy(np.array(ramp))[None])
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_without_a_known_white_are_refused(tmp_path, mode):
+    path = tmp_path / "picture.tif"
+    Image.new(mode, (9, 9)).save(path)
+    assert f"its pixels are of mode {mode}, whose white is not known" in decode(path, 8).reason
+
+
+def test_a_camera_held_sideways_is_turned_back(tmp_path):
+    path, ramp = _ramp(tmp_path)
+    exif = Image.Exif()
+    exif[0x112] = 6  # to be turned by a quarter
+    ramp.save(path, exif=exif)
+    assert torch.equal(decode(path, 24, channels=1)[0], torch.from_numpy(np.array(ramp)).rot90(-1))
+
+
+def test_transparent_colours_of_a_palette_give_no_warning(tmp_path):
+    path, ramp = _ramp(tmp_path)
+    ramp.convert("P").save(path, transparency=bytes([0, 255] * 128))
+    assert torch.equal(decode(path, 24, channels=1)[0], torch.from_numpy(np.array(ramp)))
 
 
 def _missing(place: Path) -> str:
@@ -350,3 +396,43 @@ def test_augmenting_50000_pictures_takes_under_three_seconds():
     for number, (batch, _) in enumerate(pictures.fetch(torch.randperm(50_000).split(64))):
         preparation.normalise(preparation.vary(batch, preparation.draw(len(batch), generator_for(0, number))))
     assert time.perf_counter() - started < 3
+
+
+def test_a_worker_that_the_system_ends_is_told_in_a_sentence(tmp_path):
+    source = load(str(write_folder(tmp_path)), stream=True)
+
+    def fetch_and_kill():
+        for _ in source.train.fetch(torch.arange(24).split(1)):
+            for worker in multiprocessing.active_children():
+                worker.kill()
+
+    with pytest.raises(ChildProcessError, match="a process that decodes pictures was ended"), lost_workers():
+        fetch_and_kill()
+    with pytest.raises(RuntimeError, match="another"), lost_workers():
+        raise RuntimeError("another")
+
+
+def test_a_download_where_nothing_may_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "mkdtemp", _may_not)
+    with pytest.raises(OSError, match=r"cifar is absent or empty, and nothing can be .* \(Permission denied\)"):
+        load(str(tmp_path / "cifar"))
+
+
+def test_a_directory_that_may_not_be_read(tmp_path, monkeypatch):
+    write_folder(tmp_path)
+    (tmp_path / "train" / "dog").rename(tmp_path / "dog")
+    (tmp_path / "train" / "dog").mkdir()
+    usual = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: _may_not(path) if path.name == "dog" else usual(path))
+    with pytest.raises(PermissionError, match="train/dog may not be read: change its permissions"):
+        load(str(tmp_path))
+
+
+def _may_not(path: Path = Path(), **_):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_a_folder_with_a_file_named_as_cifars_is_a_folder(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "meta").write_text("notes")
+    assert load(str(tmp_path)).name == f"image folder {tmp_path}"

@@ -4,14 +4,17 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
-from samples import CIFAR10_CLASSES, DEMOS, demo, refused, write_folder
+from samples import CIFAR10_CLASSES, DEMOS, TINY, demo, refused, write_folder
 
 from efficient_densenet.training.options import Options
 
@@ -37,7 +40,8 @@ DIGITS = ROOT / "checkpoints" / "digits"
         (["--batch_size", "0"], "batch_size is 0, but must be a whole number of at least 1"),
         (["--micro_batch_size", "0"], "micro_batch_size is 0"),
         (["--n_epochs", "1.5"], "n_epochs is 1.5"),
-        (["--lr", "abc"], "lr is 'abc', but must be a number in (0, inf]"),
+        (["--lr", "abc"], "lr is 'abc', but must be a number in (0, inf)"),
+        (["--lr", "1e400"], "lr is inf, but must be a number in (0, inf)"),
         (["--depth", "abc"], "depth is 'abc'"),
         (["--seed", "-1"], "seed is -1"),
         (["--amp", "int8"], "amp is 'int8', but must be one of 'bf16', 'fp16'"),
@@ -52,11 +56,66 @@ DIGITS = ROOT / "checkpoints" / "digits"
         (["--save"], "save is True, but needs a value"),
         (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 pictures to train on"),
         (["--evaluate", "nowhere"], "nowhere does not exist"),
+        (["--sync_bn"], "found --sync_bn, but this is the only process: start several with torchrun"),
+        (["--resume"], "found --resume, but checkpoints/digits_densenet_bc_22_12 holds no run to go on with"),
+        (["--device", "meta"], "device is 'meta', but cannot be used here"),
+        (["--mirror", "3"], "mirror is 3, but must be True or False"),
+        (["--stream", "maybe"], "stream is 'maybe', but must be True or False"),
+        (["--evaluate", "0"], "0 does not exist"),
     ],
 )
 def test_bad_options_get_a_sentence_and_leave_nothing(words, message, tmp_path):
     refused(demo("cp_demo.py", *words, cwd=tmp_path), message)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["run#2", "a,b", "2024_01_15", "1.50", "(1)", "'quoted'"])
+def test_names_stay_as_they_were_typed(name, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / name).write_text("a file")
+    refused(demo("cp_demo.py", "--save", name, "--overwrite", cwd=tmp_path), f"{name} is a file, but a run needs")
+    refused(demo("cp_demo.py", "--data", name, cwd=tmp_path), f"{name} is a file, but --data needs a directory")
+    refused(demo("cp_demo.py", "--evaluate", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
+    refused(demo("predict.py", name, "--model", str(DIGITS), cwd=tmp_path), f"{name} is not a picture that can")
+    refused(demo("predict.py", name, "--model", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
+
+
+def test_of_a_device_that_is_not_there_the_reason_is_one_sentence(tmp_path):
+    done = demo("cp_demo.py", "--device", "mps", cwd=tmp_path)
+    refused(done, "device is 'mps', but cannot be used here (")
+    assert len(done.stderr) < 300
+
+
+@pytest.mark.parametrize("model", [{"dept": 22}, ["depth", 22]])
+def test_a_description_of_something_else_is_refused(model, tmp_path):
+    shutil.copytree(DIGITS, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+    message = "run/config.json does not describe a model of these demos (channels, classes, dep"
+    refused(demo("cp_demo.py", "--evaluate", "run", cwd=tmp_path), message)
+    picture = str(DEMOS / "pictures" / "digit_3.png")
+    refused(demo("predict.py", picture, "--model", "run", cwd=tmp_path), message)
+
+
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_a_step_of_one_picture_without_a_variance_ends_in_a_sentence(engine, tmp_path):
+    write_folder(tmp_path / "own", each=5)
+    words = ["--data", "own", "--image_size", "4", "--batch_size", "1", "--engine", engine, "--device", "cpu"]
+    done = demo("cp_demo.py", *TINY, *words, "--n_epochs", "1", "--save", "run", cwd=tmp_path)
+    refused(done, "found one picture at once, which leaves a batch norm a single value per channel")
+
+
+def test_a_compiler_that_fails_is_told_in_a_sentence(tmp_path, monkeypatch):
+    def compile_nothing(graph, inputs):
+        raise RuntimeError("no compiler here\nand more")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compile_nothing))
+    write_folder(tmp_path / "own", each=5)
+    words = ["--data", "own", "--image_size", "8", "--engine", "plain", "--device", "cpu", "--compile"]
+    done = demo("cp_demo.py", *TINY, *words, "--n_epochs", "1", "--save", "run", cwd=tmp_path)
+    refused(done, "torch.compile failed here (")
+    assert "no compiler here" in done.stderr
+    assert "leave --compile out" in done.stderr
 
 
 def test_a_file_in_the_way_of_the_results(tmp_path):
@@ -180,3 +239,18 @@ def test_a_short_run_on_real_pictures_is_far_from_chance(tmp_path):
     assert done.returncode == 0, done.stderr
     error = float(re.search(r"test error ([\d.]+)%", done.stdout)[1])
     assert error < 78, done.stdout  # chance is 90; five standard deviations of 500 pictures are 7
+
+
+@pytest.mark.parametrize("save", ["file/run", "dangling", "/proc/run"])
+def test_where_nothing_can_be_written_is_told_at_once(save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("a file")
+    Path("dangling").symlink_to("nowhere")
+    done = demo("cp_demo.py", "--save", save, "--data", "absent", cwd=tmp_path)
+    refused(done, f"nothing can be written to {save} (")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]
+
+
+def test_predicting_with_the_committed_model_from_anywhere(tmp_path):
+    done = demo("predict.py", str(DEMOS / "pictures" / "digit_3.png"), cwd=tmp_path)
+    assert "digit_3.png: 3 (" in done.stdout, done.stderr

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -19,6 +20,7 @@ import pytest
 import torch
 from samples import DEMOS, TINY, demo, demo_process, read_rows, refused, same_run, write_cifar10, write_folder
 
+from efficient_densenet.training.data import recognise
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.models import load_model
 
@@ -167,9 +169,33 @@ def test_resume_with_other_numbers_is_refused(finished, tmp_path):
     refused(done, "lr is 0.2, but the run was begun with 0.1: leave it out to go on")
 
 
+@pytest.mark.parametrize("mirror", [True, False])
+def test_mirroring_is_as_asked_for(mirror, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Trainer, "step", lambda trainer, *_: seen.append(trainer.preparation.mirror) or [1.0, 0.0, 1.0])
+    write_folder(tmp_path / "own", each=5)
+    data = [] if mirror else ["--data", "own"]  # the other way round by default
+    done = demo("cp_demo.py", *RUN, *data, "--n_epochs", "1", "--mirror", str(mirror), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert set(seen) == {mirror}
+
+
+def test_a_run_of_an_earlier_version_is_gone_on_with(finished, tmp_path):
+    """It told less of itself: no fingerprint of its pictures, and fewer options."""
+    folder = _copy(finished, tmp_path)
+    content = torch.load(folder / "last.pt", weights_only=True)
+    del content["data"]["fingerprint"], content["options"]["mirror"]
+    torch.save(content, folder / "last.pt")
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
+    assert "test error" in done.stdout, done.stderr
+    same_run(folder, finished / "run")
+
+
 def test_resume_where_nothing_was_begun_begins(tmp_path):
     done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "nothing to go on with in run: beginning" in done.stdout
+    assert "going on" not in done.stdout
     assert len(read_rows(tmp_path / "run")) == 1
 
 
@@ -206,6 +232,15 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_state(tmp_path):
     assert "Traceback" not in done.stderr
     state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["state"]
     assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
+
+
+def test_a_validation_loss_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_: (float("nan"), 0.9))
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error: the validation loss became nan in epoch 1, at a learning rate of" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json", "last.pt"]
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["position"]["step"] == 0
 
 
 def test_out_of_memory_is_told_with_what_would_fit(tmp_path, monkeypatch):
@@ -281,3 +316,46 @@ def test_on_a_terminal_there_is_a_bar(tmp_path):
     assert re.search(rb"epoch 1/1: .*\d+/10 .*loss \d\.\d+, error [\d.]+%, [\d,]+ images/s, peak [\d,]+ MiB", shown), (
         shown
     )
+
+
+@pytest.fixture
+def of_a_folder(tmp_path) -> Path:
+    """A run on an image folder that came to its end, whose directory of pictures was given relative to another."""
+    write_folder(tmp_path / "own", each=8)
+    words = ["--data", "own", "--n_epochs", "1", "--batch_size", "5", "--image_size", "8", "--save", "run"]
+    done = demo("cp_demo.py", *TINY, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [["--resume"], ["--evaluate"]])
+def test_a_run_finds_its_pictures_from_another_directory_and_never_downloads_them(words, of_a_folder):
+    (of_a_folder / "other").mkdir()
+    done = demo("cp_demo.py", *words, "--save", "../run", cwd=of_a_folder / "other")
+    assert "test error" in done.stdout, done.stderr
+    (of_a_folder / "own").rename(of_a_folder / "moved")
+    done = demo("cp_demo.py", *words, "--save", "run", cwd=of_a_folder)
+    refused(done, f"{of_a_folder / 'own'} is absent or empty, but a run was begun with pictures there")
+    done = demo("cp_demo.py", *words, "--save", "run", "--data", "moved", "--stream", cwd=of_a_folder)
+    assert "test error" in done.stdout, done.stderr
+
+
+def test_resume_with_as_many_other_pictures_is_refused(of_a_folder):
+    files = sorted((of_a_folder / "own" / "train").rglob("*.png"))
+    first, last = files[0].read_bytes(), files[-1].read_bytes()
+    files[0].write_bytes(last)
+    files[-1].write_bytes(first)
+    done = demo("cp_demo.py", "--resume", "--save", "run", cwd=of_a_folder)
+    refused(done, "found other pictures than the run was begun with, if as many: give the same --data")
+
+
+def test_pictures_with_a_digest_of_their_own(tmp_path):
+    load = recognise.load
+    assert load(None).fingerprint == load(None).fingerprint != load(None).with_validation(9).fingerprint
+    write_cifar10(tmp_path)
+    before = load(str(tmp_path)).fingerprint
+    path = tmp_path / "cifar-10-batches-py" / "test_batch"
+    entries = pickle.loads(path.read_bytes())
+    entries["labels"].reverse()
+    path.write_bytes(pickle.dumps(entries, protocol=2))
+    assert load(str(tmp_path)).fingerprint != before

@@ -99,6 +99,14 @@ def test_micro_batches_add_up_to_the_whole_batch(engine):
         assert_close(ours, theirs, 1e-12)
 
 
+@pytest.mark.parametrize(("joined", "size", "most", "parts"), [(9, 2, 4, 2), (5, 2, 1, 2), (8, 2, 4, 1), (3, 1, 2, 2)])
+def test_the_largest_share_is_within_the_micro_batch(joined, size, most, parts):
+    """But for one picture at once, where a share of fewer would have to run an empty micro-batch."""
+    trainer = _trainer(micro_batch_size=most)
+    trainer.team = Team(0, size, torch.device("cpu"))
+    assert trainer._num_parts(joined) == parts
+
+
 def test_micro_batches_bound_what_runs_at_once():
     trainer, seen = _trainer(micro_batch_size=5), []
     trainer.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))

@@ -10,7 +10,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from ..extras import need
 
@@ -25,7 +25,7 @@ def command(function: Callable, options: type | None = None, about: str | None =
     try:
         with _short_warnings():
             _refuse_unknown_words(called, sys.argv[1:])
-            need("fire", extra="demos").Fire(called)
+            need("fire", extra="demos").Fire(_keeping_texts(called))
     except EXPECTED as exc:
         sys.exit(f"error: {_process()}{exc}")
     except KeyboardInterrupt:
@@ -55,6 +55,22 @@ def _with_options(function: Callable, options: type, about: str) -> Callable:
     arguments = inspect.cleandoc(options.__doc__).partition("Args:\n")[2]
     run.__doc__ = f"{inspect.cleandoc(about)}\n\nArgs:\n{textwrap.indent(textwrap.dedent(arguments), '    ')}"
     return run
+
+
+def _keeping_texts(function: Callable) -> Callable:
+    """Texts stay as they were typed: fire would read run#2 as run, a,b as a pair and 1.50 as a number."""
+    fire = need("fire", extra="demos")
+    named = {}
+    for parameter in inspect.signature(function).parameters.values():
+        is_text = str in (parameter.annotation, *get_args(parameter.annotation))
+        named[parameter.name] = _text if is_text else fire.parser.DefaultParseValue
+    function = fire.decorators.SetParseFns(**named)(function)
+    return fire.decorators.SetParseFn(_text)(function)  # words without a name: files
+
+
+def _text(word: str) -> str | bool | None:
+    """What was typed; an option without a value reaches here as True, and None stands for its absence."""
+    return {"True": True, "False": False, "None": None}.get(word, word)
 
 
 def _refuse_unknown_words(function: Callable, words: list[str]) -> None:

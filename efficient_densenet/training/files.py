@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,31 @@ def write_whole(path: Path, content: bytes) -> None:
             f"{path} could not be written ({exc.strerror or exc}): what it held before is kept; "
             "make room or give another --save, then go on with --resume"
         ) from exc
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Before there is anything to lose: by a nameless file in `folder`, or in the nearest place above that is there."""
+    try:
+        places = (folder, *folder.absolute().parents)
+        existing = next(place for place in places if place.exists() or place.is_symlink())
+        if folder == existing and folder.is_file():
+            raise FileExistsError(f"{folder} is a file, but a run needs a directory: give another --save")
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as exc:
+        if exc.strerror is None:
+            raise
+        raise _unwritable(folder, exc) from exc
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise _unwritable(folder, exc) from exc
+
+
+def _unwritable(folder: Path, exc: OSError) -> OSError:
+    return OSError(f"nothing can be written to {folder} ({exc.strerror}): give another --save")
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -62,11 +62,7 @@ class Trainer:
             lr = RECIPES[options.recipe](options.lr, epoch, options.n_epochs, within)
             sums = self.step(images, labels, len(order[number]), lr, (options.seed, epoch, number))
             loss, wrong, seen = self.team.sum(sums)
-            if not math.isfinite(loss):
-                raise FloatingPointError(
-                    f"the loss became {loss} in epoch {epoch}, step {number + 1}, at a learning rate of {lr:.3g}: "
-                    "start over with a smaller --lr; what was saved before is kept"
-                )
+            check_finite("loss", loss, f"epoch {epoch}, step {number + 1}", lr)
             position.add(loss, wrong, seen)
             yield
 
@@ -80,7 +76,7 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad()
         sums = torch.zeros(2, dtype=torch.float64, device=images.device)
-        num_parts = -(-max(joined // self.team.size, 1) // (self.options.micro_batch_size or joined))
+        num_parts = self._num_parts(joined)
         parts = zip(images.tensor_split(num_parts), labels.tensor_split(num_parts), strict=True)
         for i, (some, theirs) in enumerate(parts, start=1):
             with joining(self.runner, last=i == num_parts):
@@ -89,11 +85,17 @@ class Trainer:
         self.scaler.update()
         return [*sums.tolist(), len(labels)]
 
+    def _num_parts(self, joined: int) -> int:
+        """In how many micro-batches each process runs its share: in as many as the others, none of them empty."""
+        smallest, largest = joined // self.team.size, -(-joined // self.team.size)
+        return min(-(-largest // (self.options.micro_batch_size or joined)), max(smallest, 1))
+
     def _gradients(self, images: Tensor, labels: Tensor, weight: float) -> Tensor:
-        with self._precision():
-            outputs = self.runner(images)
-            loss = F.cross_entropy(outputs, labels, reduction="sum")
-        self.scaler.scale(loss * weight).backward()
+        with _sentences():
+            with self._precision():
+                outputs = self.runner(images)
+                loss = F.cross_entropy(outputs, labels, reduction="sum")
+            self.scaler.scale(loss * weight).backward()
         return torch.stack([loss.detach(), (outputs.argmax(1) != labels).sum()]).double()
 
     @torch.no_grad()
@@ -134,10 +136,35 @@ class Trainer:
         return torch.autocast(self.team.device.type, _PRECISIONS[self.options.amp])
 
 
+@contextlib.contextmanager
+def _sentences() -> Iterator[None]:
+    """For the failures of a step that the options are the cause of; any other passes as it is."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as exc:
+        if "value per channel" in str(exc):
+            raise ValueError(
+                "found one picture at once, which leaves a batch norm a single value per channel, without a variance: "
+                "give a larger --batch_size or --micro_batch_size, or a larger --image_size"
+            ) from exc
+        if not type(exc).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        reason = " ".join(str(exc).split("\n\n")[0].split())
+        raise ValueError(f"torch.compile failed here ({reason}): leave --compile out, or mend its compiler") from exc
+
+
 def batches(number: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
     """The order of an epoch, shuffled, in full batches; fewer pictures than one batch are one batch."""
     order = torch.randperm(number, generator=generator_for(seed, epoch))
     return list(order[: num_steps(number, batch_size) * batch_size].split(batch_size))
+
+
+def check_finite(what: str, value: float, when: str, lr: float) -> None:
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the {what} became {value} in {when}, at a learning rate of {lr:.3g}: "
+            "start over with a smaller --lr; what was saved before is kept"
+        )
 
 
 def num_steps(number: int, batch_size: int) -> int:

@@ -1,7 +1,7 @@
 """The model of a run, from the few words that describe it; the same words are kept with its weights."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,21 @@ def load_model(path: Path) -> tuple[DenseNet, Description]:
     weights, folder = (path / WEIGHTS, path) if path.is_dir() else (path, path.parent)
     if not weights.exists():
         raise ValueError(f"{weights} does not exist: give the folder of a run, or a file of weights in one")
-    words = read_config(folder)["model"]
-    description = Description(**{name: tuple(v) if isinstance(v, list) else v for name, v in words.items()})
+    description = _described(read_config(folder)["model"], folder / DESCRIPTION)
     model = description.build()
     load_into(model, files.read_tensors(weights), weights)
     return model.eval(), description
+
+
+def _described(words: Any, path: Path) -> Description:
+    names = {field.name for field in fields(Description)}
+    words = words if isinstance(words, dict) else {}
+    if words.keys() != names:
+        differing = sorted(names.symmetric_difference(words))
+        raise ValueError(
+            f"{path} does not describe a model of these demos ({', '.join(differing[:3])}): give the folder of a run"
+        )
+    return Description(**{name: tuple(value) if isinstance(value, list) else value for name, value in words.items()})
 
 
 def load_into(model: DenseNet, weights: Any, path: Path) -> None:

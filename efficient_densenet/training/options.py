@@ -36,12 +36,14 @@ class Options:
             smaller set.
         image_size: side that the pictures of an image folder are brought to; by default 32, and 224 for models of the
             zoo's ImageNet family.
+        mirror: whether half of the pictures are mirrored in training; by default in CIFAR and image folders, and not
+            where it would make another sign, as in digits.
         seed: the same seed gives the same run, exactly on a CPU.
         amp: bf16 or fp16 for mixed precision.
         channels_last: keep pictures and weights in the channels-last layout.
         compile: run the model through torch.compile.
         device: cpu, cuda (all visible GPUs), cuda:1, …; by default cuda where there is one.
-        sync_bn: under torchrun, batch norms take their statistics over the pictures of all processes.
+        sync_bn: batch norms take their statistics over the pictures of all processes that torchrun started.
         workers: processes that decode pictures of folders too large for the memory.
         stream: True leaves the pictures of a folder in their files, False reads them all first; by default by size.
         resume: go on with the run in the directory of the results, from its options where none are given.
@@ -66,6 +68,7 @@ class Options:
     lr: float = 0.1
     valid_size: int | None = None
     image_size: int | None = None
+    mirror: bool | None = None
     seed: int = 0
     amp: str | None = None
     channels_last: bool = False
@@ -137,7 +140,7 @@ def _check(options: Options) -> None:
     check_whole("n_epochs", options.n_epochs, at_least=1)
     check_whole("seed", options.seed, at_least=0)
     check_whole("workers", options.workers, at_least=0)
-    check_between("lr", options.lr, 0, float("inf"), "(]")
+    check_between("lr", options.lr, 0, float("inf"), "()")
     check_between("drop_rate", options.drop_rate, 0, 1, "[)")
     for name in ("depth", "growth_rate", "micro_batch_size", "valid_size", "image_size"):
         if getattr(options, name) is not None:
@@ -149,7 +152,7 @@ def _check(options: Options) -> None:
     if options.depth is not None:
         layers_in_blocks(options.depth)
     for field in fields(options):
-        flag = field.type is bool or (field.name == "stream" and options.stream is not None)
+        flag = field.type is bool or (field.type == bool | None and getattr(options, field.name) is not None)
         if flag and not isinstance(getattr(options, field.name), bool):
             raise ValueError(f"{field.name} is {getattr(options, field.name)!r}, but must be True or False")
     if options.resume and options.overwrite:

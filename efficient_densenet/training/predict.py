@@ -9,20 +9,22 @@ from .data.augment import Preparation
 from .data.decode import Undecodable, decode
 from .models import load_model
 
+DIGITS = Path(__file__).parents[2] / "checkpoints" / "digits"
+
 
 @torch.no_grad()
-def predict(*pictures: str, model: str = "checkpoints/digits", top: int = 1) -> None:
+def predict(*pictures: str, model: str | None = None, top: int = 1) -> None:
     """Say what pictures show, a line each: the likeliest classes and their probabilities.
 
     Args:
         pictures: files, of any size; they are brought to the size that the model was trained on.
-        model: directory of a run, or a file of weights in one.
+        model: directory of a run, or a file of weights in one; by default checkpoints/digits of this repository.
         top: how many classes to name.
     """
     check_whole("top", top, at_least=1)
     if not pictures:
         raise ValueError("found no picture to classify: name one or more files")
-    network, description = load_model(Path(str(model)))
+    network, description = load_model(DIGITS if model is None else Path(str(model)))
     images = []
     for picture in pictures:
         if not Path(str(picture)).is_file():

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import __version__
 from . import files, models, saved
-from .data import Source, load
+from .data import Source, load, lost_workers
 from .data.augment import preparation_for
 from .expected import StepMemory, advice
 from .interruption import Interruption, Stop
-from .loop import Position, Trainer, num_steps
+from .loop import Position, Trainer, check_finite, num_steps
 from .options import Options, parse
 from .report import Progress, mib, peak_memory, reset_peak
 from .results import Events, Row, draw_curves, save_table
@@ -26,8 +27,8 @@ SECONDS_BETWEEN_DRAWINGS = 20
 def train(given: dict[str, Any], saving_engine: str = "best") -> None:
     """Do what the options ask for: train, go on with a run, or evaluate one."""
     options = parse(given, saving_engine)
-    with assemble(options.device) as team:
-        if options.evaluate:
+    with lost_workers(), assemble(options.device) as team:
+        if options.evaluate is not False:
             evaluate(options, team)
             return
         folder = folder_of(options, saving_engine)
@@ -35,6 +36,12 @@ def train(given: dict[str, Any], saving_engine: str = "best") -> None:
         state = saved.read(folder) if options.resume else None
         if state:
             options = parse(saved.options_of(state, given), saving_engine)
+        elif options.resume and options.save is None:
+            raise ValueError(f"found --resume, but {folder} holds no run to go on with: name one with --save")
+        if options.sync_bn and state is None and not dist.is_torchelastic_launched():
+            raise ValueError(
+                "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
+            )
         Run(options, team, folder, state).go()
 
 
@@ -53,7 +60,8 @@ def evaluate(options: Options, team: Team) -> tuple[float, float]:
     model, description = models.load_model(place)
     begun = models.read_config(place if place.is_dir() else place.parent)["options"]
     data = begun["data"] if options.data is None else options.data
-    source = load(data, options.dataset, description.image_size, options.workers, options.stream)
+    size = description.image_size
+    source = load(data, options.dataset, size, options.workers, options.stream, may_download=False)
     if source.classes != description.classes or source.channels != description.channels:
         raise ValueError(
             f"{source.name} has {_listed(source.classes)} in {source.channels} channels, but {place} was trained on "
@@ -72,16 +80,22 @@ class Run:
     """A run in a directory: all of what it holds is written from here, by the team's first process."""
 
     def __init__(self, options: Options, team: Team, folder: Path, state: dict[str, Any] | None) -> None:
-        self.options, self.team, self.folder = options, team, folder
+        self.options, self.team, self.folder, self.resumed = options, team, folder, state is not None
         torch.manual_seed(options.seed)
-        self.source = self._load()
-        preparation = preparation_for(self.source.train, self.source.mirror)
+        self.source = self._load(may_download=state is None)
+        mirror = self.source.mirror if options.mirror is None else options.mirror
+        preparation = preparation_for(self.source.train, mirror)
         source = self.source
         self.description = models.describe(options, source.channels, source.classes, preparation, source.image_size)
         model = self.description.build(options.engine).to(team.device)
-        self.facts = {"options": options.as_dict(), "model": models.as_config(self.description), "data": facts(source)}
+        data = options.data and str(Path(options.data).absolute())  # a run is gone on with from any directory
+        self.facts = {
+            "options": options.as_dict() | {"data": data},
+            "model": models.as_config(self.description),
+            "data": facts(source),
+        }
         if state:
-            saved.check_same_data(state, self.facts["data"])
+            saved.check_same_data(state, self.facts)
         self._introduce(model)
         self.trainer = Trainer(model, preparation, options, team)
         self.position, self.rows = Position(), []
@@ -102,12 +116,12 @@ class Run:
             except torch.OutOfMemoryError as exc:
                 raise MemoryError(self._too_much()) from exc
 
-    def _load(self) -> Source:
+    def _load(self, may_download: bool) -> Source:
         options = self.options
         size = options.image_size or models.usual_image_size(options.model)
         if not self.team.leads:
             self.team.wait()  # for what the first one downloads
-        source = load(options.data, options.dataset, size, options.workers, options.stream)
+        source = load(options.data, options.dataset, size, options.workers, options.stream, may_download)
         if self.team.leads:
             self.team.wait()
         source = source.with_validation(options.valid_size).to(self.team.device)
@@ -126,7 +140,7 @@ class Run:
     def _begin(self) -> None:
         if not self.team.leads:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         files.remove_unfinished(self.folder)
         if self.options.overwrite:
             for name in (*saved.OURS, "curves.png"):
@@ -135,7 +149,9 @@ class Run:
         saved.write(self.folder, self.trainer, self.position, self.rows, self.facts)
         self.events = Events(self.folder, self.options.tensorboard, self.position.epoch)
         self.drawn = time.monotonic()
-        if self.options.resume:
+        if self.options.resume and not self.resumed:
+            print(f"nothing to go on with in {self.folder}: beginning", flush=True)
+        elif self.resumed:
             after = f", step {self.position.step + 1}" if self.position.step else ""
             print(f"going on in {self.folder} with epoch {self.position.epoch}{after}", flush=True)
 
@@ -155,6 +171,7 @@ class Run:
         finally:
             progress.close()
         row = self._row(valid, time.perf_counter() - started)
+        check_finite("validation loss", row["valid_loss"], f"epoch {row['epoch']}", row["lr"])
         self.rows.append(row)
         self.position = Position(position.epoch + 1)
         progress.finish(row)
@@ -285,6 +302,7 @@ def facts(source: Source) -> dict[str, Any]:
         "image_size": source.image_size,
         "classes": list(source.classes),
         "note": source.note,
+        "fingerprint": source.fingerprint,
     }
 
 

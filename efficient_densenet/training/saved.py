@@ -1,5 +1,6 @@
 """The directory of a run: whose it is, and how a run in it is gone on with."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ OURS = (LAST, "model.pt", "results.csv", "config.json")
 
 def refuse_occupied(folder: Path, options: Options) -> None:
     """One that holds a run is left alone unless it is to be gone on with or started over."""
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file, but a run needs a directory: give another --save")
+    files.refuse_unwritable(folder)
     if options.resume or options.overwrite or not any((folder / name).exists() for name in OURS):
         return
     how_far = "a run"
@@ -81,7 +81,7 @@ def restore(saved: dict[str, Any], trainer: Trainer, folder: Path) -> tuple[Posi
 
 def options_of(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """What the run was begun with, and in the place of it what is given now where that changes no number."""
-    begun = saved["options"]
+    begun = Options().as_dict() | saved["options"]  # earlier versions had fewer
     for name, value in given.items():
         if name not in FREE and name in begun and value != begun[name]:
             raise ValueError(
@@ -93,11 +93,17 @@ def options_of(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return kept | engine | given
 
 
-def check_same_data(saved: dict[str, Any], data: dict[str, Any]) -> None:
-    begun = saved["data"]
-    for name, value in data.items():
-        if name != "name" and begun.get(name) != value:
+def check_same_data(saved: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Counts, classes and the like; then the pictures themselves, by their colours and their fingerprint."""
+    remedy = "give the same --data, or start over with --overwrite"
+    begun = {"fingerprint": facts["data"]["fingerprint"]} | saved["data"]  # runs of earlier versions have none
+    for name, value in facts["data"].items():
+        if name not in ("name", "fingerprint") and begun.get(name) != value:
             raise ValueError(
                 f"found {value!r} for {name.replace('_', ' ')} of the data, but the run was begun with "
-                f"{begun.get(name)!r}: give the same --data, or start over with --overwrite"
+                f"{begun.get(name)!r}: {remedy}"
             )
+    colours = (zip(facts["model"][name], saved["model"][name], strict=False) for name in ("mean", "std"))
+    alike = all(math.isclose(now, then, rel_tol=1e-6) for pairs in colours for now, then in pairs)
+    if not alike or begun["fingerprint"] != facts["data"]["fingerprint"]:
+        raise ValueError(f"found other pictures than the run was begun with, if as many: {remedy}")

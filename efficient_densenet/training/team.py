@@ -107,7 +107,8 @@ def _device(name: str | None) -> torch.device:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()  # what lies on meta has no values
     except (RuntimeError, AssertionError) as exc:
-        raise ValueError(f"device is {name!r}, but cannot be used here ({str(exc).splitlines()[0]}): try cpu") from exc
+        reason = str(exc).splitlines()[0].partition(". ")[0]
+        raise ValueError(f"device is {name!r}, but cannot be used here ({reason}): try cpu") from exc
     return device

@@ -49,7 +49,8 @@ def find(folder: Path) -> tuple[Path, Layout] | None:
     """The folder with a CIFAR's batches: one below `folder`, or `folder` itself."""
     for layout in LAYOUTS.values():
         for place in (folder / layout.folder, folder):
-            if (place.name == layout.folder and place.is_dir()) or (place / layout.meta).is_file():
+            batches = any((place / name).is_file() for name in (*layout.train, *layout.test))
+            if (place.name == layout.folder and place.is_dir()) or ((place / layout.meta).is_file() and batches):
                 return place, layout
     return None
 

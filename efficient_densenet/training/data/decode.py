@@ -26,12 +26,23 @@ def decode(path: Path, image_size: int, channels: int = 3) -> Tensor | Undecodab
     image = need("PIL.Image", extra="demos")
     try:
         with image.open(path) as opened:
-            picture = _squared(opened.convert("RGB" if channels == 3 else "L"), image_size)
+            if opened.mode in ("I", "F"):
+                return Undecodable(path, f"its pixels are of mode {opened.mode}, whose white is not known")
+            picture = _squared(_upright(opened).convert("RGB" if channels == 3 else "L"), image_size)
             raw = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as exc:
         reason = "it cannot be identified" if isinstance(exc, image.UnidentifiedImageError) else str(exc)
         return Undecodable(path, reason)
     return raw.view(image_size, image_size, channels).permute(2, 0, 1).contiguous()
+
+
+def _upright(picture):
+    """As a camera held it, in 8 bits, and without a transparency that converting would lose with a warning."""
+    need("PIL.ImageOps", extra="demos").exif_transpose(picture, in_place=True)
+    picture.info.pop("transparency", None)
+    if picture.mode.startswith("I;16"):
+        return picture.convert("I").point(lambda value: value / 257 + 0.5).convert("L")
+    return picture
 
 
 def _squared(picture, size: int):

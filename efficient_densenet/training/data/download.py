@@ -13,7 +13,12 @@ def download(folder: Path, dataset: str) -> None:
     """Make `folder`, absent or empty until now, hold the published set."""
     sets = need("torchvision", extra="demos").datasets
     existing = next(parent for parent in folder.absolute().parents if parent.is_dir())
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=existing))
+    try:
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=existing))
+    except OSError as exc:
+        raise OSError(
+            f"{folder} is absent or empty, and nothing can be downloaded into it ({exc.strerror}): give another --data"
+        ) from exc
     print(f"{folder} is absent or empty: downloading {TITLES[dataset]}", flush=True)
     try:
         _fetch(sets, partial, dataset)

@@ -8,7 +8,7 @@ import torch
 
 from ...extras import need
 from .decode import Undecodable, decode
-from .pictures import Pictures, Streamed
+from .pictures import Pictures, Streamed, digest
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 IN_MEMORY = 2**30
@@ -19,8 +19,8 @@ def is_one(folder: Path) -> bool:
     return (folder / "train").is_dir()
 
 
-def read(folder: Path, image_size: int, workers: int, stream: bool | None) -> tuple[dict, tuple[str, ...]]:
-    """The sets by name ("train", "test" and perhaps "val"), and the class names."""
+def read(folder: Path, image_size: int, workers: int, stream: bool | None) -> tuple[dict, tuple[str, ...], str]:
+    """The sets by name ("train", "test" and perhaps "val"), the class names, a digest of the files' names and sizes."""
     classes = _class_names(folder / "train")
     names = [name for name in ("train", "val", "test") if (folder / name).is_dir()]
     if names == ["train"]:
@@ -38,7 +38,8 @@ def read(folder: Path, image_size: int, workers: int, stream: bool | None) -> tu
         sets[name] = files if stream else read_all(files)
     if "test" not in sets:
         sets["test"] = sets.pop("val")
-    return sets, classes
+    files = (path for paths, _ in listed.values() for path in paths)
+    return sets, classes, digest(f"{path.relative_to(folder)}:{path.stat().st_size}\n".encode() for path in files)
 
 
 def read_all(files: Streamed) -> Pictures:
@@ -73,6 +74,8 @@ def _list_pictures(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], 
     for number, name in enumerate(classes):
         found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES and p.name[0] != ".")
         if not found:
+            if (folder / name).is_dir():
+                next((folder / name).iterdir(), None)  # raises where it may not be read, which rglob passes over
             raise ValueError(
                 f"{folder / name} holds no pictures: put some there, or remove the class from every folder"
             )

@@ -1,6 +1,8 @@
 """Sets of labelled pictures: small ones as one uint8 tensor on the device, large ones read from their files."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -77,6 +79,28 @@ class _Files(torch.utils.data.Dataset):
 
     def __getitem__(self, number: int) -> Tensor | Undecodable:
         return decode(self.paths[number], self.image_size)
+
+
+@contextlib.contextmanager
+def lost_workers() -> Iterator[None]:
+    """A sentence for a worker that the system ended. A signal tells of it, wherever the main process is just then."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if not str(exc).startswith("DataLoader worker"):
+            raise
+        raise ChildProcessError(
+            "a process that decodes pictures was ended from outside, perhaps for want of memory: "
+            "give fewer --workers, and go on with --resume"
+        ) from exc
+
+
+def digest(parts: Iterable[bytes | Tensor]) -> str:
+    """A few letters that stand for these contents."""
+    digested = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digested.update(part.cpu().contiguous().numpy() if isinstance(part, Tensor) else part)
+    return digested.hexdigest()
 
 
 def split_off(pictures: Pictures | Streamed, number: int, seed: int) -> tuple:

@@ -8,7 +8,7 @@ import torch
 from ...extras import need
 from . import cifar, digits, folder, idx
 from .download import TITLES, download
-from .pictures import Pictures, Streamed, split_off
+from .pictures import Pictures, Streamed, digest, split_off
 
 DATASETS = tuple(TITLES)
 SPLIT_SEED = 0
@@ -26,6 +26,8 @@ class Source:
     classes: tuple[str, ...]
     mirror: bool
     note: str = ""
+    listed: str = ""
+    """What the names and sizes of an image folder's files digest to."""
 
     @property
     def channels(self) -> int:
@@ -35,12 +37,20 @@ class Source:
     def image_size(self) -> int:
         return self.train.images.shape[-1] if isinstance(self.train, Pictures) else self.train.image_size
 
+    @property
+    def fingerprint(self) -> str:
+        """Tells these pictures from others: by their files, or by pixels and labels where they share files."""
+        sets = [pictures for pictures in (self.train, self.valid, self.test) if pictures is not None]
+        return self.listed or digest(part for pictures in sets for part in (pictures.images, pictures.labels))
+
     def to(self, device: torch.device) -> "Source":
         return replace(self, **{name: getattr(self, name).to(device) for name in ("train", "valid", "test")})
 
     def with_validation(self, valid_size: int | None) -> "Source":
         """Set `valid_size` training pictures aside, at most a tenth where it is None, unless a set was made for it."""
         if self.valid is not None:
+            if valid_size is not None:
+                raise ValueError(f"valid_size is {valid_size}, but {self.name} has val/ to validate by: leave it out")
             return self
         size = min(5000, round(len(self.train) / 10)) if valid_size is None else valid_size
         if not 0 < size < len(self.train):
@@ -55,15 +65,28 @@ def load(
     image_size: int = 32,
     workers: int = 2,
     stream: bool | None = None,
+    may_download: bool = True,
 ) -> Source:
     """The pictures in the directory `data`, downloaded there if it is absent or empty; without one the digits."""
     if data is None:
         rest, test = split_off(digits.load_digits(), 359, SPLIT_SEED)
         return Source(digits.NAME, rest, None, test, digits.CLASSES, mirror=False)
-    place = Path(data)
+    try:
+        return _load(Path(data), dataset, image_size, workers, stream, may_download)
+    except PermissionError as exc:
+        raise PermissionError(
+            f"{exc.filename or data} may not be read: change its permissions, or give another --data"
+        ) from exc
+
+
+def _load(place: Path, dataset: str, image_size: int, workers: int, stream: bool | None, may_download: bool) -> Source:
     if place.exists() and not place.is_dir():
         raise ValueError(f"{place} is a file, but --data needs a directory of pictures")
     if not place.exists() or not any(place.iterdir()):
+        if not may_download:
+            raise ValueError(
+                f"{place} is absent or empty, but a run was begun with pictures there: say where they lie with --data"
+            )
         download(place, dataset)
     return _recognised(place, image_size, workers, stream)
 
@@ -76,8 +99,9 @@ def _recognised(place: Path, image_size: int, workers: int, stream: bool | None)
         note = f"not the original files: the checksums of {', '.join(altered)} differ" if altered else ""
         return Source(found[1].name, train, None, test, classes, mirror=True, note=note)
     if folder.is_one(place):
-        sets, classes = folder.read(place, image_size, workers, stream)
-        return Source(f"image folder {place}", sets["train"], sets.get("val"), sets["test"], classes, mirror=True)
+        sets, classes, listed = folder.read(place, image_size, workers, stream)
+        name = f"image folder {place}"
+        return Source(name, sets["train"], sets.get("val"), sets["test"], classes, mirror=True, listed=listed)
     if idx.find(place):
         train, test = idx.read(idx.find(place))
         return Source("Fashion-MNIST", train, None, test, idx.CLASSES, mirror=True)
