@@ -1,5 +1,7 @@
 """What the shared engine can take."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from .parts import LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
 
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+_MAX_POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 _HALVES = (torch.float16, torch.bfloat16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -154,6 +157,31 @@ def can_consume(block: nn.Module, consumer: nn.Module) -> bool:
         return False
     return conv is None or (
         type(conv) is type(layer.last) and _is_usual(conv, 1) and conv.weight.dtype == layer.conv1.weight.dtype
+    )
+
+
+def can_share_stem(conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module, x: Tensor) -> bool:
+    """Whether these are a stem that the shared engine can run as one on `x`."""
+    dims = x.dim() - 2
+    if type(conv) is not _CONVOLUTIONS.get(dims) or type(pool) is not _MAX_POOLS[dims] or type(relu) is not nn.ReLU:
+        return False
+    if not (is_norm(norm) and isinstance(norm, _NORMS[dims]) and _has_values(norm)):
+        return False
+    if any(map(is_watched, (conv, norm, relu, pool))) or pool.return_indices:
+        return False
+    if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
+        return False
+    if norm.training and together(norm) is None and x.shape[0] * _pixels(conv, x) == 1:
+        return False  # a variance that there is none of, as the norm says itself
+    layer = LayerParts(conv, norm, conv)
+    return norm.num_features == conv.out_channels and _why_not_precision((layer,), x) is None
+
+
+def _pixels(conv: nn.Module, x: Tensor) -> int:
+    """Of one picture that the convolution gives."""
+    sizes = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation, strict=True)
+    return math.prod(
+        (side + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for side, kernel, step, pad, reach in sizes
     )
 
 
