@@ -17,7 +17,7 @@ from torch.fx import Proxy
 from ..checkpoint.parameters import parameters_of
 from ..torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
 from . import plain, recompute, shared, stem
-from .eligible import can_consume, compute_dtype, is_watched, why_not_shared
+from .eligible import can_consume, is_watched, why_not_shared
 
 
 class Engine(str, Enum):
@@ -87,7 +87,7 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
 
 def _after(found: stem.Stem, x: Tensor) -> Tensor:
     """Stands for what the stem gives, of which nobody has asked the size."""
-    return x.new_empty((), dtype=compute_dtype(x)).expand(x.shape[0], found.conv.out_channels, *x.shape[2:])
+    return x.new_empty((), dtype=stem.output_dtype(x)).expand(x.shape[0], found.conv.out_channels, *x.shape[2:])
 
 
 def run_tapped(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

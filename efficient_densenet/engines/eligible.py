@@ -1,6 +1,6 @@
 """What the shared engine can take."""
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -171,18 +171,17 @@ def can_share_stem(conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.M
         return False
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
         return False
-    if norm.training and together(norm) is None and x.shape[0] * _pixels(conv, x) == 1:
+    size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+    if norm.training and together(norm) is None and x.shape[0] * size.numel() == 1:
         return False  # a variance that there is none of, as the norm says itself
     layer = LayerParts(conv, norm, conv)
     return norm.num_features == conv.out_channels and _why_not_precision((layer,), x) is None
 
 
-def _pixels(conv: nn.Module, x: Tensor) -> int:
-    """Of one picture that the convolution gives."""
-    sizes = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation, strict=True)
-    return math.prod(
-        (side + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for side, kernel, step, pad, reach in sizes
-    )
+def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Sequence[int]) -> torch.Size:
+    """Of what a convolution makes of pictures of `size`; `rest` are its stride, padding and dilation."""
+    sides = zip(size, kernel_size, *rest, strict=True)
+    return torch.Size((side + 2 * pad - far * (kernel - 1) - 1) // step + 1 for side, kernel, step, pad, far in sides)
 
 
 def _dims(conv: nn.Module) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..synced_norm import together
 from . import norms
-from .eligible import can_share_stem, compute_dtype
+from .eligible import can_share_stem, compute_dtype, convolved_size
 from .kernels import scratch
 from .kernels.portable import CONVOLVE, TILE_BYTES, pictures, sums_dtype
 from .norms import Map
@@ -44,12 +44,19 @@ def run(stem: Stem, x: Tensor) -> Tensor:
     return SharedStem.apply(Settings(stem, x), x, norm.weight, norm.bias, conv.weight, *bias)
 
 
+def output_dtype(x: Tensor) -> torch.dtype:
+    """The precision of maxima: that of convolutions, but where autocast has an opinion (of volumes on a CPU)."""
+    pool = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}[x.dim()]
+    return pool(x.new_zeros([1] * x.dim(), dtype=compute_dtype(x)), 1).dtype
+
+
 class Settings:
     """The modules as they are in the forward."""
 
     def __init__(self, stem: Stem, x: Tensor) -> None:
         conv, self.norm, _, pool = stem
         self.dtype, self.sums_dtype = compute_dtype(x), sums_dtype(compute_dtype(x))
+        self.output_dtype = output_dtype(x)
         self.frozen, self.eps, self.together = not self.norm.training, self.norm.eps, together(self.norm)
         self.conv = Convolution(conv.stride, conv.padding, conv.dilation, conv.groups)
         sizes = pool.kernel_size, pool.stride, pool.padding, pool.dilation
@@ -141,15 +148,27 @@ class Made:
         self.norm_weight, self.norm_bias, weight, *bias = tensors
         self.weight = weight.to(settings.dtype)
         self.bias = bias[0].to(settings.dtype) if bias else None
-        self.values = settings.conv.run(self.x, self.weight, self.bias)
-        self.layout = layout_of(self.values)
+        self.size = convolved_size(x.shape[2:], weight.shape[2:], *settings.conv[:3])
         self.all_but_channels = [0, *range(2, x.dim())]
+        self.values = self._convolved()
+        self.layout = layout_of(self.values)
+
+    def _convolved(self) -> Tensor:
+        """Some pictures at a time too, since a convolution may need as much room again for its own."""
+        values = None
+        for tile in self.tiles():
+            part = self.settings.conv.run(self.x[tile], self.weight, self.bias)
+            if len(part) == len(self.x):
+                return part
+            values = self.new(part, part.dtype, layout_of(part)) if values is None else values
+            values[tile] = part
+        return values
 
     def tiles(self) -> Iterator[slice]:
         """Some pictures at a time."""
-        count, *sides = self.values.shape
-        tile_bytes = TILE_BYTES["cpu" if self.values.device.type == "cpu" else "cuda"]
-        each = max(1, tile_bytes // (torch.Size(sides).numel() * self.settings.sums_dtype.itemsize))
+        count, channels = len(self.x), len(self.weight)
+        tile_bytes = TILE_BYTES["cpu" if self.x.device.type == "cpu" else "cuda"]
+        each = max(1, tile_bytes // (channels * self.size.numel() * self.settings.sums_dtype.itemsize))
         for start in range(0, count, each):
             yield slice(start, min(start + each, count))
 
@@ -174,10 +193,10 @@ class Made:
     def by_channel(self, values: Tensor) -> Tensor:
         return values.view(-1, *[1] * (self.x.dim() - 2))
 
-    def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def new(self, like: Tensor, dtype: torch.dtype, layout: torch.memory_format | None = None) -> Tensor:
         """Room for all pictures, given what there is of some."""
-        shape = self.x.shape[0], *like.shape[1:]
-        return torch.empty(shape, dtype=dtype, device=like.device, memory_format=self.layout)
+        shape, layout = (len(self.x), *like.shape[1:]), layout or self.layout
+        return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
 
 
 def _statistics(made: Made) -> tuple[Tensor, Tensor, int | Tensor]:
@@ -199,7 +218,7 @@ def _pooled(made: Made, mean: Tensor, inverse: Tensor) -> Tensor:
     norm, out = Map(made.norm_weight, made.norm_bias, inverse), None
     for tile in made.tiles():
         maxima, _ = made.maxima(tile, mean, norm)
-        out = made.new(maxima, maxima.dtype) if out is None else out
+        out = made.new(maxima, made.settings.output_dtype) if out is None else out
         out[tile] = maxima
     return out
 
