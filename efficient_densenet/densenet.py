@@ -161,6 +161,8 @@ class Features(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         maps: dict[str, Tensor] = {}
         following = list(self._modules.items())
+        x, consumed = self._stem(x)
+        following = following[consumed:]
         while following:
             (name, module), *following = following
             if following and isinstance(module, DenseBlock) and type(module).forward is DenseBlock.forward:
@@ -173,6 +175,13 @@ class Features(nn.Sequential):
         if "norm5" in maps:
             maps["norm5"] = F.relu(maps["norm5"])
         return tuple(maps[name] for name in self.tapped) if self.tapped else x
+
+    def _stem(self, x: Tensor) -> tuple[Tensor, int]:
+        """What the stem gives, and how many modules have run; or `x` and 0, where they are to run one by one."""
+        block = next((module for module in self if isinstance(module, DenseBlock)), None)
+        if block is None or any(name in self.tapped for name in list(self._modules)[:3]):
+            return x, 0
+        return engines.run_stem(list(self), block, x)
 
     def _stage(
         self, name: str, block: DenseBlock, after: str, consumer: nn.Module, x: Tensor, maps: dict[str, Tensor]

@@ -6,6 +6,7 @@ since there is nothing to save.
 """
 
 import warnings
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -15,7 +16,7 @@ from torch.fx import Proxy
 
 from ..checkpoint.parameters import parameters_of
 from ..torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
-from . import plain, recompute, shared
+from . import plain, recompute, shared, stem
 from .eligible import can_consume, is_watched, why_not_shared
 
 
@@ -71,6 +72,24 @@ def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor,
     return block(x), 0
 
 
+def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """The output of the first four of `modules`, and 4; or, where they cannot run as one, or `block` after them runs by
+    another engine than the shared one, `x` and 0."""
+    if _is_tracing(block, x) or torch.compiler.is_compiling() or functorch_is_active() or x.numel() == 0:
+        return x, 0
+    found = stem.stem_at_the_start(modules, x)
+    if found is None or not _wants_gradient(x, *found) or forward_ad.unpack_dual(x).tangent is not None:
+        return x, 0
+    if block.engine not in (None, Engine.SHARED) or why_not(Engine.SHARED, block, _after(found, x)) is not None:
+        return x, 0
+    return stem.run(found, x), len(found)
+
+
+def _after(found: stem.Stem, x: Tensor) -> Tensor:
+    """Stands for what the stem gives, of which nobody has asked the size."""
+    return x.new_empty((), dtype=stem.output_dtype(x)).expand(x.shape[0], found.conv.out_channels, *x.shape[2:])
+
+
 def run_tapped(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on that of `block`, and the latter."""
     if not is_watched(block) and choose(block, x) is Engine.SHARED and can_consume(block, consumer):
@@ -81,13 +100,13 @@ def run_tapped(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor
 
 def choose(block: nn.Module, x: Tensor) -> Engine:
     """The engine to run `block` by on `x` now."""
-    if isinstance(x, Proxy) or is_exporting(block.training):
+    if _is_tracing(block, x):
         return Engine.PLAIN
     if torch.compiler.is_compiling():
         # Compilers know torch's own checkpointing, and no autograd of ours.
         saving = block.engine is not Engine.PLAIN and compilers_recompute_exactly()
         return Engine.OFFICIAL if saving else Engine.PLAIN
-    if x.numel() == 0 or not _wants_gradient(block, x):
+    if x.numel() == 0 or not _wants_gradient(x, block):
         return Engine.PLAIN
     if block.engine is not None:
         reason = why_not(block.engine, block, x)
@@ -123,5 +142,9 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=5)
 
 
-def _wants_gradient(block: nn.Module, x: Tensor) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters_of(block)))
+def _is_tracing(block: nn.Module, x: Tensor) -> bool:
+    return isinstance(x, Proxy) or is_exporting(block.training)
+
+
+def _wants_gradient(x: Tensor, *modules: nn.Module) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters_of(*modules)))

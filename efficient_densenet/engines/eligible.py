@@ -1,5 +1,7 @@
 """What the shared engine can take."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from .parts import LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
 
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+_MAX_POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 _HALVES = (torch.float16, torch.bfloat16)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -155,6 +158,30 @@ def can_consume(block: nn.Module, consumer: nn.Module) -> bool:
     return conv is None or (
         type(conv) is type(layer.last) and _is_usual(conv, 1) and conv.weight.dtype == layer.conv1.weight.dtype
     )
+
+
+def can_share_stem(conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module, x: Tensor) -> bool:
+    """Whether these are a stem that the shared engine can run as one on `x`."""
+    dims = x.dim() - 2
+    if type(conv) is not _CONVOLUTIONS.get(dims) or type(pool) is not _MAX_POOLS[dims] or type(relu) is not nn.ReLU:
+        return False
+    if not (is_norm(norm) and isinstance(norm, _NORMS[dims]) and _has_values(norm)):
+        return False
+    if any(map(is_watched, (conv, norm, relu, pool))) or pool.return_indices:
+        return False
+    if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
+        return False
+    size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+    if norm.training and together(norm) is None and x.shape[0] * size.numel() == 1:
+        return False  # a variance that there is none of, as the norm says itself
+    layer = LayerParts(conv, norm, conv)
+    return norm.num_features == conv.out_channels and _why_not_precision((layer,), x) is None
+
+
+def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Sequence[int]) -> torch.Size:
+    """Of what a convolution makes of pictures of `size`; `rest` are its stride, padding and dilation."""
+    sides = zip(size, kernel_size, *rest, strict=True)
+    return torch.Size((side + 2 * pad - far * (kernel - 1) - 1) // step + 1 for side, kernel, step, pad, far in sides)
 
 
 def _dims(conv: nn.Module) -> int:

@@ -44,7 +44,7 @@ class Stage:
     """
 
     def __init__(self, block: nn.Module, consumer: nn.Module | None, x: Tensor, tap: bool = False) -> None:
-        self.dtype, self.layout, self.tap = compute_dtype(x), _layout(x), tap
+        self.dtype, self.layout, self.tap = compute_dtype(x), layout_of(x), tap
         parts = parts_of(block)
         self.layers, self.newest_first = parts.layers, parts.newest_first
         self.consumer = None if consumer is None else consumer_parts(consumer)
@@ -69,7 +69,7 @@ class Stage:
         return consumed if self.consumer is None or self.consumer.after is None else self.consumer.after(consumed)
 
 
-def _layout(x: Tensor) -> torch.memory_format:
+def layout_of(x: Tensor) -> torch.memory_format:
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())  # there is none for signals
     if channels_last is None or x.is_contiguous() or not x.is_contiguous(memory_format=channels_last):
         return torch.contiguous_format
@@ -84,7 +84,7 @@ class SharedStage(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stage: Stage, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with _autocast_off(x), scratch.reused():
+        with autocast_off(x), scratch.reused():
             forward = Forward(stage, x, tensors)
             outputs = forward.run()
         ctx.stage, ctx.shape, ctx.num_kept = stage, forward.shape, len(forward.kept)
@@ -95,17 +95,22 @@ class SharedStage(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "found create_graph=True, but the shared engine gives first derivatives only: "
-                "use set_engine('checkpoint') for a loss that contains a gradient"
-            )
+        refuse_create_graph()
         backward = Backward(ctx)
-        with _autocast_off(backward.features), scratch.reused():
+        with autocast_off(backward.features), scratch.reused():
             return None, *backward.run(*grads)
 
 
-def _autocast_off(tensor: Tensor) -> Any:
+def refuse_create_graph() -> None:
+    """To be asked within a backward."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "found create_graph=True, but the shared engine gives first derivatives only: "
+            "use set_engine('checkpoint') for a loss that contains a gradient"
+        )
+
+
+def autocast_off(tensor: Tensor) -> Any:
     """Precisions are chosen here, not by operation."""
     device = tensor.device.type
     available = torch.amp.is_autocast_available(device)

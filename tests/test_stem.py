@@ -1,0 +1,341 @@
+"""The ImageNet stem as one node beside the four modules: all to 1e-10, and only the input kept."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import (
+    assert_close,
+    assert_same_buffers,
+    assert_same_gradients,
+    assert_same_step,
+    small_model,
+    with_engine,
+)
+from torch import Tensor, nn
+
+from efficient_densenet import DenseNet, create_model, engines
+from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.stem import Settings, SharedStem, Stem
+from efficient_densenet.memory import saved_bytes, tensor_peak
+from efficient_densenet.synced_norm import synchronise_norms
+
+SIZES = {1: [(5,), (38,)], 2: [(9, 14), (23, 17)], 3: [(9, 6, 11)]}
+CASES = [(dims, size) for dims, sizes in SIZES.items() for size in sizes]
+CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+MODULES = ["conv0", "norm0", "relu0", "pool0"]
+
+
+def _plain(dims: int = 2, **overrides) -> DenseNet:
+    return small_model("imagenet", dims=dims, efficient=False, block_config=(2,), **overrides)
+
+
+def _input(*size: int, batch: int = 3) -> Tensor:
+    return torch.randn(batch, 3, *size, dtype=torch.double)
+
+
+def _run_stem(model: DenseNet, x: Tensor) -> tuple[Tensor, int]:
+    return engines.run_stem(list(model.features), model.features.denseblock1, x)
+
+
+def _stem_is_one(model: DenseNet, x: Tensor) -> bool:
+    """Whether the stem is one node; its modules are not called."""
+    return _run_stem(copy.deepcopy(model), x)[1] == 4
+
+
+def _freeze(norm: nn.Module) -> None:
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    norm.eval()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("tile_bytes", [1, 3000, 1 << 22])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("dims", "size"), CASES)
+def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, monkeypatch):
+    monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile_bytes)
+    layout = CHANNELS_LAST.get(dims, torch.contiguous_format) if last else torch.contiguous_format
+    plain = _plain(dims).to(memory_format=layout)
+    if frozen:
+        _freeze(plain.features.norm0)
+    ours = with_engine(plain, "shared")
+    x = _input(*size).to(memory_format=layout)
+    assert _stem_is_one(ours, x)
+    assert_same_step(ours, plain, x)
+    assert_same_buffers(ours, plain)
+    output, expected = _run_stem(ours, x)[0], plain.features[:4](x)
+    assert output.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_each_parameter_learns_alone_or_is_alone_frozen(bias, frozen, alone):
+    plain = _plain()
+    if bias:
+        plain.features.conv0 = nn.Conv2d(3, 6, (5, 3), (2, 1), (1, 0), (1, 2), bias=True).double()
+    if frozen:
+        _freeze(plain.features.norm0)
+    ours = with_engine(plain, "shared")
+    names = [name for name, _ in plain.features[:4].named_parameters(prefix="features")]
+    assert len(names) == 3 + bias
+    for wanted in (False, True):
+        x = _input(13, 12).requires_grad_(wanted)
+        for name in (*names, "features.norm5.bias"):
+            grads = []
+            for model in (ours, plain):
+                model.zero_grad()
+                for other, parameter in model.named_parameters():
+                    parameter.requires_grad_((other == name) is alone)
+                output = model(x)
+                grads += torch.autograd.grad(output.square().sum(), x, retain_graph=True) if wanted else ()
+                output.square().sum().backward()
+            assert_same_gradients(ours, plain)
+            if wanted:
+                assert_close(*grads)
+
+
+def test_groups_and_other_poolings():
+    pools = [
+        nn.MaxPool2d(2),
+        nn.MaxPool2d(3, 1),
+        nn.MaxPool2d((5, 2), (2, 3), (2, 1), ceil_mode=True),
+        nn.MaxPool2d(3, 2, 1, dilation=2),
+    ]
+    for pool in pools:
+        plain = _plain()
+        plain.features.conv0 = nn.Conv2d(3, 6, 3, padding=2, groups=3, bias=False).double()
+        plain.features.pool0 = pool
+        ours = with_engine(plain, "shared")
+        assert _stem_is_one(ours, _input(13, 12))
+        assert_same_step(ours, plain, _input(13, 12))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_ties_in_the_pooling(dims, frozen):
+    """Of equal maxima one gets the gradient, the same as in plain."""
+    plain = _plain(dims)
+    norm = plain.features.norm0
+    with torch.no_grad():
+        plain.features.conv0.weight.copy_(torch.randint_like(plain.features.conv0.weight, -1, 2))
+        norm.weight[0], norm.weight[1], norm.bias[1] = -1, 0, 0.5  # the second channel is the same everywhere
+    if frozen:
+        _freeze(norm)
+    ours = with_engine(plain, "shared")
+    x = torch.randint(0, 2, (3, 3, *(12, 11, 9)[:dims]), dtype=torch.double)
+    x[0] = 1
+    assert_same_step(ours, plain, x)
+
+
+def test_gradcheck():
+    model = _plain()
+    stem = Stem(*model.features[:4])
+    x = _input(5, 6, batch=2).requires_grad_()
+    tensors = [stem.norm.weight, stem.norm.bias, stem.conv.weight]
+    assert torch.autograd.gradcheck(lambda *given: SharedStem.apply(Settings(stem, x), *given), (x, *tensors))
+
+
+def test_a_graph_that_is_kept():
+    plain = _plain()
+    for model in (ours := with_engine(plain, "shared"), plain):
+        loss = model(_input(13, 12) * 0 + torch.linspace(-1, 1, 12)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(ours, plain)
+
+
+def test_a_changed_input_is_noticed():
+    model = with_engine(_plain(), "shared")
+    x = _input(13, 12)
+    loss = model(x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_second_derivatives_are_refused():
+    x = _input(13, 12).requires_grad_()
+    output, consumed = _run_stem(with_engine(_plain(), "shared"), x)
+    assert consumed == 4
+    with pytest.raises(RuntimeError, match=r"found create_graph=True, .* set_engine\('checkpoint'\)"):
+        torch.autograd.grad(output.sum(), x, create_graph=True)
+
+
+def test_a_first_run_alone_updates_the_buffers():
+    plain = _plain()
+    ours = with_engine(plain, "shared")
+    x = _input(13, 12).requires_grad_()
+    for model, run in ((ours, torch.utils.checkpoint.checkpoint), (plain, lambda model, x, **_: model(x))):
+        run(model, x, use_reentrant=False).square().sum().backward()
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+@pytest.fixture
+def _a_group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_a_group_of_one")
+def test_synchronised_norms():
+    plain = _plain()
+    ours = with_engine(plain, "shared")
+    synchronise_norms(ours, None)
+    assert _stem_is_one(ours, _input(13, 12))
+    for batch in (2, 3):
+        assert_same_step(ours, plain, _input(13, 12, batch=batch))
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
+@pytest.mark.parametrize("place", MODULES)
+def test_a_hook_fires_once_with_plain_s_values(place, kind):
+    plain = _plain()
+    plain.features.relu0.inplace = False  # or no backward hook could be there, nor on what is before it
+    ours = with_engine(plain, "shared")
+    seen = [], []
+    for model, calls in zip((ours, plain), seen, strict=True):
+
+        def note(module, *values, calls=calls):
+            tensors = (value for given in values for value in (given if isinstance(given, tuple) else (given,)))
+            calls.append([tensor.detach().clone() for tensor in tensors if tensor is not None])
+
+        getattr(model.features.get_submodule(place), f"register_{kind}")(note)
+    assert_same_step(ours, plain, _input(13, 12))
+    assert_same_buffers(ours, plain)
+    assert [len(calls) for calls in seen] == [1, 1]
+    for found, expected in zip(seen[0][0], seen[1][0], strict=True):
+        assert_close(found, expected)
+
+
+def _with(name: str, module: nn.Module) -> DenseNet:
+    model = _plain()
+    model.features._modules[name] = module
+    return model.double()
+
+
+def _parametrized(model: DenseNet) -> DenseNet:
+    nn.utils.parametrizations.weight_norm(model.features.conv0)
+    return model
+
+
+OTHERS = {
+    "no affine": lambda: _with("norm0", nn.BatchNorm2d(6, affine=False)),
+    "another activation": lambda: _with("relu0", nn.ELU()),
+    "another pooling": lambda: _with("pool0", nn.AvgPool2d(3, 2, 1)),
+    "padding by name": lambda: _with("conv0", nn.Conv2d(3, 6, 3, padding="same", bias=False)),
+    "padding by reflection": lambda: _with("conv0", nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect")),
+    "a parametrization": lambda: _parametrized(_plain()),
+    "another engine": lambda: _plain().set_engine("checkpoint"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_stems_run_as_modules(what):
+    plain = OTHERS[what]()
+    ours = copy.deepcopy(plain) if what == "another engine" else with_engine(plain, "shared")
+    assert not _stem_is_one(ours, _input(13, 12))
+    plain.set_engine("plain")
+    assert_same_step(ours, plain, _input(13, 12))
+    assert_same_buffers(ours, plain)
+
+
+def test_no_gradient_wanted():
+    model = with_engine(_plain(), "shared")
+    with torch.no_grad():
+        assert not _stem_is_one(model, _input(13, 12))
+    assert not _stem_is_one(model.requires_grad_(False), _input(13, 12))
+
+
+def test_a_map_from_inside_the_stem():
+    plain = _plain()
+    found = [
+        backward_of_maps(with_engine(plain, engine).as_backbone(maps="raw"), _input(13, 12) * 0 + 0.3)
+        for engine in ("shared", "plain")
+    ]
+    for ours, expected in zip(*found, strict=True):
+        assert_close(ours, expected)
+
+
+def backward_of_maps(model: DenseNet, x: Tensor) -> list[Tensor]:
+    maps = model(x + torch.linspace(-1, 1, 12))
+    sum(found.square().sum() for found in maps).backward()
+    return [*(found.detach() for found in maps), model.features.conv0.weight.grad]
+
+
+def test_a_single_value_per_channel_is_plain_s_error():
+    model = with_engine(_plain(), "shared")
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(_input(1, 2, batch=1))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_errors_are_at_most_twice_plain_s(dims, autocast):
+    exact = _plain(dims)
+    plain = copy.deepcopy(exact).float()
+    x = _input(*(31, 17, 12)[:dims]) + 5  # far from zero, beside their deviation
+    reference, _ = _step(exact, x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours = with_engine(plain, "shared")
+        found, one = _step(ours, x.float())
+        expected, other = _step(plain, x.float())
+    assert one.dtype == other.dtype
+    assert one.stride() == other.stride()
+    for value, theirs, right in zip(found, expected, reference, strict=True):
+        error, allowed = ((tensor.double() - right).norm() for tensor in (value, theirs))
+        assert error <= 2 * allowed + 1e-7 * right.norm()
+    assert_same_buffers(ours, plain, 1e-5)
+
+
+def _step(model: DenseNet, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The stem's output and the gradients of all that it is made from, given the same gradient."""
+    x = x.detach().requires_grad_()
+    output, consumed = _run_stem(model, x)
+    if not consumed:
+        output = model.features[:4](x)
+    generator = torch.Generator().manual_seed(3)
+    grad = torch.randn(output.shape, generator=generator).to(output.dtype)
+    parameters = list(model.features[:4].parameters())
+    return [output.detach(), *torch.autograd.grad(output, [x, *parameters], grad)], output.detach()
+
+
+def test_only_the_input_is_kept():
+    model = with_engine(_plain(), "shared")
+    x = _input(64, 64)
+    tensors = [x, *model.features[:4].parameters(), model.features.norm0.weight, model.features.norm0.weight]
+    assert saved_bytes(lambda: _run_stem(model, x)) == sum(map(torch.Tensor.nbytes.__get__, tensors))
+
+
+@pytest.mark.parametrize(("dims", "size"), [(2, (128, 128)), (3, (48, 48, 48))])
+def test_the_stem_s_own_peak(dims, size):
+    """What the convolution gives, where its maxima lie, what is handed in and out, and some for tiles."""
+    model = create_model("densenet121", dims=dims, in_channels=1, block_config=(1,), efficient="shared")
+    x = torch.randn(16, 1, *size)
+    convolved = 16 * 64 * torch.Size(size).numel() // 2**dims * 4
+    tile = max(convolved // 16, portable.TILE_BYTES["cpu"])
+    peak = tensor_peak(lambda: _step(model, x))
+    assert convolved < peak <= convolved * (1 + 3 / 2**dims) + 5 * tile + x.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dims", "batch", "side", "share"), [(2, 16, 224, 0.12), (3, 4, 64, 0.20)])
+def test_the_whole_model_s_peak(dims, batch, side, share):
+    model = create_model("densenet121", dims=dims, in_channels=3 if dims == 2 else 1)
+    x = torch.randn(batch, model.in_channels, *[side] * dims)
+    peaks = []
+    for engine in ("plain", "shared"):
+        model.set_engine(engine)
+
+        def step():
+            F.cross_entropy(model(x), torch.zeros(batch, dtype=torch.long)).backward()
+
+        step()
+        peaks.append(tensor_peak(step))
+    assert peaks[1] <= share * peaks[0]
