@@ -77,10 +77,15 @@ class ConvertedBlock:
 
 
 class ConvertedSequence:
-    """Mixin: an nn.Sequential in which a converted block runs together with what consumes it where it can."""
+    """Mixin: an nn.Sequential in which a converted block runs together with what consumes it where it can, and what
+    comes before the first one as a stem."""
 
     def forward(self, x: Any) -> Any:
         modules = list(self)
+        first = next((module for module in modules if isinstance(module, ConvertedBlock)), None)
+        if first is not None and isinstance(x, Tensor):
+            x, consumed = engines.run_stem(modules, first, x)
+            modules = modules[consumed:]
         while modules:
             module = modules.pop(0)
             if modules and isinstance(module, ConvertedBlock) and isinstance(x, Tensor):
