@@ -314,8 +314,14 @@ def test_only_the_input_is_kept():
 
 
 @pytest.mark.parametrize(("dims", "size"), [(2, (128, 128)), (3, (48, 48, 48))])
-def test_the_stem_s_own_peak(dims, size):
-    """What the convolution gives, where its maxima lie, what is handed in and out, and some for tiles."""
+def test_the_stem_s_own_peak(dims, size, request):
+    """What the convolution gives, where its maxima lie, what is handed in and out, and some for tiles.
+
+    In one thread: PyTorch's own convolution of volumes takes some memory for each.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
     model = create_model("densenet121", dims=dims, in_channels=1, block_config=(1,), efficient="shared")
     x = torch.randn(16, 1, *size)
     convolved = 16 * 64 * torch.Size(size).numel() // 2**dims * 4
