@@ -231,7 +231,7 @@ class DenseNet(nn.Module):
             default is fan_out with small inputs and fan_in otherwise.
         memory_efficient: torchvision's and timm's word for `efficient`; given, it takes its place.
         keep_bottleneck: True for the shared engine to keep each layer's bottleneck rather than make it again: twice the
-            memory, a sixth less time. A layer's own attribute of this name can be set at any time.
+            memory, less time. A layer's own attribute of this name can be set at any time.
         dims: 1 for signals (N, channels, length), 2 for pictures, 3 for volumes (N, channels, depth, height, width).
         output_stride: how many pixels of the input, at most, one of the last map stands for. The transitions beyond it
             do not pool, and the 3×3 convolutions after them are dilated.
