@@ -140,6 +140,16 @@ class SharedStem(torch.autograd.Function):
         return None, *(of_it.to(it.dtype) if needed else None for of_it, it, needed in wanted)
 
 
+Tile = tuple[slice, slice]
+"""Pictures, and channels of them."""
+
+
+def _slices(count: int, each: int) -> Iterator[slice]:
+    each = max(1, each)
+    for start in range(0, count, each):
+        yield slice(start, min(start + each, count))
+
+
 class Made:
     """What the convolution gives, all of it, and what it is made from."""
 
@@ -156,23 +166,32 @@ class Made:
     def _convolved(self) -> Tensor:
         """Some pictures at a time too, since a convolution may need as much room again for its own."""
         values = None
-        for tile in self.tiles():
-            part = self.settings.conv.run(self.x[tile], self.weight, self.bias)
+        for some in self.pictures():
+            part = self.settings.conv.run(self.x[some], self.weight, self.bias)
             if len(part) == len(self.x):
                 return part
             values = self.new(part, part.dtype, layout_of(part)) if values is None else values
-            values[tile] = part
+            values[some] = part
         return values
 
-    def tiles(self) -> Iterator[slice]:
+    def pictures(self) -> Iterator[slice]:
         """Some pictures at a time."""
-        count, channels = len(self.x), len(self.weight)
-        tile_bytes = TILE_BYTES["cpu" if self.x.device.type == "cpu" else "cuda"]
-        each = max(1, tile_bytes // (channels * self.size.numel() * self.settings.sums_dtype.itemsize))
-        for start in range(0, count, each):
-            yield slice(start, min(start + each, count))
+        return _slices(len(self.x), self._channels_in_a_tile() // len(self.weight))
 
-    def centred(self, tile: slice, mean: Tensor) -> Tensor:
+    def tiles(self) -> Iterator[Tile]:
+        """Some pictures at a time, or where one is too large, some channels of it."""
+        for some in self.pictures():
+            yield from self.tiles_of(some)
+
+    def tiles_of(self, some: slice) -> Iterator[Tile]:
+        for channels in _slices(len(self.weight), self._channels_in_a_tile()):
+            yield some, channels
+
+    def _channels_in_a_tile(self) -> int:
+        tile_bytes = TILE_BYTES["cpu" if self.x.device.type == "cpu" else "cuda"]
+        return tile_bytes // (self.size.numel() * self.settings.sums_dtype.itemsize)
+
+    def centred(self, tile: Tile, mean: Tensor) -> Tensor:
         """Values less their mean, in the precision of sums and in scratch."""
         values = self.values[tile]
         if self.layout is torch.contiguous_format:
@@ -181,21 +200,21 @@ class Made:
             rows = values.numel() // values.shape[1], values.shape[1]
             shape = torch.Size([values.shape[0], *values.shape[2:]])
             room = pictures(scratch.take("wide", rows, mean.dtype, mean.device), shape)
-        return torch.sub(values, self.by_channel(mean), out=room)
+        return torch.sub(values, self.by_channel(mean, tile), out=room)
 
-    def maxima(self, tile: slice, mean: Tensor, norm: Map) -> tuple[Tensor, Tensor]:
+    def maxima(self, tile: Tile, mean: Tensor, norm: Map) -> tuple[Tensor, Tensor]:
         """What the pooling gives, and where it lies."""
         wide = self.centred(tile, mean)
-        normalised = torch.addcmul(self.by_channel(norm.shift), wide, self.by_channel(norm.scale), out=wide)
+        normalised = torch.addcmul(self.by_channel(norm.shift, tile), wide, self.by_channel(norm.scale, tile), out=wide)
         # The ReLU of rounded values, as some of them are equal only then.
         return self.settings.pool.run(normalised.to(self.settings.dtype).clamp_min_(0))
 
-    def by_channel(self, values: Tensor) -> Tensor:
-        return values.view(-1, *[1] * (self.x.dim() - 2))
+    def by_channel(self, values: Tensor, tile: Tile) -> Tensor:
+        return values[tile[1]].view(-1, *[1] * (self.x.dim() - 2))
 
     def new(self, like: Tensor, dtype: torch.dtype, layout: torch.memory_format | None = None) -> Tensor:
         """Room for all pictures, given what there is of some."""
-        shape, layout = (len(self.x), *like.shape[1:]), layout or self.layout
+        shape, layout = (len(self.x), len(self.weight), *like.shape[2:]), layout or self.layout
         return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
 
 
@@ -208,7 +227,7 @@ def _statistics(made: Made) -> tuple[Tensor, Tensor, int | Tensor]:
     mean = values.mean(made.all_but_channels, dtype=settings.sums_dtype)
     square_sum = torch.zeros_like(mean)
     for tile in made.tiles():
-        square_sum += made.centred(tile, mean).square_().sum(made.all_but_channels)
+        square_sum[tile[1]] += made.centred(tile, mean).square_().sum(made.all_but_channels)
     mean, variance, count = norms.measured(mean, square_sum.div_(count), count, settings.together)
     norms.record(settings.norm, mean, norms.unbiased(variance, count))
     return mean, torch.rsqrt(variance + settings.eps), count
@@ -249,9 +268,9 @@ class Backward:
             shut = maxima <= 0
             open_grad = grad[tile].to(self.mean.dtype).masked_fill(shut, 0)
             values = self.made.values[tile].flatten(2).gather(2, places.flatten(2)).view_as(places)
-            grad_sum += open_grad.sum(self.made.all_but_channels)
-            centred = values - self.made.by_channel(self.mean)
-            product_sum += centred.mul_(open_grad).sum(self.made.all_but_channels)
+            grad_sum[tile[1]] += open_grad.sum(self.made.all_but_channels)
+            centred = values - self.made.by_channel(self.mean, tile)
+            product_sum[tile[1]] += centred.mul_(open_grad).sum(self.made.all_but_channels)
             if self.places is None:
                 self.places = self.made.new(places, torch.int32)
             self.places[tile] = places.masked_fill_(shut, -1)
@@ -263,21 +282,23 @@ class Backward:
         # `values` also for their gradient, which is there for some pictures at a time.
         how = self.norm, self.settings.frozen, values, self.count, self.settings.together
         (_, *affine), (share, _, _) = norms.settling(values, *how)
-        share = share * self.norm.share(self.settings.frozen)
-        slope, shift, share = map(made.by_channel, (*affine, share))
+        settling = *affine, share * self.norm.share(self.settings.frozen)
         wanted = [self.needs_x, *self.needs_convolution, False][:3]
         of_x, totals = torch.empty_like(made.x) if self.needs_x else None, None
-        for tile in made.tiles():
-            centred = made.centred(tile, self.mean)
-            of_values = self._unpooled(grad[tile], self.places[tile].long(), centred)
-            of_values.mul_(share).addcmul_(centred, slope).add_(shift)
-            of_tile, *parts = self.settings.conv.gradients(
-                of_values.to(self.settings.dtype), made.x[tile], made.weight, wanted
-            )
+        for some in made.pictures():
+            for tile in made.tiles_of(some):
+                values[tile] = self._of_values(tile, grad[tile], *settling)  # which nobody needs any more
+            of_some, *parts = self.settings.conv.gradients(values[some], made.x[some], made.weight, wanted)
             if of_x is not None:
-                of_x[tile] = of_tile
+                of_x[some] = of_some
             totals = self._added(totals, parts[: len(self.needs_convolution)])
         return [of_x, *totals]
+
+    def _of_values(self, tile: Tile, grad: Tensor, slope: Tensor, shift: Tensor, share: Tensor) -> Tensor:
+        slope, shift, share = (self.made.by_channel(values, tile) for values in (slope, shift, share))
+        centred = self.made.centred(tile, self.mean)
+        found = self._unpooled(grad, self.places[tile].long(), centred)
+        return found.mul_(share).addcmul_(centred, slope).add_(shift)
 
     def _added(self, totals: list[Tensor | None] | None, parts: Sequence[Tensor | None]) -> list[Tensor | None]:
         """In the precision of sums, those that there are."""

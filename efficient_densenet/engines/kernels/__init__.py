@@ -1,7 +1,8 @@
-"""The few operations that the shared engine is made of, in PyTorch and, for GPUs, in Triton."""
+"""The few operations that the shared engine is made of: in PyTorch, for GPUs in Triton, for processors with Numba."""
 
 import functools
 import importlib
+import importlib.util
 import subprocess
 import warnings
 from types import ModuleType
@@ -9,20 +10,46 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import portable
+from . import native, portable
 
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPILED_DTYPES = (torch.float32, torch.float64)
 
 
 def kernels_for(values: Tensor) -> ModuleType:
-    """The set of operations for a stage with such values: fused ones where they can run, else the portable ones."""
-    return importlib.import_module(f"{__name__}.fused") if runs_fused(values) else portable
+    """The set of operations for a stage with such values: made for the device where they can run, else the portable."""
+    if runs_fused(values):
+        return importlib.import_module(f"{__name__}.fused")
+    if runs_compiled(values):
+        return importlib.import_module(f"{__name__}.compiled")
+    return portable
 
 
 def runs_fused(values: Tensor) -> bool:
     """Subclasses of tensors, which may have no memory of their own, are left to PyTorch."""
     usual = values.is_cuda and type(values) is Tensor and values.dtype in _FUSED_DTYPES
     return usual and _has_triton(values.device)
+
+
+def runs_compiled(values: Tensor) -> bool:
+    usual = values.device.type == "cpu" and type(values) is Tensor and values.dtype in _COMPILED_DTYPES
+    return usual and _has_numba()
+
+
+@functools.cache
+def _has_numba() -> bool:
+    """Whether Numba is installed and works, and PyTorch has what its programs call."""
+    if importlib.util.find_spec("numba") is None or not native.available():
+        return False
+    try:
+        importlib.import_module(f"{__name__}.loops").check()
+    except Exception as error:  # of whatever kind: a release of Numba may be too old or too new in many ways
+        warnings.warn(
+            f"Numba cannot be used here ({error}): the shared engine uses PyTorch's operations instead, which is slower",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @functools.cache

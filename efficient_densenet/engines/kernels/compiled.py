@@ -1,0 +1,181 @@
+"""The shared engine's operations on a processor: what `portable` does, in fewer passes, by programs that Numba compiles.
+
+What each does, and what a row and a channel are, stands there. Each is one task for PyTorch's own team of threads, every
+one of which takes some of the rows through all of it. What is rare, or as wide as a picture, is left to PyTorch.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import loops, native, portable, scratch
+from .portable import Gradients, Into, Read, Settling, Squeeze
+
+affine, affine_gradients = portable.affine, portable.affine_gradients
+pooled, pooled_gradients = portable.pooled, portable.pooled_gradients
+
+TILE = 256
+"""Rows: enough of them for a good matrix product, few enough for the caches."""
+
+
+def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+    parts = _parts(values, values.shape[1])
+    _run(loops.measure, values, width=values.shape[1], parts=parts)
+    return _combined(parts, values.dtype)
+
+
+def settled(grad: Settling) -> Tensor:
+    values = grad.read.values
+    out = torch.empty_like(values, memory_format=torch.contiguous_format)
+    _run(loops.settle, values, **_settling(grad), out=out)
+    return out
+
+
+def squeezed(squeeze: Squeeze) -> None:
+    if not _alike(squeeze.read, squeeze.weight):
+        return portable.squeezed(squeeze)
+    return _squeeze(squeeze)
+
+
+def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
+    if not _alike(squeeze.read, squeeze.weight):
+        return portable.squeezed_and_measured(squeeze)
+    parts = _parts(squeeze.read.values, len(squeeze.weight))
+    _squeeze(squeeze, parts=parts)
+    return _combined(parts, squeeze.out.dtype)
+
+
+def _squeeze(squeeze: Squeeze, **measuring: Tensor) -> None:
+    read, weight, out = squeeze
+    room = TILE * weight.shape[1]
+    _run(loops.squeeze, read.values, room, **_reading(read), weight=weight, width=len(weight), out=out, **measuring)
+
+
+def squeezed_gradients(
+    grad: Settling, read: Read, weight: Tensor, into: Into, ahead: Squeeze | None = None
+) -> Gradients:
+    if not _alike(read, weight):
+        return portable.squeezed_gradients(grad, read, weight, into, ahead)
+    width, channels = weight.shape
+    of_weight, sums = _each(read.values, channels, width), _sums(read.values)
+    told = {**_reading(read), **_pending(into), **_settling(grad), **_ahead(ahead)}
+    room = TILE * (2 * channels + width)
+    _run(loops.squeezed_gradients, read.values, room, **told, weight=weight, of_weight=of_weight, sums=sums)
+    return of_weight.sum(0).t(), *sums.sum(0).to(read.scale.dtype)
+
+
+def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    if not _alike(read, weight):
+        return portable.convolved(read, weight, shape, dilation)
+    out = read.values.new_empty(len(read.values), len(weight))
+    told = {**_reading(read), **_around(weight, shape, dilation)}
+    beyond = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
+    room = TILE * weight.shape[1] + (TILE + 2 * beyond) * told["seen"]
+    _run(loops.convolve, read.values, room, **told, weight=weight.flatten(2).permute(1, 2, 0), out=out)
+    return out
+
+
+def convolved_gradients(
+    grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, dilation: int = 1
+) -> Gradients:
+    if not _alike(read, weight):
+        return portable.convolved_gradients(grad, read, weight, into, shape, dilation)
+    told = {**_reading(read), **_pending(into), **_around(weight, shape, dilation)}
+    (width, channels), taps = weight.shape[:2], weight[0, 0].numel()
+    of_weight, sums = _each(read.values, channels, taps, width), _sums(read.values)
+    room = TILE * (2 * channels + taps * width)
+    turned = weight.flatten(2).flip(2).permute(2, 0, 1)  # a pixel's gradient comes from where it gave to
+    told |= {"weight": turned, "grad": grad, "of_weight": of_weight, "sums": sums}
+    _run(loops.convolved_gradients, read.values, room, **told)
+    of_weight = of_weight.sum(0).flip(1).permute(2, 0, 1).reshape(weight.shape)
+    of_weight += (grad * 0).sum(0)[(..., *[None] * (weight.dim() - 1))]  # what is not finite meets the padding's zeros
+    return of_weight, *sums.sum(0).to(read.scale.dtype)
+
+
+def _alike(read: Read, weight: Tensor) -> bool:
+    return weight.dtype == read.values.dtype
+
+
+Told = dict[str, Tensor | int]
+"""What a job tells a program, by the names in `loops.FIELDS`."""
+
+
+def _reading(read: Read) -> Told:
+    return {"channels": read.values.shape[1], "scale": read.scale, "shift": read.shift}
+
+
+def _pending(into: Into) -> Told:
+    return {"share": into.share, "pending": into.pending, "first": into.first}
+
+
+def _settling(grad: Settling) -> Told:
+    (values, slope, constant), (share, pending, _) = grad
+    made = {"made": values, "slope": slope, "constant": constant}
+    return {"width": values.shape[1], **made, "made_share": share, "made_pending": pending}
+
+
+def _ahead(squeeze: Squeeze | None) -> Told:
+    if squeeze is None:
+        return {}
+    (values, scale, shift), weight, out = squeeze
+    read = {"channels": values.shape[1], "values": values, "scale": scale, "shift": shift}
+    return {f"ahead_{name}": value for name, value in {**read, "weight": weight, "out": out}.items()}
+
+
+def _around(weight: Tensor, shape: torch.Size, dilation: int) -> Told:
+    """A kernel, and a picture's sides, of which there may be fewer than three."""
+    depth, height, breadth = (1,) * (4 - len(shape)) + tuple(shape[1:])
+    sides = {"deep": len(shape) > 3, "tall": len(shape) > 2, "depth": depth, "height": height, "breadth": breadth}
+    return {"width": len(weight), "seen": weight[:, 0].numel(), "reach": dilation, **sides}
+
+
+def _threads(values: Tensor) -> int:
+    """PyTorch's, or fewer, where there are not as many tiles."""
+    return max(1, min(torch.get_num_threads(), -(-len(values) // TILE)))
+
+
+def _each(values: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros for every thread to add to."""
+    return values.new_zeros(_threads(values), *shape, dtype=dtype)
+
+
+def _sums(values: Tensor) -> Tensor:
+    return _each(values, 2, values.shape[1], dtype=torch.float64)
+
+
+def _parts(values: Tensor, width: int) -> Tensor:
+    return _each(values, loops.PART_ROWS, width, dtype=torch.float64)
+
+
+def _combined(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean and variance of all rows from what each thread found."""
+    count, means, squares = parts.numpy()[:, :3].swapaxes(0, 1)
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite stays so without a word, as in PyTorch
+        mean = (means * count).sum(0) / count.sum(0)
+        variance = (squares + (means - mean) ** 2 * count).sum(0) / count.sum(0)
+    return torch.from_numpy(mean).to(dtype), torch.from_numpy(variance).to(dtype)
+
+
+def _run(program: Callable[[np.record], None], values: Tensor, room: int = 0, **told: Tensor | int) -> None:
+    """Have every thread do its part of a job on the rows of `values`."""
+    threads = _threads(values)
+    told |= {"values": values, "rows": len(values), "tile": TILE, "size": values.itemsize, "room": room}
+    told["scratch"] = scratch.take("tile", (threads, room), values.dtype, values.device)
+    tensors = {name: _laid_out(name, value) for name, value in told.items() if isinstance(value, Tensor)}
+    told |= {f"{name}_line": tensor.stride(0) for name, tensor in tensors.items() if _has_lines(name)}
+    told |= {name: tensor.data_ptr() for name, tensor in tensors.items()} | native.functions(values.dtype)
+    real = np.dtype(str(values.dtype).removeprefix("torch."))
+    job = np.array((*(told.get(field, 0) for field in loops.FIELDS), 0), loops.job_dtype(real))
+    native.run(loops.address_of(program, real), threads, job.ctypes.data)
+
+
+def _has_lines(name: str) -> bool:
+    return f"{name}_line" in loops.FIELDS
+
+
+def _laid_out(name: str, tensor: Tensor) -> Tensor:
+    """As a program takes it for granted; what it writes into has been made so."""
+    whole_rows = _has_lines(name) and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
+    return tensor if whole_rows else tensor.contiguous()

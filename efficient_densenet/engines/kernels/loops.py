@@ -1,0 +1,418 @@
+"""The programs of `compiled`, which Numba makes: each is one thread's part of one operation.
+
+A program is called with the address of a job, which tells it all else by number. It takes a tile of rows at a time through
+everything that is to be done with them, while what it makes of them lies in the processor's nearest caches. What a row,
+a map and a gradient are stands in `portable`.
+"""
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, from_dtype, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+FIELDS = """
+    product thread_number num_threads
+    size rows tile scratch room
+    channels values values_line scale shift
+    share pending pending_line first sums
+    weight width out of_weight parts
+    made made_line slope constant made_share made_pending made_pending_line
+    ahead_channels ahead_values ahead_values_line ahead_scale ahead_shift ahead_weight ahead_out
+    grad seen deep tall depth height breadth reach
+""".split()
+"""What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how many
+bytes a number has, `room` how many numbers the scratch of one thread. What is not told is 0, and not done."""
+
+_COLUMNS = 256
+"""So many sums are held in registers, or next to them, at once."""
+
+_RUN = 64
+"""So many rows are added up before they join a sum, in double precision, which a long sum would need."""
+
+PART_ROWS = 5
+"""Of the parts of one thread: how many rows it saw, their means, their squared distances from those, and room for two."""
+
+
+@functools.cache
+def job_dtype(real: np.dtype) -> np.dtype:
+    """The record of a job on such numbers."""
+    return np.dtype([*((field, np.int64) for field in FIELDS), ("zero", real)])
+
+
+@intrinsic
+def _number(typingctx, address):
+    """What the function at the address, which takes nothing, gives."""
+
+    def codegen(context, builder, signature, args):
+        function = builder.inttoptr(args[0], ir.FunctionType(ir.IntType(32), []).as_pointer())
+        return builder.sext(builder.call(function, []), ir.IntType(64))
+
+    return types.intp(types.intp), codegen
+
+
+@intrinsic
+def _pointer(typingctx, address, index, like):
+    """To the number that lies `index` numbers after the address."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], context.get_value_type(signature.args[2]).as_pointer())
+        return builder.gep(pointer, [args[1]])
+
+    return types.CPointer(like)(types.intp, types.intp, like), codegen
+
+
+@intrinsic
+def _held(typingctx, like):
+    """A pointer to `_COLUMNS` numbers of which a compiler knows that no other pointer leads there."""
+
+    def codegen(context, builder, signature, args):
+        real = context.get_value_type(signature.args[0])
+        return builder.bitcast(cgutils.alloca_once(builder, ir.ArrayType(real, _COLUMNS)), real.as_pointer())
+
+    return types.CPointer(like)(like), codegen
+
+
+@intrinsic
+def _product(typingctx, product, flip_a, flip_b, m, n, k, a, line_a, b, line_b, add, c, line_c, like):
+    """c = a @ b, or c += a @ b, of addresses; c has m rows of n, and k are added up; a flipped matrix lies transposed."""
+
+    def codegen(context, builder, signature, args):
+        byte, real = ir.IntType(8).as_pointer(), context.get_value_type(signature.args[-1])
+
+        def reference(value):
+            return builder.bitcast(cgutils.alloca_once_value(builder, value), byte)
+
+        def size(i):
+            return reference(builder.trunc(args[i], ir.IntType(32)))
+
+        def flip(i):
+            flipped = builder.icmp_signed("!=", args[i], ir.Constant(args[i].type, 0))
+            return reference(builder.select(flipped, *(ir.Constant(ir.IntType(8), ord(letter)) for letter in "TN")))
+
+        def data(i):
+            return builder.inttoptr(args[i], byte)
+
+        # BLAS knows columns only: to it c lies transposed, and is the product of b and a, transposed.
+        alpha, beta = reference(ir.Constant(real, 1.0)), reference(builder.uitofp(args[10], real))
+        sides = [flip(2), flip(1), size(4), size(3), size(5)]
+        function = builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), [byte] * 13).as_pointer())
+        builder.call(function, [*sides, alpha, data(8), size(9), data(6), size(7), beta, data(11), size(12)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 13, like), codegen
+
+
+_compiled = njit(error_model="numpy", fastmath={"contract"})
+
+
+@_compiled
+def _at(address, index, count, like):
+    """So many numbers, from the one on that lies `index` numbers after the address."""
+    return carray(_pointer(address, index, like), (count,))
+
+
+@_compiled
+def _begin(job):
+    """The thread, and which rows are its."""
+    thread, threads = _number(job.thread_number), _number(job.num_threads)
+    return thread, job.rows * thread // threads, job.rows * (thread + 1) // threads
+
+
+@_compiled
+def _scratch(job, thread):
+    return job.scratch + thread * job.room * job.size
+
+
+@_compiled
+def _activate(values, line, start, stop, channels, scale, shift, out, zero):
+    scale, shift = _at(scale, 0, channels, zero), _at(shift, 0, channels, zero)
+    for row in range(start, stop):
+        value, found = _at(values, row * line, channels, zero), _at(out, (row - start) * channels, channels, zero)
+        for j in range(channels):
+            x = value[j] * scale[j] + shift[j]
+            found[j] = x if not x <= zero else zero  # what is not a number stays so
+
+
+@_compiled
+def _settle(job, start, stop, out):
+    width, zero = job.width, job.zero
+    slope, constant = _at(job.slope, 0, width, zero), _at(job.constant, 0, width, zero)
+    share = _at(job.made_share, 0, width, zero)
+    for row in range(start, stop):
+        value = _at(job.made, row * job.made_line, width, zero)
+        pending = _at(job.made_pending, row * job.made_pending_line, width, zero)
+        found = _at(out, (row - start) * width, width, zero)
+        for j in range(width):
+            found[j] = value[j] * slope[j] + constant[j] + pending[j] * share[j]
+
+
+@_compiled
+def _collect(job, thread, start, stop, gradient, activation):
+    """Mask a gradient, add it to what is pending, and add up the two sums."""
+    channels, first, zero = job.channels, job.first, job.zero
+    ones, products = carray(_held(zero), (_COLUMNS,)), carray(_held(zero), (_COLUMNS,))
+    for left in range(0, channels, _COLUMNS):
+        width = min(_COLUMNS, channels - left)
+        share = _at(job.share, left, width, zero)
+        sum_of_ones = _at(job.sums, thread * 2 * channels + left, width, 1.0)
+        sum_of_products = _at(job.sums, (thread * 2 + 1) * channels + left, width, 1.0)
+        for begin in range(start, stop, _RUN):
+            for j in range(width):
+                ones[j] = products[j] = 0
+            for row in range(begin, min(begin + _RUN, stop)):
+                at = (row - start) * channels + left
+                given, active = _at(gradient, at, width, zero), _at(activation, at, width, zero)
+                value = _at(job.values, row * job.values_line + left, width, zero)
+                pending = _at(job.pending, row * job.pending_line + left, width, zero)
+                for j in range(width):
+                    grad = given[j] if not active[j] <= zero else zero
+                    ones[j] += grad
+                    products[j] += grad * value[j]
+                    pending[j] = grad * share[j] + (zero if first else pending[j])
+            for j in range(width):
+                sum_of_ones[j] += ones[j]
+                sum_of_products[j] += products[j]
+
+
+@_compiled
+def _measure(job, thread, values, line, start, stop):
+    """Have these rows join the statistics of those that the thread has seen."""
+    width, zero = job.width, job.zero
+    parts = job.parts + thread * PART_ROWS * width * 8
+    seen, means = _at(parts, 0, width, 1.0), _at(parts, width, width, 1.0)
+    squares = _at(parts, 2 * width, width, 1.0)
+    own_means, own_squares = _at(parts, 3 * width, width, 1.0), _at(parts, 4 * width, width, 1.0)
+    own_means[:] = 0
+    own_squares[:] = 0
+    before, count = seen[0], stop - start
+    for row in range(start, stop):
+        value = _at(values, row * line, width, zero)
+        for j in range(width):
+            own_means[j] += value[j]
+    for j in range(width):
+        own_means[j] /= count
+    for row in range(start, stop):
+        value = _at(values, row * line, width, zero)
+        for j in range(width):
+            own_squares[j] += (value[j] - own_means[j]) ** 2
+    seen[:] = before + count
+    for j in range(width):
+        apart = own_means[j] - means[j]
+        means[j] += apart * count / (before + count)
+        squares[j] += own_squares[j] + apart * apart * before * count / (before + count)
+
+
+@_compiled
+def _next(x, y, z, job):
+    """The pixel after this one."""
+    if x + 1 < job.breadth:
+        return x + 1, y, z
+    if y + 1 < job.height:
+        return 0, y + 1, z
+    return 0, 0, z + 1 if z + 1 < job.depth else 0
+
+
+@_compiled
+def _gather(job, start, stop, out):
+    """What a kernel sees around every pixel of the gradient, and nothing outside the picture."""
+    width, reach, breadth, zero = job.width, job.reach, job.breadth, job.zero
+    height, depth, deep, tall, grad = job.height, job.depth, job.deep, job.tall, job.grad
+    x, y, z = start % breadth, start // breadth % height, start // (breadth * height) % depth
+    at = 0
+    for row in range(start, stop):
+        left, right = 0 if x >= reach else 1, 3 if x + reach < breadth else 2
+        for i in range(-deep, deep + 1):
+            for j in range(-tall, tall + 1):
+                found = _at(out, at, 3 * width, zero)
+                inside = 0 <= z + i * reach < depth and 0 <= y + j * reach < height
+                if not inside or left or right < 3:
+                    for o in range(3 * width):
+                        found[o] = 0
+                if inside:
+                    line = row + (i * height + j) * breadth * reach
+                    together = right - left if reach == 1 else 1
+                    for k in range(left, right, together):
+                        seen = _at(grad, (line + (k - 1) * reach) * width, together * width, zero)
+                        found = _at(out, at + k * width, together * width, zero)
+                        for o in range(together * width):
+                            found[o] = seen[o]
+                at += 3 * width
+        x, y, z = _next(x, y, z, job)
+
+
+@_compiled
+def _add_up(job, start, stop, made, origin):
+    """What every pixel gets from those around it; `made` begins with what row `origin` gives."""
+    width, reach, breadth, zero = job.width, job.reach, job.breadth, job.zero
+    height, depth, deep, tall, seen = job.height, job.depth, job.deep, job.tall, job.seen
+    x, y, z = start % breadth, start // breadth % height, start // (breadth * height) % depth
+    for row in range(start, stop):
+        found = _at(job.out, row * width, width, zero)
+        for o in range(width):
+            found[o] = 0
+        at = 0
+        for i in range(-deep, deep + 1):
+            for j in range(-tall, tall + 1):
+                if 0 <= z + i * reach < depth and 0 <= y + j * reach < height:
+                    line = (row - origin + (i * height + j) * breadth * reach) * seen + at
+                    left = _at(made, line - reach * seen, width, zero)
+                    middle = _at(made, line + width, width, zero)
+                    right = _at(made, line + 2 * width + reach * seen, width, zero)
+                    if reach <= x < breadth - reach:
+                        for o in range(width):
+                            found[o] += left[o] + middle[o] + right[o]
+                    else:
+                        for o in range(width):
+                            found[o] += middle[o]
+                        if x >= reach:
+                            for o in range(width):
+                                found[o] += left[o]
+                        if x + reach < breadth:
+                            for o in range(width):
+                                found[o] += right[o]
+                at += 3 * width
+        x, y, z = _next(x, y, z, job)
+
+
+@_compiled
+def _to_front(address, index, count, zero):
+    to, found = _at(address, 0, count, zero), _at(address, index, count, zero)
+    for j in range(count):
+        to[j] = found[j]
+
+
+def measure(job):
+    job = carray(job, 1)[0]
+    thread, first, last = _begin(job)
+    for start in range(first, last, job.tile):
+        _measure(job, thread, job.values, job.values_line, start, min(start + job.tile, last))
+
+
+def settle(job):
+    job = carray(job, 1)[0]
+    _, first, last = _begin(job)
+    _settle(job, first, last, job.out + first * job.width * job.size)
+
+
+def squeeze(job):
+    job = carray(job, 1)[0]
+    thread, first, last = _begin(job)
+    channels, width, zero = job.channels, job.width, job.zero
+    activation = _scratch(job, thread)
+    for start in range(first, last, job.tile):
+        stop = min(start + job.tile, last)
+        out = job.out + start * width * job.size
+        _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
+        _product(
+            *(job.product, 0, 1, stop - start, width, channels),
+            *(activation, channels, job.weight, channels, 0, out, width, zero),
+        )
+        if job.parts:
+            _measure(job, thread, job.out, width, start, stop)
+
+
+def squeezed_gradients(job):
+    job = carray(job, 1)[0]
+    thread, first, last = _begin(job)
+    channels, width, tile, zero = job.channels, job.width, job.tile, job.zero
+    activation = _scratch(job, thread)
+    gradient = activation + tile * channels * job.size
+    of_made = gradient + tile * channels * job.size
+    of_weight = job.of_weight + thread * channels * width * job.size
+    for start in range(first, last, tile):
+        stop = min(start + tile, last)
+        _settle(job, start, stop, of_made)
+        _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
+        # Tall rather than wide, which processors make faster.
+        _product(
+            *(job.product, 1, 0, channels, width, stop - start),
+            *(activation, channels, of_made, width, 1, of_weight, width, zero),
+        )
+        _product(
+            *(job.product, 0, 0, stop - start, channels, width),
+            *(of_made, width, job.weight, channels, 0, gradient, channels, zero),
+        )
+        _collect(job, thread, start, stop, gradient, activation)
+        if job.ahead_channels:
+            fewer, out = job.ahead_channels, job.ahead_out + start * width * job.size
+            scale, shift = job.ahead_scale, job.ahead_shift
+            _activate(job.ahead_values, job.ahead_values_line, start, stop, fewer, scale, shift, activation, zero)
+            _product(
+                *(job.product, 0, 1, stop - start, width, fewer),
+                *(activation, fewer, job.ahead_weight, fewer, 0, out, width, zero),
+            )
+
+
+def convolve(job):
+    """What every pixel gives to those around it is made some rows further than what they get is added up."""
+    job = carray(job, 1)[0]
+    thread, first, last = _begin(job)
+    channels, seen, tile, zero = job.channels, job.seen, job.tile, job.zero
+    around = ((job.deep * job.height + job.tall) * job.breadth + 1) * job.reach
+    activation = _scratch(job, thread)
+    made = activation + tile * channels * job.size
+    origin = done = max(0, first - around)
+    for start in range(first, last, tile):
+        stop = min(start + tile, last)
+        if start - around > origin:  # what no later row gets anything from makes room
+            _to_front(made, (start - around - origin) * seen, (done - start + around) * seen, zero)
+            origin = start - around
+        wanted = min(job.rows, stop + around)
+        while done < wanted:
+            some = min(tile, wanted - done)
+            _activate(job.values, job.values_line, done, done + some, channels, job.scale, job.shift, activation, zero)
+            _product(
+                *(job.product, 0, 0, some, seen, channels),
+                *(activation, channels, job.weight, seen, 0, made + (done - origin) * seen * job.size, seen, zero),
+            )
+            done += some
+        _add_up(job, start, stop, made, origin)
+
+
+def convolved_gradients(job):
+    job = carray(job, 1)[0]
+    thread, first, last = _begin(job)
+    channels, seen, tile, zero = job.channels, job.seen, job.tile, job.zero
+    activation = _scratch(job, thread)
+    gradient = activation + tile * channels * job.size
+    around = gradient + tile * channels * job.size
+    of_weight = job.of_weight + thread * channels * seen * job.size
+    for start in range(first, last, tile):
+        stop = min(start + tile, last)
+        _gather(job, start, stop, around)
+        _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
+        _product(
+            *(job.product, 1, 0, channels, seen, stop - start),
+            *(activation, channels, around, seen, 1, of_weight, seen, zero),
+        )
+        _product(
+            *(job.product, 0, 0, stop - start, channels, seen),
+            *(around, seen, job.weight, channels, 0, gradient, channels, zero),
+        )
+        _collect(job, thread, start, stop, gradient, activation)
+
+
+@functools.cache
+def address_of(program: Callable[[np.record], None], real: np.dtype) -> int:
+    """A program for such numbers, which is made at its first use and, where there is room on disk, found there later."""
+    signature = types.void(types.CPointer(from_dtype(job_dtype(real))))
+    how = {"error_model": "numpy", "fastmath": {"contract"}}
+    try:
+        made = cfunc(signature, cache=True, **how)(program)
+    except RuntimeError:  # Numba found nowhere to keep it
+        made = cfunc(signature, **how)(program)
+    _KEPT.append(made)
+    return made.address
+
+
+_KEPT: list[object] = []
+"""A program lives as long as the object that Numba gave for it."""
+
+
+def check() -> None:
+    """Fails where Numba cannot make a program."""
+    address_of(measure, np.dtype(np.float32))
