@@ -10,7 +10,7 @@ A channel's part of it becomes a gradient of the features when the last consumer
 import contextlib
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,37 @@ from .parts import LayerParts, consumer_parts, parts_of
 def run(block: nn.Module, x: Tensor, consumer: nn.Module | None = None) -> Tensor:
     """The output of `block`, or of `consumer` (a transition or a norm) on it."""
     stage = Stage(block, consumer, x)
-    return stage.finish(SharedStage.apply(stage, x, *stage.tensors)[0])
+    return stage.finish(apply(stage, x, *stage.tensors)[0])
 
 
 def run_with_features(block: nn.Module, x: Tensor, consumer: nn.Module) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on the output of `block`, and the latter too."""
     stage = Stage(block, consumer, x, tap=True)
-    consumed, features = SharedStage.apply(stage, x, *stage.tensors)
+    consumed, features = apply(stage, x, *stage.tensors)
     return stage.finish(consumed), features
+
+
+def apply(stage: "Stage", x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The consumer's output, or the block's; with `stage.tap`, the consumer's and the block's.
+
+    Parameters are given as tensors, so that replicas' get their gradients.
+    """
+    before, values = x, [tensor.detach() for tensor in tensors]
+    *earlier, last = stage.portions
+    for portion in earlier:
+        before = EarlierLayers.apply(portion, before, *tensors[portion.tensors])
+    return SharedStage.apply(stage, x.detach(), values, before, *tensors[last.tensors])
+
+
+class Portion(NamedTuple):
+    """Some layers of a stage, and where their tensors stand among all."""
+
+    layers: range
+    tensors: slice
+
+
+PORTION_BYTES = 1 << 21
+"""How large the parameters of a portion may be, if it has more than one layer."""
 
 
 class Stage:
@@ -57,6 +80,23 @@ class Stage:
         if self.consumer is not None:
             conv = self.consumer.conv
             self.places.append(self._take([self.consumer.norm], [] if conv is None else [conv]))
+        self.portions = self._portions()
+
+    def _portions(self) -> list[Portion]:
+        """From the first to the last, which has the consumer too. Their gradients are there one after another."""
+        first, starts, size = 0, [0], 0
+        for i in range(len(self.layers)):
+            own = sum(tensor.nbytes for tensor in self.tensors[self.places[i]])
+            if i > first and size + own > PORTION_BYTES:
+                first, size = i, 0
+                starts.append(i)
+            size += own
+        ends = zip(starts, [*starts[1:], len(self.layers)], strict=True)
+        stops = [*(self.places[start].start for start in starts[1:]), len(self.tensors)]
+        return [
+            Portion(range(*layers), slice(self.places[layers[0]].start, stop))
+            for layers, stop in zip(ends, stops, strict=True)
+        ]
 
     def _take(self, normalising: Sequence[nn.Module], convolving: Sequence[nn.Module]) -> slice:
         start = len(self.tensors)
@@ -77,19 +117,22 @@ def layout_of(x: Tensor) -> torch.memory_format:
 
 
 class SharedStage(torch.autograd.Function):
-    """`apply(stage, x, *stage.tensors)`: parameters are inputs, so that replicas' get their gradients.
+    """All of a stage's forward, and the backward of its consumer and its last portion.
 
-    Gives the consumer's output, or the block's; with `stage.tap`, the consumer's and the block's.
+    `values` are what the convolutions and norms of the stage hold. `before` is the input, or what stands for earlier
+    portions: its gradient is of no value, but brings them the backward that they go on with.
     """
 
     @staticmethod
-    def forward(ctx: Any, stage: Stage, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, stage: Stage, x: Tensor, values: Sequence[Tensor], before: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         with autocast_off(x), scratch.reused():
-            forward = Forward(stage, x, tensors)
+            forward = Forward(stage, x, values)
             outputs = forward.run()
         ctx.stage, ctx.shape, ctx.num_kept = stage, forward.shape, len(forward.kept)
         ctx.count = forward.statistics.count
-        ctx.save_for_backward(forward.features, forward.statistics.inverse, *forward.kept, *tensors)
+        ctx.save_for_backward(forward.features, forward.statistics.inverse, *forward.kept, *values)
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -97,8 +140,27 @@ class SharedStage(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
         backward = Backward(ctx)
-        with autocast_off(backward.features), scratch.reused():
-            return None, *backward.run(*grads)
+        with autocast_off(backward.features), scratch.reused(backward.scratch):
+            backward.begin(*grads)
+            return None, None, None, *backward.go_on(ctx.stage.portions[-1], ctx.needs_input_grad[3:])
+
+
+class EarlierLayers(torch.autograd.Function):
+    """Of a portion that is not the last: the gradients, which so are given away before those of others are there."""
+
+    @staticmethod
+    def forward(ctx: Any, portion: Portion, before: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.portion = portion
+        ctx.set_materialize_grads(False)
+        return before.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, *[None] * len(ctx.needs_input_grad[1:])
+        backward = grad.backward_so_far
+        with autocast_off(backward.features), scratch.reused(backward.scratch):
+            return None, *backward.go_on(ctx.portion, ctx.needs_input_grad[1:])
 
 
 def refuse_create_graph() -> None:
@@ -223,15 +285,16 @@ class Backward:
         self.features, inverse, *rest = ctx.saved_tensors
         self.kernels = kernels_for(self.features)
         self.kept, self.tensors = rest[: ctx.num_kept], rest[ctx.num_kept :]
-        self.needs_x, *self.needed = ctx.needs_input_grad[1:]
         self.columns = Columns(self.features.shape[1], self.stage.newest_first)
         how = self.columns, self.stage.frozen, self.stage.eps, self.stage.together
         self.statistics = SharedStatistics(self.features, *how, inverse)
         self.statistics.count = ctx.count
         self.grads: list[Tensor | None] = [None] * len(self.tensors)
         self.ahead: Squeeze | None = None
+        self.scratch: scratch.Held = {}
 
-    def run(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def begin(self, *grads: Tensor | None) -> None:
+        """Given the gradients of all outputs."""
         of_consumed, of_features = grads if self.stage.tap else (*grads, None)
         if self.stage.consumer is None:
             of_consumed, of_features = None, of_consumed
@@ -241,19 +304,35 @@ class Backward:
             self.pending.zero_()
         if self.stage.consumer is not None:
             self._consumer(of_consumed)
-        width = self.features.shape[1]
-        for i in reversed(range(len(self.stage.layers))):
+            self.scratch.clear()  # a transition may have needed more than layers will
+        self.width = self.features.shape[1]
+
+    def go_on(self, portion: Portion, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of what comes before a portion, and of its tensors, where they are needed."""
+        self.needs_before, *self.needed = needed
+        self.start = portion.tensors.start
+        for i in reversed(portion.layers):
             if self._is_over(i):
                 break
-            start = width - self.stage.growth_rate
-            self._layer(i, self._settled(start, width).to(self.stage.dtype))
-            width = start
-        of_x = pictures(self._settled(0, width), self.shape) if self.needs_x else None
-        return of_x, *map(self._of_parameter, self.tensors, self.grads, self.needed)
+            start = self.width - self.stage.growth_rate
+            self._layer(i, self._settled(start, self.width).to(self.stage.dtype))
+            self.width = start
+        of_tensors = map(self._of_parameter, self.tensors[portion.tensors], self.grads[portion.tensors], self.needed)
+        of_before = self._of_before(portion) if self.needs_before else None
+        found = [of_before, *of_tensors]
+        self.grads[portion.tensors] = [None] * len(self.needed)  # whoever has them now may let them go
+        return found
+
+    def _of_before(self, portion: Portion) -> Tensor:
+        if portion.layers.start == 0:
+            return pictures(self._settled(0, self.width), self.shape)
+        token = self.features.new_zeros(())
+        token.backward_so_far = self
+        return token
 
     def _is_over(self, i: int) -> bool:
         """Whether neither this layer nor anything before it learns."""
-        return not self.needs_x and not any(self.needed[: self.stage.places[i].stop])
+        return not self.needs_before and not any(self.needed[: max(0, self.stage.places[i].stop - self.start)])
 
     @staticmethod
     def _of_parameter(parameter: Tensor, grad: Tensor | None, needed: bool) -> Tensor | None:

@@ -11,14 +11,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+Held = dict[tuple[str, torch.dtype], Tensor]
+
 _local = threading.local()
 
 
 @contextlib.contextmanager
-def reused() -> Iterator[None]:
-    """Within, in this thread, `take` gives the same memory for the same name."""
+def reused(held: Held | None = None) -> Iterator[None]:
+    """Within, in this thread, `take` gives the same memory for the same name; `held` is what it has given before."""
     outer = getattr(_local, "held", None)
-    _local.held = {}
+    _local.held = {} if held is None else held
     try:
         yield
     finally:
