@@ -1,11 +1,15 @@
 """What the tests share: small networks of every family, and one exact comparison."""
 
 import copy
+import importlib
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model
+from efficient_densenet.engines import kernels, shared
+from efficient_densenet.engines.kernels import portable
 
 FAMILIES = {
     "basic": {"name": "densenet_40_12", "block_config": (2, 1, 2), "growth_rate": 3, "num_init_features": 4},
@@ -70,3 +74,20 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> N
     """Equal to `tolerance`, relative to the largest value expected, so that large tensors get no slack."""
     largest = expected.abs().max().item() if expected.is_floating_point() else 0
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, largest))
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
+    """Have the shared engine take these, so many bytes (portable) or rows (compiled) at a time; for a tile smaller than
+    usual, a layer at a time in the backward too."""
+    if name == "compiled":
+        if not kernels.runs_compiled(torch.empty(1)):
+            pytest.skip("needs Numba, and what it calls in PyTorch")
+        monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.compiled"), "TILE", tile)
+    else:
+        monkeypatch.setattr(kernels, "runs_compiled", lambda values: False)
+        monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile)
+    if tile < 256:
+        monkeypatch.setattr(shared, "PORTION_BYTES", 0)
+
+
+KERNELS = [("portable", 1), ("portable", 3000), ("portable", 1 << 22), ("compiled", 7), ("compiled", 256)]

@@ -14,6 +14,7 @@ from helpers import (
     assert_same_step,
     backward,
     small_model,
+    use_kernels,
     with_engine,
 )
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, Transition
 from efficient_densenet.engines import shared
 from efficient_densenet.engines.eligible import why_not_shared
-from efficient_densenet.engines.kernels import portable
 from efficient_densenet.memory import tensor_peak
 from efficient_densenet.synced_norm import synchronise_norms
 
@@ -44,10 +44,21 @@ def _small(dims: int, family: str = "bc", **overrides) -> DenseNet:
     return small_model(family, dims=dims, efficient=False, **overrides)
 
 
-@pytest.mark.parametrize(("tile_bytes", "frozen"), [(1, None), (1 << 22, None), (1 << 22, "norm"), (1 << 22, "norm2")])
+@pytest.mark.parametrize(
+    ("kernels", "frozen"),
+    [
+        (("portable", 1), None),
+        *(
+            (whole, frozen)
+            for whole in (("portable", 1 << 22), ("compiled", 256))
+            for frozen in (None, "norm", "norm2")
+        ),
+        (("compiled", 7), None),
+    ],
+)
 @pytest.mark.parametrize(("dims", "family", "size"), CASES)
-def test_shared_equals_plain(dims, family, size, tile_bytes, frozen, monkeypatch):
-    monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile_bytes)
+def test_shared_equals_plain(dims, family, size, kernels, frozen, monkeypatch):
+    use_kernels(monkeypatch, *kernels)
     volumes = {"block_config": (1, 2)} if (dims, family) == (3, "imagenet") else {}  # which would be large ones
     plain = _small(dims, family, drop_rate=0.2, **volumes)
     for name, module in plain.named_modules():
@@ -129,9 +140,7 @@ def test_gradcheck(dims, bn_size, consumer):
     channels = block.denselayer1.norm1.num_features
     x = torch.randn(2, channels, *(3, 2, 2)[:dims], dtype=torch.double, requires_grad=True)
     stage = shared.Stage(block, after[consumer], x)
-    assert torch.autograd.gradcheck(
-        lambda x, *tensors: shared.SharedStage.apply(stage, x, *tensors), (x, *stage.tensors)
-    )
+    assert torch.autograd.gradcheck(lambda x, *tensors: shared.apply(stage, x, *tensors), (x, *stage.tensors))
 
 
 @pytest.mark.parametrize("dims", [1, 3])

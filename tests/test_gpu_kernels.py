@@ -1,6 +1,7 @@
 """The fused kernels: portable's numbers, on a GPU where there is one, and elsewhere through Triton's interpreter."""
 
 import copy
+import functools
 import importlib
 import math
 import os
@@ -10,12 +11,12 @@ import sys
 import pytest
 import torch
 from helpers import assert_close, backward, picture, small_model, with_engine
+from kernel_operations import OPERATIONS, Case, check
 from torch import nn
 
 from efficient_densenet import DenseLayer
 from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.kernels.portable import Into, Read, Settling, Squeeze
 
 triton = pytest.importorskip("triton", reason="the fused kernels are written in Triton")
 fused = importlib.import_module("efficient_densenet.engines.kernels.fused")
@@ -57,86 +58,8 @@ def _bfloat16_in_the_interpreter(monkeypatch):
     monkeypatch.setattr(builder, "create_fp_trunc", create_fp_trunc)
 
 
-class Case:
-    """What the operations take, all of it part of something wider; `truth` is the same in float64."""
-
-    def __init__(self, shape, channels, width, dtype=torch.float32, first=False):
-        self.first, self.dilation = first, 1
-        self.shape, self.dtype, num_rows = torch.Size(shape), dtype, math.prod(shape)
-        self.values, self.pending = self._matrix(num_rows, channels), self._matrix(num_rows, channels)
-        self.scale, self.shift, self.share = (torch.randn(channels, device=DEVICE) for _ in range(3))
-        self.squeeze, self.pool = self._matrix(width, channels), self._matrix(channels // 2 + 1, channels)
-        self.convolve = torch.randn(width, channels, *[3] * (len(shape) - 1), device=DEVICE).to(dtype)
-        self.of_squeezed, self.of_values = self._matrix(num_rows, width), self._matrix(num_rows, channels)
-        self.of_pooled = self._matrix(portable.halved(self.shape).numel(), len(self.pool))
-
-    def _matrix(self, num_rows, channels):
-        return torch.randn(num_rows, channels + 3, device=DEVICE).to(self.dtype)[:, :channels]
-
-    def truth(self):
-        case = copy.copy(self)
-        vars(case).update({k: v.double() for k, v in vars(self).items() if isinstance(v, torch.Tensor)})
-        return case
-
-    @property
-    def read(self):
-        return Read(self.values, self.scale, self.shift)
-
-    def settling(self, grad):
-        """A gradient that is `grad`, and the values that it is of."""
-        ones = torch.ones(grad.shape[1], device=DEVICE, dtype=self.scale.dtype)
-        return Settling(Read(grad, 0.5 * ones, 0 * ones), Into(0.5 * ones, grad))
-
-    def made(self, function):
-        """What a 1×1 convolution makes, and what the function returns."""
-        out = self.squeeze.new_empty(len(self.values), len(self.squeeze))
-        return out, *(function(Squeeze(self.read, self.squeeze, out)) or ())
-
-    def ahead(self, kernels, squeeze):
-        into = Into(self.share, self.pending.clone())
-        kernels.squeezed_gradients(self.settling(self.of_squeezed), self.read, self.squeeze, into, squeeze)
-
-    def gradients(self, function, grad, *rest):
-        """Of an operation: also what is pending, the gradient's, which lies among other channels."""
-        wide = torch.zeros(len(self.pending), self.pending.shape[1] + 5, device=DEVICE, dtype=self.pending.dtype)
-        pending = wide[:, : self.pending.shape[1]].copy_(self.pending)
-        found = function(grad, self.read, *rest[:1], Into(self.share, pending, self.first), *rest[1:])
-        assert not wide[:, self.pending.shape[1] :].any()
-        return *found, pending
-
-
-OPERATIONS = {
-    "statistics": lambda k, c: k.statistics(c.values),
-    "affine": lambda k, c: [k.affine(c.read)],
-    "affine_gradients": lambda k, c: c.gradients(k.affine_gradients, c.of_values),
-    "squeezed": lambda k, c: c.made(k.squeezed)[:1],
-    "squeezed_and_measured": lambda k, c: c.made(k.squeezed_and_measured),
-    "squeezed_gradients": lambda k, c: c.gradients(k.squeezed_gradients, c.settling(c.of_squeezed), c.squeeze),
-    "squeezed_ahead": lambda k, c: c.made(lambda squeeze: c.ahead(k, squeeze))[:1],
-    "convolved": lambda k, c: [k.convolved(c.read, c.convolve, c.shape, c.dilation)],
-    "convolved_gradients": lambda k, c: c.gradients(
-        k.convolved_gradients, c.of_squeezed, c.convolve, c.shape, c.dilation
-    ),
-    "pooled": lambda k, c: [k.pooled(c.read, c.pool, c.shape)],
-    "pooled_gradients": lambda k, c: c.gradients(k.pooled_gradients, c.of_pooled, c.pool, c.shape),
-    "settled": lambda k, c: [k.settled(Settling(c.read, Into(c.share, c.pending)))],
-}
-
-
-def check(operation, case):
-    """Errs at most twice as much as portable, both judged by float64."""
-    expected = OPERATIONS[operation](portable, case.truth())
-    theirs, ours = (OPERATIONS[operation](kernels, case) for kernels in (portable, fused))
-    assert len(ours) == len(theirs) == len(expected)
-    for i, (found, portable_s, truth) in enumerate(zip(ours, theirs, expected, strict=True)):
-        assert (found.dtype, found.shape) == (portable_s.dtype, portable_s.shape)
-        slack = 4 * torch.finfo(found.dtype).eps * (truth.norm() + len(case.values) ** 0.5)
-        if i == 0 and operation in (
-            "convolved_gradients",
-            "pooled_gradients",
-        ):  # of the weight, as the library rounds it
-            slack += 2 * torch.finfo(case.dtype).eps * truth.norm()
-        assert (found - truth).norm() <= 2 * (portable_s - truth).norm() + slack
+Case = functools.partial(Case, device=DEVICE)
+check = functools.partial(check, fused)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -251,7 +174,7 @@ def _distance(found, expected):
 
 
 def test_who_takes_which(monkeypatch):
-    assert kernels.kernels_for(torch.randn(2, 2)) is portable
+    assert kernels.kernels_for(torch.randn(2, 2)) is not fused
     assert kernels.kernels_for(torch.empty(2, 2, device="meta")) is portable
     if DEVICE == "cuda":
         for dtype, expected in {torch.double: portable, torch.float32: fused, torch.bfloat16: fused}.items():

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     FAMILIES,
+    KERNELS,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
@@ -16,6 +17,7 @@ from helpers import (
     backward,
     picture,
     small_model,
+    use_kernels,
     with_engine,
 )
 from torch import nn
@@ -27,12 +29,12 @@ from efficient_densenet.engines.kernels import portable
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 
-@pytest.mark.parametrize("tile_bytes", [1, 3000, 1 << 22])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("frozen", [False, True, "norm1", "norm2"])
 @pytest.mark.parametrize("drop_rate", [0.0, 0.2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_stage_equals_plain(family, drop_rate, frozen, tile_bytes, monkeypatch):
-    monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile_bytes)
+def test_every_stage_equals_plain(family, drop_rate, frozen, kernels, monkeypatch):
+    use_kernels(monkeypatch, *kernels)
     plain = small_model(family, efficient=False, drop_rate=drop_rate)
     plain(picture(family))
     for name, module in plain.named_modules():
@@ -46,9 +48,10 @@ def test_every_stage_equals_plain(family, drop_rate, frozen, tile_bytes, monkeyp
         assert_same_buffers(ours, plain)
 
 
+@pytest.mark.parametrize("kernels", [("portable", 2000), ("compiled", 50)])
 @pytest.mark.parametrize("widths", [(6, 3, 8), (2, 0, 5, 3), (0, 0, 4, 4)])
-def test_layers_of_one_block_may_have_bottlenecks_of_any_width(widths, monkeypatch):
-    monkeypatch.setitem(portable.TILE_BYTES, "cpu", 2000)
+def test_layers_of_one_block_may_have_bottlenecks_of_any_width(widths, kernels, monkeypatch):
+    use_kernels(monkeypatch, *kernels)
     plain = DenseBlock(0, 6, 3, efficient=False)
     for i, width in enumerate(widths):
         layer = DenseLayer(6 + 3 * i, 3, bn_size=1 if width else 0, drop_rate=0.0)
@@ -59,7 +62,8 @@ def test_layers_of_one_block_may_have_bottlenecks_of_any_width(widths, monkeypat
     ours = copy.deepcopy(plain.double())
     ours.engine = engines.parse("shared")
     x = torch.randn(4, 6, 9, 7, dtype=torch.double)
-    assert len(list(portable.tiles(x.movedim(1, -1).flatten(0, 2), x.dtype))) > 1
+    if kernels[0] == "portable":
+        assert len(list(portable.tiles(x.movedim(1, -1).flatten(0, 2), x.dtype))) > 1
     assert_same_step(ours, plain, x)
     assert_same_buffers(ours, plain)
 
@@ -94,7 +98,9 @@ def test_a_strided_input_and_a_strided_gradient():
 @pytest.mark.parametrize("bn_size", [0, 2])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("tap", [False, True])
-def test_gradcheck(consumer, bn_size, training, tap):
+@pytest.mark.parametrize("kernels", [("portable", 1 << 22), ("compiled", 7)])
+def test_gradcheck(kernels, consumer, bn_size, training, tap, monkeypatch):
+    use_kernels(monkeypatch, *kernels)
     if tap and consumer == "block":
         return  # whose output it is anyway
     model = small_model("bc", bn_size=bn_size, growth_rate=2, num_init_features=2, block_config=(2, 2)).train(training)
@@ -111,7 +117,7 @@ def test_gradcheck(consumer, bn_size, training, tap):
     stage = shared.Stage(block, after[consumer], x, tap=tap)
 
     def function(x, *tensors):
-        return shared.SharedStage.apply(stage, x, *tensors)
+        return shared.apply(stage, x, *tensors)
 
     assert torch.autograd.gradcheck(function, (x, *stage.tensors))
 

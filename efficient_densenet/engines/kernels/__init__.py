@@ -45,7 +45,7 @@ def _has_numba() -> bool:
         importlib.import_module(f"{__name__}.loops").check()
     except Exception as error:  # of whatever kind: a release of Numba may be too old or too new in many ways
         warnings.warn(
-            f"Numba cannot be used here ({error}): the shared engine uses PyTorch's operations instead, which is slower",
+            f"Numba cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
             stacklevel=2,
         )
         return False

@@ -1,7 +1,7 @@
-"""The shared engine's operations on a processor: what `portable` does, in fewer passes, by programs that Numba compiles.
+"""The shared engine's operations on a processor: what `portable` does, in fewer passes, by programs made by Numba.
 
-What each does, and what a row and a channel are, stands there. Each is one task for PyTorch's own team of threads, every
-one of which takes some of the rows through all of it. What is rare, or as wide as a picture, is left to PyTorch.
+What each does, and what a row and a channel are, stands there. Each is one task for PyTorch's own team of threads, of
+which every one takes some of the rows through all of it. What is rare, or as wide as a picture, is left to PyTorch.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""The programs of `compiled`, which Numba makes: each is one thread's part of one operation.
+"""The programs of `compiled`, made by Numba: each is one thread's part of one operation.
 
-A program is called with the address of a job, which tells it all else by number. It takes a tile of rows at a time through
+A program is called with the address of a job, which tells it all else. It takes one tile of rows after another through
 everything that is to be done with them, while what it makes of them lies in the processor's nearest caches. What a row,
-a map and a gradient are stands in `portable`.
+a map and a gradient are stands in `portable`. Matrices are given by address; products are BLAS's.
 """
 
 import functools
@@ -14,18 +14,19 @@ from numba import carray, cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-FIELDS = """
-    product thread_number num_threads
-    size rows tile scratch room
-    channels values values_line scale shift
-    share pending pending_line first sums
-    weight width out of_weight parts
-    made made_line slope constant made_share made_pending made_pending_line
-    ahead_channels ahead_values ahead_values_line ahead_scale ahead_shift ahead_weight ahead_out
-    grad seen deep tall depth height breadth reach
-""".split()
+FIELDS = [
+    *("product", "thread_number", "num_threads"),
+    *("size", "rows", "tile", "scratch", "room"),
+    *("channels", "values", "values_line", "scale", "shift"),
+    *("share", "pending", "pending_line", "first", "sums"),
+    *("weight", "width", "out", "of_weight", "parts"),
+    *("made", "made_line", "slope", "constant", "made_share", "made_pending", "made_pending_line"),
+    *("ahead_channels", "ahead_values", "ahead_values_line", "ahead_scale", "ahead_shift", "ahead_weight", "ahead_out"),
+    *("grad", "seen", "deep", "tall", "depth", "height", "breadth", "reach"),
+]
 """What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how many
-bytes a number has, `room` how many numbers the scratch of one thread. What is not told is 0, and not done."""
+bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `seen` how many
+numbers of the gradient a 3×3 kernel sees. What is not told is 0, and not done."""
 
 _COLUMNS = 256
 """So many sums are held in registers, or next to them, at once."""
@@ -34,7 +35,7 @@ _RUN = 64
 """So many rows are added up before they join a sum, in double precision, which a long sum would need."""
 
 PART_ROWS = 5
-"""Of the parts of one thread: how many rows it saw, their means, their squared distances from those, and room for two."""
+"""What a thread finds of statistics: how many rows it saw, their means, their squared distances, and room for two."""
 
 
 @functools.cache
@@ -78,7 +79,7 @@ def _held(typingctx, like):
 
 @intrinsic
 def _product(typingctx, product, flip_a, flip_b, m, n, k, a, line_a, b, line_b, add, c, line_c, like):
-    """c = a @ b, or c += a @ b, of addresses; c has m rows of n, and k are added up; a flipped matrix lies transposed."""
+    """c = a @ b, or c += a @ b; c has m rows of n numbers, each the sum of k; a flipped matrix lies transposed."""
 
     def codegen(context, builder, signature, args):
         byte, real = ir.IntType(8).as_pointer(), context.get_value_type(signature.args[-1])
@@ -398,7 +399,7 @@ def convolved_gradients(job):
 
 @functools.cache
 def address_of(program: Callable[[np.record], None], real: np.dtype) -> int:
-    """A program for such numbers, which is made at its first use and, where there is room on disk, found there later."""
+    """A program for such numbers. It is made at its first use and, where Numba may write, found on disk later."""
     signature = types.void(types.CPointer(from_dtype(job_dtype(real))))
     how = {"error_model": "numpy", "fastmath": {"contract"}}
     try:

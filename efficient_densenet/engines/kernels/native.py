@@ -1,7 +1,7 @@
 """What PyTorch's own libraries hold that a program outside Python can call: matrix products, and a team of threads.
 
-Both have been called so for decades, by BLAS and by GNU's OpenMP, and lie in PyTorch's releases for Linux. A second team
-would fight PyTorch's own for the processors, whose threads wait by spinning.
+Their names are BLAS's and GNU OpenMP's, the same for decades, and they lie in PyTorch's releases for Linux. A second
+team would fight PyTorch's own for the processors, since threads wait by spinning.
 """
 
 import ctypes

@@ -1,0 +1,174 @@
+"""The compiled kernels: portable's numbers, by as many threads as there are, and what happens where they cannot run."""
+
+import functools
+import importlib
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import assert_close
+from kernel_operations import OPERATIONS, Case, check
+
+from efficient_densenet.engines import kernels
+from efficient_densenet.engines.kernels import native, portable
+
+pytest.importorskip("numba", reason="the compiled kernels are made by Numba")
+if not native.available():
+    pytest.skip("this PyTorch came without what the compiled kernels call", allow_module_level=True)
+compiled = importlib.import_module("efficient_densenet.engines.kernels.compiled")
+loops = importlib.import_module("efficient_densenet.engines.kernels.loops")
+check = functools.partial(check, compiled)
+
+
+@pytest.fixture(params=[5, 256])
+def tile(request, monkeypatch):
+    monkeypatch.setattr(compiled, "TILE", request.param)
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("channels", "width"), [(1, 20), (5, 48), (300, 16)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 7), (1, 9, 7), (2, 5, 13), (5, 2, 2)])
+def test_every_operation(operation, shape, channels, width, dtype):
+    if "pooled" in operation and 1 in shape[1:]:
+        return  # too small to pool
+    case = Case(shape, channels, width)
+    if dtype == torch.float32:
+        check(operation, case)
+        return
+    ours, theirs = (OPERATIONS[operation](each, case.truth()) for each in (compiled, portable))
+    for found, expected in zip(ours, theirs, strict=True):
+        assert_close(found, expected, 1e-13)
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "gradients" in name])
+def test_the_first_gradient_takes_the_place_of_what_was_pending(operation):
+    check(operation, Case((2, 5, 7), 9, 16, first=True))
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("dilation", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(2, 9), (3, 2), (2, 5, 13), (2, 4, 3, 5), (1, 7, 2, 3)])
+@pytest.mark.parametrize("operation", ["convolved", "convolved_gradients"])
+def test_signals_volumes_and_dilation(operation, shape, dilation, first):
+    case = Case(shape, 9, 16, first=first)
+    case.dilation = dilation
+    check(operation, case)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads(operation, threads, monkeypatch):
+    monkeypatch.setattr(compiled, "TILE", 4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(operation, Case((3, 4, 7), 6, 8))
+    finally:
+        torch.set_num_threads(before)
+
+
+SMALL_TEAM = """
+import torch
+from helpers import assert_same_step, picture, small_model, with_engine
+torch.set_num_threads(4)
+plain = small_model("bc", efficient=False)
+assert_same_step(with_engine(plain, "shared"), plain, picture("bc", 32))
+"""
+
+
+def test_a_team_may_be_smaller_than_it_was_asked_for():
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "PYTHONPATH": os.path.dirname(__file__)}
+    subprocess.run([sys.executable, "-c", SMALL_TEAM], env=environment, check=True)
+
+
+def test_matrices_with_rows_side_by_side():
+    case = Case((1, 5, 4), 6, 16)
+    case.values, case.of_squeezed = (matrix.t().contiguous().t() for matrix in (case.values, case.of_squeezed))
+    check("statistics", case)
+    check("squeezed_gradients", case)
+
+
+@pytest.mark.parametrize("operation", ["statistics", "squeezed_and_measured"])
+def test_variance_of_values_far_from_zero(operation):
+    case = Case((50, 9, 7), 16, 16)
+    case.values = 1000 + 0.01 * case.values
+    case.scale, case.shift, case.squeeze = torch.ones_like(case.scale), 0 * case.shift, torch.eye(16)
+    *_, variance = OPERATIONS[operation](compiled, case)
+    assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "statistics"])
+def test_not_finite_values_go_where_portable_lets_them(operation):
+    """Those inside the picture: at its border they meet the zeros around the gradient, too, and spoil all of the 3×3
+    weights of their channel, not just most of them."""
+    case = Case((1, 8, 8), 6, 16)
+    case.values[9, 1], case.values[30, 4] = math.nan, math.inf
+    ours, theirs = (OPERATIONS[operation](each, case) for each in (compiled, portable))
+    for found, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(found.isfinite(), expected.isfinite())
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "squeeze" in name or "convolve" in name])
+def test_convolutions_in_another_precision_are_left_to_portable(operation):
+    case = Case((1, 8, 8), 6, 16)
+    case.values, case.pending = case.values.double(), case.pending.double()
+    case.scale, case.shift, case.share = case.scale.double(), case.shift.double(), case.share.double()
+    ours, theirs = (OPERATIONS[operation](each, case) for each in (compiled, portable))
+    for found, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_what_they_are_used_for():
+    for dtype in (torch.float32, torch.float64):
+        assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is compiled
+    for other in (torch.empty(2, 2, dtype=torch.bfloat16), torch.empty(2, 2, device="meta"), _subclass()):
+        assert kernels.kernels_for(other) is portable
+
+
+def _subclass():
+    class Wrapped(torch.Tensor):
+        pass
+
+    return torch.empty(2, 2).as_subclass(Wrapped)
+
+
+def test_without_numba_the_portable_kernels_are_used_without_a_word(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not kernels._has_numba.__wrapped__()
+
+
+def test_without_what_pytorch_brings_the_portable_kernels_are_used_without_a_word(monkeypatch):
+    monkeypatch.setattr(native, "available", native.available.__wrapped__)
+    monkeypatch.setattr(native, "functions", native.functions.__wrapped__)
+    monkeypatch.setitem(native._PRODUCTS, torch.float64, "no_such_function")
+    assert not kernels._has_numba.__wrapped__()
+
+
+def test_a_numba_that_does_not_work_is_told_of(monkeypatch):
+    def fail(*args, **kwargs):
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(loops, "address_of", fail)
+    with pytest.warns(UserWarning, match="Numba cannot run here .no such argument.*slower"):
+        assert not kernels._has_numba.__wrapped__()
+
+
+def test_programs_are_made_where_none_can_be_kept(monkeypatch):
+    made = loops.cfunc
+
+    def nowhere_to_keep(signature, cache=False, **how):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return made(signature, **how)
+
+    monkeypatch.setattr(loops, "cfunc", nowhere_to_keep)
+    monkeypatch.setattr(loops, "address_of", loops.address_of.__wrapped__)
+    check("statistics", Case((2, 5, 7), 9, 16))
