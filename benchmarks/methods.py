@@ -11,6 +11,7 @@ from settings import architecture
 from torch import nn
 
 from efficient_densenet import DenseNet, make_efficient
+from efficient_densenet.engines import kernels
 
 
 class Method(NamedTuple):
@@ -21,6 +22,11 @@ class Method(NamedTuple):
 
 def _ours(arguments: dict[str, Any], **overrides: Any) -> nn.Module:
     return DenseNet(**(arguments | overrides))
+
+
+def _without_numba(arguments: dict[str, Any]) -> nn.Module:
+    kernels.runs_compiled = lambda values: False  # of this process, which measures nothing else
+    return _ours(arguments, efficient="shared")
 
 
 def _compiled(arguments: dict[str, Any]) -> nn.Module:
@@ -58,6 +64,7 @@ METHODS: dict[str, Method] = {
     "plain": Method("torch modules, everything kept", partial(_ours, efficient="plain")),
     "shared": Method("the features once, nothing concatenated", partial(_ours, efficient="shared")),
     "shared_keep": Method("the same, bottlenecks kept", partial(_ours, efficient="shared", keep_bottleneck=True)),
+    "shared_portable": Method("`shared` without Numba", _without_numba),
     "checkpoint": Method("our recomputation of each layer", partial(_ours, efficient="checkpoint")),
     "official": Method("torch.utils.checkpoint around each layer", partial(_ours, efficient="official")),
     "torchvision": Method("torchvision's DenseNet", partial(_torchvision, memory_efficient=False), "torchvision"),

@@ -25,6 +25,7 @@ COLOURS = {
     "plain": "#d9534f",
     "shared": "#2e9e5b",
     "shared_keep": "#7a9a01",
+    "shared_portable": "#8fc4a5",
     "checkpoint": "#3b82d0",
     "official": "#9b6fd0",
     "torchvision": "#c07a1e",

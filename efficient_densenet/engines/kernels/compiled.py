@@ -161,21 +161,19 @@ def _combined(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _run(program: Callable[[np.record], None], values: Tensor, room: int = 0, **told: Tensor | int) -> None:
     """Have every thread do its part of a job on the rows of `values`."""
     threads = _threads(values)
-    told |= {"values": values, "rows": len(values), "tile": TILE, "size": values.itemsize, "room": room}
+    told |= native.functions(values.dtype)
+    told |= {"values": values, "rows": values.shape[0], "tile": TILE, "size": values.itemsize, "room": room}
     told["scratch"] = scratch.take("tile", (threads, room), values.dtype, values.device)
     tensors = {name: _laid_out(name, value) for name, value in told.items() if isinstance(value, Tensor)}
-    told |= {f"{name}_line": tensor.stride(0) for name, tensor in tensors.items() if _has_lines(name)}
-    told |= {name: tensor.data_ptr() for name, tensor in tensors.items()} | native.functions(values.dtype)
-    real = np.dtype(str(values.dtype).removeprefix("torch."))
-    job = np.array((*(told.get(field, 0) for field in loops.FIELDS), 0), loops.job_dtype(real))
-    native.run(loops.address_of(program, real), threads, job.ctypes.data)
-
-
-def _has_lines(name: str) -> bool:
-    return f"{name}_line" in loops.FIELDS
+    for name, tensor in tensors.items():
+        told[name] = tensor.data_ptr()
+        if name in loops.LINES:
+            told[loops.LINES[name]] = tensor.stride(0)
+    address = loops.address_of(program, values.dtype)
+    native.run(address, threads, loops.JOB.pack(*(told.get(field, 0) for field in loops.FIELDS)))
 
 
 def _laid_out(name: str, tensor: Tensor) -> Tensor:
     """As a program takes it for granted; what it writes into has been made so."""
-    whole_rows = _has_lines(name) and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
+    whole_rows = name in loops.LINES and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
     return tensor if whole_rows else tensor.contiguous()

@@ -6,9 +6,11 @@ a map and a gradient are stands in `portable`. Matrices are given by address; pr
 """
 
 import functools
+import struct
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import carray, cfunc, from_dtype, njit, types
 from numba.core import cgutils
@@ -24,9 +26,9 @@ FIELDS = [
     *("ahead_channels", "ahead_values", "ahead_values_line", "ahead_scale", "ahead_shift", "ahead_weight", "ahead_out"),
     *("grad", "seen", "deep", "tall", "depth", "height", "breadth", "reach"),
 ]
-"""What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how many
-bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `seen` how many
-numbers of the gradient a 3×3 kernel sees. What is not told is 0, and not done."""
+"""What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how
+many bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `seen`
+how many numbers of the gradient a 3×3 kernel sees. What is not told is 0, and not done."""
 
 _COLUMNS = 256
 """So many sums are held in registers, or next to them, at once."""
@@ -38,10 +40,10 @@ PART_ROWS = 5
 """What a thread finds of statistics: how many rows it saw, their means, their squared distances, and room for two."""
 
 
-@functools.cache
-def job_dtype(real: np.dtype) -> np.dtype:
-    """The record of a job on such numbers."""
-    return np.dtype([*((field, np.int64) for field in FIELDS), ("zero", real)])
+LINES = {name: f"{name}_line" for name in FIELDS if f"{name}_line" in FIELDS}
+
+JOB = struct.Struct(f"{len(FIELDS)}q8x")
+"""A job in memory; at its end is a zero of the kind of numbers that it is on, which tells a program of what kind."""
 
 
 @intrinsic
@@ -398,10 +400,11 @@ def convolved_gradients(job):
 
 
 @functools.cache
-def address_of(program: Callable[[np.record], None], real: np.dtype) -> int:
+def address_of(program: Callable[[np.record], None], dtype: torch.dtype) -> int:
     """A program for such numbers. It is made at its first use and, where Numba may write, found on disk later."""
-    signature = types.void(types.CPointer(from_dtype(job_dtype(real))))
-    how = {"error_model": "numpy", "fastmath": {"contract"}}
+    zero = "zero", np.dtype(str(dtype).removeprefix("torch."))
+    job = from_dtype(np.dtype([*((field, np.int64) for field in FIELDS), zero]))
+    signature, how = types.void(types.CPointer(job)), {"error_model": "numpy", "fastmath": {"contract"}}
     try:
         made = cfunc(signature, cache=True, **how)(program)
     except RuntimeError:  # Numba found nowhere to keep it
@@ -416,4 +419,4 @@ _KEPT: list[object] = []
 
 def check() -> None:
     """Fails where Numba cannot make a program."""
-    address_of(measure, np.dtype(np.float32))
+    address_of(measure, torch.float32)

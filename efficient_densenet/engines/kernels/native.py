@@ -16,7 +16,6 @@ _PRODUCTS = {torch.float32: "sgemm_", torch.float64: "dgemm_"}
 @functools.cache
 def available() -> bool:
     try:
-        _team().GOMP_parallel  # noqa: B018
         return all(functions(dtype) for dtype in _PRODUCTS)
     except (OSError, AttributeError):
         return False
@@ -30,14 +29,17 @@ def functions(dtype: torch.dtype) -> dict[str, int]:
     return {name: ctypes.cast(function, ctypes.c_void_p).value for name, function in asked.items()}
 
 
-def run(program: int, threads: int, job: int) -> None:
+def run(program: int, threads: int, job: bytes) -> None:
     """Have at most so many threads of the team call the function at address `program` with `job`, and wait for them."""
-    _team().GOMP_parallel(ctypes.c_void_p(program), ctypes.c_void_p(job), ctypes.c_uint(threads), ctypes.c_uint(0))
+    _team().GOMP_parallel(program, job, threads, 0)
 
 
 @functools.cache
 def _team() -> ctypes.CDLL:
-    return _library("libgomp*.so*")
+    library = _library("libgomp*.so*")
+    library.GOMP_parallel.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint
+    library.GOMP_parallel.restype = None
+    return library
 
 
 def _library(pattern: str) -> ctypes.CDLL:
