@@ -49,6 +49,15 @@ class Case:
         into = Into(self.share, self.pending.clone())
         kernels.squeezed_gradients(self.settling(self.of_squeezed), self.read, self.squeeze, into, squeeze)
 
+    def ahead_in_place(self, kernels):
+        """As the engine does it: fewer channels, into the memory that the gradient's values lie in."""
+        fewer, out = max(1, self.values.shape[1] - 2), self.of_squeezed.clone(memory_format=torch.contiguous_format)
+        read = Read(self.values[:, :fewer], self.scale[:fewer], self.shift[:fewer])
+        settling = Settling(Read(out, *self.settling(out).read[1:]), Into(*self.settling(self.of_squeezed).into[:2]))
+        into = Into(self.share, self.pending.clone())
+        squeeze = Squeeze(read, self.squeeze[:, :fewer], out)
+        return *kernels.squeezed_gradients(settling, self.read, self.squeeze, into, squeeze), into.pending, out
+
     def gradients(self, function, grad, *rest):
         """Of an operation: also what is pending, the gradient's, which lies among other channels."""
         wide = torch.zeros(len(self.pending), self.pending.shape[1] + 5, device=self.device, dtype=self.pending.dtype)
@@ -66,6 +75,7 @@ OPERATIONS = {
     "squeezed_and_measured": lambda k, c: c.made(k.squeezed_and_measured),
     "squeezed_gradients": lambda k, c: c.gradients(k.squeezed_gradients, c.settling(c.of_squeezed), c.squeeze),
     "squeezed_ahead": lambda k, c: c.made(lambda squeeze: c.ahead(k, squeeze))[:1],
+    "squeezed_ahead_in_place": lambda k, c: c.ahead_in_place(k),
     "convolved": lambda k, c: [k.convolved(c.read, c.convolve, c.shape, c.dilation)],
     "convolved_gradients": lambda k, c: c.gradients(
         k.convolved_gradients, c.of_squeezed, c.convolve, c.shape, c.dilation

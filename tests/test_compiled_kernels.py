@@ -1,5 +1,6 @@
 """The compiled kernels: portable's numbers, by as many threads as there are, and what happens where they cannot run."""
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -10,11 +11,13 @@ import sys
 
 import pytest
 import torch
-from helpers import assert_close
+from helpers import assert_close, assert_same_step, picture, small_model, with_engine
 from kernel_operations import OPERATIONS, Case, check
 
+from efficient_densenet import DenseBlock, engines
 from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import native, portable
+from efficient_densenet.memory import tensor_peak
 
 pytest.importorskip("numba", reason="the compiled kernels are made by Numba")
 if not native.available():
@@ -63,24 +66,50 @@ def test_signals_volumes_and_dilation(operation, shape, dilation, first):
     check(operation, case)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_any_number_of_threads(operation, threads, monkeypatch):
-    monkeypatch.setattr(compiled, "TILE", 4)
+@pytest.fixture
+def many_threads():
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        check(operation, Case((3, 4, 7), 6, 8))
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("many_threads", "tile")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("shape", "dilation"), [((9, 24), 1), ((17, 6, 5), 1), ((23, 6, 5), 2), ((7, 6, 4, 5), 1), ((13, 5, 4, 5), 2)]
+)
+def test_more_threads_than_pictures_or_processors(operation, shape, dilation, monkeypatch):
+    ran = []
+    run = native.run
+    monkeypatch.setattr(native, "run", lambda program, threads, job: ran.append(threads) or run(program, threads, job))
+    case = Case(shape, 6, 8)
+    case.dilation = dilation
+    check(operation, case)
+    if compiled.TILE == 5 and "affine" not in operation and "pooled" not in operation:
+        assert max(ran) == 4
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_rows_that_neighbours_make_too_stay_few():
+    """Where a thread has few more rows than those that its neighbours need of them, there are fewer threads."""
+    case = Case((1, 16, 16, 16), 4, 8)
+    kernel = case.convolve.flatten(1).shape[1] // 4 * 8
+    held = tensor_peak(lambda: compiled.convolved(case.read, case.convolve, case.shape))
+    beyond = 16 * 16 + 16 + 1
+    assert held <= 4 * (4096 * 8 + 3 * (256 * (4 + kernel) + 2 * beyond * kernel) + 2 * kernel * 4)
 
 
 SMALL_TEAM = """
 import torch
 from helpers import assert_same_step, picture, small_model, with_engine
+from efficient_densenet.engines.kernels import compiled, native
 torch.set_num_threads(4)
+asked, run = [], native.run
+native.run = lambda program, threads, job: asked.append(threads) or run(program, threads, job)
 plain = small_model("bc", efficient=False)
 assert_same_step(with_engine(plain, "shared"), plain, picture("bc", 32))
+assert max(asked) == 4
 """
 
 
@@ -156,19 +185,49 @@ def test_a_numba_that_does_not_work_is_told_of(monkeypatch):
     def fail(*args, **kwargs):
         raise TypeError("no such argument")
 
-    monkeypatch.setattr(loops, "address_of", fail)
+    monkeypatch.setattr(loops, "made", fail)
     with pytest.warns(UserWarning, match="Numba cannot run here .no such argument.*slower"):
         assert not kernels._has_numba.__wrapped__()
 
 
 def test_programs_are_made_where_none_can_be_kept(monkeypatch):
-    made = loops.cfunc
+    cfunc = loops.cfunc
 
     def nowhere_to_keep(signature, cache=False, **how):
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
-        return made(signature, **how)
+        return cfunc(signature, **how)
 
     monkeypatch.setattr(loops, "cfunc", nowhere_to_keep)
-    monkeypatch.setattr(loops, "address_of", loops.address_of.__wrapped__)
+    monkeypatch.setattr(loops, "made", loops.made.__wrapped__)
     check("statistics", Case((2, 5, 7), 9, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_features_in_float32_and_convolutions_in_a_lower_precision(dtype):
+    """As autocast has it where a block's input is float32."""
+    plain = DenseBlock(3, 8, 4, efficient=False)
+    ours, x = copy.deepcopy(plain), torch.randn(4, 8, 9, 7)
+    ours.engine = engines.parse("shared")
+    assert kernels.kernels_for(x) is compiled
+    for block in (ours, plain):
+        with torch.autocast("cpu", dtype):
+            found = block(x)
+        found.float().square().sum().backward()
+    for (name, found), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None, name
+        assert_close(found.grad, expected.grad, 0.05)
+
+
+def test_a_saved_tensor_may_come_back_with_its_rows_side_by_side():
+    plain = small_model("bc", efficient=False)
+    ours = with_engine(plain, "shared")
+
+    def pack(tensor):
+        return tensor.t().contiguous() if tensor.dim() == 2 else tensor
+
+    def unpack(tensor):
+        return tensor.t() if tensor.dim() == 2 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert_same_step(ours, plain, picture("bc"))

@@ -9,7 +9,15 @@ import pytest
 import torch
 from helpers import SAVING, small_model
 
+from efficient_densenet.engines import shared
+
 MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _a_layer_at_a_time(monkeypatch):
+    """Small networks would go a stage at a time, in one node of the graph."""
+    monkeypatch.setattr(shared, "PORTION_BYTES", 0)
 
 
 def _live_tensors() -> int:

@@ -23,7 +23,7 @@ from helpers import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import DenseBlock, DenseLayer, create_model, engines
+from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model, engines
 from efficient_densenet.engines import shared
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.memory import saved_bytes, tensor_peak
@@ -423,6 +423,30 @@ def test_growth_with_depth_is_linear(monkeypatch):
     pixels, k = 4 * 32 * 32 * 4, 12
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.05)
     assert peaks[1] - peaks[0] == pytest.approx(4 * 8 * k * pixels, rel=0.05)
+
+
+def test_gradients_of_a_large_stage_do_not_wait_for_each_other(monkeypatch):
+    model = DenseNet(32, (24,), num_init_features=64, efficient="shared")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    pictures, labels = torch.randn(2, 3, 4, 4), torch.zeros(2, dtype=torch.long)
+
+    def step():
+        F.cross_entropy(model(pictures), labels).backward()
+
+    step()
+    by_portions = tensor_peak(step)
+    monkeypatch.setattr(shared, "PORTION_BYTES", weights)
+    assert by_portions <= tensor_peak(step) - weights / 2
+
+
+def test_parameters_are_saved_as_they_are():
+    """What packs saved tensors may know parameters by their class, and leave them where they are."""
+    model, saved = small_model("bc", efficient="shared"), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        model.features(picture("bc"))
+    held = {parameter.data_ptr() for parameter in model.features.parameters()}
+    assert held <= {tensor.data_ptr() for tensor in saved}
+    assert all(isinstance(tensor, nn.Parameter) for tensor in saved if tensor.data_ptr() in held)
 
 
 def test_it_keeps_the_features_once_and_can_be_counted_on_the_meta_device():

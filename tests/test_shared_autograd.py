@@ -18,10 +18,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import DenseBlock, DenseLayer, engines
+from efficient_densenet.engines import shared
 from efficient_densenet.engines.kernels import scratch
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 CONSUMERS = ["block", "transition1", "norm5"]
+
+
+@pytest.fixture(autouse=True, params=[0, shared.PORTION_BYTES], ids=["a layer at a time", "a stage at a time"])
+def _portions(request, monkeypatch):
+    monkeypatch.setattr(shared, "PORTION_BYTES", request.param)
 
 
 def _stage(consumer: str, engine: str = "shared", training: bool = True) -> nn.Sequential:

@@ -42,11 +42,10 @@ def apply(stage: "Stage", x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
     Parameters are given as tensors, so that replicas' get their gradients.
     """
-    before, values = x, [tensor.detach() for tensor in tensors]
-    *earlier, last = stage.portions
+    before, (*earlier, last) = x, stage.portions
     for portion in earlier:
         before = EarlierLayers.apply(portion, before, *tensors[portion.tensors])
-    return SharedStage.apply(stage, x.detach(), values, before, *tensors[last.tensors])
+    return SharedStage.apply(stage, x.detach(), tensors, before, *tensors[last.tensors])
 
 
 class Portion(NamedTuple):
@@ -57,7 +56,7 @@ class Portion(NamedTuple):
 
 
 PORTION_BYTES = 1 << 21
-"""How large the parameters of a portion may be, if it has more than one layer."""
+"""How large the parameters of a portion's layers may be, if it has more than one."""
 
 
 class Stage:
@@ -84,19 +83,17 @@ class Stage:
 
     def _portions(self) -> list[Portion]:
         """From the first to the last, which has the consumer too. Their gradients are there one after another."""
-        first, starts, size = 0, [0], 0
+        firsts, size = [0], 0
         for i in range(len(self.layers)):
             own = sum(tensor.nbytes for tensor in self.tensors[self.places[i]])
-            if i > first and size + own > PORTION_BYTES:
-                first, size = i, 0
-                starts.append(i)
+            if i > firsts[-1] and size + own > PORTION_BYTES:
+                firsts.append(i)
+                size = 0
             size += own
-        ends = zip(starts, [*starts[1:], len(self.layers)], strict=True)
-        stops = [*(self.places[start].start for start in starts[1:]), len(self.tensors)]
-        return [
-            Portion(range(*layers), slice(self.places[layers[0]].start, stop))
-            for layers, stop in zip(ends, stops, strict=True)
-        ]
+        starts = [self.places[first].start for first in firsts]
+        nexts, stops = [*firsts[1:], len(self.layers)], [*starts[1:], len(self.tensors)]
+        layers = map(range, firsts, nexts)
+        return list(map(Portion, layers, map(slice, starts, stops)))
 
     def _take(self, normalising: Sequence[nn.Module], convolving: Sequence[nn.Module]) -> slice:
         start = len(self.tensors)
@@ -151,14 +148,11 @@ class EarlierLayers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, portion: Portion, before: Tensor, *tensors: Tensor) -> Tensor:
         ctx.portion = portion
-        ctx.set_materialize_grads(False)
         return before.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return None, *[None] * len(ctx.needs_input_grad[1:])
-        backward = grad.backward_so_far
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+        backward = token.backward_so_far
         with autocast_off(backward.features), scratch.reused(backward.scratch):
             return None, *backward.go_on(ctx.portion, ctx.needs_input_grad[1:])
 
@@ -180,7 +174,7 @@ def autocast_off(tensor: Tensor) -> Any:
 
 
 class Forward:
-    def __init__(self, stage: Stage, x: Tensor, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, stage: Stage, x: Tensor, tensors: Sequence[Tensor]) -> None:
         self.stage, self.tensors, self.x = stage, tensors, x
         self.shape = torch.Size([x.shape[0], *x.shape[2:]])
         channels = x.shape[1] + stage.growth_rate * len(stage.layers)
@@ -299,7 +293,7 @@ class Backward:
         if self.stage.consumer is None:
             of_consumed, of_features = None, of_consumed
         self.direct = of_features
-        self.pending = torch.empty_like(self.features)
+        self.pending = torch.empty_like(self.features, memory_format=torch.contiguous_format)
         if of_consumed is None:  # only the block's own output was used
             self.pending.zero_()
         if self.stage.consumer is not None:

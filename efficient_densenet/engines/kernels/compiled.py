@@ -19,6 +19,9 @@ pooled, pooled_gradients = portable.pooled, portable.pooled_gradients
 TILE = 256
 """Rows: enough of them for a good matrix product, few enough for the caches."""
 
+TILE_BYTES = 1 << 20
+"""What a thread may hold of a tile, unless a quarter as many rows hold more."""
+
 
 def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     parts = _parts(values, values.shape[1])
@@ -49,8 +52,8 @@ def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
 
 def _squeeze(squeeze: Squeeze, **measuring: Tensor) -> None:
     read, weight, out = squeeze
-    room = TILE * weight.shape[1]
-    _run(loops.squeeze, read.values, room, **_reading(read), weight=weight, width=len(weight), out=out, **measuring)
+    per_row = weight.shape[1]
+    _run(loops.squeeze, read.values, per_row, **_reading(read), weight=weight, width=len(weight), out=out, **measuring)
 
 
 def squeezed_gradients(
@@ -61,8 +64,8 @@ def squeezed_gradients(
     width, channels = weight.shape
     of_weight, sums = _each(read.values, channels, width), _sums(read.values)
     told = {**_reading(read), **_pending(into), **_settling(grad), **_ahead(ahead)}
-    room = TILE * (2 * channels + width)
-    _run(loops.squeezed_gradients, read.values, room, **told, weight=weight, of_weight=of_weight, sums=sums)
+    per_row = 2 * channels + width
+    _run(loops.squeezed_gradients, read.values, per_row, **told, weight=weight, of_weight=of_weight, sums=sums)
     return of_weight.sum(0).t(), *sums.sum(0).to(read.scale.dtype)
 
 
@@ -71,9 +74,9 @@ def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) 
         return portable.convolved(read, weight, shape, dilation)
     out = read.values.new_empty(len(read.values), len(weight))
     told = {**_reading(read), **_around(weight, shape, dilation)}
-    beyond = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
-    room = TILE * weight.shape[1] + (TILE + 2 * beyond) * told["seen"]
-    _run(loops.convolve, read.values, room, **told, weight=weight.flatten(2).permute(1, 2, 0), out=out)
+    told["beyond"] = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
+    per_row = weight.shape[1] + told["seen"]
+    _run(loops.convolve, read.values, per_row, **told, weight=weight.flatten(2).permute(1, 2, 0), out=out)
     return out
 
 
@@ -85,17 +88,18 @@ def convolved_gradients(
     told = {**_reading(read), **_pending(into), **_around(weight, shape, dilation)}
     (width, channels), taps = weight.shape[:2], weight[0, 0].numel()
     of_weight, sums = _each(read.values, channels, taps, width), _sums(read.values)
-    room = TILE * (2 * channels + taps * width)
+    per_row = 2 * channels + taps * width
     turned = weight.flatten(2).flip(2).permute(2, 0, 1)  # a pixel's gradient comes from where it gave to
     told |= {"weight": turned, "grad": grad, "of_weight": of_weight, "sums": sums}
-    _run(loops.convolved_gradients, read.values, room, **told)
+    _run(loops.convolved_gradients, read.values, per_row, **told)
     of_weight = of_weight.sum(0).flip(1).permute(2, 0, 1).reshape(weight.shape)
     of_weight += (grad * 0).sum(0)[(..., *[None] * (weight.dim() - 1))]  # what is not finite meets the padding's zeros
     return of_weight, *sums.sum(0).to(read.scale.dtype)
 
 
 def _alike(read: Read, weight: Tensor) -> bool:
-    return weight.dtype == read.values.dtype
+    """Whether all is in one precision, and one that there are programs for."""
+    return weight.dtype == read.values.dtype == read.scale.dtype
 
 
 Told = dict[str, Tensor | int]
@@ -133,7 +137,7 @@ def _around(weight: Tensor, shape: torch.Size, dilation: int) -> Told:
 
 def _threads(values: Tensor) -> int:
     """PyTorch's, or fewer, where there are not as many tiles."""
-    return max(1, min(torch.get_num_threads(), -(-len(values) // TILE)))
+    return max(1, min(torch.get_num_threads(), -(-values.shape[0] // TILE)))
 
 
 def _each(values: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -158,22 +162,28 @@ def _combined(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(mean).to(dtype), torch.from_numpy(variance).to(dtype)
 
 
-def _run(program: Callable[[np.record], None], values: Tensor, room: int = 0, **told: Tensor | int) -> None:
-    """Have every thread do its part of a job on the rows of `values`."""
-    threads = _threads(values)
+def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0, **told: Tensor | int) -> None:
+    """Have every thread do its part of a job on the rows of `values`, with scratch for so many numbers a row."""
+    beyond = told.get("beyond", 0)  # rows that the neighbour makes too: not many of all
+    threads = min(_threads(values), max(1, values.shape[0] // (4 * beyond or 1)))
+    tile = min(TILE, max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1)))
+    room = tile * per_row + 2 * beyond * told.get("seen", 0)
     told |= native.functions(values.dtype)
-    told |= {"values": values, "rows": values.shape[0], "tile": TILE, "size": values.itemsize, "room": room}
+    told |= {"values": values, "rows": values.shape[0], "tile": tile, "size": values.itemsize, "room": room}
     told["scratch"] = scratch.take("tile", (threads, room), values.dtype, values.device)
     tensors = {name: _laid_out(name, value) for name, value in told.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         told[name] = tensor.data_ptr()
         if name in loops.LINES:
             told[loops.LINES[name]] = tensor.stride(0)
-    address = loops.address_of(program, values.dtype)
-    native.run(address, threads, loops.JOB.pack(*(told.get(field, 0) for field in loops.FIELDS)))
+    job = loops.JOB.pack(*(told.pop(field, 0) for field in loops.FIELDS))
+    assert not told, f"no program knows of {', '.join(told)}"
+    native.run(loops.made(program, values.dtype).address, threads, job)
 
 
 def _laid_out(name: str, tensor: Tensor) -> Tensor:
-    """As a program takes it for granted; what it writes into has been made so."""
+    """As a program takes it for granted; what it writes into must have been made so."""
     whole_rows = name in loops.LINES and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
-    return tensor if whole_rows else tensor.contiguous()
+    found = tensor if whole_rows else tensor.contiguous()
+    assert found is tensor or name not in loops.WRITTEN, f"{name} cannot be written into"
+    return found

@@ -8,6 +8,7 @@ a map and a gradient are stands in `portable`. Matrices are given by address; pr
 import functools
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +25,12 @@ FIELDS = [
     *("weight", "width", "out", "of_weight", "parts"),
     *("made", "made_line", "slope", "constant", "made_share", "made_pending", "made_pending_line"),
     *("ahead_channels", "ahead_values", "ahead_values_line", "ahead_scale", "ahead_shift", "ahead_weight", "ahead_out"),
-    *("grad", "seen", "deep", "tall", "depth", "height", "breadth", "reach"),
+    *("grad", "seen", "deep", "tall", "depth", "height", "breadth", "reach", "beyond"),
 ]
 """What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how
 many bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `seen`
-how many numbers of the gradient a 3×3 kernel sees. What is not told is 0, and not done."""
+how many numbers of the gradient a 3×3 kernel sees, `beyond` how many rows its farthest pixel is away. What is not told
+is 0, and not done."""
 
 _COLUMNS = 256
 """So many sums are held in registers, or next to them, at once."""
@@ -39,8 +41,9 @@ _RUN = 64
 PART_ROWS = 5
 """What a thread finds of statistics: how many rows it saw, their means, their squared distances, and room for two."""
 
-
 LINES = {name: f"{name}_line" for name in FIELDS if f"{name}_line" in FIELDS}
+
+WRITTEN = {"pending", "sums", "out", "of_weight", "parts", "ahead_out", "scratch"}
 
 JOB = struct.Struct(f"{len(FIELDS)}q8x")
 """A job in memory; at its end is a zero of the kind of numbers that it is on, which tells a program of what kind."""
@@ -355,7 +358,7 @@ def convolve(job):
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
     channels, seen, tile, zero = job.channels, job.seen, job.tile, job.zero
-    around = ((job.deep * job.height + job.tall) * job.breadth + 1) * job.reach
+    around = job.beyond
     activation = _scratch(job, thread)
     made = activation + tile * channels * job.size
     origin = done = max(0, first - around)
@@ -400,23 +403,17 @@ def convolved_gradients(job):
 
 
 @functools.cache
-def address_of(program: Callable[[np.record], None], dtype: torch.dtype) -> int:
-    """A program for such numbers. It is made at its first use and, where Numba may write, found on disk later."""
+def made(program: Callable[[np.record], None], dtype: torch.dtype) -> Any:
+    """A program for such numbers. Numba makes it at its first use and, where it may write, finds it on disk later."""
     zero = "zero", np.dtype(str(dtype).removeprefix("torch."))
     job = from_dtype(np.dtype([*((field, np.int64) for field in FIELDS), zero]))
     signature, how = types.void(types.CPointer(job)), {"error_model": "numpy", "fastmath": {"contract"}}
     try:
-        made = cfunc(signature, cache=True, **how)(program)
-    except RuntimeError:  # Numba found nowhere to keep it
-        made = cfunc(signature, **how)(program)
-    _KEPT.append(made)
-    return made.address
-
-
-_KEPT: list[object] = []
-"""A program lives as long as the object that Numba gave for it."""
+        return cfunc(signature, cache=True, **how)(program)
+    except (RuntimeError, OSError):  # there is nowhere to keep it
+        return cfunc(signature, **how)(program)
 
 
 def check() -> None:
-    """Fails where Numba cannot make a program."""
-    address_of(measure, torch.float32)
+    """Fails where Numba cannot make a program: the one that needs most."""
+    made(squeezed_gradients, torch.float32)

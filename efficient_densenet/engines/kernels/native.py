@@ -1,7 +1,7 @@
 """What PyTorch's own libraries hold that a program outside Python can call: matrix products, and a team of threads.
 
-Their names are BLAS's and GNU OpenMP's, the same for decades, and they lie in PyTorch's releases for Linux. A second
-team would fight PyTorch's own for the processors, since threads wait by spinning.
+Their names are BLAS's and GNU OpenMP's, the same for decades, and PyTorch's releases for Linux have them. A second team
+would fight PyTorch's own for the processors, since threads wait by spinning.
 """
 
 import ctypes
@@ -23,28 +23,22 @@ def available() -> bool:
 
 @functools.cache
 def functions(dtype: torch.dtype) -> dict[str, int]:
-    """The addresses of a matrix product of such numbers, and of those that tell a thread which of how many it is."""
-    asked = {"thread_number": _team().omp_get_thread_num, "num_threads": _team().omp_get_num_threads}
-    asked["product"] = getattr(_library("libtorch_cpu.so"), _PRODUCTS[dtype])
+    """The addresses of a matrix product of such numbers, and of what tells a thread which one it is, of how many."""
+    library = _library()
+    asked = {"thread_number": library.omp_get_thread_num, "num_threads": library.omp_get_num_threads}
+    asked["product"] = getattr(library, _PRODUCTS[dtype])
     return {name: ctypes.cast(function, ctypes.c_void_p).value for name, function in asked.items()}
 
 
 def run(program: int, threads: int, job: bytes) -> None:
     """Have at most so many threads of the team call the function at address `program` with `job`, and wait for them."""
-    _team().GOMP_parallel(program, job, threads, 0)
+    _library().GOMP_parallel(program, job, threads, 0)
 
 
 @functools.cache
-def _team() -> ctypes.CDLL:
-    library = _library("libgomp*.so*")
+def _library() -> ctypes.CDLL:
+    """PyTorch's own, through which those are found that it was bound to when it was loaded."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     library.GOMP_parallel.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint
     library.GOMP_parallel.restype = None
     return library
-
-
-def _library(pattern: str) -> ctypes.CDLL:
-    """One of PyTorch's, which it has loaded itself."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob(pattern))
-    if not found:
-        raise OSError(f"PyTorch came without {pattern}")
-    return ctypes.CDLL(str(found[0]))
