@@ -19,7 +19,7 @@ pooled, pooled_gradients = portable.pooled, portable.pooled_gradients
 TILE = 256
 """Rows: enough of them for a good matrix product, few enough for the caches."""
 
-TILE_BYTES = 1 << 20
+TILE_BYTES = 1 << 21
 """What a thread may hold of a tile, unless a quarter as many rows hold more."""
 
 
