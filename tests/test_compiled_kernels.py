@@ -155,6 +155,15 @@ def test_convolutions_in_another_precision_are_left_to_portable(operation):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "squeeze" in name or "convolve" in name])
+def test_large_weights_are_left_to_portable(operation, monkeypatch):
+    monkeypatch.setattr(compiled, "WEIGHT_BYTES", 5 * 16 * 4)
+    case = Case((1, 8, 8), 6, 16)
+    ours, theirs = (OPERATIONS[operation](each, case) for each in (compiled, portable))
+    for found, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_what_they_are_used_for():
     for dtype in (torch.float32, torch.float64):
         assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is compiled

@@ -22,6 +22,10 @@ TILE = 256
 TILE_BYTES = 1 << 21
 """What a thread may hold of a tile, unless a quarter as many rows hold more."""
 
+WEIGHT_BYTES = 1 << 19
+"""What a convolution's weight may hold. A larger one leaves the nearest caches between tiles, of which portable makes
+fewer."""
+
 
 def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     parts = _parts(values, values.shape[1])
@@ -37,13 +41,13 @@ def settled(grad: Settling) -> Tensor:
 
 
 def squeezed(squeeze: Squeeze) -> None:
-    if not _alike(squeeze.read, squeeze.weight):
+    if not _suits(squeeze.read, squeeze.weight):
         return portable.squeezed(squeeze)
     return _squeeze(squeeze)
 
 
 def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
-    if not _alike(squeeze.read, squeeze.weight):
+    if not _suits(squeeze.read, squeeze.weight):
         return portable.squeezed_and_measured(squeeze)
     parts = _parts(squeeze.read.values, len(squeeze.weight))
     _squeeze(squeeze, parts=parts)
@@ -59,7 +63,7 @@ def _squeeze(squeeze: Squeeze, **measuring: Tensor) -> None:
 def squeezed_gradients(
     grad: Settling, read: Read, weight: Tensor, into: Into, ahead: Squeeze | None = None
 ) -> Gradients:
-    if not _alike(read, weight):
+    if not _suits(read, weight):
         return portable.squeezed_gradients(grad, read, weight, into, ahead)
     width, channels = weight.shape
     of_weight, sums = _each(read.values, channels, width), _sums(read.values)
@@ -70,7 +74,7 @@ def squeezed_gradients(
 
 
 def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
-    if not _alike(read, weight):
+    if not _suits(read, weight):
         return portable.convolved(read, weight, shape, dilation)
     out = read.values.new_empty(len(read.values), len(weight))
     told = {**_reading(read), **_around(weight, shape, dilation)}
@@ -83,7 +87,7 @@ def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) 
 def convolved_gradients(
     grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, dilation: int = 1
 ) -> Gradients:
-    if not _alike(read, weight):
+    if not _suits(read, weight):
         return portable.convolved_gradients(grad, read, weight, into, shape, dilation)
     told = {**_reading(read), **_pending(into), **_around(weight, shape, dilation)}
     (width, channels), taps = weight.shape[:2], weight[0, 0].numel()
@@ -97,9 +101,9 @@ def convolved_gradients(
     return of_weight, *sums.sum(0).to(read.scale.dtype)
 
 
-def _alike(read: Read, weight: Tensor) -> bool:
-    """Whether all is in one precision, and one that there are programs for."""
-    return weight.dtype == read.values.dtype == read.scale.dtype
+def _suits(read: Read, weight: Tensor) -> bool:
+    """Whether all is in one precision, one that there are programs for, and the weight not too large."""
+    return weight.dtype == read.values.dtype == read.scale.dtype and weight.nbytes <= WEIGHT_BYTES
 
 
 Told = dict[str, Tensor | int]
