@@ -170,7 +170,9 @@ def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0,
     """Have every thread do its part of a job on the rows of `values`, with scratch for so many numbers a row."""
     beyond = told.get("beyond", 0)  # rows that the neighbour makes too: not many of all
     threads = min(_threads(values), max(1, values.shape[0] // (4 * beyond or 1)))
-    tile = min(TILE, max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1)), -(-values.shape[0] // threads))
+    tile = min(
+        TILE, max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1)), values.shape[0] // (4 * threads) + 8
+    )
     room = tile * per_row + 2 * beyond * told.get("seen", 0)
     told |= native.functions(values.dtype)
     told |= {"values": values, "rows": values.shape[0], "tile": tile, "size": values.itemsize, "room": room}
