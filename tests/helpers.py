@@ -1,4 +1,4 @@
-"""What the tests share: small networks of every family, and one exact comparison."""
+"""What the tests share: small networks of every family, one exact comparison, and the choice of kernels."""
 
 import copy
 import importlib

@@ -20,7 +20,7 @@ TILE = 256
 """Rows: enough of them for a good matrix product, few enough for the caches."""
 
 TILE_BYTES = 1 << 21
-"""What a thread may hold of a tile, unless a quarter as many rows hold more."""
+"""What a thread may hold of a tile, unless a quarter of its rows hold more."""
 
 WEIGHT_BYTES = 1 << 19
 """What a convolution's weight may hold. A larger one leaves the nearest caches between tiles, of which portable makes
@@ -170,9 +170,8 @@ def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0,
     """Have every thread do its part of a job on the rows of `values`, with scratch for so many numbers a row."""
     beyond = told.get("beyond", 0)  # rows that the neighbour makes too: not many of all
     threads = min(_threads(values), max(1, values.shape[0] // (4 * beyond or 1)))
-    tile = min(
-        TILE, max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1)), values.shape[0] // (4 * threads) + 8
-    )
+    in_bytes = max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1))
+    tile = min(TILE, in_bytes, values.shape[0] // (4 * threads) + 8)  # where rows are few, scratch is small too
     room = tile * per_row + 2 * beyond * told.get("seen", 0)
     told |= native.functions(values.dtype)
     told |= {"values": values, "rows": values.shape[0], "tile": tile, "size": values.itemsize, "room": room}

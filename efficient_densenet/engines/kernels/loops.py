@@ -213,6 +213,13 @@ def _measure(job, thread, values, line, start, stop):
 
 
 @_compiled
+def _pixel(row, job):
+    """Where in its picture a row lies."""
+    line = row // job.breadth
+    return row % job.breadth, line % job.height, line // job.height % job.depth
+
+
+@_compiled
 def _next(x, y, z, job):
     """The pixel after this one."""
     if x + 1 < job.breadth:
@@ -227,7 +234,7 @@ def _gather(job, start, stop, out):
     """What a kernel sees around every pixel of the gradient, and nothing outside the picture."""
     width, reach, breadth, zero = job.width, job.reach, job.breadth, job.zero
     height, depth, deep, tall, grad = job.height, job.depth, job.deep, job.tall, job.grad
-    x, y, z = start % breadth, start // breadth % height, start // (breadth * height) % depth
+    x, y, z = _pixel(start, job)
     at = 0
     for row in range(start, stop):
         left, right = 0 if x >= reach else 1, 3 if x + reach < breadth else 2
@@ -255,7 +262,7 @@ def _add_up(job, start, stop, made, origin):
     """What every pixel gets from those around it; `made` begins with what row `origin` gives."""
     width, reach, breadth, zero = job.width, job.reach, job.breadth, job.zero
     height, depth, deep, tall, seen = job.height, job.depth, job.deep, job.tall, job.seen
-    x, y, z = start % breadth, start // breadth % height, start // (breadth * height) % depth
+    x, y, z = _pixel(start, job)
     for row in range(start, stop):
         found = _at(job.out, row * width, width, zero)
         for o in range(width):
@@ -291,6 +298,25 @@ def _to_front(address, index, count, zero):
         to[j] = found[j]
 
 
+@_compiled
+def _pull_back(job, thread, start, stop, grad, width, activation):
+    """From the gradient of what a product made, so many channels of it, to that of the weight and of what was read."""
+    channels, zero = job.channels, job.zero
+    gradient = activation + job.tile * channels * job.size
+    of_weight = job.of_weight + thread * channels * width * job.size
+    _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
+    # Tall rather than wide, which processors make faster.
+    _product(
+        *(job.product, 1, 0, channels, width, stop - start),
+        *(activation, channels, grad, width, 1, of_weight, width, zero),
+    )
+    _product(
+        *(job.product, 0, 0, stop - start, channels, width),
+        *(grad, width, job.weight, channels, 0, gradient, channels, zero),
+    )
+    _collect(job, thread, start, stop, gradient, activation)
+
+
 def measure(job):
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
@@ -324,26 +350,14 @@ def squeeze(job):
 def squeezed_gradients(job):
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    channels, width, tile, zero = job.channels, job.width, job.tile, job.zero
+    width, tile, zero = job.width, job.tile, job.zero
     activation = _scratch(job, thread)
-    gradient = activation + tile * channels * job.size
-    of_made = gradient + tile * channels * job.size
-    of_weight = job.of_weight + thread * channels * width * job.size
+    of_made = activation + 2 * tile * job.channels * job.size
     for start in range(first, last, tile):
         stop = min(start + tile, last)
         _settle(job, start, stop, of_made)
-        _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
-        # Tall rather than wide, which processors make faster.
-        _product(
-            *(job.product, 1, 0, channels, width, stop - start),
-            *(activation, channels, of_made, width, 1, of_weight, width, zero),
-        )
-        _product(
-            *(job.product, 0, 0, stop - start, channels, width),
-            *(of_made, width, job.weight, channels, 0, gradient, channels, zero),
-        )
-        _collect(job, thread, start, stop, gradient, activation)
-        if job.ahead_channels:
+        _pull_back(job, thread, start, stop, of_made, width, activation)
+        if job.ahead_channels:  # while the tile is in cache
             fewer, out = job.ahead_channels, job.ahead_out + start * width * job.size
             scale, shift = job.ahead_scale, job.ahead_shift
             _activate(job.ahead_values, job.ahead_values_line, start, stop, fewer, scale, shift, activation, zero)
@@ -354,20 +368,19 @@ def squeezed_gradients(job):
 
 
 def convolve(job):
-    """What every pixel gives to those around it is made some rows further than what they get is added up."""
+    """What every pixel gives to those beyond it is made some rows further than what they get is added up."""
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    channels, seen, tile, zero = job.channels, job.seen, job.tile, job.zero
-    around = job.beyond
+    channels, seen, tile, zero, beyond = job.channels, job.seen, job.tile, job.zero, job.beyond
     activation = _scratch(job, thread)
     made = activation + tile * channels * job.size
-    origin = done = max(0, first - around)
+    origin = done = max(0, first - beyond)
     for start in range(first, last, tile):
         stop = min(start + tile, last)
-        if start - around > origin:  # what no later row gets anything from makes room
-            _to_front(made, (start - around - origin) * seen, (done - start + around) * seen, zero)
-            origin = start - around
-        wanted = min(job.rows, stop + around)
+        if start - beyond > origin:  # what no later row gets anything from makes room
+            _to_front(made, (start - beyond - origin) * seen, (done - start + beyond) * seen, zero)
+            origin = start - beyond
+        wanted = min(job.rows, stop + beyond)
         while done < wanted:
             some = min(tile, wanted - done)
             _activate(job.values, job.values_line, done, done + some, channels, job.scale, job.shift, activation, zero)
@@ -382,24 +395,12 @@ def convolve(job):
 def convolved_gradients(job):
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    channels, seen, tile, zero = job.channels, job.seen, job.tile, job.zero
     activation = _scratch(job, thread)
-    gradient = activation + tile * channels * job.size
-    around = gradient + tile * channels * job.size
-    of_weight = job.of_weight + thread * channels * seen * job.size
-    for start in range(first, last, tile):
-        stop = min(start + tile, last)
+    around = activation + 2 * job.tile * job.channels * job.size
+    for start in range(first, last, job.tile):
+        stop = min(start + job.tile, last)
         _gather(job, start, stop, around)
-        _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
-        _product(
-            *(job.product, 1, 0, channels, seen, stop - start),
-            *(activation, channels, around, seen, 1, of_weight, seen, zero),
-        )
-        _product(
-            *(job.product, 0, 0, stop - start, channels, seen),
-            *(around, seen, job.weight, channels, 0, gradient, channels, zero),
-        )
-        _collect(job, thread, start, stop, gradient, activation)
+        _pull_back(job, thread, start, stop, around, job.seen, activation)
 
 
 @functools.cache
