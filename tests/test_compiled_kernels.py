@@ -185,8 +185,7 @@ def test_without_numba_the_portable_kernels_are_used_without_a_word(monkeypatch)
 
 def test_without_what_pytorch_brings_the_portable_kernels_are_used_without_a_word(monkeypatch):
     monkeypatch.setattr(native, "available", native.available.__wrapped__)
-    monkeypatch.setattr(native, "functions", native.functions.__wrapped__)
-    monkeypatch.setitem(native._PRODUCTS, torch.float64, "no_such_function")
+    monkeypatch.setattr(native, "functions", lambda: native._library().no_such_function)
     assert not kernels._has_numba.__wrapped__()
 
 

@@ -16,7 +16,7 @@ from .portable import Gradients, Into, Read, Settling, Squeeze
 affine, affine_gradients = portable.affine, portable.affine_gradients
 pooled, pooled_gradients = portable.pooled, portable.pooled_gradients
 
-TILE = 256
+TILE = 192
 """Rows: enough of them for a good matrix product, few enough for the caches."""
 
 TILE_BYTES = 1 << 21
@@ -56,8 +56,8 @@ def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
 
 def _squeeze(squeeze: Squeeze, **measuring: Tensor) -> None:
     read, weight, out = squeeze
-    per_row = weight.shape[1]
-    _run(loops.squeeze, read.values, per_row, **_reading(read), weight=weight, width=len(weight), out=out, **measuring)
+    told = {**_reading(read), "weight": _panels(weight.t()), "width": len(weight), "out": out, **measuring}
+    _run(loops.squeeze, read.values, weight.shape[1], **told)
 
 
 def squeezed_gradients(
@@ -66,11 +66,11 @@ def squeezed_gradients(
     if not _suits(read, weight):
         return portable.squeezed_gradients(grad, read, weight, into, ahead)
     width, channels = weight.shape
-    of_weight, sums = _each(read.values, channels, width), _sums(read.values)
-    told = {**_reading(read), **_pending(into), **_settling(grad), **_ahead(ahead)}
-    per_row = 2 * channels + width
-    _run(loops.squeezed_gradients, read.values, per_row, **told, weight=weight, of_weight=of_weight, sums=sums)
-    return of_weight.sum(0).t(), *sums.sum(0).to(read.scale.dtype)
+    found, per_row = _found(read.values, width), width + channels + loops.whole(channels, weight.dtype)
+    told = {**_reading(read), **_pending(into), **_settling(grad), **_ahead(ahead), **found}
+    _run(loops.squeezed_gradients, read.values, per_row, **told, weight=_panels(weight))
+    of_weight, *sums = _totals(found, read)
+    return of_weight[:, :width].t(), *sums
 
 
 def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -79,8 +79,8 @@ def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) 
     out = read.values.new_empty(len(read.values), len(weight))
     told = {**_reading(read), **_around(weight, shape, dilation)}
     told["beyond"] = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
-    per_row = weight.shape[1] + told["seen"]
-    _run(loops.convolve, read.values, per_row, **told, weight=weight.flatten(2).permute(1, 2, 0), out=out)
+    told["weight"] = weights = _panels(weight.flatten(2).permute(1, 2, 0).flatten(1))
+    _run(loops.convolve, read.values, sum(weights.shape), **told, out=out)
     return out
 
 
@@ -90,15 +90,22 @@ def convolved_gradients(
     if not _suits(read, weight):
         return portable.convolved_gradients(grad, read, weight, into, shape, dilation)
     told = {**_reading(read), **_pending(into), **_around(weight, shape, dilation)}
-    (width, channels), taps = weight.shape[:2], weight[0, 0].numel()
-    of_weight, sums = _each(read.values, channels, taps, width), _sums(read.values)
-    per_row = 2 * channels + taps * width
-    turned = weight.flatten(2).flip(2).permute(2, 0, 1)  # a pixel's gradient comes from where it gave to
-    told |= {"weight": turned, "grad": grad, "of_weight": of_weight, "sums": sums}
-    _run(loops.convolved_gradients, read.values, per_row, **told)
-    of_weight = of_weight.sum(0).flip(1).permute(2, 0, 1).reshape(weight.shape)
+    (width, channels), seen = weight.shape[:2], told["seen"]
+    found, per_row = _found(read.values, seen), sum(loops.whole(n, weight.dtype) for n in (seen, channels)) + channels
+    turned = _panels(weight.flatten(2).flip(2).permute(2, 0, 1).flatten(0, 1))  # gradients come from where it gave to
+    _run(loops.convolved_gradients, read.values, per_row, **told, **found, weight=turned, grad=grad)
+    of_weight, *sums = _totals(found, read)
+    of_weight = of_weight[:, :seen].unflatten(1, (-1, width)).flip(1).permute(2, 0, 1).reshape(weight.shape)
     of_weight += (grad * 0).sum(0)[(..., *[None] * (weight.dim() - 1))]  # what is not finite meets the padding's zeros
-    return of_weight, *sums.sum(0).to(read.scale.dtype)
+    return of_weight, *sums
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """A matrix as products read it: every row continued to a whole number of panels."""
+    rows, columns = weight.shape
+    padded = weight.new_zeros(rows, loops.whole(columns, weight.dtype))
+    padded[:, :columns] = weight
+    return padded
 
 
 def _suits(read: Read, weight: Tensor) -> bool:
@@ -129,7 +136,7 @@ def _ahead(squeeze: Squeeze | None) -> Told:
         return {}
     (values, scale, shift), weight, out = squeeze
     read = {"channels": values.shape[1], "values": values, "scale": scale, "shift": shift}
-    return {f"ahead_{name}": value for name, value in {**read, "weight": weight, "out": out}.items()}
+    return {f"ahead_{name}": value for name, value in {**read, "weight": _panels(weight.t()), "out": out}.items()}
 
 
 def _around(weight: Tensor, shape: torch.Size, dilation: int) -> Told:
@@ -149,8 +156,14 @@ def _each(values: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tens
     return values.new_zeros(_threads(values), *shape, dtype=dtype)
 
 
-def _sums(values: Tensor) -> Tensor:
-    return _each(values, 2, values.shape[1], dtype=torch.float64)
+def _found(values: Tensor, width: int) -> Told:
+    """Where every thread adds up the weight's gradient, of so many channels made, and the two sums."""
+    of_weight = _each(values, values.shape[1], loops.whole(width, values.dtype))
+    return {"of_weight": of_weight, "sums": _each(values, 2, values.shape[1], dtype=torch.float64)}
+
+
+def _totals(found: Told, read: Read) -> tuple[Tensor, ...]:
+    return found["of_weight"].sum(0), *found["sums"].sum(0).to(read.scale.dtype)
 
 
 def _parts(values: Tensor, width: int) -> Tensor:
@@ -172,15 +185,16 @@ def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0,
     threads = min(_threads(values), max(1, values.shape[0] // (4 * beyond or 1)))
     in_bytes = max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1))
     tile = min(TILE, in_bytes, values.shape[0] // (4 * threads) + 8)  # where rows are few, scratch is small too
-    room = tile * per_row + 2 * beyond * told.get("seen", 0)
-    told |= native.functions(values.dtype)
+    tile = -(-tile // loops.ROWS) * loops.ROWS
+    room = tile * per_row + 2 * beyond * told["weight"].shape[1] if beyond else tile * per_row
+    told |= native.functions()
     told |= {"values": values, "rows": values.shape[0], "tile": tile, "size": values.itemsize, "room": room}
     told["scratch"] = scratch.take("tile", (threads, room), values.dtype, values.device)
     tensors = {name: _laid_out(name, value) for name, value in told.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         told[name] = tensor.data_ptr()
         if name in loops.LINES:
-            told[loops.LINES[name]] = tensor.stride(0)
+            told[loops.LINES[name]] = tensor.stride(-2)
     job = loops.JOB.pack(*(told.pop(field, 0) for field in loops.FIELDS))
     assert not told, f"no program knows of {', '.join(told)}"
     native.run(loops.made(program, values.dtype).address, threads, job)
@@ -188,7 +202,7 @@ def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0,
 
 def _laid_out(name: str, tensor: Tensor) -> Tensor:
     """As a program takes it for granted; what it writes into must have been made so."""
-    whole_rows = name in loops.LINES and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
+    whole_rows = name in loops.LINES and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
     found = tensor if whole_rows else tensor.contiguous()
     assert found is tensor or name not in loops.WRITTEN, f"{name} cannot be written into"
     return found

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 import numpy as np
 import torch
 from llvmlite import ir
@@ -18,19 +19,26 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 FIELDS = [
-    *("product", "thread_number", "num_threads"),
+    *("thread_number", "num_threads"),
     *("size", "rows", "tile", "scratch", "room"),
     *("channels", "values", "values_line", "scale", "shift"),
     *("share", "pending", "pending_line", "first", "sums"),
-    *("weight", "width", "out", "of_weight", "parts"),
+    *("weight", "weight_line", "width", "out", "of_weight", "of_weight_line", "parts"),
     *("made", "made_line", "slope", "constant", "made_share", "made_pending", "made_pending_line"),
-    *("ahead_channels", "ahead_values", "ahead_values_line", "ahead_scale", "ahead_shift", "ahead_weight", "ahead_out"),
+    *("ahead_channels", "ahead_values", "ahead_values_line", "ahead_scale", "ahead_shift"),
+    *("ahead_weight", "ahead_weight_line", "ahead_out"),
     *("grad", "seen", "deep", "tall", "depth", "height", "breadth", "reach", "beyond"),
 ]
 """What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how
 many bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `seen`
 how many numbers of the gradient a 3×3 kernel sees, `beyond` how many rows its farthest pixel is away. What is not told
 is 0, and not done."""
+
+PANEL_BYTES = 64
+"""So much of a row of a product is made at once: a few vectors of any processor's."""
+
+ROWS = 12 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 6
+"""So many rows of a product are made at once: as many as there are registers for the sums."""
 
 _COLUMNS = 256
 """So many sums are held in registers, or next to them, at once."""
@@ -83,33 +91,62 @@ def _held(typingctx, like):
 
 
 @intrinsic
-def _product(typingctx, product, flip_a, flip_b, m, n, k, a, line_a, b, line_b, add, c, line_c, like):
-    """c = a @ b, or c += a @ b; c has m rows of n numbers, each the sum of k; a flipped matrix lies transposed."""
+def _block(typingctx, a, down, along, count, b, line_b, add, c, line_c, like):
+    """`ROWS` rows of the product of a and a panel of b, each number the sum of so many: c = a @ b, or c += a @ b.
+
+    All sums are held in registers. Addresses, and steps in bytes: from one row of a to the next, from one number of a
+    sum to the next, and from one row to the next of b and of c.
+    """
 
     def codegen(context, builder, signature, args):
-        byte, real = ir.IntType(8).as_pointer(), context.get_value_type(signature.args[-1])
+        a, down, along, count, b, line_b, add, c, line_c, _ = args
+        real = context.get_value_type(signature.args[-1])
+        size = context.get_abi_sizeof(real)
+        vector = ir.VectorType(real, PANEL_BYTES // size)
+        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
+        multiply_add = f"llvm.fmuladd.v{vector.count}f{8 * size}"
+        multiply_add = builder.module.declare_intrinsic(multiply_add, fnty=ir.FunctionType(vector, [vector] * 3))
 
-        def reference(value):
-            return builder.bitcast(cgutils.alloca_once_value(builder, value), byte)
+        def at(address, kind):
+            return builder.inttoptr(address, kind.as_pointer())
 
-        def size(i):
-            return reference(builder.trunc(args[i], ir.IntType(32)))
+        def row(address, step, i):
+            return builder.add(address, builder.mul(step, ir.Constant(step.type, i)))
 
-        def flip(i):
-            flipped = builder.icmp_signed("!=", args[i], ir.Constant(args[i].type, 0))
-            return reference(builder.select(flipped, *(ir.Constant(ir.IntType(8), ord(letter)) for letter in "TN")))
+        def repeated(number):
+            first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.IntType(32)(0))
+            return builder.shuffle_vector(first, first, everywhere)
 
-        def data(i):
-            return builder.inttoptr(args[i], byte)
-
-        # BLAS knows columns only: to it c lies transposed, and is the product of b and a, transposed.
-        alpha, beta = reference(ir.Constant(real, 1.0)), reference(builder.uitofp(args[10], real))
-        sides = [flip(2), flip(1), size(4), size(3), size(5)]
-        function = builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), [byte] * 13).as_pointer())
-        builder.call(function, [*sides, alpha, data(8), size(9), data(6), size(7), beta, data(11), size(12)])
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in range(ROWS)]
+        of_a, of_b = (cgutils.alloca_once_value(builder, first) for first in (a, b))
+        with cgutils.for_range(builder, count):
+            factors, panel = builder.load(of_a), builder.load(at(builder.load(of_b), vector), align=size)
+            for i, total in enumerate(sums):
+                factor = repeated(builder.load(at(row(factors, down, i), real)))
+                builder.store(builder.call(multiply_add, [factor, panel, builder.load(total)]), total)
+            for place, step in ((of_a, along), (of_b, line_b)):  # or a compiler would have too many addresses to hold
+                builder.store(builder.add(builder.load(place), step), place)
+        with builder.if_then(add):
+            for i, total in enumerate(sums):
+                before = builder.load(at(row(c, line_c, i), vector), align=size)
+                builder.store(builder.fadd(builder.load(total), before), total)
+        for i, total in enumerate(sums):
+            builder.store(builder.load(total), at(row(c, line_c, i), vector), align=size)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 13, like), codegen
+    address = types.intp
+    return types.void(*[address] * 6, types.boolean, address, address, like), codegen
+
+
+@intrinsic
+def _spare(typingctx, like):
+    """The address of a block that a product may be made in."""
+
+    def codegen(context, builder, signature, args):
+        byte = ir.IntType(8)
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(byte, ROWS * PANEL_BYTES)), ir.IntType(64))
+
+    return types.intp(like), codegen
 
 
 _compiled = njit(error_model="numpy", fastmath={"contract"})
@@ -119,6 +156,28 @@ _compiled = njit(error_model="numpy", fastmath={"contract"})
 def _at(address, index, count, like):
     """So many numbers, from the one on that lies `index` numbers after the address."""
     return carray(_pointer(address, index, like), (count,))
+
+
+@_compiled
+def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, zero):
+    """c = a @ b, or c += a @ b: so many rows and columns, each number the sum of so many.
+
+    Steps are in numbers. What lies after a row of b may be read, and after the last of a; c is written to its size.
+    """
+    size, spare = _at(0, 0, 1, zero).itemsize, _spare(zero)
+    width = PANEL_BYTES // size
+    for left in range(0, breadth, width):
+        for top in range(0, height, ROWS):
+            rows, columns, out = min(ROWS, height - top), min(width, breadth - left), c + (top * line_c + left) * size
+            factors = a + top * down * size, down * size, along * size, count, b + left * size, line_b * size
+            if rows == ROWS and columns == width:
+                _block(*factors, add, out, line_c * size, zero)
+            else:  # at the edge
+                _block(*factors, False, spare, PANEL_BYTES, zero)
+                for i in range(rows):
+                    to, found = _at(out, i * line_c, columns, zero), _at(spare, i * width, columns, zero)
+                    for j in range(columns):
+                        to[j] = found[j] + (to[j] if add else zero)
 
 
 @_compiled
@@ -157,7 +216,7 @@ def _settle(job, start, stop, out):
 
 
 @_compiled
-def _collect(job, thread, start, stop, gradient, activation):
+def _collect(job, thread, start, stop, gradient, gradient_line, activation):
     """Mask a gradient, add it to what is pending, and add up the two sums."""
     channels, first, zero = job.channels, job.first, job.zero
     ones, products = carray(_held(zero), (_COLUMNS,)), carray(_held(zero), (_COLUMNS,))
@@ -170,8 +229,8 @@ def _collect(job, thread, start, stop, gradient, activation):
             for j in range(width):
                 ones[j] = products[j] = 0
             for row in range(begin, min(begin + _RUN, stop)):
-                at = (row - start) * channels + left
-                given, active = _at(gradient, at, width, zero), _at(activation, at, width, zero)
+                given = _at(gradient, (row - start) * gradient_line + left, width, zero)
+                active = _at(activation, (row - start) * channels + left, width, zero)
                 value = _at(job.values, row * job.values_line + left, width, zero)
                 pending = _at(job.pending, row * job.pending_line + left, width, zero)
                 for j in range(width):
@@ -235,8 +294,8 @@ def _gather(job, start, stop, out):
     width, reach, breadth, zero = job.width, job.reach, job.breadth, job.zero
     height, depth, deep, tall, grad = job.height, job.depth, job.deep, job.tall, job.grad
     x, y, z = _pixel(start, job)
-    at = 0
     for row in range(start, stop):
+        at = (row - start) * job.of_weight_line
         left, right = 0 if x >= reach else 1, 3 if x + reach < breadth else 2
         for i in range(-deep, deep + 1):
             for j in range(-tall, tall + 1):
@@ -254,6 +313,9 @@ def _gather(job, start, stop, out):
                         for o in range(together * width):
                             found[o] = seen[o]
                 at += 3 * width
+        pad = _at(out, at, job.of_weight_line - job.seen, zero)
+        for o in range(len(pad)):
+            pad[o] = 0
         x, y, z = _next(x, y, z, job)
 
 
@@ -261,7 +323,7 @@ def _gather(job, start, stop, out):
 def _add_up(job, start, stop, made, origin):
     """What every pixel gets from those around it; `made` begins with what row `origin` gives."""
     width, reach, breadth, zero = job.width, job.reach, job.breadth, job.zero
-    height, depth, deep, tall, seen = job.height, job.depth, job.deep, job.tall, job.seen
+    height, depth, deep, tall, seen = job.height, job.depth, job.deep, job.tall, job.weight_line
     x, y, z = _pixel(start, job)
     for row in range(start, stop):
         found = _at(job.out, row * width, width, zero)
@@ -299,22 +361,19 @@ def _to_front(address, index, count, zero):
 
 
 @_compiled
-def _pull_back(job, thread, start, stop, grad, width, activation):
+def _pull_back(job, thread, start, stop, grad, line, width, activation):
     """From the gradient of what a product made, so many channels of it, to that of the weight and of what was read."""
-    channels, zero = job.channels, job.zero
+    channels, rows, zero = job.channels, stop - start, job.zero
+    wide = job.weight_line
     gradient = activation + job.tile * channels * job.size
-    of_weight = job.of_weight + thread * channels * width * job.size
+    of_weight = job.of_weight + thread * channels * job.of_weight_line * job.size
     _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
-    # Tall rather than wide, which processors make faster.
     _product(
-        *(job.product, 1, 0, channels, width, stop - start),
-        *(activation, channels, grad, width, 1, of_weight, width, zero),
+        *(channels, job.of_weight_line, rows),
+        *(activation, 1, channels, grad, line, True, of_weight, job.of_weight_line, zero),
     )
-    _product(
-        *(job.product, 0, 0, stop - start, channels, width),
-        *(grad, width, job.weight, channels, 0, gradient, channels, zero),
-    )
-    _collect(job, thread, start, stop, gradient, activation)
+    _product(*(rows, wide, width), *(grad, line, 1, job.weight, job.weight_line, False, gradient, wide, zero))
+    _collect(job, thread, start, stop, gradient, wide, activation)
 
 
 def measure(job):
@@ -340,8 +399,8 @@ def squeeze(job):
         out = job.out + start * width * job.size
         _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
         _product(
-            *(job.product, 0, 1, stop - start, width, channels),
-            *(activation, channels, job.weight, channels, 0, out, width, zero),
+            *(stop - start, width, channels),
+            *(activation, channels, 1, job.weight, job.weight_line, False, out, width, zero),
         )
         if job.parts:
             _measure(job, thread, job.out, width, start, stop)
@@ -351,19 +410,19 @@ def squeezed_gradients(job):
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
     width, tile, zero = job.width, job.tile, job.zero
-    activation = _scratch(job, thread)
-    of_made = activation + 2 * tile * job.channels * job.size
+    of_made = _scratch(job, thread)
+    activation = of_made + tile * width * job.size
     for start in range(first, last, tile):
         stop = min(start + tile, last)
         _settle(job, start, stop, of_made)
-        _pull_back(job, thread, start, stop, of_made, width, activation)
+        _pull_back(job, thread, start, stop, of_made, width, width, activation)
         if job.ahead_channels:  # while the tile is in cache
             fewer, out = job.ahead_channels, job.ahead_out + start * width * job.size
             scale, shift = job.ahead_scale, job.ahead_shift
             _activate(job.ahead_values, job.ahead_values_line, start, stop, fewer, scale, shift, activation, zero)
             _product(
-                *(job.product, 0, 1, stop - start, width, fewer),
-                *(activation, fewer, job.ahead_weight, fewer, 0, out, width, zero),
+                *(stop - start, width, fewer),
+                *(activation, fewer, 1, job.ahead_weight, job.ahead_weight_line, False, out, width, zero),
             )
 
 
@@ -371,7 +430,7 @@ def convolve(job):
     """What every pixel gives to those beyond it is made some rows further than what they get is added up."""
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    channels, seen, tile, zero, beyond = job.channels, job.seen, job.tile, job.zero, job.beyond
+    channels, seen, tile, zero, beyond = job.channels, job.weight_line, job.tile, job.zero, job.beyond
     activation = _scratch(job, thread)
     made = activation + tile * channels * job.size
     origin = done = max(0, first - beyond)
@@ -382,11 +441,11 @@ def convolve(job):
             origin = start - beyond
         wanted = min(job.rows, stop + beyond)
         while done < wanted:
-            some = min(tile, wanted - done)
+            some, out = min(tile, wanted - done), made + (done - origin) * seen * job.size
             _activate(job.values, job.values_line, done, done + some, channels, job.scale, job.shift, activation, zero)
             _product(
-                *(job.product, 0, 0, some, seen, channels),
-                *(activation, channels, job.weight, seen, 0, made + (done - origin) * seen * job.size, seen, zero),
+                *(some, seen, channels),
+                *(activation, channels, 1, job.weight, seen, False, out, seen, zero),
             )
             done += some
         _add_up(job, start, stop, made, origin)
@@ -395,12 +454,18 @@ def convolve(job):
 def convolved_gradients(job):
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    activation = _scratch(job, thread)
-    around = activation + 2 * job.tile * job.channels * job.size
+    around, line = _scratch(job, thread), job.of_weight_line
+    activation = around + job.tile * line * job.size
     for start in range(first, last, job.tile):
         stop = min(start + job.tile, last)
         _gather(job, start, stop, around)
-        _pull_back(job, thread, start, stop, around, job.seen, activation)
+        _pull_back(job, thread, start, stop, around, line, job.seen, activation)
+
+
+def whole(count: int, dtype: torch.dtype) -> int:
+    """As many panels as hold so many numbers, in numbers."""
+    width = PANEL_BYTES // dtype.itemsize
+    return -(-count // width) * width
 
 
 @functools.cache

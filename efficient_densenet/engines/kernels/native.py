@@ -1,7 +1,7 @@
-"""What PyTorch's own libraries hold that a program outside Python can call: matrix products, and a team of threads.
+"""PyTorch's own team of threads, for a program outside Python: a second team would fight it for the processors, since
+threads wait by spinning.
 
-Their names are BLAS's and GNU OpenMP's, the same for decades, and PyTorch's releases for Linux have them. A second team
-would fight PyTorch's own for the processors, since threads wait by spinning.
+The names are GNU OpenMP's, the same for decades, and PyTorch's releases for Linux have them.
 """
 
 import ctypes
@@ -10,23 +10,19 @@ from pathlib import Path
 
 import torch
 
-_PRODUCTS = {torch.float32: "sgemm_", torch.float64: "dgemm_"}
-
-
 @functools.cache
 def available() -> bool:
     try:
-        return all(functions(dtype) for dtype in _PRODUCTS)
+        return bool(functions())
     except (OSError, AttributeError):
         return False
 
 
 @functools.cache
-def functions(dtype: torch.dtype) -> dict[str, int]:
-    """The addresses of a matrix product of such numbers, and of what tells a thread which one it is, of how many."""
+def functions() -> dict[str, int]:
+    """The addresses of what tells a thread which one it is, and of how many."""
     library = _library()
     asked = {"thread_number": library.omp_get_thread_num, "num_threads": library.omp_get_num_threads}
-    asked["product"] = getattr(library, _PRODUCTS[dtype])
     return {name: ctypes.cast(function, ctypes.c_void_p).value for name, function in asked.items()}
 
 
