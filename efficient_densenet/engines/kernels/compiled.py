@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from . import loops, native, portable, scratch
-from .portable import Gradients, Into, Read, Settling, Squeeze
+from .portable import Gradients, Into, Read, Settling, Squeeze, halved
 
 affine, affine_gradients = portable.affine, portable.affine_gradients
-pooled, pooled_gradients = portable.pooled, portable.pooled_gradients
 
 TILE = 192
 """Rows: enough of them for a good matrix product, few enough for the caches."""
@@ -65,12 +64,8 @@ def squeezed_gradients(
 ) -> Gradients:
     if not _suits(read, weight):
         return portable.squeezed_gradients(grad, read, weight, into, ahead)
-    width, channels = weight.shape
-    found, per_row = _found(read.values, width), width + channels + loops.whole(channels, weight.dtype)
-    told = {**_reading(read), **_pending(into), **_settling(grad), **_ahead(ahead), **found}
-    _run(loops.squeezed_gradients, read.values, per_row, **told, weight=_panels(weight))
-    of_weight, *sums = _totals(found, read)
-    return of_weight[:, :width].t(), *sums
+    of_weight, *sums = _gradients(read, weight, into, **_settling(grad), **_ahead(ahead))
+    return of_weight.t(), *sums
 
 
 def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -89,15 +84,42 @@ def convolved_gradients(
 ) -> Gradients:
     if not _suits(read, weight):
         return portable.convolved_gradients(grad, read, weight, into, shape, dilation)
-    told = {**_reading(read), **_pending(into), **_around(weight, shape, dilation)}
-    (width, channels), seen = weight.shape[:2], told["seen"]
-    found, per_row = _found(read.values, seen), sum(loops.whole(n, weight.dtype) for n in (seen, channels)) + channels
-    turned = _panels(weight.flatten(2).flip(2).permute(2, 0, 1).flatten(0, 1))  # gradients come from where it gave to
-    _run(loops.convolved_gradients, read.values, per_row, **told, **found, weight=turned, grad=grad)
-    of_weight, *sums = _totals(found, read)
-    of_weight = of_weight[:, :seen].unflatten(1, (-1, width)).flip(1).permute(2, 0, 1).reshape(weight.shape)
-    of_weight += (grad * 0).sum(0)[(..., *[None] * (weight.dim() - 1))]  # what is not finite meets the padding's zeros
-    return of_weight, *sums
+    turned = weight.flatten(2).flip(2).permute(2, 0, 1).flatten(0, 1)  # gradients come from where it gave to
+    of_weight, *sums = _gradients(read, turned, into, **_around(weight, shape, dilation), grad=grad)
+    of_weight = of_weight.unflatten(1, (-1, len(weight)))
+    middle = of_weight[:, of_weight.shape[1] // 2, None]
+    of_weight = of_weight + middle * 0  # what is not finite meets the padding's zeros
+    return of_weight.flip(1).permute(2, 0, 1).reshape(weight.shape), *sums
+
+
+def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
+    if not _suits(read, weight):
+        return portable.pooled(read, weight, shape)
+    out = read.values.new_empty(halved(shape).numel(), len(weight))
+    told = {**_reading(read), **_pooling(out, shape), "weight": _panels(weight.t()), "out": out}
+    _run(loops.squeeze, read.values, weight.shape[1], **told)
+    return out
+
+
+def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
+    if not _suits(read, weight):
+        return portable.pooled_gradients(grad, read, weight, into, shape)
+    if into.first and any(side % 2 for side in shape[1:]):
+        into.pending.zero_()  # there are pixels that were not pooled
+    told = _pooling(grad, shape)
+    of_weight, *sums = _gradients(read, weight / told["pools"], into, **told, grad=grad)
+    return of_weight.t(), *sums
+
+
+def _gradients(read: Read, weight: Tensor, into: Into, **told: Tensor | int) -> Gradients:
+    """Of a product: that of its weight lies transposed, tall rather than wide, which processors make faster."""
+    width, channels = weight.shape
+    weight = _panels(weight)
+    of_weight = _each(read.values, channels, loops.whole(width, weight.dtype))
+    sums = _each(read.values, 2, channels, dtype=torch.float64)
+    told |= {**_reading(read), **_pending(into), "weight": weight, "of_weight": of_weight, "sums": sums}
+    _run(loops.gradients, read.values, of_weight.shape[2] + channels + weight.shape[1], **told)
+    return of_weight.sum(0)[:, :width], *sums.sum(0).to(read.scale.dtype)
 
 
 def _panels(weight: Tensor) -> Tensor:
@@ -140,10 +162,17 @@ def _ahead(squeeze: Squeeze | None) -> Told:
 
 
 def _around(weight: Tensor, shape: torch.Size, dilation: int) -> Told:
-    """A kernel, and a picture's sides, of which there may be fewer than three."""
+    return {"width": len(weight), "seen": weight[:, 0].numel(), "reach": dilation, **_sides(shape)}
+
+
+def _sides(shape: torch.Size) -> Told:
+    """A picture's, of which there may be fewer than three."""
     depth, height, breadth = (1,) * (4 - len(shape)) + tuple(shape[1:])
-    sides = {"deep": len(shape) > 3, "tall": len(shape) > 2, "depth": depth, "height": height, "breadth": breadth}
-    return {"width": len(weight), "seen": weight[:, 0].numel(), "reach": dilation, **sides}
+    return {"deep": len(shape) > 3, "tall": len(shape) > 2, "depth": depth, "height": height, "breadth": breadth}
+
+
+def _pooling(pooled: Tensor, shape: torch.Size) -> Told:
+    return {"pools": 2 ** len(shape[1:]), "rows": len(pooled), "width": pooled.shape[1], **_sides(shape)}
 
 
 def _threads(values: Tensor) -> int:
@@ -154,16 +183,6 @@ def _threads(values: Tensor) -> int:
 def _each(values: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros for every thread to add to."""
     return values.new_zeros(_threads(values), *shape, dtype=dtype)
-
-
-def _found(values: Tensor, width: int) -> Told:
-    """Where every thread adds up the weight's gradient, of so many channels made, and the two sums."""
-    of_weight = _each(values, values.shape[1], loops.whole(width, values.dtype))
-    return {"of_weight": of_weight, "sums": _each(values, 2, values.shape[1], dtype=torch.float64)}
-
-
-def _totals(found: Told, read: Read) -> tuple[Tensor, ...]:
-    return found["of_weight"].sum(0), *found["sums"].sum(0).to(read.scale.dtype)
 
 
 def _parts(values: Tensor, width: int) -> Tensor:
@@ -183,12 +202,11 @@ def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0,
     """Have every thread do its part of a job on the rows of `values`, with scratch for so many numbers a row."""
     beyond = told.get("beyond", 0)  # rows that the neighbour makes too: not many of all
     threads = min(_threads(values), max(1, values.shape[0] // (4 * beyond or 1)))
-    in_bytes = max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1))
-    tile = min(TILE, in_bytes, values.shape[0] // (4 * threads) + 8)  # where rows are few, scratch is small too
-    tile = -(-tile // loops.ROWS) * loops.ROWS
-    room = tile * per_row + 2 * beyond * told["weight"].shape[1] if beyond else tile * per_row
-    told |= native.functions()
-    told |= {"values": values, "rows": values.shape[0], "tile": tile, "size": values.itemsize, "room": room}
+    tile = _tile(values, per_row, threads) // told.get("pools", 1)
+    tile = max(1, -(-tile // loops.ROWS)) * loops.ROWS
+    room = tile * per_row + (2 * beyond * told["weight"].shape[1] if beyond else 0)
+    told = {"values": values, "rows": values.shape[0], **told, **native.functions()}
+    told |= {"tile": tile, "size": values.itemsize, "room": room}
     told["scratch"] = scratch.take("tile", (threads, room), values.dtype, values.device)
     tensors = {name: _laid_out(name, value) for name, value in told.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
@@ -198,6 +216,12 @@ def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0,
     job = loops.JOB.pack(*(told.pop(field, 0) for field in loops.FIELDS))
     assert not told, f"no program knows of {', '.join(told)}"
     native.run(loops.made(program, values.dtype).address, threads, job)
+
+
+def _tile(values: Tensor, per_row: int, threads: int) -> int:
+    """So many rows; where there are few, scratch is small too."""
+    in_bytes = max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1))
+    return min(TILE, in_bytes, values.shape[0] // (4 * threads) + 8)
 
 
 def _laid_out(name: str, tensor: Tensor) -> Tensor:

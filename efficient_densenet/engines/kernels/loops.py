@@ -27,12 +27,12 @@ FIELDS = [
     *("made", "made_line", "slope", "constant", "made_share", "made_pending", "made_pending_line"),
     *("ahead_channels", "ahead_values", "ahead_values_line", "ahead_scale", "ahead_shift"),
     *("ahead_weight", "ahead_weight_line", "ahead_out"),
-    *("grad", "seen", "deep", "tall", "depth", "height", "breadth", "reach", "beyond"),
+    *("grad", "seen", "deep", "tall", "depth", "height", "breadth", "reach", "beyond", "pools"),
 ]
 """What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how
 many bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `seen`
-how many numbers of the gradient a 3×3 kernel sees, `beyond` how many rows its farthest pixel is away. What is not told
-is 0, and not done."""
+how many numbers of the gradient a 3×3 kernel sees, `beyond` how many rows its farthest pixel is away, `pools` of how
+many pixels a mean is read. What is not told is 0, and not done."""
 
 PANEL_BYTES = 64
 """So much of a row of a product is made at once: a few vectors of any processor's."""
@@ -42,6 +42,12 @@ ROWS = 12 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 6
 
 _COLUMNS = 256
 """So many sums are held in registers, or next to them, at once."""
+
+_AHEAD = 24
+"""So many rows before it is read a row is asked for: processors do not foresee that of rows apart, a part is wanted."""
+
+_LINE_BYTES = 64
+"""What a cache fetches at once."""
 
 _RUN = 64
 """So many rows are added up before they join a sum, in double precision, which a long sum would need."""
@@ -113,6 +119,10 @@ def _block(typingctx, a, down, along, count, b, line_b, add, c, line_c, like):
         def row(address, step, i):
             return builder.add(address, builder.mul(step, ir.Constant(step.type, i)))
 
+        def opaque(place):
+            """The same, but a compiler does not see from where, and so does not go from row to row by adding up."""
+            return builder.asm(ir.FunctionType(place.type, [place.type]), "", "=r,0", [place], False)
+
         def repeated(number):
             first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.IntType(32)(0))
             return builder.shuffle_vector(first, first, everywhere)
@@ -120,11 +130,11 @@ def _block(typingctx, a, down, along, count, b, line_b, add, c, line_c, like):
         sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in range(ROWS)]
         of_a, of_b = (cgutils.alloca_once_value(builder, first) for first in (a, b))
         with cgutils.for_range(builder, count):
-            factors, panel = builder.load(of_a), builder.load(at(builder.load(of_b), vector), align=size)
+            factors, panel = opaque(builder.load(of_a)), builder.load(at(builder.load(of_b), vector), align=size)
             for i, total in enumerate(sums):
                 factor = repeated(builder.load(at(row(factors, down, i), real)))
                 builder.store(builder.call(multiply_add, [factor, panel, builder.load(total)]), total)
-            for place, step in ((of_a, along), (of_b, line_b)):  # or a compiler would have too many addresses to hold
+            for place, step in ((of_a, along), (of_b, line_b)):
                 builder.store(builder.add(builder.load(place), step), place)
         with builder.if_then(add):
             for i, total in enumerate(sums):
@@ -149,13 +159,37 @@ def _spare(typingctx, like):
     return types.intp(like), codegen
 
 
-_compiled = njit(error_model="numpy", fastmath={"contract"})
+@intrinsic
+def _fetch(typingctx, address):
+    """Ask for what lies at the address, if anything does."""
+
+    def codegen(context, builder, signature, args):
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(args[0], byte), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+_how = {"error_model": "numpy", "fastmath": {"contract"}, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_compiled, _inlined = njit(**_how), njit(**_how, forceinline=True)
 
 
 @_compiled
 def _at(address, index, count, like):
     """So many numbers, from the one on that lies `index` numbers after the address."""
     return carray(_pointer(address, index, like), (count,))
+
+
+@_compiled
+def _expect(values, line, row, count, size):
+    """Ask for a row that comes after this one."""
+    start = values + (row + _AHEAD) * line * size
+    for at in range(start, start + count * size, _LINE_BYTES):
+        _fetch(at)
+    _fetch(start + count * size - 1)
 
 
 @_compiled
@@ -169,11 +203,11 @@ def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, 
     for left in range(0, breadth, width):
         for top in range(0, height, ROWS):
             rows, columns, out = min(ROWS, height - top), min(width, breadth - left), c + (top * line_c + left) * size
+            whole = rows == ROWS and columns == width
             factors = a + top * down * size, down * size, along * size, count, b + left * size, line_b * size
-            if rows == ROWS and columns == width:
-                _block(*factors, add, out, line_c * size, zero)
-            else:  # at the edge
-                _block(*factors, False, spare, PANEL_BYTES, zero)
+            where = (add, out, line_c * size) if whole else (False, spare, PANEL_BYTES)
+            _block(*factors, *where, zero)
+            if not whole:
                 for i in range(rows):
                     to, found = _at(out, i * line_c, columns, zero), _at(spare, i * width, columns, zero)
                     for j in range(columns):
@@ -194,53 +228,99 @@ def _scratch(job, thread):
 
 @_compiled
 def _activate(values, line, start, stop, channels, scale, shift, out, zero):
+    size = _at(0, 0, 1, zero).itemsize
     scale, shift = _at(scale, 0, channels, zero), _at(shift, 0, channels, zero)
     for row in range(start, stop):
         value, found = _at(values, row * line, channels, zero), _at(out, (row - start) * channels, channels, zero)
+        _expect(values, line, row, channels, size)
         for j in range(channels):
             x = value[j] * scale[j] + shift[j]
             found[j] = x if not x <= zero else zero  # what is not a number stays so
 
 
 @_compiled
-def _settle(job, start, stop, out):
+def _settle(job, start, stop, out, line):
     width, zero = job.width, job.zero
     slope, constant = _at(job.slope, 0, width, zero), _at(job.constant, 0, width, zero)
     share = _at(job.made_share, 0, width, zero)
     for row in range(start, stop):
         value = _at(job.made, row * job.made_line, width, zero)
         pending = _at(job.made_pending, row * job.made_pending_line, width, zero)
-        found = _at(out, (row - start) * width, width, zero)
+        found = _at(out, (row - start) * line, width, zero)
+        _expect(job.made, job.made_line, row, width, job.size)
+        _expect(job.made_pending, job.made_pending_line, row, width, job.size)
         for j in range(width):
             found[j] = value[j] * slope[j] + constant[j] + pending[j] * share[j]
 
 
 @_compiled
-def _collect(job, thread, start, stop, gradient, gradient_line, activation):
-    """Mask a gradient, add it to what is pending, and add up the two sums."""
-    channels, first, zero = job.channels, job.first, job.zero
+def _collect(job, thread, start, stop, gradient, line):
+    """Mask a gradient, add it to what is pending, and add up the two sums. A pooled one is that of several pixels."""
+    channels, zero = job.channels, job.zero
+    deep, tall, wide = (job.deep + 1, job.tall + 1, 2) if job.pools else (1, 1, 1)
     ones, products = carray(_held(zero), (_COLUMNS,)), carray(_held(zero), (_COLUMNS,))
     for left in range(0, channels, _COLUMNS):
         width = min(_COLUMNS, channels - left)
-        share = _at(job.share, left, width, zero)
         sum_of_ones = _at(job.sums, thread * 2 * channels + left, width, 1.0)
         sum_of_products = _at(job.sums, (thread * 2 + 1) * channels + left, width, 1.0)
         for begin in range(start, stop, _RUN):
             for j in range(width):
                 ones[j] = products[j] = 0
             for row in range(begin, min(begin + _RUN, stop)):
-                given = _at(gradient, (row - start) * gradient_line + left, width, zero)
-                active = _at(activation, (row - start) * channels + left, width, zero)
-                value = _at(job.values, row * job.values_line + left, width, zero)
-                pending = _at(job.pending, row * job.pending_line + left, width, zero)
-                for j in range(width):
-                    grad = given[j] if not active[j] <= zero else zero
-                    ones[j] += grad
-                    products[j] += grad * value[j]
-                    pending[j] = grad * share[j] + (zero if first else pending[j])
+                given = _at(gradient, (row - start) * line + left, width, zero)
+                first = _corner(row, job) if job.pools else row
+                for i in range(deep):
+                    for k in range(tall):
+                        for pixel in range(first, first + wide):
+                            _collect_row(job, pixel + (i * job.height + k) * job.breadth, left, given, ones, products)
             for j in range(width):
                 sum_of_ones[j] += ones[j]
                 sum_of_products[j] += products[j]
+
+
+@_inlined
+def _collect_row(job, row, left, given, ones, products):
+    width, first, zero = len(given), job.first, job.zero
+    value = _at(job.values, row * job.values_line + left, width, zero)
+    pending = _at(job.pending, row * job.pending_line + left, width, zero)
+    scale, shift = _at(job.scale, left, width, zero), _at(job.shift, left, width, zero)
+    share = _at(job.share, left, width, zero)
+    _expect(job.pending + left * job.size, job.pending_line, row, width, job.size)
+    for j in range(width):
+        grad = given[j] if not value[j] * scale[j] + shift[j] <= zero else zero
+        ones[j] += grad
+        products[j] += grad * value[j]
+        pending[j] = grad * share[j] + (zero if first else pending[j])
+
+
+@_compiled
+def _corner(row, job):
+    """The first of the pixels of which a pooled one is the mean."""
+    breadth, height = job.breadth // 2, job.height // 2 if job.tall else job.height
+    depth = job.depth // 2 if job.deep else job.depth
+    line, layer = row // breadth, row // (breadth * height)
+    top = (layer // depth * job.depth + layer % depth * 2) * job.height + line % height * 2
+    return top * job.breadth + row % breadth * 2
+
+
+@_compiled
+def _pool(job, start, stop, out):
+    """The means of what is read, of every pixel and its neighbours."""
+    channels, zero = job.channels, job.zero
+    scale, shift = _at(job.scale, 0, channels, zero), _at(job.shift, 0, channels, zero)
+    part = (zero + 1) / job.pools
+    for row in range(start, stop):
+        first, found = _corner(row, job), _at(out, (row - start) * channels, channels, zero)
+        for j in range(channels):
+            found[j] = 0
+        for i in range(job.deep + 1):
+            for k in range(job.tall + 1):
+                for pixel in range(2):
+                    pixel += first + (i * job.height + k) * job.breadth
+                    value = _at(job.values, pixel * job.values_line, channels, zero)
+                    for j in range(channels):
+                        x = value[j] * scale[j] + shift[j]
+                        found[j] += x * part if not x <= zero else zero
 
 
 @_compiled
@@ -334,46 +414,46 @@ def _add_up(job, start, stop, made, origin):
             for j in range(-tall, tall + 1):
                 if 0 <= z + i * reach < depth and 0 <= y + j * reach < height:
                     line = (row - origin + (i * height + j) * breadth * reach) * seen + at
-                    left = _at(made, line - reach * seen, width, zero)
-                    middle = _at(made, line + width, width, zero)
-                    right = _at(made, line + 2 * width + reach * seen, width, zero)
                     if reach <= x < breadth - reach:
+                        left = _at(made, line - reach * seen, width, zero)
+                        middle = _at(made, line + width, width, zero)
+                        right = _at(made, line + 2 * width + reach * seen, width, zero)
                         for o in range(width):
                             found[o] += left[o] + middle[o] + right[o]
                     else:
-                        for o in range(width):
-                            found[o] += middle[o]
-                        if x >= reach:
-                            for o in range(width):
-                                found[o] += left[o]
-                        if x + reach < breadth:
-                            for o in range(width):
-                                found[o] += right[o]
+                        for k in range(3):
+                            if 0 <= x + (k - 1) * reach < breadth:
+                                one = _at(made, line + k * width + (k - 1) * reach * seen, width, zero)
+                                for o in range(width):
+                                    found[o] += one[o]
                 at += 3 * width
         x, y, z = _next(x, y, z, job)
 
 
 @_compiled
-def _to_front(address, index, count, zero):
-    to, found = _at(address, 0, count, zero), _at(address, index, count, zero)
+def _copy(found, to, count, zero):
+    found, to = _at(found, 0, count, zero), _at(to, 0, count, zero)
     for j in range(count):
         to[j] = found[j]
 
 
 @_compiled
-def _pull_back(job, thread, start, stop, grad, line, width, activation):
-    """From the gradient of what a product made, so many channels of it, to that of the weight and of what was read."""
+def _pull_back(job, thread, start, stop, grad, activation):
+    """From the gradient of what a product made to that of the weight and of what was read."""
     channels, rows, zero = job.channels, stop - start, job.zero
-    wide = job.weight_line
+    line, wide, width = job.of_weight_line, job.weight_line, job.seen or job.width
     gradient = activation + job.tile * channels * job.size
     of_weight = job.of_weight + thread * channels * job.of_weight_line * job.size
-    _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
+    if job.pools:
+        _pool(job, start, stop, activation)
+    else:
+        _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
     _product(
-        *(channels, job.of_weight_line, rows),
-        *(activation, 1, channels, grad, line, True, of_weight, job.of_weight_line, zero),
+        *(channels, line, rows),
+        *(activation, 1, channels, grad, line, True, of_weight, line, zero),
     )
-    _product(*(rows, wide, width), *(grad, line, 1, job.weight, job.weight_line, False, gradient, wide, zero))
-    _collect(job, thread, start, stop, gradient, wide, activation)
+    _product(*(rows, wide, width), *(grad, line, 1, job.weight, wide, False, gradient, wide, zero))
+    _collect(job, thread, start, stop, gradient, wide)
 
 
 def measure(job):
@@ -386,7 +466,7 @@ def measure(job):
 def settle(job):
     job = carray(job, 1)[0]
     _, first, last = _begin(job)
-    _settle(job, first, last, job.out + first * job.width * job.size)
+    _settle(job, first, last, job.out + first * job.width * job.size, job.width)
 
 
 def squeeze(job):
@@ -397,7 +477,10 @@ def squeeze(job):
     for start in range(first, last, job.tile):
         stop = min(start + job.tile, last)
         out = job.out + start * width * job.size
-        _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
+        if job.pools:
+            _pool(job, start, stop, activation)
+        else:
+            _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
         _product(
             *(stop - start, width, channels),
             *(activation, channels, 1, job.weight, job.weight_line, False, out, width, zero),
@@ -406,16 +489,22 @@ def squeeze(job):
             _measure(job, thread, job.out, width, start, stop)
 
 
-def squeezed_gradients(job):
+def gradients(job):
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    width, tile, zero = job.width, job.tile, job.zero
+    width, tile, line, zero = job.width, job.tile, job.of_weight_line, job.zero
     of_made = _scratch(job, thread)
-    activation = of_made + tile * width * job.size
+    activation = of_made + tile * line * job.size
     for start in range(first, last, tile):
         stop = min(start + tile, last)
-        _settle(job, start, stop, of_made)
-        _pull_back(job, thread, start, stop, of_made, width, width, activation)
+        if job.seen:
+            _gather(job, start, stop, of_made)
+        elif job.grad:
+            for row in range(start, stop):
+                _copy(job.grad + row * width * job.size, of_made + (row - start) * line * job.size, width, zero)
+        else:
+            _settle(job, start, stop, of_made, line)
+        _pull_back(job, thread, start, stop, of_made, activation)
         if job.ahead_channels:  # while the tile is in cache
             fewer, out = job.ahead_channels, job.ahead_out + start * width * job.size
             scale, shift = job.ahead_scale, job.ahead_shift
@@ -437,7 +526,8 @@ def convolve(job):
     for start in range(first, last, tile):
         stop = min(start + tile, last)
         if start - beyond > origin:  # what no later row gets anything from makes room
-            _to_front(made, (start - beyond - origin) * seen, (done - start + beyond) * seen, zero)
+            kept = made + (start - beyond - origin) * seen * job.size
+            _copy(kept, made, (done - start + beyond) * seen, zero)
             origin = start - beyond
         wanted = min(job.rows, stop + beyond)
         while done < wanted:
@@ -449,17 +539,6 @@ def convolve(job):
             )
             done += some
         _add_up(job, start, stop, made, origin)
-
-
-def convolved_gradients(job):
-    job = carray(job, 1)[0]
-    thread, first, last = _begin(job)
-    around, line = _scratch(job, thread), job.of_weight_line
-    activation = around + job.tile * line * job.size
-    for start in range(first, last, job.tile):
-        stop = min(start + job.tile, last)
-        _gather(job, start, stop, around)
-        _pull_back(job, thread, start, stop, around, line, job.seen, activation)
 
 
 def whole(count: int, dtype: torch.dtype) -> int:
@@ -482,4 +561,4 @@ def made(program: Callable[[np.record], None], dtype: torch.dtype) -> Any:
 
 def check() -> None:
     """Fails where Numba cannot make a program: the one that needs most."""
-    made(squeezed_gradients, torch.float32)
+    made(gradients, torch.float32)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+
 @functools.cache
 def available() -> bool:
     try:
