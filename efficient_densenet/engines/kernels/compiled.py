@@ -56,7 +56,7 @@ def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
 def _squeeze(squeeze: Squeeze, **measuring: Tensor) -> None:
     read, weight, out = squeeze
     told = {**_reading(read), "weight": _panels(weight.t()), "width": len(weight), "out": out, **measuring}
-    _run(loops.squeeze, read.values, weight.shape[1], **told)
+    _run(loops.squeeze, read.values, weight.shape[1] + loops.APART, **told)
 
 
 def squeezed_gradients(
@@ -75,7 +75,7 @@ def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) 
     told = {**_reading(read), **_around(weight, shape, dilation)}
     told["beyond"] = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
     told["weight"] = weights = _panels(weight.flatten(2).permute(1, 2, 0).flatten(1))
-    _run(loops.convolve, read.values, sum(weights.shape), **told, out=out)
+    _run(loops.convolve, read.values, sum(weights.shape) + loops.APART, **told, out=out)
     return out
 
 
@@ -97,7 +97,7 @@ def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
         return portable.pooled(read, weight, shape)
     out = read.values.new_empty(halved(shape).numel(), len(weight))
     told = {**_reading(read), **_pooling(out, shape), "weight": _panels(weight.t()), "out": out}
-    _run(loops.squeeze, read.values, weight.shape[1], **told)
+    _run(loops.squeeze, read.values, weight.shape[1] + loops.APART, **told)
     return out
 
 
@@ -118,7 +118,8 @@ def _gradients(read: Read, weight: Tensor, into: Into, **told: Tensor | int) -> 
     of_weight = _each(read.values, channels, loops.whole(width, weight.dtype))
     sums = _each(read.values, 2, channels, dtype=torch.float64)
     told |= {**_reading(read), **_pending(into), "weight": weight, "of_weight": of_weight, "sums": sums}
-    _run(loops.gradients, read.values, of_weight.shape[2] + channels + weight.shape[1], **told)
+    per_row = of_weight.shape[2] + channels + weight.shape[1] + 2 * loops.APART
+    _run(loops.gradients, read.values, per_row, **told)
     return of_weight.sum(0)[:, :width], *sums.sum(0).to(read.scale.dtype)
 
 

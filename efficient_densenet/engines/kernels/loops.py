@@ -2,7 +2,8 @@
 
 A program is called with the address of a job, which tells it all else. It takes one tile of rows after another through
 everything that is to be done with them, while what it makes of them lies in the processor's nearest caches. What a row,
-a map and a gradient are stands in `portable`. Matrices are given by address; products are BLAS's.
+a map and a gradient are stands in `portable`. Matrices are given by address. Products are made here: those of a tile are
+so small that what a BLAS does before each takes a good part of its time.
 """
 
 import functools
@@ -42,6 +43,12 @@ ROWS = 12 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 6
 
 _COLUMNS = 256
 """So many sums are held in registers, or next to them, at once."""
+
+_DEPTH = 256
+"""So many numbers of a sum are added up at once: a panel of as many rows stays in the nearest cache."""
+
+APART = 16
+"""So many numbers lie between two rows of a tile: rows that lie powers of two apart would share a place in a cache."""
 
 _AHEAD = 24
 """So many rows before it is read a row is asked for: processors do not foresee that of rows apart, a part is wanted."""
@@ -196,22 +203,30 @@ def _expect(values, line, row, count, size):
 def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, zero):
     """c = a @ b, or c += a @ b: so many rows and columns, each number the sum of so many.
 
-    Steps are in numbers. What lies after a row of b may be read, and after the last of a; c is written to its size.
+    Steps are in numbers. b is read by whole panels and a by whole `ROWS`, so that both must lie in memory that goes on
+    after them, whatever is there; c is written to its size.
     """
     size, spare = _at(0, 0, 1, zero).itemsize, _spare(zero)
     width = PANEL_BYTES // size
-    for left in range(0, breadth, width):
-        for top in range(0, height, ROWS):
-            rows, columns, out = min(ROWS, height - top), min(width, breadth - left), c + (top * line_c + left) * size
-            whole = rows == ROWS and columns == width
-            factors = a + top * down * size, down * size, along * size, count, b + left * size, line_b * size
-            where = (add, out, line_c * size) if whole else (False, spare, PANEL_BYTES)
-            _block(*factors, *where, zero)
-            if not whole:
-                for i in range(rows):
-                    to, found = _at(out, i * line_c, columns, zero), _at(spare, i * width, columns, zero)
-                    for j in range(columns):
-                        to[j] = found[j] + (to[j] if add else zero)
+    for start in range(0, count, _DEPTH):
+        depth, adds = min(_DEPTH, count - start), add or start > 0
+        for left in range(0, breadth, width):
+            for top in range(0, height, ROWS):
+                rows, columns, out = (
+                    min(ROWS, height - top),
+                    min(width, breadth - left),
+                    c + (top * line_c + left) * size,
+                )
+                whole = rows == ROWS and columns == width
+                of_a, of_b = a + (top * down + start * along) * size, b + (start * line_b + left) * size
+                out = c + (top * line_c + left) * size
+                where = (adds, out, line_c * size) if whole else (False, spare, PANEL_BYTES)
+                _block(of_a, down * size, along * size, depth, of_b, line_b * size, *where, zero)
+                if not whole:
+                    for i in range(rows):
+                        to, found = _at(out, i * line_c, columns, zero), _at(spare, i * width, columns, zero)
+                        for j in range(columns):
+                            to[j] = found[j] + (to[j] if adds else zero)
 
 
 @_compiled
@@ -228,10 +243,10 @@ def _scratch(job, thread):
 
 @_compiled
 def _activate(values, line, start, stop, channels, scale, shift, out, zero):
-    size = _at(0, 0, 1, zero).itemsize
+    size, to_line = _at(0, 0, 1, zero).itemsize, channels + APART
     scale, shift = _at(scale, 0, channels, zero), _at(shift, 0, channels, zero)
     for row in range(start, stop):
-        value, found = _at(values, row * line, channels, zero), _at(out, (row - start) * channels, channels, zero)
+        value, found = _at(values, row * line, channels, zero), _at(out, (row - start) * to_line, channels, zero)
         _expect(values, line, row, channels, size)
         for j in range(channels):
             x = value[j] * scale[j] + shift[j]
@@ -310,7 +325,7 @@ def _pool(job, start, stop, out):
     scale, shift = _at(job.scale, 0, channels, zero), _at(job.shift, 0, channels, zero)
     part = (zero + 1) / job.pools
     for row in range(start, stop):
-        first, found = _corner(row, job), _at(out, (row - start) * channels, channels, zero)
+        first, found = _corner(row, job), _at(out, (row - start) * (channels + APART), channels, zero)
         for j in range(channels):
             found[j] = 0
         for i in range(job.deep + 1):
@@ -442,7 +457,7 @@ def _pull_back(job, thread, start, stop, grad, activation):
     """From the gradient of what a product made to that of the weight and of what was read."""
     channels, rows, zero = job.channels, stop - start, job.zero
     line, wide, width = job.of_weight_line, job.weight_line, job.seen or job.width
-    gradient = activation + job.tile * channels * job.size
+    gradient, gradient_line = activation + job.tile * (channels + APART) * job.size, wide + APART
     of_weight = job.of_weight + thread * channels * job.of_weight_line * job.size
     if job.pools:
         _pool(job, start, stop, activation)
@@ -450,10 +465,10 @@ def _pull_back(job, thread, start, stop, grad, activation):
         _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
     _product(
         *(channels, line, rows),
-        *(activation, 1, channels, grad, line, True, of_weight, line, zero),
+        *(activation, 1, channels + APART, grad, line, True, of_weight, line, zero),
     )
-    _product(*(rows, wide, width), *(grad, line, 1, job.weight, wide, False, gradient, wide, zero))
-    _collect(job, thread, start, stop, gradient, wide)
+    _product(*(rows, wide, width), *(grad, line, 1, job.weight, wide, False, gradient, gradient_line, zero))
+    _collect(job, thread, start, stop, gradient, gradient_line)
 
 
 def measure(job):
@@ -483,7 +498,7 @@ def squeeze(job):
             _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
         _product(
             *(stop - start, width, channels),
-            *(activation, channels, 1, job.weight, job.weight_line, False, out, width, zero),
+            *(activation, channels + APART, 1, job.weight, job.weight_line, False, out, width, zero),
         )
         if job.parts:
             _measure(job, thread, job.out, width, start, stop)
@@ -511,7 +526,7 @@ def gradients(job):
             _activate(job.ahead_values, job.ahead_values_line, start, stop, fewer, scale, shift, activation, zero)
             _product(
                 *(stop - start, width, fewer),
-                *(activation, fewer, 1, job.ahead_weight, job.ahead_weight_line, False, out, width, zero),
+                *(activation, fewer + APART, 1, job.ahead_weight, job.ahead_weight_line, False, out, width, zero),
             )
 
 
@@ -521,7 +536,7 @@ def convolve(job):
     thread, first, last = _begin(job)
     channels, seen, tile, zero, beyond = job.channels, job.weight_line, job.tile, job.zero, job.beyond
     activation = _scratch(job, thread)
-    made = activation + tile * channels * job.size
+    made = activation + tile * (channels + APART) * job.size
     origin = done = max(0, first - beyond)
     for start in range(first, last, tile):
         stop = min(start + tile, last)
@@ -535,7 +550,7 @@ def convolve(job):
             _activate(job.values, job.values_line, done, done + some, channels, job.scale, job.shift, activation, zero)
             _product(
                 *(some, seen, channels),
-                *(activation, channels, 1, job.weight, seen, False, out, seen, zero),
+                *(activation, channels + APART, 1, job.weight, seen, False, out, seen, zero),
             )
             done += some
         _add_up(job, start, stop, made, origin)
