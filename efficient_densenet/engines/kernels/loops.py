@@ -2,8 +2,8 @@
 
 A program is called with the address of a job, which tells it all else. It takes one tile of rows after another through
 everything that is to be done with them, while what it makes of them lies in the processor's nearest caches. What a row,
-a map and a gradient are stands in `portable`. Matrices are given by address. Products are made here: those of a tile are
-so small that what a BLAS does before each takes a good part of its time.
+a map and a gradient are stands in `portable`. Matrices are given by address. Products are made here, since a
+tile's are so small that what a BLAS does before each takes a good part of its time.
 """
 
 import functools
@@ -47,11 +47,17 @@ _COLUMNS = 256
 _DEPTH = 256
 """So many numbers of a sum are added up at once: a panel of as many rows stays in the nearest cache."""
 
+_HEIGHT = 96
+"""So many rows are made of one panel after another, while what they are of stays in a cache: a multiple of `ROWS`."""
+
 APART = 16
 """So many numbers lie between two rows of a tile: rows that lie powers of two apart would share a place in a cache."""
 
 _AHEAD = 24
-"""So many rows before it is read a row is asked for: processors do not foresee that of rows apart, a part is wanted."""
+"""So many rows before it is read a short part of a row is asked for, which processors do not foresee."""
+
+_SHORT = 1024
+"""So many bytes are."""
 
 _LINE_BYTES = 64
 """What a cache fetches at once."""
@@ -193,6 +199,8 @@ def _at(address, index, count, like):
 @_compiled
 def _expect(values, line, row, count, size):
     """Ask for a row that comes after this one."""
+    if count * size > _SHORT:
+        return
     start = values + (row + _AHEAD) * line * size
     for at in range(start, start + count * size, _LINE_BYTES):
         _fetch(at)
@@ -210,23 +218,20 @@ def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, 
     width = PANEL_BYTES // size
     for start in range(0, count, _DEPTH):
         depth, adds = min(_DEPTH, count - start), add or start > 0
-        for left in range(0, breadth, width):
-            for top in range(0, height, ROWS):
-                rows, columns, out = (
-                    min(ROWS, height - top),
-                    min(width, breadth - left),
-                    c + (top * line_c + left) * size,
-                )
-                whole = rows == ROWS and columns == width
-                of_a, of_b = a + (top * down + start * along) * size, b + (start * line_b + left) * size
-                out = c + (top * line_c + left) * size
-                where = (adds, out, line_c * size) if whole else (False, spare, PANEL_BYTES)
-                _block(of_a, down * size, along * size, depth, of_b, line_b * size, *where, zero)
-                if not whole:
-                    for i in range(rows):
-                        to, found = _at(out, i * line_c, columns, zero), _at(spare, i * width, columns, zero)
-                        for j in range(columns):
-                            to[j] = found[j] + (to[j] if adds else zero)
+        for first in range(0, height, _HEIGHT):
+            for left in range(0, breadth, width):
+                for top in range(first, min(first + _HEIGHT, height), ROWS):
+                    rows, columns = min(ROWS, height - top), min(width, breadth - left)
+                    whole = rows == ROWS and columns == width
+                    of_a, of_b = a + (top * down + start * along) * size, b + (start * line_b + left) * size
+                    out = c + (top * line_c + left) * size
+                    where = (adds, out, line_c * size) if whole else (False, spare, PANEL_BYTES)
+                    _block(of_a, down * size, along * size, depth, of_b, line_b * size, *where, zero)
+                    if not whole:
+                        for i in range(rows):
+                            to, found = _at(out, i * line_c, columns, zero), _at(spare, i * width, columns, zero)
+                            for j in range(columns):
+                                to[j] = found[j] + (to[j] if adds else zero)
 
 
 @_compiled
@@ -300,7 +305,6 @@ def _collect_row(job, row, left, given, ones, products):
     pending = _at(job.pending, row * job.pending_line + left, width, zero)
     scale, shift = _at(job.scale, left, width, zero), _at(job.shift, left, width, zero)
     share = _at(job.share, left, width, zero)
-    _expect(job.pending + left * job.size, job.pending_line, row, width, job.size)
     for j in range(width):
         grad = given[j] if not value[j] * scale[j] + shift[j] <= zero else zero
         ones[j] += grad
