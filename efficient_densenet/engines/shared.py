@@ -319,6 +319,7 @@ class Backward:
 
     def _of_before(self, portion: Portion) -> Tensor:
         if portion.layers.start == 0:
+            self.scratch.clear()  # no layer is left
             return pictures(self._settled(0, self.width), self.shape)
         token = self.features.new_zeros(())
         token.backward_so_far = self
@@ -346,7 +347,9 @@ class Backward:
         """The gradient of the features themselves, for channels that no consumer is left of."""
         place = self.columns.between(start, stop)
         settled = self.statistics.settled(self.pending, place)
-        return settled if self.direct is None else settled.add_(rows(self.direct[:, place]))
+        if self.direct is not None:
+            pictures(settled, self.shape).add_(self.direct[:, place])
+        return settled
 
     def _layer(self, i: int, grad: Tensor) -> None:
         place = self.stage.places[i]
