@@ -13,7 +13,7 @@ from torch import Tensor
 from . import loops, native, portable, scratch
 from .portable import Gradients, Into, Read, Settling, Squeeze, halved
 
-affine, affine_gradients = portable.affine, portable.affine_gradients
+affine = portable.affine
 
 TILE = 192
 """Rows: enough of them for a good matrix product, few enough for the caches."""
@@ -37,6 +37,17 @@ def settled(grad: Settling) -> Tensor:
     out = torch.empty_like(values, memory_format=torch.contiguous_format)
     _run(loops.settle, values, **_settling(grad), out=out)
     return out
+
+
+def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tensor]:
+    if not grad.dtype == read.values.dtype == read.scale.dtype:
+        return portable.affine_gradients(grad, read, into)
+    channels = grad.shape[1]
+    sums = _sums(read.values)
+    always = {"scale": torch.zeros_like(read.scale), "shift": torch.ones_like(read.scale)}  # no ReLU is ever shut
+    told = {**_reading(read), **always, **_pending(into), "sums": sums}
+    _run(loops.gradients, read.values, channels, **told, grad=grad, width=channels, of_weight_line=channels)
+    return tuple(sums.sum(0).to(read.scale.dtype))
 
 
 def squeezed(squeeze: Squeeze) -> None:
@@ -116,7 +127,7 @@ def _gradients(read: Read, weight: Tensor, into: Into, **told: Tensor | int) -> 
     width, channels = weight.shape
     weight = _panels(weight)
     of_weight = _each(read.values, channels, loops.whole(width, weight.dtype))
-    sums = _each(read.values, 2, channels, dtype=torch.float64)
+    sums = _sums(read.values)
     told |= {**_reading(read), **_pending(into), "weight": weight, "of_weight": of_weight, "sums": sums}
     per_row = of_weight.shape[2] + channels + weight.shape[1] + 2 * loops.APART
     _run(loops.gradients, read.values, per_row, **told)
@@ -184,6 +195,10 @@ def _threads(values: Tensor) -> int:
 def _each(values: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros for every thread to add to."""
     return values.new_zeros(_threads(values), *shape, dtype=dtype)
+
+
+def _sums(values: Tensor) -> Tensor:
+    return _each(values, 2, values.shape[1], dtype=torch.float64)
 
 
 def _parts(values: Tensor, width: int) -> Tensor:

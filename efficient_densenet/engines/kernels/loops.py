@@ -186,8 +186,9 @@ def _fetch(typingctx, address):
     return types.void(types.intp), codegen
 
 
-_how = {"error_model": "numpy", "fastmath": {"contract"}, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_compiled, _inlined = njit(**_how), njit(**_how, forceinline=True)
+_HOW = {"error_model": "numpy", "fastmath": {"contract"}}
+_compiled = njit(**_HOW, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_inlined = njit(**_HOW, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 @_compiled
@@ -222,12 +223,12 @@ def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, 
             for left in range(0, breadth, width):
                 for top in range(first, min(first + _HEIGHT, height), ROWS):
                     rows, columns = min(ROWS, height - top), min(width, breadth - left)
-                    whole = rows == ROWS and columns == width
+                    inside = rows == ROWS and columns == width
                     of_a, of_b = a + (top * down + start * along) * size, b + (start * line_b + left) * size
                     out = c + (top * line_c + left) * size
-                    where = (adds, out, line_c * size) if whole else (False, spare, PANEL_BYTES)
+                    where = (adds, out, line_c * size) if inside else (False, spare, PANEL_BYTES)
                     _block(of_a, down * size, along * size, depth, of_b, line_b * size, *where, zero)
-                    if not whole:
+                    if not inside:
                         for i in range(rows):
                             to, found = _at(out, i * line_c, columns, zero), _at(spare, i * width, columns, zero)
                             for j in range(columns):
@@ -458,20 +459,22 @@ def _copy(found, to, count, zero):
 
 @_compiled
 def _pull_back(job, thread, start, stop, grad, activation):
-    """From the gradient of what a product made to that of the weight and of what was read."""
+    """From the gradient of what was made to that of what was read and, if a product made it, to that of the weight."""
     channels, rows, zero = job.channels, stop - start, job.zero
     line, wide, width = job.of_weight_line, job.weight_line, job.seen or job.width
-    gradient, gradient_line = activation + job.tile * (channels + APART) * job.size, wide + APART
-    of_weight = job.of_weight + thread * channels * job.of_weight_line * job.size
-    if job.pools:
-        _pool(job, start, stop, activation)
-    else:
-        _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
-    _product(
-        *(channels, line, rows),
-        *(activation, 1, channels + APART, grad, line, True, of_weight, line, zero),
-    )
-    _product(*(rows, wide, width), *(grad, line, 1, job.weight, wide, False, gradient, gradient_line, zero))
+    gradient, gradient_line = grad, line
+    if job.weight:
+        gradient, gradient_line = activation + job.tile * (channels + APART) * job.size, wide + APART
+        of_weight = job.of_weight + thread * channels * line * job.size
+        if job.pools:
+            _pool(job, start, stop, activation)
+        else:
+            _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
+        _product(
+            *(channels, line, rows),
+            *(activation, 1, channels + APART, grad, line, True, of_weight, line, zero),
+        )
+        _product(*(rows, wide, width), *(grad, line, 1, job.weight, wide, False, gradient, gradient_line, zero))
     _collect(job, thread, start, stop, gradient, gradient_line)
 
 
@@ -571,11 +574,11 @@ def made(program: Callable[[np.record], None], dtype: torch.dtype) -> Any:
     """A program for such numbers. Numba makes it at its first use and, where it may write, finds it on disk later."""
     zero = "zero", np.dtype(str(dtype).removeprefix("torch."))
     job = from_dtype(np.dtype([*((field, np.int64) for field in FIELDS), zero]))
-    signature, how = types.void(types.CPointer(job)), {"error_model": "numpy", "fastmath": {"contract"}}
+    signature = types.void(types.CPointer(job))
     try:
-        return cfunc(signature, cache=True, **how)(program)
+        return cfunc(signature, cache=True, **_HOW)(program)
     except (RuntimeError, OSError):  # there is nowhere to keep it
-        return cfunc(signature, **how)(program)
+        return cfunc(signature, **_HOW)(program)
 
 
 def check() -> None:
