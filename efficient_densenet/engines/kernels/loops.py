@@ -62,7 +62,7 @@ _SHORT = 1024
 _LINE_BYTES = 64
 """What a cache fetches at once."""
 
-_RUN = 64
+_RUN = 32
 """So many rows are added up before they join a sum, in double precision, which a long sum would need."""
 
 PART_ROWS = 5
@@ -279,15 +279,16 @@ def _collect(job, thread, start, stop, gradient, line):
     """Mask a gradient, add it to what is pending, and add up the two sums. A pooled one is that of several pixels."""
     channels, zero = job.channels, job.zero
     deep, tall, wide = (job.deep + 1, job.tall + 1, 2) if job.pools else (1, 1, 1)
+    run = _RUN // (deep * tall * wide)
     ones, products = carray(_held(zero), (_COLUMNS,)), carray(_held(zero), (_COLUMNS,))
     for left in range(0, channels, _COLUMNS):
         width = min(_COLUMNS, channels - left)
         sum_of_ones = _at(job.sums, thread * 2 * channels + left, width, 1.0)
         sum_of_products = _at(job.sums, (thread * 2 + 1) * channels + left, width, 1.0)
-        for begin in range(start, stop, _RUN):
+        for begin in range(start, stop, run):
             for j in range(width):
                 ones[j] = products[j] = 0
-            for row in range(begin, min(begin + _RUN, stop)):
+            for row in range(begin, min(begin + run, stop)):
                 given = _at(gradient, (row - start) * line + left, width, zero)
                 first = _corner(row, job) if job.pools else row
                 for i in range(deep):
