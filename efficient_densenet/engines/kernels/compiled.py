@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import loops, native, portable, scratch
@@ -24,6 +25,10 @@ TILE_BYTES = 1 << 21
 WEIGHT_BYTES = 1 << 19
 """What a convolution's weight may hold. A larger one leaves the nearest caches between tiles, of which portable makes
 fewer."""
+
+
+Told = dict[str, Tensor | int]
+"""What a job tells a program, by the names in `loops.FIELDS`."""
 
 
 def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +51,7 @@ def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tens
     sums = _sums(read.values)
     always = {"scale": torch.zeros_like(read.scale), "shift": torch.ones_like(read.scale)}  # no ReLU is ever shut
     told = {**_reading(read), **always, **_pending(into), "sums": sums}
-    _run(loops.gradients, read.values, channels, **told, grad=grad, width=channels, of_weight_line=channels)
+    _run(loops.gradients, read.values, _apart(read), **told, grad=grad, width=channels, of_weight_line=channels)
     return tuple(sums.sum(0).to(read.scale.dtype))
 
 
@@ -67,7 +72,7 @@ def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
 def _squeeze(squeeze: Squeeze, **measuring: Tensor) -> None:
     read, weight, out = squeeze
     told = {**_reading(read), "weight": _panels(weight.t()), "width": len(weight), "out": out, **measuring}
-    _run(loops.squeeze, read.values, weight.shape[1] + loops.APART, **told)
+    _run(loops.squeeze, read.values, _apart(read), **told)
 
 
 def squeezed_gradients(
@@ -85,8 +90,8 @@ def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) 
     out = read.values.new_empty(len(read.values), len(weight))
     told = {**_reading(read), **_around(weight, shape, dilation)}
     told["beyond"] = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
-    told["weight"] = weights = _panels(weight.flatten(2).permute(1, 2, 0).flatten(1))
-    _run(loops.convolve, read.values, sum(weights.shape) + loops.APART, **told, out=out)
+    told |= _weight(weight.flatten(2).permute(1, 2, 0).flatten(1))
+    _run(loops.convolve, read.values, _apart(read) + told["wide"], **told, out=out)
     return out
 
 
@@ -108,7 +113,7 @@ def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
         return portable.pooled(read, weight, shape)
     out = read.values.new_empty(halved(shape).numel(), len(weight))
     told = {**_reading(read), **_pooling(out, shape), "weight": _panels(weight.t()), "out": out}
-    _run(loops.squeeze, read.values, weight.shape[1] + loops.APART, **told)
+    _run(loops.squeeze, read.values, _apart(read), **told)
     return out
 
 
@@ -125,30 +130,33 @@ def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape
 def _gradients(read: Read, weight: Tensor, into: Into, **told: Tensor | int) -> Gradients:
     """Of a product: that of its weight lies transposed, tall rather than wide, which processors make faster."""
     width, channels = weight.shape
-    weight = _panels(weight)
-    of_weight = _each(read.values, channels, loops.whole(width, weight.dtype))
-    sums = _sums(read.values)
-    told |= {**_reading(read), **_pending(into), "weight": weight, "of_weight": of_weight, "sums": sums}
-    per_row = of_weight.shape[2] + channels + weight.shape[1] + 2 * loops.APART
+    of_weight, sums = _each(read.values, channels, _whole(width, weight.dtype)), _sums(read.values)
+    told |= {**_reading(read), **_pending(into), **_weight(weight), "of_weight": of_weight, "sums": sums}
+    per_row = sum(loops.apart(count, weight.itemsize) for count in (of_weight.shape[2], channels, told["wide"]))
     _run(loops.gradients, read.values, per_row, **told)
     return of_weight.sum(0)[:, :width], *sums.sum(0).to(read.scale.dtype)
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """A matrix as products read it: every row continued to a whole number of panels."""
-    rows, columns = weight.shape
-    padded = weight.new_zeros(rows, loops.whole(columns, weight.dtype))
-    padded[:, :columns] = weight
-    return padded
+def _weight(matrix: Tensor) -> Told:
+    return {"weight": _panels(matrix), "wide": _whole(matrix.shape[1], matrix.dtype)}
+
+
+def _panels(matrix: Tensor) -> Tensor:
+    """A matrix as products read it best: panels of so many columns after one another, the last filled with zeros."""
+    columns, width = matrix.shape[1], loops.PANEL_BYTES // matrix.itemsize
+    whole = F.pad(matrix, (0, _whole(columns, matrix.dtype) - columns))
+    return whole.unflatten(1, (-1, width)).transpose(0, 1).contiguous()
+
+
+def _whole(columns: int, dtype: torch.dtype) -> int:
+    """As many panels as hold so many columns, in columns."""
+    width = loops.PANEL_BYTES // dtype.itemsize
+    return -(-columns // width) * width
 
 
 def _suits(read: Read, weight: Tensor) -> bool:
     """Whether all is in one precision, one that there are programs for, and the weight not too large."""
     return weight.dtype == read.values.dtype == read.scale.dtype and weight.nbytes <= WEIGHT_BYTES
-
-
-Told = dict[str, Tensor | int]
-"""What a job tells a program, by the names in `loops.FIELDS`."""
 
 
 def _reading(read: Read) -> Told:
@@ -187,6 +195,11 @@ def _pooling(pooled: Tensor, shape: torch.Size) -> Told:
     return {"pools": 2 ** len(shape[1:]), "rows": len(pooled), "width": pooled.shape[1], **_sides(shape)}
 
 
+def _apart(read: Read) -> int:
+    """What scratch a row takes of what is read."""
+    return loops.apart(read.values.shape[1], read.values.itemsize)
+
+
 def _threads(values: Tensor) -> int:
     """PyTorch's, or fewer, where there are not as many tiles."""
     return max(1, min(torch.get_num_threads(), -(-values.shape[0] // TILE)))
@@ -220,7 +233,7 @@ def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0,
     threads = min(_threads(values), max(1, values.shape[0] // (4 * beyond or 1)))
     tile = _tile(values, per_row, threads) // told.get("pools", 1)
     tile = max(1, -(-tile // loops.ROWS)) * loops.ROWS
-    room = tile * per_row + (2 * beyond * told["weight"].shape[1] if beyond else 0)
+    room = tile * per_row + 2 * beyond * told.get("wide", 0)
     told = {"values": values, "rows": values.shape[0], **told, **native.functions()}
     told |= {"tile": tile, "size": values.itemsize, "room": room}
     told["scratch"] = scratch.take("tile", (threads, room), values.dtype, values.device)

@@ -24,16 +24,16 @@ FIELDS = [
     *("size", "rows", "tile", "scratch", "room"),
     *("channels", "values", "values_line", "scale", "shift"),
     *("share", "pending", "pending_line", "first", "sums"),
-    *("weight", "weight_line", "width", "out", "of_weight", "of_weight_line", "parts"),
+    *("weight", "wide", "width", "out", "of_weight", "of_weight_line", "parts"),
     *("made", "made_line", "slope", "constant", "made_share", "made_pending", "made_pending_line"),
     *("ahead_channels", "ahead_values", "ahead_values_line", "ahead_scale", "ahead_shift"),
-    *("ahead_weight", "ahead_weight_line", "ahead_out"),
+    *("ahead_weight", "ahead_out"),
     *("grad", "seen", "deep", "tall", "depth", "height", "breadth", "reach", "beyond", "pools"),
 ]
 """What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how
-many bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `seen`
-how many numbers of the gradient a 3×3 kernel sees, `beyond` how many rows its farthest pixel is away, `pools` of how
-many pixels a mean is read. What is not told is 0, and not done."""
+many bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `wide`
+how many columns the weight's panels have, `seen` how many numbers of the gradient a 3×3 kernel sees, `beyond` how many
+rows its farthest pixel is away, `pools` of how many pixels a mean is read. What is not told is 0, and not done."""
 
 PANEL_BYTES = 64
 """So much of a row of a product is made at once: a few vectors of any processor's."""
@@ -50,16 +50,13 @@ _DEPTH = 256
 _HEIGHT = 96
 """So many rows are made of one panel after another, while what they are of stays in a cache: a multiple of `ROWS`."""
 
-APART = 16
-"""So many numbers lie between two rows of a tile: rows that lie powers of two apart would share a place in a cache."""
-
 _AHEAD = 24
 """So many rows before it is read a short part of a row is asked for, which processors do not foresee."""
 
 _SHORT = 1024
 """So many bytes are."""
 
-_LINE_BYTES = 64
+LINE_BYTES = 64
 """What a cache fetches at once."""
 
 _RUN = 32
@@ -191,6 +188,14 @@ _compiled = njit(**_HOW, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _inlined = njit(**_HOW, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
+def apart(count, size):
+    """So many numbers, or some more: rows that lie powers of two apart would share a place in a cache."""
+    return (-(-count * size // LINE_BYTES) | 1) * LINE_BYTES // size
+
+
+_apart = _compiled(apart)
+
+
 @_compiled
 def _at(address, index, count, like):
     """So many numbers, from the one on that lies `index` numbers after the address."""
@@ -203,7 +208,7 @@ def _expect(values, line, row, count, size):
     if count * size > _SHORT:
         return
     start = values + (row + _AHEAD) * line * size
-    for at in range(start, start + count * size, _LINE_BYTES):
+    for at in range(start, start + count * size, LINE_BYTES):
         _fetch(at)
     _fetch(start + count * size - 1)
 
@@ -212,11 +217,13 @@ def _expect(values, line, row, count, size):
 def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, zero):
     """c = a @ b, or c += a @ b: so many rows and columns, each number the sum of so many.
 
-    Steps are in numbers. b is read by whole panels and a by whole `ROWS`, so that both must lie in memory that goes on
-    after them, whatever is there; c is written to its size.
+    Steps are in numbers; that between two rows of b is 0 where b lies panel by panel. b is read by whole panels and a
+    by whole `ROWS`, so that both must lie in memory that goes on after them, whatever is there; c is written to its
+    size.
     """
     size, spare = _at(0, 0, 1, zero).itemsize, _spare(zero)
     width = PANEL_BYTES // size
+    line_b, panel_b = (line_b, width) if line_b else (width, count * width)
     for start in range(0, count, _DEPTH):
         depth, adds = min(_DEPTH, count - start), add or start > 0
         for first in range(0, height, _HEIGHT):
@@ -224,7 +231,10 @@ def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, 
                 for top in range(first, min(first + _HEIGHT, height), ROWS):
                     rows, columns = min(ROWS, height - top), min(width, breadth - left)
                     inside = rows == ROWS and columns == width
-                    of_a, of_b = a + (top * down + start * along) * size, b + (start * line_b + left) * size
+                    of_a, of_b = (
+                        a + (top * down + start * along) * size,
+                        b + (start * line_b + left // width * panel_b) * size,
+                    )
                     out = c + (top * line_c + left) * size
                     where = (adds, out, line_c * size) if inside else (False, spare, PANEL_BYTES)
                     _block(of_a, down * size, along * size, depth, of_b, line_b * size, *where, zero)
@@ -249,7 +259,8 @@ def _scratch(job, thread):
 
 @_compiled
 def _activate(values, line, start, stop, channels, scale, shift, out, zero):
-    size, to_line = _at(0, 0, 1, zero).itemsize, channels + APART
+    size = _at(0, 0, 1, zero).itemsize
+    to_line = _apart(channels, size)
     scale, shift = _at(scale, 0, channels, zero), _at(shift, 0, channels, zero)
     for row in range(start, stop):
         value, found = _at(values, row * line, channels, zero), _at(out, (row - start) * to_line, channels, zero)
@@ -329,9 +340,9 @@ def _pool(job, start, stop, out):
     """The means of what is read, of every pixel and its neighbours."""
     channels, zero = job.channels, job.zero
     scale, shift = _at(job.scale, 0, channels, zero), _at(job.shift, 0, channels, zero)
-    part = (zero + 1) / job.pools
+    part, line = (zero + 1) / job.pools, _apart(channels, job.size)
     for row in range(start, stop):
-        first, found = _corner(row, job), _at(out, (row - start) * (channels + APART), channels, zero)
+        first, found = _corner(row, job), _at(out, (row - start) * line, channels, zero)
         for j in range(channels):
             found[j] = 0
         for i in range(job.deep + 1):
@@ -390,13 +401,13 @@ def _next(x, y, z, job):
 
 
 @_compiled
-def _gather(job, start, stop, out):
+def _gather(job, start, stop, out, line):
     """What a kernel sees around every pixel of the gradient, and nothing outside the picture."""
     width, reach, breadth, zero = job.width, job.reach, job.breadth, job.zero
     height, depth, deep, tall, grad = job.height, job.depth, job.deep, job.tall, job.grad
     x, y, z = _pixel(start, job)
     for row in range(start, stop):
-        at = (row - start) * job.of_weight_line
+        at = (row - start) * line
         left, right = 0 if x >= reach else 1, 3 if x + reach < breadth else 2
         for i in range(-deep, deep + 1):
             for j in range(-tall, tall + 1):
@@ -406,10 +417,10 @@ def _gather(job, start, stop, out):
                     for o in range(3 * width):
                         found[o] = 0
                 if inside:
-                    line = row + (i * height + j) * breadth * reach
+                    first = row + (i * height + j) * breadth * reach
                     together = right - left if reach == 1 else 1
                     for k in range(left, right, together):
-                        seen = _at(grad, (line + (k - 1) * reach) * width, together * width, zero)
+                        seen = _at(grad, (first + (k - 1) * reach) * width, together * width, zero)
                         found = _at(out, at + k * width, together * width, zero)
                         for o in range(together * width):
                             found[o] = seen[o]
@@ -424,7 +435,7 @@ def _gather(job, start, stop, out):
 def _add_up(job, start, stop, made, origin):
     """What every pixel gets from those around it; `made` begins with what row `origin` gives."""
     width, reach, breadth, zero = job.width, job.reach, job.breadth, job.zero
-    height, depth, deep, tall, seen = job.height, job.depth, job.deep, job.tall, job.weight_line
+    height, depth, deep, tall, seen = job.height, job.depth, job.deep, job.tall, job.wide
     x, y, z = _pixel(start, job)
     for row in range(start, stop):
         found = _at(job.out, row * width, width, zero)
@@ -459,23 +470,25 @@ def _copy(found, to, count, zero):
 
 
 @_compiled
-def _pull_back(job, thread, start, stop, grad, activation):
+def _pull_back(job, thread, start, stop, grad, line, activation):
     """From the gradient of what was made to that of what was read and, if a product made it, to that of the weight."""
     channels, rows, zero = job.channels, stop - start, job.zero
-    line, wide, width = job.of_weight_line, job.weight_line, job.seen or job.width
+    wide, width = job.wide, job.seen or job.width
     gradient, gradient_line = grad, line
     if job.weight:
-        gradient, gradient_line = activation + job.tile * (channels + APART) * job.size, wide + APART
-        of_weight = job.of_weight + thread * channels * line * job.size
+        activation_line, gradient_line = _apart(channels, job.size), _apart(wide, job.size)
+        gradient = activation + job.tile * activation_line * job.size
+        of_weight_line = job.of_weight_line
+        of_weight = job.of_weight + thread * channels * of_weight_line * job.size
         if job.pools:
             _pool(job, start, stop, activation)
         else:
             _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
         _product(
-            *(channels, line, rows),
-            *(activation, 1, channels + APART, grad, line, True, of_weight, line, zero),
+            *(channels, of_weight_line, rows),
+            *(activation, 1, activation_line, grad, line, True, of_weight, of_weight_line, zero),
         )
-        _product(*(rows, wide, width), *(grad, line, 1, job.weight, wide, False, gradient, gradient_line, zero))
+        _product(*(rows, wide, width), *(grad, line, 1, job.weight, 0, False, gradient, gradient_line, zero))
     _collect(job, thread, start, stop, gradient, gradient_line)
 
 
@@ -506,7 +519,7 @@ def squeeze(job):
             _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
         _product(
             *(stop - start, width, channels),
-            *(activation, channels + APART, 1, job.weight, job.weight_line, False, out, width, zero),
+            *(activation, _apart(channels, job.size), 1, job.weight, 0, False, out, width, zero),
         )
         if job.parts:
             _measure(job, thread, job.out, width, start, stop)
@@ -515,26 +528,26 @@ def squeeze(job):
 def gradients(job):
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    width, tile, line, zero = job.width, job.tile, job.of_weight_line, job.zero
+    width, tile, line, zero = job.width, job.tile, _apart(job.of_weight_line, job.size), job.zero
     of_made = _scratch(job, thread)
     activation = of_made + tile * line * job.size
     for start in range(first, last, tile):
         stop = min(start + tile, last)
         if job.seen:
-            _gather(job, start, stop, of_made)
+            _gather(job, start, stop, of_made, line)
         elif job.grad:
             for row in range(start, stop):
                 _copy(job.grad + row * width * job.size, of_made + (row - start) * line * job.size, width, zero)
         else:
             _settle(job, start, stop, of_made, line)
-        _pull_back(job, thread, start, stop, of_made, activation)
+        _pull_back(job, thread, start, stop, of_made, line, activation)
         if job.ahead_channels:  # while the tile is in cache
             fewer, out = job.ahead_channels, job.ahead_out + start * width * job.size
             scale, shift = job.ahead_scale, job.ahead_shift
             _activate(job.ahead_values, job.ahead_values_line, start, stop, fewer, scale, shift, activation, zero)
             _product(
                 *(stop - start, width, fewer),
-                *(activation, fewer + APART, 1, job.ahead_weight, job.ahead_weight_line, False, out, width, zero),
+                *(activation, _apart(fewer, job.size), 1, job.ahead_weight, 0, False, out, width, zero),
             )
 
 
@@ -542,9 +555,10 @@ def convolve(job):
     """What every pixel gives to those beyond it is made some rows further than what they get is added up."""
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    channels, seen, tile, zero, beyond = job.channels, job.weight_line, job.tile, job.zero, job.beyond
+    channels, seen, tile, zero, beyond = job.channels, job.wide, job.tile, job.zero, job.beyond
+    line = _apart(channels, job.size)
     activation = _scratch(job, thread)
-    made = activation + tile * (channels + APART) * job.size
+    made = activation + tile * line * job.size
     origin = done = max(0, first - beyond)
     for start in range(first, last, tile):
         stop = min(start + tile, last)
@@ -558,16 +572,10 @@ def convolve(job):
             _activate(job.values, job.values_line, done, done + some, channels, job.scale, job.shift, activation, zero)
             _product(
                 *(some, seen, channels),
-                *(activation, channels + APART, 1, job.weight, seen, False, out, seen, zero),
+                *(activation, line, 1, job.weight, 0, False, out, seen, zero),
             )
             done += some
         _add_up(job, start, stop, made, origin)
-
-
-def whole(count: int, dtype: torch.dtype) -> int:
-    """As many panels as hold so many numbers, in numbers."""
-    width = PANEL_BYTES // dtype.itemsize
-    return -(-count // width) * width
 
 
 @functools.cache
