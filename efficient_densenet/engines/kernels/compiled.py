@@ -22,7 +22,7 @@ TILE = 192
 TILE_BYTES = 1 << 21
 """What a thread may hold of a tile, unless a quarter of its rows hold more."""
 
-WEIGHT_BYTES = 1 << 19
+WEIGHT_BYTES = 3 << 19
 """What a convolution's weight may hold. A larger one leaves the nearest caches between tiles, of which portable makes
 fewer."""
 
