@@ -106,8 +106,12 @@ class Stage:
         return consumed if self.consumer is None or self.consumer.after is None else self.consumer.after(consumed)
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By how many dimensions pictures have; there is none for signals."""
+
+
 def layout_of(x: Tensor) -> torch.memory_format:
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())  # there is none for signals
+    channels_last = CHANNELS_LAST.get(x.dim())
     if channels_last is None or x.is_contiguous() or not x.is_contiguous(memory_format=channels_last):
         return torch.contiguous_format
     return channels_last

@@ -19,7 +19,7 @@ from .eligible import can_share_stem, compute_dtype, convolved_size
 from .kernels import scratch
 from .kernels.portable import CONVOLVE, TILE_BYTES, pictures, sums_dtype
 from .norms import Map
-from .shared import autocast_off, layout_of, refuse_create_graph
+from .shared import CHANNELS_LAST, autocast_off, layout_of, refuse_create_graph
 
 
 class Stem(NamedTuple):
@@ -191,10 +191,10 @@ class Made:
         tile_bytes = TILE_BYTES["cpu" if self.x.device.type == "cpu" else "cuda"]
         return tile_bytes // (self.size.numel() * self.settings.sums_dtype.itemsize)
 
-    def centred(self, tile: Tile, mean: Tensor) -> Tensor:
+    def centred(self, tile: Tile, mean: Tensor, layout: torch.memory_format) -> Tensor:
         """Values less their mean, in the precision of sums and in scratch."""
         values = self.values[tile]
-        if self.layout is torch.contiguous_format:
+        if layout is torch.contiguous_format:
             room = scratch.take("wide", values.shape, mean.dtype, mean.device)
         else:
             rows = values.numel() // values.shape[1], values.shape[1]
@@ -204,10 +204,17 @@ class Made:
 
     def maxima(self, tile: Tile, mean: Tensor, norm: Map) -> tuple[Tensor, Tensor]:
         """What the pooling gives, and where it lies."""
-        wide = self.centred(tile, mean)
+        wide = self.centred(tile, mean, self._pooling_layout(tile))
         normalised = torch.addcmul(self.by_channel(norm.shift, tile), wide, self.by_channel(norm.scale, tile), out=wide)
         # The ReLU of rounded values, as some of them are equal only then.
-        return self.settings.pool.run(normalised.to(self.settings.dtype).clamp_min_(0))
+        found = self.settings.pool.run(normalised.to(self.settings.dtype).clamp_min_(0))
+        return tuple(part.contiguous(memory_format=self.layout) for part in found)
+
+    def _pooling_layout(self, tile: Tile) -> torch.memory_format:
+        """On processors PyTorch finds the maxima of eight channels or more side by side, ten times as fast."""
+        if self.x.device.type == "cpu" and self.x.dim() > 3 and len(self.weight[tile[1]]) >= 8:
+            return CHANNELS_LAST[self.x.dim()]
+        return self.layout
 
     def by_channel(self, values: Tensor, tile: Tile) -> Tensor:
         return values[tile[1]].view(-1, *[1] * (self.x.dim() - 2))
@@ -227,7 +234,7 @@ def _statistics(made: Made) -> tuple[Tensor, Tensor, int | Tensor]:
     mean = values.mean(made.all_but_channels, dtype=settings.sums_dtype)
     square_sum = torch.zeros_like(mean)
     for tile in made.tiles():
-        square_sum[tile[1]] += made.centred(tile, mean).square_().sum(made.all_but_channels)
+        square_sum[tile[1]] += made.centred(tile, mean, made.layout).square_().sum(made.all_but_channels)
     mean, variance, count = norms.measured(mean, square_sum.div_(count), count, settings.together)
     norms.record(settings.norm, mean, norms.unbiased(variance, count))
     return mean, torch.rsqrt(variance + settings.eps), count
@@ -296,7 +303,7 @@ class Backward:
 
     def _of_values(self, tile: Tile, grad: Tensor, slope: Tensor, shift: Tensor, share: Tensor) -> Tensor:
         slope, shift, share = (self.made.by_channel(values, tile) for values in (slope, shift, share))
-        centred = self.made.centred(tile, self.mean)
+        centred = self.made.centred(tile, self.mean, self.made.layout)
         found = self._unpooled(grad, self.places[tile].long(), centred)
         return found.mul_(share).addcmul_(centred, slope).add_(shift)
 
