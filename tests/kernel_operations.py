@@ -14,7 +14,7 @@ class Case:
 
     def __init__(self, shape, channels, width, dtype=torch.float32, first=False, device="cpu"):
         self.device = device
-        self.first, self.dilation = first, 1
+        self.first, self.dilation, self.learns = first, 1, True
         self.shape, self.dtype, num_rows = torch.Size(shape), dtype, math.prod(shape)
         self.values, self.pending = self._matrix(num_rows, channels), self._matrix(num_rows, channels)
         self.scale, self.shift, self.share = (torch.randn(channels, device=self.device) for _ in range(3))
@@ -62,8 +62,11 @@ class Case:
         """Of an operation: also what is pending, the gradient's, which lies among other channels."""
         wide = torch.zeros(len(self.pending), self.pending.shape[1] + 5, device=self.device, dtype=self.pending.dtype)
         pending = wide[:, : self.pending.shape[1]].copy_(self.pending)
-        found = function(grad, self.read, *rest[:1], Into(self.share, pending, self.first), *rest[1:])
+        found = function(grad, self.read, *rest[:1], Into(self.share, pending, self.first, self.learns), *rest[1:])
         assert not wide[:, self.pending.shape[1] :].any()
+        if rest and not self.learns:
+            assert found[0] is None
+            found = found[1:]
         return *found, pending
 
 

@@ -56,6 +56,14 @@ def test_the_first_gradient_takes_the_place_of_what_was_pending(operation):
 
 
 @pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.endswith("ed_gradients")])
+def test_a_weight_that_does_not_learn(operation):
+    case = Case((2, 5, 7), 9, 16)
+    case.learns = False
+    check(operation, case)
+
+
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("dilation", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(2, 9), (3, 2), (2, 5, 13), (2, 4, 3, 5), (1, 7, 2, 3)])

@@ -77,6 +77,13 @@ def test_the_first_gradient_takes_the_place_of_what_was_pending(operation):
     check(operation, Case((2, 5, 7), 9, 16, first=True))
 
 
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.endswith("ed_gradients")])
+def test_a_weight_that_does_not_learn(operation):
+    case = Case((2, 5, 7), 9, 16)
+    case.learns = False
+    check(operation, case)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_programs_that_loop_and_pictures_one_at_a_time(operation, monkeypatch):
     monkeypatch.setattr(fused, "PROGRAMS", 2)

@@ -12,6 +12,7 @@ from helpers import (
     backward,
     picture,
     small_model,
+    use_kernels,
     with_engine,
 )
 from torch import Tensor, nn
@@ -215,6 +216,40 @@ def test_a_graph_used_up_raises_autograd_s_error():
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+GRADIENTS = ["squeezed_gradients", "convolved_gradients", "pooled_gradients"]
+
+
+@pytest.mark.parametrize("learning", ["norms", "conv1", "conv2", "transition"])
+@pytest.mark.parametrize("bn_size", [0, 2])
+@pytest.mark.parametrize("ours", [("portable", 1 << 22), ("compiled", 256)])
+def test_gradients_of_weights_that_do_not_learn_are_not_made(ours, bn_size, learning, monkeypatch):
+    use_kernels(monkeypatch, *ours)
+    plain = small_model("bc", bn_size=bn_size, efficient=False)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_("norm" in name if learning == "norms" else learning in name and "norm" not in name)
+    model, made = with_engine(plain, "shared"), []
+    here = kernels.kernels_for(picture("bc"))
+    for name in GRADIENTS:
+        monkeypatch.setattr(here, name, _noting(getattr(here, name), name, made))
+    assert_same_step(model, plain, picture("bc"))
+    expected = {
+        "norms": set(),
+        "conv1": {"squeezed_gradients" if bn_size else "convolved_gradients"},
+        "conv2": {"convolved_gradients"} if bn_size else set(),
+        "transition": {"pooled_gradients"},
+    }
+    assert set(made) == expected[learning]
+
+
+def _noting(function, name, made):
+    def noting(*args):
+        found = function(*args)
+        made.extend([name] if found[0] is not None else [])
+        return found
+
+    return noting
 
 
 def test_running_statistics_written_before_the_backward_do_not_matter():

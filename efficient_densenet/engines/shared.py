@@ -141,9 +141,10 @@ class SharedStage(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_create_graph()
         backward = Backward(ctx)
+        backward.enter(ctx.stage.portions[-1], ctx.needs_input_grad[3:])
         with autocast_off(backward.features), scratch.reused(backward.scratch):
             backward.begin(*grads)
-            return None, None, None, *backward.go_on(ctx.stage.portions[-1], ctx.needs_input_grad[3:])
+            return None, None, None, *backward.go_on()
 
 
 class EarlierLayers(torch.autograd.Function):
@@ -157,8 +158,9 @@ class EarlierLayers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         backward = token.backward_so_far
+        backward.enter(ctx.portion, ctx.needs_input_grad[1:])
         with autocast_off(backward.features), scratch.reused(backward.scratch):
-            return None, *backward.go_on(ctx.portion, ctx.needs_input_grad[1:])
+            return None, *backward.go_on()
 
 
 def refuse_create_graph() -> None:
@@ -305,10 +307,14 @@ class Backward:
             self.scratch.clear()  # a transition may have needed more than layers will
         self.width = self.features.shape[1]
 
-    def go_on(self, portion: Portion, needed: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of what comes before a portion, and of its tensors, where they are needed."""
+    def enter(self, portion: Portion, needed: Sequence[bool]) -> None:
+        """Take a portion up, of which these gradients are needed: of what comes before it, and of its tensors."""
+        self.portion = portion
         self.needs_before, *self.needed = needed
-        self.start = portion.tensors.start
+
+    def go_on(self) -> list[Tensor | None]:
+        """The gradients of what comes before the portion, and of its tensors, where they are needed."""
+        portion = self.portion
         for i in reversed(portion.layers):
             if self._is_over(i):
                 break
@@ -331,7 +337,8 @@ class Backward:
 
     def _is_over(self, i: int) -> bool:
         """Whether neither this layer nor anything before it learns."""
-        return not self.needs_before and not any(self.needed[: max(0, self.stage.places[i].stop - self.start)])
+        until = max(0, self.stage.places[i].stop - self.portion.tensors.start)
+        return not self.needs_before and not any(self.needed[:until])
 
     @staticmethod
     def _of_parameter(parameter: Tensor, grad: Tensor | None, needed: bool) -> Tensor | None:
@@ -344,8 +351,13 @@ class Backward:
         inverse, mean = self.kept.pop(), self.kept.pop()
         return Map(weight, bias, inverse, mean)
 
-    def _into(self, norm: Map) -> Into:
-        return Into(norm.share(self.stage.frozen), self.pending[:, self.columns.between(0, len(norm.weight))])
+    def _into(self, norm: Map, kernel: int, first: bool = False) -> Into:
+        """Of a consumer whose kernel stands at such a place among the tensors."""
+        pending = self.pending[:, self.columns.between(0, len(norm.weight))]
+        return Into(norm.share(self.stage.frozen), pending, first, self._learns(kernel))
+
+    def _learns(self, tensor: int) -> bool:
+        return self.needed[tensor - self.portion.tensors.start]
 
     def _settled(self, start: int, stop: int) -> Tensor:
         """The gradient of the features themselves, for channels that no consumer is left of."""
@@ -365,7 +377,7 @@ class Backward:
         if not bottleneck:
             norm1 = self._map(weight1, bias1)
             read = self.statistics.read(norm1)
-            convolution = kernel1, self._into(norm1), self.shape, self.stage.layers[i].dilation
+            convolution = kernel1, self._into(norm1, place.start + 2), self.shape, self.stage.layers[i].dilation
             self._finish(place, norm1, *self.kernels.convolved_gradients(grad, read, *convolution))
             return
         made = self.kept.pop() if self.stage.layers[i].keep_bottleneck else None
@@ -376,7 +388,8 @@ class Backward:
             made = self._made(read, kernel1)
         of_made = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
         self.ahead = self._ahead(i - 1, len(kernel1))
-        found = self.kernels.squeezed_gradients(of_made, read, kernel1, self._into(norm1), self.ahead)
+        into = self._into(norm1, place.start + 2)
+        found = self.kernels.squeezed_gradients(of_made, read, kernel1, into, self.ahead)
         self._finish(place, norm1, *found)
 
     def _made(self, read: Read, kernel: Tensor) -> Tensor:
@@ -401,11 +414,11 @@ class Backward:
         """The gradient of the bottleneck, whose norm has statistics of its own."""
         frozen = self.stage.frozen_inside[i]
         pending = scratch.take("pending", made.shape, made.dtype, made.device)
-        into = Into(norm.share(frozen), pending, first=True)
+        stop = self.stage.places[i].stop
+        into = Into(norm.share(frozen), pending, first=True, learns=self._learns(stop - 1))
         convolution = kernel, into, self.shape, self.stage.layers[i].dilation
         of_kernel, *sums = self.kernels.convolved_gradients(grad, norm.read(made), *convolution)
         norm.take(*sums)
-        stop = self.stage.places[i].stop
         self.grads[stop - 3 : stop] = norm.of_weight, norm.of_bias, of_kernel
         return norms.settling(made, norm, frozen, pending, self.statistics.count, self.stage.together)
 
@@ -416,7 +429,7 @@ class Backward:
         if grad is None:
             return
         grad, read = rows(grad), self.statistics.read(norm)
-        into = Into(norm.share(self.stage.frozen), self.pending, first=True)
+        into = self._into(norm, place.stop - 1, first=True)
         if not kernel:
             found = None, *self.kernels.affine_gradients(grad, read, into)
         elif self.stage.consumer.pools:

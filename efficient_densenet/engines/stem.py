@@ -207,8 +207,7 @@ class Made:
         wide = self.centred(tile, mean, self._pooling_layout(tile))
         normalised = torch.addcmul(self.by_channel(norm.shift, tile), wide, self.by_channel(norm.scale, tile), out=wide)
         # The ReLU of rounded values, as some of them are equal only then.
-        found = self.settings.pool.run(normalised.to(self.settings.dtype).clamp_min_(0))
-        return tuple(part.contiguous(memory_format=self.layout) for part in found)
+        return self.settings.pool.run(normalised.to(self.settings.dtype).clamp_min_(0))
 
     def _pooling_layout(self, tile: Tile) -> torch.memory_format:
         """On processors PyTorch finds the maxima of eight channels or more side by side, ten times as fast."""
@@ -271,7 +270,8 @@ class Backward:
         """The norm's own gradients. Notes where the maxima lie: -1 for those that the ReLU shut."""
         grad_sum, product_sum = torch.zeros_like(self.mean), torch.zeros_like(self.mean)
         for tile in self.made.tiles():
-            maxima, places = self.made.maxima(tile, self.mean, self.norm)
+            found = self.made.maxima(tile, self.mean, self.norm)
+            maxima, places = (part.contiguous(memory_format=self.made.layout) for part in found)
             shut = maxima <= 0
             open_grad = grad[tile].to(self.mean.dtype).masked_fill(shut, 0)
             values = self.made.values[tile].flatten(2).gather(2, places.flatten(2)).view_as(places)
@@ -288,8 +288,8 @@ class Backward:
         made, values = self.made, self.made.values
         # `values` also for their gradient, which is there for some pictures at a time.
         how = self.norm, self.settings.frozen, values, self.count, self.settings.together
-        (_, *affine), (share, _, _) = norms.settling(values, *how)
-        settling = *affine, share * self.norm.share(self.settings.frozen)
+        read, into = norms.settling(values, *how)
+        settling = read.scale, read.shift, into.share * self.norm.share(self.settings.frozen)
         wanted = [self.needs_x, *self.needs_convolution, False][:3]
         of_x, totals = torch.empty_like(made.x) if self.needs_x else None, None
         for some in made.pictures():

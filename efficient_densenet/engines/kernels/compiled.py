@@ -81,7 +81,7 @@ def squeezed_gradients(
     if not _suits(read, weight):
         return portable.squeezed_gradients(grad, read, weight, into, ahead)
     of_weight, *sums = _gradients(read, weight, into, **_settling(grad), **_ahead(ahead))
-    return of_weight.t(), *sums
+    return None if of_weight is None else of_weight.t(), *sums
 
 
 def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -102,6 +102,8 @@ def convolved_gradients(
         return portable.convolved_gradients(grad, read, weight, into, shape, dilation)
     turned = weight.flatten(2).flip(2).permute(2, 0, 1).flatten(0, 1)  # gradients come from where it gave to
     of_weight, *sums = _gradients(read, turned, into, **_around(weight, shape, dilation), grad=grad)
+    if of_weight is None:
+        return None, *sums
     of_weight = of_weight.unflatten(1, (-1, len(weight)))
     middle = of_weight[:, of_weight.shape[1] // 2, None]
     of_weight = of_weight + middle * 0  # what is not finite meets the padding's zeros
@@ -124,17 +126,20 @@ def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape
         into.pending.zero_()  # there are pixels that were not pooled
     told = _pooling(grad, shape)
     of_weight, *sums = _gradients(read, weight / told["pools"], into, **told, grad=grad)
-    return of_weight.t(), *sums
+    return None if of_weight is None else of_weight.t(), *sums
 
 
 def _gradients(read: Read, weight: Tensor, into: Into, **told: Tensor | int) -> Gradients:
     """Of a product: that of its weight lies transposed, tall rather than wide, which processors make faster."""
-    width, channels = weight.shape
-    of_weight, sums = _each(read.values, channels, _whole(width, weight.dtype)), _sums(read.values)
-    told |= {**_reading(read), **_pending(into), **_weight(weight), "of_weight": of_weight, "sums": sums}
-    per_row = sum(loops.apart(count, weight.itemsize) for count in (of_weight.shape[2], channels, told["wide"]))
+    (width, channels), sums = weight.shape, _sums(read.values)
+    whole = _whole(width, weight.dtype)
+    told |= {**_reading(read), **_pending(into), **_weight(weight), "sums": sums, "of_weight_line": whole}
+    if into.learns:
+        told["of_weight"] = _each(read.values, channels, whole)
+    per_row = sum(loops.apart(count, weight.itemsize) for count in (whole, channels, told["wide"]))
     _run(loops.gradients, read.values, per_row, **told)
-    return of_weight.sum(0)[:, :width], *sums.sum(0).to(read.scale.dtype)
+    of_weight = told["of_weight"].sum(0)[:, :width] if into.learns else None
+    return of_weight, *sums.sum(0).to(read.scale.dtype)
 
 
 def _weight(matrix: Tensor) -> Told:
@@ -168,9 +173,9 @@ def _pending(into: Into) -> Told:
 
 
 def _settling(grad: Settling) -> Told:
-    (values, slope, constant), (share, pending, _) = grad
+    (values, slope, constant), into = grad
     made = {"made": values, "slope": slope, "constant": constant}
-    return {"width": values.shape[1], **made, "made_share": share, "made_pending": pending}
+    return {"width": values.shape[1], **made, "made_share": into.share, "made_pending": into.pending}
 
 
 def _ahead(squeeze: Squeeze | None) -> Told:

@@ -73,23 +73,23 @@ def squeezed_gradients(
 
 
 def _squeezed_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into) -> Gradients:
-    (values, *vectors), (share, pending, first), weight = _prepared(read), into, weight.contiguous()
+    (values, *vectors), (share, pending, first, learns), weight = _prepared(read), into, weight.contiguous()
     num_rows, channels = values.shape
     block_width = _block_width(weight)
     # What a program holds must fit its registers: those of an exact product, or of a wide one, hold half as much.
     heavy = block_width > 128 or (weight.dtype == torch.float32 and _precision() == "ieee")
     blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 32 if heavy else 64}
     grid = _grid(num_rows, channels, blocks)
-    weight_parts = values.new_empty(grid[1], *weight.shape, dtype=torch.float32)
+    weight_parts = values.new_empty(grid[1] if learns else 0, *weight.shape, dtype=torch.float32)
     parts = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
     tensors = weight_parts, parts, pending, grad.contiguous(), values, *vectors, share.contiguous(), weight
     sizes = channels, pending.stride(0), values.stride(0)
     constants = {"WIDTH": len(weight), "BLOCK_WIDTH": block_width, "UNIT": _unit(*sizes), "PRECISION": _precision()}
-    constants["FIRST"] = first
+    constants |= {"FIRST": first, "LEARNS": learns}
     warps = {"num_warps": 8, "num_stages": 1 if heavy else 2}
     _launch(programs.squeezed_gradients, grid, *tensors, num_rows, *sizes, **constants, **blocks, **warps)
     sums = parts.sum(0)
-    return weight_parts.sum(0), sums[0], sums[1]
+    return weight_parts.sum(0) if learns else None, sums[0], sums[1]
 
 
 def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -112,15 +112,15 @@ def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape
     if len(shape) != 3:
         return portable.pooled_gradients(grad, read, weight, into, shape)
     of_weight, *sums = _convolved_gradients(grad, read, weight[:, :, None, None], into, shape, side=2)
-    return of_weight.flatten(1), *sums
+    return None if of_weight is None else of_weight.flatten(1), *sums
 
 
 def settled(grad: Settling) -> Tensor:
-    (values, *vectors), (share, pending, _) = _prepared(grad.read), grad.into
+    (values, *vectors), into = _prepared(grad.read), grad.into
     num_rows, channels = values.shape
     found = torch.empty_like(values, memory_format=torch.contiguous_format)
-    tensors = found, pending, values, *vectors, share.contiguous()
-    sizes = channels, pending.stride(0), values.stride(0)
+    tensors = found, into.pending, values, *vectors, into.share.contiguous()
+    sizes = channels, into.pending.stride(0), values.stride(0)
     grid = _grid(num_rows, channels, _NARROW_TILE)
     _launch(programs.settled, grid, *tensors, num_rows, *sizes, UNIT=_unit(*sizes), **_NARROW_TILE)
     return found
@@ -162,16 +162,17 @@ def _convolved(read: Read, weight: Tensor, shape: torch.Size, side: int, dilatio
 def _convolved_gradients(
     grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, side: int, dilation: int = 1
 ) -> Gradients:
-    of_weight = torch.zeros_like(weight, dtype=torch.float32)
+    of_weight = torch.zeros_like(weight, dtype=torch.float32) if into.learns else None
     sums = into.share.new_zeros(2, len(into.share))
     padding = [size // 2 * dilation for size in weight.shape[2:]]
     ones, zeros, reach = ([size] * len(padding) for size in (1, 0, dilation))
     for tile, made_tile, activation in _activations(read, weight.dtype, shape, side):
         of_made = grad[made_tile].unflatten(0, (len(activation), *activation.shape[2:])).movedim(-1, 1)
         gradient, part, _ = torch.ops.aten.convolution_backward(
-            *(of_made, activation, weight, None, ones, padding, reach, False, zeros, 1, [True, True, False])
+            *(of_made, activation, weight, None, ones, padding, reach, False, zeros, 1, [True, into.learns, False])
         )
-        of_weight += part
+        if into.learns:
+            of_weight += part
         here, part_shape = read._replace(values=read.values[tile]), torch.Size([len(activation), *shape[1:]])
         sums += _collected(rows(gradient), here, into.at(tile), part_shape, side)
     return of_weight, sums[0], sums[1]
@@ -206,7 +207,7 @@ def _rectified(read: Read, dtype: torch.dtype, shape: torch.Size, side: int = 1,
 
 def _collected(grad: Tensor, read: Read, into: Into, shape: torch.Size, side: int = 1, relu: bool = True) -> Tensor:
     """The gradient of what `_rectified` reads: adds it to what is pending, and returns both sums."""
-    (values, *vectors), (share, pending, first) = _prepared(read), into
+    (values, *vectors), (share, pending, first, _) = _prepared(read), into
     if first and any(size % side for size in shape[1:]):
         pending.zero_()  # at the edge are pixels that are in no window
     num_rows, channels = grad.shape

@@ -471,23 +471,24 @@ def _copy(found, to, count, zero):
 
 @_compiled
 def _pull_back(job, thread, start, stop, grad, line, activation):
-    """From the gradient of what was made to that of what was read and, if a product made it, to that of the weight."""
+    """From the gradient of what was made to that of what was read and, where a weight learns, to that of it."""
     channels, rows, zero = job.channels, stop - start, job.zero
     wide, width = job.wide, job.seen or job.width
     gradient, gradient_line = grad, line
     if job.weight:
         activation_line, gradient_line = _apart(channels, job.size), _apart(wide, job.size)
         gradient = activation + job.tile * activation_line * job.size
-        of_weight_line = job.of_weight_line
-        of_weight = job.of_weight + thread * channels * of_weight_line * job.size
-        if job.pools:
-            _pool(job, start, stop, activation)
-        else:
-            _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
-        _product(
-            *(channels, of_weight_line, rows),
-            *(activation, 1, activation_line, grad, line, True, of_weight, of_weight_line, zero),
-        )
+        if job.of_weight:
+            of_weight_line = job.of_weight_line
+            of_weight = job.of_weight + thread * channels * of_weight_line * job.size
+            if job.pools:
+                _pool(job, start, stop, activation)
+            else:
+                _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
+            _product(
+                *(channels, of_weight_line, rows),
+                *(activation, 1, activation_line, grad, line, True, of_weight, of_weight_line, zero),
+            )
         _product(*(rows, wide, width), *(grad, line, 1, job.weight, 0, False, gradient, gradient_line, zero))
     _collect(job, thread, start, stop, gradient, gradient_line)
 

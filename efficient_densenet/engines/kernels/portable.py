@@ -2,8 +2,8 @@
 
 A tensor here is a matrix of rows × channels, a row for each pixel of each picture, which is how memory in the
 channels_last format lies. What is as wide as the features exists for some of the rows at a time, in scratch that stays
-in a processor's cache. A gradient function returns the weight's gradient and two sums over the rows, of the gradient
-after the ReLU and of its product with the values read.
+in a processor's cache. A gradient function returns the weight's gradient, or None where the weight does not learn, and
+two sums over the rows, of the gradient after the ReLU and of its product with the values read.
 """
 
 from collections.abc import Iterator
@@ -34,14 +34,16 @@ class Read(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Where a consumer's gradient goes: `pending += share * gradient`, or `=` where it is the first."""
+    """Where a consumer's gradient goes: `pending += share * gradient`, or `=` where it is the first; and whether that
+    of its weight is asked for too."""
 
     share: Tensor
     pending: Tensor
     first: bool = False
+    learns: bool = True
 
     def at(self, tile: slice) -> "Into":
-        return Into(self.share, self.pending[tile], self.first)
+        return self._replace(pending=self.pending[tile])
 
 
 class Squeeze(NamedTuple):
@@ -59,7 +61,7 @@ class Settling(NamedTuple):
     into: Into
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor | None, Tensor, Tensor]
 
 
 def rows(pictures: Tensor) -> Tensor:
@@ -129,11 +131,11 @@ def squeezed_gradients(
     totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype):
         of_made = _settled(grad, tile)
-        of_weight = _of_weight(of_made, activation)
+        of_weight = _of_weight(of_made, activation, into, read.scale.dtype)
         gradient = scratch.take("gradient", activation.shape, weight.dtype, weight.device)
         torch.mm(of_made, weight, out=gradient)
         sums = _collect(_masked(gradient, activation), read.values[tile], into.at(tile), wide)
-        totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)
+        totals = _totals(totals, of_weight, *sums)
         if ahead is not None:
             _squeeze(ahead, tile)  # while the tile is in cache
     return totals
@@ -157,16 +159,16 @@ def convolved_gradients(
         ones, zeros, reach = ([size] * (len(shape) - 1) for size in (1, 0, dilation))
         gradient, of_weight, _ = torch.ops.aten.convolution_backward(
             *(_part(grad[tile], shape), _part(activation, shape), weight),
-            *(None, ones, reach, reach, False, zeros, 1, [True, True, False]),
+            *(None, ones, reach, reach, False, zeros, 1, [True, into.learns, False]),
         )
         sums = _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), wide)
-        totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)
+        totals = _totals(totals, of_weight.to(read.scale.dtype) if into.learns else None, *sums)
     return totals
 
 
-def _of_weight(of_made: Tensor, activation: Tensor) -> Tensor:
+def _of_weight(of_made: Tensor, activation: Tensor, into: Into, dtype: torch.dtype) -> Tensor | None:
     """Of a 1×1 convolution: a product whose transpose processors make faster, since it is tall rather than wide."""
-    return (activation.t() @ of_made).t()
+    return (activation.t() @ of_made).t().to(dtype) if into.learns else None
 
 
 def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -183,12 +185,12 @@ def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape
     totals, shape = (None, None, None), _slabs(shape)
     for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
         here, of_made = _part(activation, shape), grad[_halved_tile(tile, shape)]
-        of_weight = _of_weight(of_made, rows(_means(here)))
+        of_weight = _of_weight(of_made, rows(_means(here)), into, read.scale.dtype)
         of_means = _part(torch.mm(of_made, weight), halved(shape))
         sums = _collect(
             _masked(rows(_means_gradient(of_means, here)), activation), read.values[tile], into.at(tile), wide
         )
-        totals = _totals(totals, of_weight.to(read.scale.dtype), *sums)
+        totals = _totals(totals, of_weight, *sums)
     return totals
 
 
@@ -266,7 +268,7 @@ def tiles(values: Tensor, dtype: torch.dtype, whole: int = 1) -> Iterator[slice]
         yield slice(start, min(start + each, num_rows))
 
 
-def _totals(totals: tuple[Tensor | None, ...], *parts: Tensor) -> tuple[Tensor, ...]:
+def _totals(totals: tuple[Tensor | None, ...], *parts: Tensor | None) -> tuple[Tensor | None, ...]:
     """What all tiles until now give together; the first one's own tensors hold it."""
     return tuple(part if total is None else total.add_(part) for total, part in zip(totals, parts, strict=True))
 

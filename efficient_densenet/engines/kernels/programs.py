@@ -299,6 +299,7 @@ def squeezed_gradients(
     values_stride,
     WIDTH: tl.constexpr,
     FIRST: tl.constexpr,
+    LEARNS: tl.constexpr,
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -306,7 +307,8 @@ def squeezed_gradients(
     BLOCK_WIDTH: tl.constexpr,
 ):
     """What `collected` does, the gradient being gradient[rows, width] @ weight[width, channels], which exists a tile at
-    a time; weight_parts[splits, width, channels]: gradient.T @ ReLU(scale * values + shift)."""
+    a time; where the weight learns, weight_parts[splits, width, channels]: gradient.T @ ReLU(scale * values + shift).
+    """
     channels, values_stride = _multiple(channels, UNIT), _multiple(values_stride, UNIT)
     pending_stride = _multiple(pending_stride, UNIT)
     column = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -326,12 +328,14 @@ def squeezed_gradients(
         there = there & inside[None, :]
         x = tl.load(values + _offsets(row, values_stride, column), there, 0.0).to(tl.float32)
         activation = _relu(x * a + b)
-        of_weight = tl.dot(tl.trans(of_made), activation.to(w.dtype), of_weight, input_precision=PRECISION)
+        if LEARNS:
+            of_weight = tl.dot(tl.trans(of_made), activation.to(w.dtype), of_weight, input_precision=PRECISION)
         grad = tl.where(activation <= 0, 0.0, tl.dot(of_made, w, input_precision=PRECISION))
         _add(pending + _offsets(row, pending_stride, column), grad * c, there, FIRST)
         grad_sum += grad
         product_sum += grad * x
     split = tl.program_id(1).to(tl.int64)
-    tl.store(weight_parts + split * WIDTH * channels + weight_place, of_weight, weight_there)
+    if LEARNS:
+        tl.store(weight_parts + split * WIDTH * channels + weight_place, of_weight, weight_there)
     parts += split * 2 * channels
     _store_two(parts, tl.sum(grad_sum, 0), tl.sum(product_sum, 0), column, inside, channels)
