@@ -242,14 +242,22 @@ def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0,
     told = {"values": values, "rows": values.shape[0], **told, **native.functions()}
     told |= {"tile": tile, "size": values.itemsize, "room": room}
     told["scratch"] = scratch.take("tile", (threads, room), values.dtype, values.device)
-    tensors = {name: _laid_out(name, value) for name, value in told.items() if isinstance(value, Tensor)}
-    for name, tensor in tensors.items():
-        told[name] = tensor.data_ptr()
-        if name in loops.LINES:
-            told[loops.LINES[name]] = tensor.stride(-2)
-    job = loops.JOB.pack(*(told.pop(field, 0) for field in loops.FIELDS))
-    assert not told, f"no program knows of {', '.join(told)}"
+    job, _held = _job(told)
     native.run(loops.made(program, values.dtype).address, threads, job)
+
+
+def _job(told: Told) -> tuple[bytes, list[Tensor]]:
+    """As a program reads it, and the tensors in which it will find what it is to read."""
+    job, tensors = dict.fromkeys(loops.FIELDS, 0), []
+    for name, value in told.items():
+        if isinstance(value, Tensor):
+            tensors.append(tensor := _laid_out(name, value))
+            value = tensor.data_ptr()
+            if name in loops.LINES:
+                job[loops.LINES[name]] = tensor.stride(-2)
+        job[name] = value
+    assert len(job) == len(loops.FIELDS), f"no program knows of {', '.join(job.keys() - set(loops.FIELDS))}"
+    return loops.JOB.pack(*job.values()), tensors
 
 
 def _tile(values: Tensor, per_row: int, threads: int) -> int:
