@@ -172,4 +172,4 @@ class SharedStatistics:
 
     def _read_by(self, weight: Tensor) -> slice:
         """The channels that were there before the consumer with such a weight."""
-        return self.columns.between(0, len(weight))
+        return self.columns.between(0, weight.shape[0])

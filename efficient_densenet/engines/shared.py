@@ -353,7 +353,7 @@ class Backward:
 
     def _into(self, norm: Map, kernel: int, first: bool = False) -> Into:
         """Of a consumer whose kernel stands at such a place among the tensors."""
-        pending = self.pending[:, self.columns.between(0, len(norm.weight))]
+        pending = self.pending[:, self.columns.between(0, norm.weight.shape[0])]
         return Into(norm.share(self.stage.frozen), pending, first, self._learns(kernel))
 
     def _learns(self, tensor: int) -> bool:
@@ -387,7 +387,7 @@ class Backward:
         if made is None:
             made = self._made(read, kernel1)
         of_made = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
-        self.ahead = self._ahead(i - 1, len(kernel1))
+        self.ahead = self._ahead(i - 1, kernel1.shape[0])
         into = self._into(norm1, place.start + 2)
         found = self.kernels.squeezed_gradients(of_made, read, kernel1, into, self.ahead)
         self._finish(place, norm1, *found)
@@ -405,7 +405,7 @@ class Backward:
         if i < 0 or self.stage.frozen or self.stage.layers[i].keep_bottleneck or self._is_over(i):
             return None
         weight, bias, kernel, *bottleneck = self.tensors[self.stage.places[i]]
-        if not bottleneck or len(kernel) != width:
+        if not bottleneck or kernel.shape[0] != width:
             return None
         read = self.statistics.read(self.statistics.map(weight, bias))
         return _squeeze(read, kernel.to(self.stage.dtype).flatten(1))

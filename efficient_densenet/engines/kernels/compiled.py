@@ -64,14 +64,14 @@ def squeezed(squeeze: Squeeze) -> None:
 def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
     if not _suits(squeeze.read, squeeze.weight):
         return portable.squeezed_and_measured(squeeze)
-    parts = _parts(squeeze.read.values, len(squeeze.weight))
+    parts = _parts(squeeze.read.values, squeeze.weight.shape[0])
     _squeeze(squeeze, parts=parts)
     return _combined(parts, squeeze.out.dtype)
 
 
 def _squeeze(squeeze: Squeeze, **measuring: Tensor) -> None:
     read, weight, out = squeeze
-    told = {**_reading(read), "weight": _panels(weight.t()), "width": len(weight), "out": out, **measuring}
+    told = {**_reading(read), "weight": _panels(weight.t()), "width": weight.shape[0], "out": out, **measuring}
     _run(loops.squeeze, read.values, _apart(read), **told)
 
 
@@ -87,7 +87,7 @@ def squeezed_gradients(
 def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     if not _suits(read, weight):
         return portable.convolved(read, weight, shape, dilation)
-    out = read.values.new_empty(len(read.values), len(weight))
+    out = read.values.new_empty(read.values.shape[0], weight.shape[0])
     told = {**_reading(read), **_around(weight, shape, dilation)}
     told["beyond"] = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
     told |= _weight(weight.flatten(2).permute(1, 2, 0).flatten(1))
@@ -104,7 +104,7 @@ def convolved_gradients(
     of_weight, *sums = _gradients(read, turned, into, **_around(weight, shape, dilation), grad=grad)
     if of_weight is None:
         return None, *sums
-    of_weight = of_weight.unflatten(1, (-1, len(weight)))
+    of_weight = of_weight.unflatten(1, (-1, weight.shape[0]))
     middle = of_weight[:, of_weight.shape[1] // 2, None]
     of_weight = of_weight + middle * 0  # what is not finite meets the padding's zeros
     return of_weight.flip(1).permute(2, 0, 1).reshape(weight.shape), *sums
@@ -113,7 +113,7 @@ def convolved_gradients(
 def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
     if not _suits(read, weight):
         return portable.pooled(read, weight, shape)
-    out = read.values.new_empty(halved(shape).numel(), len(weight))
+    out = read.values.new_empty(halved(shape).numel(), weight.shape[0])
     told = {**_reading(read), **_pooling(out, shape), "weight": _panels(weight.t()), "out": out}
     _run(loops.squeeze, read.values, _apart(read), **told)
     return out
@@ -187,7 +187,12 @@ def _ahead(squeeze: Squeeze | None) -> Told:
 
 
 def _around(weight: Tensor, shape: torch.Size, dilation: int) -> Told:
-    return {"width": len(weight), "seen": weight[:, 0].numel(), "reach": dilation, **_sides(shape)}
+    return {
+        "width": weight.shape[0],
+        "seen": weight.shape[0] * weight.shape[2:].numel(),
+        "reach": dilation,
+        **_sides(shape),
+    }
 
 
 def _sides(shape: torch.Size) -> Told:
@@ -226,10 +231,11 @@ def _parts(values: Tensor, width: int) -> Tensor:
 def _combined(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and variance of all rows from what each thread found."""
     count, means, squares = parts.numpy()[:, :3].swapaxes(0, 1)
+    found, rows = parts.new_empty(2, parts.shape[2], dtype=dtype), count.sum(0)
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite stays so without a word, as in PyTorch
-        mean = (means * count).sum(0) / count.sum(0)
-        variance = (squares + (means - mean) ** 2 * count).sum(0) / count.sum(0)
-    return torch.from_numpy(mean).to(dtype), torch.from_numpy(variance).to(dtype)
+        mean = (means * count).sum(0) / rows
+        found.numpy()[:] = mean, (squares + (means - mean) ** 2 * count).sum(0) / rows
+    return found.unbind()
 
 
 def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0, **told: Tensor | int) -> None:
@@ -241,7 +247,7 @@ def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0,
     room = tile * per_row + 2 * beyond * told.get("wide", 0)
     told = {"values": values, "rows": values.shape[0], **told, **native.functions()}
     told |= {"tile": tile, "size": values.itemsize, "room": room}
-    told["scratch"] = scratch.take("tile", (threads, room), values.dtype, values.device)
+    told["scratch"] = scratch.room("tile", threads * room, values.dtype, values.device)
     job, _held = _job(told)
     native.run(loops.made(program, values.dtype).address, threads, job)
 

@@ -29,11 +29,17 @@ def reused(held: Held | None = None) -> Iterator[None]:
 
 def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory, no longer that of whoever took it before by this name."""
+    size = math.prod(shape)
+    return room(name, size, dtype, device)[:size].view(shape)
+
+
+def room(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same for so many numbers or more."""
     held = getattr(_local, "held", None)
     if held is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    size, found = math.prod(shape), held.get((name, dtype))
+        return torch.empty(size, dtype=dtype, device=device)
+    found = held.get((name, dtype))
     if found is None or found.numel() < size:
         held[name, dtype] = found = None  # before the larger one is made
         held[name, dtype] = found = torch.empty(size, dtype=dtype, device=device)
-    return found[:size].view(shape)
+    return found
