@@ -1,6 +1,7 @@
 """The ImageNet stem as one node beside the four modules: all to 1e-10, and only the input kept."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from efficient_densenet.synced_norm import synchronise_norms
 SIZES = {1: [(5,), (38,)], 2: [(9, 14), (23, 17)], 3: [(9, 6, 11)]}
 CASES = [(dims, size) for dims, sizes in SIZES.items() for size in sizes]
 CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+FEW_AND_MANY = [6, 11]  # of which maxima are found in the layout that there is, and with channels side by side
 MODULES = ["conv0", "norm0", "relu0", "pool0"]
 
 
@@ -51,14 +53,15 @@ def _freeze(norm: nn.Module) -> None:
     norm.eval()
 
 
+@pytest.mark.parametrize("channels", FEW_AND_MANY)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("tile_bytes", [1, 3000, 1 << 22])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("dims", "size"), CASES)
-def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, monkeypatch):
+def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, channels, monkeypatch):
     monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile_bytes)
     layout = CHANNELS_LAST.get(dims, torch.contiguous_format) if last else torch.contiguous_format
-    plain = _plain(dims).to(memory_format=layout)
+    plain = _plain(dims, num_init_features=channels).to(memory_format=layout)
     if frozen:
         _freeze(plain.features.norm0)
     ours = with_engine(plain, "shared")
@@ -114,11 +117,12 @@ def test_groups_and_other_poolings():
         assert_same_step(ours, plain, _input(13, 12))
 
 
+@pytest.mark.parametrize("channels", FEW_AND_MANY)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_ties_in_the_pooling(dims, frozen):
+def test_ties_in_the_pooling(dims, frozen, channels):
     """Of equal maxima one gets the gradient, the same as in plain."""
-    plain = _plain(dims)
+    plain = _plain(dims, num_init_features=channels)
     norm = plain.features.norm0
     with torch.no_grad():
         plain.features.conv0.weight.copy_(torch.randint_like(plain.features.conv0.weight, -1, 2))
@@ -275,10 +279,10 @@ def test_a_single_value_per_channel_is_plain_s_error():
         model(_input(1, 2, batch=1))
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(("dims", "channels"), [(1, 6), *itertools.product([2, 3], FEW_AND_MANY)])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_errors_are_at_most_twice_plain_s(dims, autocast):
-    exact = _plain(dims)
+def test_errors_are_at_most_twice_plain_s(dims, autocast, channels):
+    exact = _plain(dims, num_init_features=channels)
     plain = copy.deepcopy(exact).float()
     x = _input(*(31, 17, 12)[:dims]) + 5  # far from zero, beside their deviation
     reference, _ = _step(exact, x)

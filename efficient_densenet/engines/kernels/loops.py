@@ -3,7 +3,8 @@
 A program is called with the address of a job, which tells it all else. It takes one tile of rows after another through
 everything that is to be done with them, while what it makes of them lies in the processor's nearest caches. What a row,
 a map and a gradient are stands in `portable`. Matrices are given by address. Products are made here, since a
-tile's are so small that what a BLAS does before each takes a good part of its time.
+tile's are so small that what a BLAS does before each takes a good part of its time. All is in one file, since Numba
+makes a program that it keeps on disk anew when the program's own file has changed, and no other.
 """
 
 import functools
