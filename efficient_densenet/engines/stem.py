@@ -270,8 +270,9 @@ class Backward:
         """The norm's own gradients. Notes where the maxima lie: -1 for those that the ReLU shut."""
         grad_sum, product_sum = torch.zeros_like(self.mean), torch.zeros_like(self.mean)
         for tile in self.made.tiles():
-            found = self.made.maxima(tile, self.mean, self.norm)
-            maxima, places = (part.contiguous(memory_format=self.made.layout) for part in found)
+            maxima, places = self.made.maxima(tile, self.mean, self.norm)
+            maxima = maxima.contiguous(memory_format=self.made.layout)
+            places = places.contiguous(memory_format=self.made.layout)
             shut = maxima <= 0
             open_grad = grad[tile].to(self.mean.dtype).masked_fill(shut, 0)
             values = self.made.values[tile].flatten(2).gather(2, places.flatten(2)).view_as(places)
