@@ -1,5 +1,6 @@
 """Batch norms as affine maps on stored values, and what their gradients need."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -131,14 +132,15 @@ class SharedStatistics:
         self.count: int | Tensor = features.shape[0]
         self.grad_sum, self.product_sum = zeros.clone(), zeros
 
-    def write(self, values: Tensor, place: slice) -> None:
-        """Put new channels among the features, less their mean."""
+    def write(self, values: Tensor, place: slice, own: Sequence[Tensor] = ()) -> None:
+        """Put new channels among the features, less their mean, which and their variance may have been measured."""
         if self.frozen:
             self.features[:, place].copy_(values)
             return
-        own = kernels_for(values).statistics(values)
+        kernels = kernels_for(values)
+        own = own or kernels.statistics(values)
         mean, variance, self.count = measured(*own, values.shape[0], self.together)
-        torch.sub(values, mean, out=self.features[:, place])
+        kernels.centred(values, mean, self.features[:, place])
         self.mean[place], self.unbiased[place] = mean, unbiased(variance, self.count)
         self.inverse[place] = variance.add_(self.eps).rsqrt_()
 

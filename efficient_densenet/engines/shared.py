@@ -194,7 +194,7 @@ class Forward:
     def run(self) -> tuple[Tensor, ...]:
         width = self._write(0, rows(self.x))
         for i, place in enumerate(self.stage.places[: len(self.stage.layers)]):
-            width = self._write(width, self._layer(i, *self.tensors[place]))
+            width = self._write(width, *self._layer(i, *self.tensors[place]))
         found = [] if self.stage.consumer is None else [self._consumed()]
         return tuple(found if self.tap is None else [*found, self.tap])
 
@@ -202,10 +202,10 @@ class Forward:
         shape = self.shape[0], channels, *self.shape[1:]
         return torch.empty(shape, dtype=self.x.dtype, device=self.x.device, memory_format=self.stage.layout)
 
-    def _write(self, start: int, values: Tensor) -> int:
+    def _write(self, start: int, values: Tensor, *measured: Tensor) -> int:
         stop = start + values.shape[1]
         place = self.columns.between(start, stop)
-        self.statistics.write(values, place)
+        self.statistics.write(values, place, measured)
         if self.tap is not None:
             self.tap[:, place] = pictures(values, self.shape)
         return stop
@@ -220,21 +220,25 @@ class Forward:
         self.kept += [mean, inverse]
         return Map(weight, bias, inverse, mean)
 
-    def _layer(self, i: int, weight1: Tensor, bias1: Tensor, kernel1: Tensor, *bottleneck: Tensor) -> Tensor:
+    def _layer(self, i: int, weight1: Tensor, bias1: Tensor, kernel1: Tensor, *bottleneck: Tensor) -> Sequence[Tensor]:
+        """What a layer makes and, where they are there now, the mean and variance of that."""
         read, kernel1 = self._read(self.stage.layers[i].norm1, weight1, bias1), kernel1.to(self.stage.dtype)
         if bottleneck:
-            made = self._bottleneck(i, read, kernel1.flatten(1), *bottleneck)
-        else:
-            made = self.kernels.convolved(read, kernel1, self.shape, self.stage.layers[i].dilation)
+            read, kernel1 = self._bottleneck(i, read, kernel1.flatten(1), *bottleneck)
+        convolution = read, kernel1, self.shape, self.stage.layers[i].dilation
+        if not self.stage.frozen and not self.stage.layers[i].drop_rate:
+            return self.kernels.convolved_and_measured(*convolution)
+        made = self.kernels.convolved(*convolution)
         if self.stage.layers[i].drop_rate:
             noise = self._noise(made, self.stage.layers[i])
             self.kept.append(noise != 0)
             made *= noise
-        return made
+        return [made]
 
     def _bottleneck(
         self, i: int, read: Read, kernel1: Tensor, weight2: Tensor, bias2: Tensor, kernel2: Tensor
-    ) -> Tensor:
+    ) -> tuple[Read, Tensor]:
+        """What the second convolution reads, and its weight."""
         norm, keep = self.stage.layers[i].norm2, self.stage.layers[i].keep_bottleneck
         squeeze = _squeeze(read, kernel1, keep)
         if self.stage.frozen_inside[i]:
@@ -248,8 +252,7 @@ class Forward:
         inside = self._keep(mean, inverse, weight2, bias2)
         if keep:
             self.kept.append(squeeze.out)
-        dilation = self.stage.layers[i].dilation
-        return self.kernels.convolved(inside.read(squeeze.out), kernel2.to(self.stage.dtype), self.shape, dilation)
+        return inside.read(squeeze.out), kernel2.to(self.stage.dtype)
 
     def _noise(self, made: Tensor, layer: LayerParts) -> Tensor:
         """Dropout's, drawn as the plain layer draws it, so that the random stream is the same."""

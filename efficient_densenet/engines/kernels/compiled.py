@@ -4,11 +4,11 @@ What each does, and what a row and a channel are, stands there. Each is one task
 which every one takes some of the rows through all of it. What is rare, or as wide as a picture, is left to PyTorch.
 """
 
+import math
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import loops, native, portable, scratch
@@ -32,9 +32,18 @@ Told = dict[str, Tensor | int]
 
 
 def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    parts = _parts(values, values.shape[1])
-    _run(loops.measure, values, width=values.shape[1], parts=parts)
-    return _combined(parts, values.dtype)
+    told = _measuring(values, values.shape[1])
+    there = values if values.stride(1) == 1 else values.contiguous()
+    _run(loops.squeeze, values, width=values.shape[1], out=there, **told)
+    return told["found"].unbind()
+
+
+def centred(values: Tensor, mean: Tensor, out: Tensor) -> None:
+    if not values.dtype == mean.dtype == out.dtype:
+        return portable.centred(values, mean, out)
+    nothing, all_of_it = torch.zeros_like(mean), torch.ones_like(mean)
+    told = _settling(Settling(Read(values, nothing, -mean), Into(all_of_it, values)))
+    return _run(loops.settle, values, **told, out=out)
 
 
 def settled(grad: Settling) -> Tensor:
@@ -48,31 +57,29 @@ def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tens
     if not grad.dtype == read.values.dtype == read.scale.dtype:
         return portable.affine_gradients(grad, read, into)
     channels = grad.shape[1]
-    sums = _sums(read.values)
     always = {"scale": torch.zeros_like(read.scale), "shift": torch.ones_like(read.scale)}  # no ReLU is ever shut
-    told = {**_reading(read), **always, **_pending(into), "sums": sums}
-    _run(loops.gradients, read.values, _apart(read), **told, grad=grad, width=channels, of_weight_line=channels)
-    return tuple(sums.sum(0).to(read.scale.dtype))
+    told = {**_reading(read), **always, **_pending(into), **_summing(read)}
+    _run(loops.gradients, read.values, _apart(read), **told, grad=grad, width=channels, weight_parts_line=channels)
+    return told["found"].unbind()
 
 
 def squeezed(squeeze: Squeeze) -> None:
     if not _suits(squeeze.read, squeeze.weight):
         return portable.squeezed(squeeze)
-    return _squeeze(squeeze)
+    return _squeeze(squeeze, {})
 
 
 def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
     if not _suits(squeeze.read, squeeze.weight):
         return portable.squeezed_and_measured(squeeze)
-    parts = _parts(squeeze.read.values, squeeze.weight.shape[0])
-    _squeeze(squeeze, parts=parts)
-    return _combined(parts, squeeze.out.dtype)
+    measuring = _measuring(squeeze.out, squeeze.weight.shape[0])
+    _squeeze(squeeze, measuring)
+    return measuring["found"].unbind()
 
 
-def _squeeze(squeeze: Squeeze, **measuring: Tensor) -> None:
+def _squeeze(squeeze: Squeeze, measuring: Told) -> None:
     read, weight, out = squeeze
-    told = {**_reading(read), "weight": _panels(weight.t()), "width": weight.shape[0], "out": out, **measuring}
-    _run(loops.squeeze, read.values, _apart(read), **told)
+    _run(loops.squeeze, read.values, _apart(read), **_reading(read), **_weight(weight), out=out, **measuring)
 
 
 def squeezed_gradients(
@@ -80,17 +87,28 @@ def squeezed_gradients(
 ) -> Gradients:
     if not _suits(read, weight):
         return portable.squeezed_gradients(grad, read, weight, into, ahead)
-    of_weight, *sums = _gradients(read, weight, into, **_settling(grad), **_ahead(ahead))
-    return None if of_weight is None else of_weight.t(), *sums
+    return _gradients(read, weight, into, **_settling(grad), **_ahead(ahead))
 
 
 def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     if not _suits(read, weight):
         return portable.convolved(read, weight, shape, dilation)
+    return _convolve(read, weight, shape, dilation, {})
+
+
+def convolved_and_measured(
+    read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _suits(read, weight):
+        return portable.convolved_and_measured(read, weight, shape, dilation)
+    measuring = _measuring(read.values, weight.shape[0])
+    return _convolve(read, weight, shape, dilation, measuring), *measuring["found"].unbind()
+
+
+def _convolve(read: Read, weight: Tensor, shape: torch.Size, dilation: int, measuring: Told) -> Tensor:
     out = read.values.new_empty(read.values.shape[0], weight.shape[0])
-    told = {**_reading(read), **_around(weight, shape, dilation)}
+    told = {**_reading(read), **_weight(weight), **_around(shape, dilation), **measuring}
     told["beyond"] = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
-    told |= _weight(weight.flatten(2).permute(1, 2, 0).flatten(1))
     _run(loops.convolve, read.values, _apart(read) + told["wide"], **told, out=out)
     return out
 
@@ -100,22 +118,14 @@ def convolved_gradients(
 ) -> Gradients:
     if not _suits(read, weight):
         return portable.convolved_gradients(grad, read, weight, into, shape, dilation)
-    turned = weight.flatten(2).flip(2).permute(2, 0, 1).flatten(0, 1)  # gradients come from where it gave to
-    of_weight, *sums = _gradients(read, turned, into, **_around(weight, shape, dilation), grad=grad)
-    if of_weight is None:
-        return None, *sums
-    of_weight = of_weight.unflatten(1, (-1, weight.shape[0]))
-    middle = of_weight[:, of_weight.shape[1] // 2, None]
-    of_weight = of_weight + middle * 0  # what is not finite meets the padding's zeros
-    return of_weight.flip(1).permute(2, 0, 1).reshape(weight.shape), *sums
+    return _gradients(read, weight, into, **_around(shape, dilation), grad=grad)
 
 
 def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
     if not _suits(read, weight):
         return portable.pooled(read, weight, shape)
     out = read.values.new_empty(halved(shape).numel(), weight.shape[0])
-    told = {**_reading(read), **_pooling(out, shape), "weight": _panels(weight.t()), "out": out}
-    _run(loops.squeeze, read.values, _apart(read), **told)
+    _run(loops.squeeze, read.values, _apart(read), **_reading(read), **_weight(weight), **_pooling(out, shape), out=out)
     return out
 
 
@@ -125,32 +135,29 @@ def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape
     if into.first and any(side % 2 for side in shape[1:]):
         into.pending.zero_()  # there are pixels that were not pooled
     told = _pooling(grad, shape)
-    of_weight, *sums = _gradients(read, weight / told["pools"], into, **told, grad=grad)
-    return None if of_weight is None else of_weight.t(), *sums
+    return _gradients(read, weight / told["pools"], into, **told, grad=grad)
 
 
 def _gradients(read: Read, weight: Tensor, into: Into, **told: Tensor | int) -> Gradients:
-    """Of a product: that of its weight lies transposed, tall rather than wide, which processors make faster."""
-    (width, channels), sums = weight.shape, _sums(read.values)
-    whole = _whole(width, weight.dtype)
-    told |= {**_reading(read), **_pending(into), **_weight(weight), "sums": sums, "of_weight_line": whole}
+    told |= {**_reading(read), **_pending(into), **_summing(read), **_weight(weight, back=True)}
+    channels, of_weight = weight.shape[1], None
+    told["weight_parts_line"] = line = _whole(weight.numel() // channels, weight.dtype)
     if into.learns:
-        told["of_weight"] = _each(read.values, channels, whole)
-    per_row = sum(loops.apart(count, weight.itemsize) for count in (whole, channels, told["wide"]))
+        told["weight_parts"] = weight.new_empty(_threads(read.values), channels, line)
+        told["of_weight"] = of_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    per_row = sum(loops.apart(count, weight.itemsize) for count in (line, channels, told["wide"]))
     _run(loops.gradients, read.values, per_row, **told)
-    of_weight = told["of_weight"].sum(0)[:, :width] if into.learns else None
-    return of_weight, *sums.sum(0).to(read.scale.dtype)
+    return of_weight, *told["found"].unbind()
 
 
-def _weight(matrix: Tensor) -> Told:
-    return {"weight": _panels(matrix), "wide": _whole(matrix.shape[1], matrix.dtype)}
-
-
-def _panels(matrix: Tensor) -> Tensor:
-    """A matrix as products read it best: panels of so many columns after one another, the last filled with zeros."""
-    columns, width = matrix.shape[1], loops.PANEL_BYTES // matrix.itemsize
-    whole = F.pad(matrix, (0, _whole(columns, matrix.dtype) - columns))
-    return whole.unflatten(1, (-1, width)).transpose(0, 1).contiguous()
+def _weight(weight: Tensor, back: bool = False) -> Told:
+    """And room for it as products read it, from what is read to what is made or `back`."""
+    width, channels, *sides = weight.shape
+    kernel = math.prod(sides)
+    rows, columns = (kernel * width, channels) if back else (channels, kernel * width)
+    wide = _whole(columns, weight.dtype)
+    panels = weight.new_empty(rows, wide)
+    return {"weight": weight, "width": width, "kernel": kernel, "wide": wide, "panels": panels}
 
 
 def _whole(columns: int, dtype: torch.dtype) -> int:
@@ -182,17 +189,13 @@ def _ahead(squeeze: Squeeze | None) -> Told:
     if squeeze is None:
         return {}
     (values, scale, shift), weight, out = squeeze
-    read = {"channels": values.shape[1], "values": values, "scale": scale, "shift": shift}
-    return {f"ahead_{name}": value for name, value in {**read, "weight": _panels(weight.t()), "out": out}.items()}
+    told = {"channels": values.shape[1], "values": values, "scale": scale, "shift": shift}
+    told |= {"weight": weight, "panels": _weight(weight)["panels"], "out": out}
+    return {f"ahead_{name}": value for name, value in told.items()}
 
 
-def _around(weight: Tensor, shape: torch.Size, dilation: int) -> Told:
-    return {
-        "width": weight.shape[0],
-        "seen": weight.shape[0] * weight.shape[2:].numel(),
-        "reach": dilation,
-        **_sides(shape),
-    }
+def _around(shape: torch.Size, dilation: int) -> Told:
+    return {"reach": dilation, **_sides(shape)}
 
 
 def _sides(shape: torch.Size) -> Told:
@@ -202,7 +205,7 @@ def _sides(shape: torch.Size) -> Told:
 
 
 def _pooling(pooled: Tensor, shape: torch.Size) -> Told:
-    return {"pools": 2 ** len(shape[1:]), "rows": len(pooled), "width": pooled.shape[1], **_sides(shape)}
+    return {"pools": 2 ** len(shape[1:]), "rows": len(pooled), **_sides(shape)}
 
 
 def _apart(read: Read) -> int:
@@ -215,30 +218,20 @@ def _threads(values: Tensor) -> int:
     return max(1, min(torch.get_num_threads(), -(-values.shape[0] // TILE)))
 
 
-def _each(values: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros for every thread to add to."""
-    return values.new_zeros(_threads(values), *shape, dtype=dtype)
+def _measuring(values: Tensor, width: int) -> Told:
+    """Room for what each thread sees, and for the mean and variance of all."""
+    parts = values.new_empty(_threads(values), loops.PART_ROWS, width, dtype=torch.float64)
+    return {"parts": parts, "found": values.new_empty(2, width)}
 
 
-def _sums(values: Tensor) -> Tensor:
-    return _each(values, 2, values.shape[1], dtype=torch.float64)
+def _summing(read: Read) -> Told:
+    """Room for the two sums of each thread, and for those of all."""
+    channels = read.values.shape[1]
+    parts = read.values.new_empty(_threads(read.values), 2, channels, dtype=torch.float64)
+    return {"parts": parts, "found": read.scale.new_empty(2, channels)}
 
 
-def _parts(values: Tensor, width: int) -> Tensor:
-    return _each(values, loops.PART_ROWS, width, dtype=torch.float64)
-
-
-def _combined(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all rows from what each thread found."""
-    count, means, squares = parts.numpy()[:, :3].swapaxes(0, 1)
-    found, rows = parts.new_empty(2, parts.shape[2], dtype=dtype), count.sum(0)
-    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite stays so without a word, as in PyTorch
-        mean = (means * count).sum(0) / rows
-        found.numpy()[:] = mean, (squares + (means - mean) ** 2 * count).sum(0) / rows
-    return found.unbind()
-
-
-def _run(program: Callable[[np.record], None], values: Tensor, per_row: int = 0, **told: Tensor | int) -> None:
+def _run(program: Callable[[Any], None], values: Tensor, per_row: int = 0, **told: Tensor | int) -> None:
     """Have every thread do its part of a job on the rows of `values`, with scratch for so many numbers a row."""
     beyond = told.get("beyond", 0)  # rows that the neighbour makes too: not many of all
     threads = min(_threads(values), max(1, values.shape[0] // (4 * beyond or 1)))

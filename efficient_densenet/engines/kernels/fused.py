@@ -38,6 +38,9 @@ def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     return _combined(parts, block_rows, num_rows)
 
 
+centred = portable.centred
+
+
 def affine(read: Read) -> Tensor:
     return _rectified(read, read.values.dtype, torch.Size([len(read.values), 1, 1]), relu=False)
 
@@ -94,6 +97,13 @@ def _squeezed_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into) ->
 
 def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     return _convolved(read, weight, shape, 1, dilation)
+
+
+def convolved_and_measured(
+    read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = convolved(read, weight, shape, dilation)
+    return out, *statistics(out)
 
 
 def convolved_gradients(

@@ -21,20 +21,22 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 FIELDS = [
-    *("thread_number", "num_threads"),
+    *("thread_number", "num_threads", "wait"),
     *("size", "rows", "tile", "scratch", "room"),
     *("channels", "values", "values_line", "scale", "shift"),
-    *("share", "pending", "pending_line", "first", "sums"),
-    *("weight", "wide", "width", "out", "of_weight", "of_weight_line", "parts"),
+    *("share", "pending", "pending_line", "first"),
+    *("weight", "panels", "wide", "width", "kernel", "out", "out_line"),
+    *("parts", "found", "weight_parts", "weight_parts_line", "of_weight"),
     *("made", "made_line", "slope", "constant", "made_share", "made_pending", "made_pending_line"),
     *("ahead_channels", "ahead_values", "ahead_values_line", "ahead_scale", "ahead_shift"),
-    *("ahead_weight", "ahead_out"),
-    *("grad", "seen", "deep", "tall", "depth", "height", "breadth", "reach", "beyond", "pools"),
+    *("ahead_weight", "ahead_panels", "ahead_out"),
+    *("grad", "deep", "tall", "depth", "height", "breadth", "reach", "beyond", "pools"),
 ]
 """What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how
-many bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `wide`
-how many columns the weight's panels have, `seen` how many numbers of the gradient a 3×3 kernel sees, `beyond` how many
-rows its farthest pixel is away, `pools` of how many pixels a mean is read. What is not told is 0, and not done."""
+many bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `kernel`
+by how many pixels each, `wide` how many columns the weight's panels have, `beyond` how many rows a kernel's farthest
+pixel is away, `pools` of how many pixels a mean is read. `parts` and `weight_parts` are for what each thread adds up,
+`found` and `of_weight` for what it comes to. What is not told is 0, and not done."""
 
 PANEL_BYTES = 64
 """So much of a row of a product is made at once: a few vectors of any processor's."""
@@ -68,7 +70,18 @@ PART_ROWS = 5
 
 LINES = {name: f"{name}_line" for name in FIELDS if f"{name}_line" in FIELDS}
 
-WRITTEN = {"pending", "sums", "out", "of_weight", "parts", "ahead_out", "scratch"}
+WRITTEN = {
+    "pending",
+    "out",
+    "parts",
+    "found",
+    "weight_parts",
+    "of_weight",
+    "panels",
+    "ahead_panels",
+    "ahead_out",
+    "scratch",
+}
 
 JOB = struct.Struct(f"{len(FIELDS)}q8x")
 """A job in memory; at its end is a zero of the kind of numbers that it is on, which tells a program of what kind."""
@@ -76,7 +89,7 @@ JOB = struct.Struct(f"{len(FIELDS)}q8x")
 
 @intrinsic
 def _number(typingctx, address):
-    """What the function at the address, which takes nothing, gives."""
+    """What the function at the address, which takes nothing, gives: nonsense, where it gives nothing."""
 
     def codegen(context, builder, signature, args):
         function = builder.inttoptr(args[0], ir.FunctionType(ir.IntType(32), []).as_pointer())
@@ -247,10 +260,30 @@ def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, 
 
 
 @_compiled
+def _part(count, thread, job):
+    """Which of so many things are the thread's."""
+    threads = _number(job.num_threads)
+    return count * thread // threads, count * (thread + 1) // threads
+
+
+@_compiled
 def _begin(job):
     """The thread, and which rows are its."""
-    thread, threads = _number(job.thread_number), _number(job.num_threads)
-    return thread, job.rows * thread // threads, job.rows * (thread + 1) // threads
+    thread = _number(job.thread_number)
+    return thread, *_part(job.rows, thread, job)
+
+
+@_compiled
+def _wait(job):
+    """For all threads to come here: what each has written the others may read."""
+    _number(job.wait)
+
+
+@_compiled
+def _clear(address, count, zero):
+    numbers = _at(address, 0, count, zero)
+    for i in range(count):
+        numbers[i] = 0
 
 
 @_compiled
@@ -295,8 +328,8 @@ def _collect(job, thread, start, stop, gradient, line):
     ones, products = carray(_held(zero), (_COLUMNS,)), carray(_held(zero), (_COLUMNS,))
     for left in range(0, channels, _COLUMNS):
         width = min(_COLUMNS, channels - left)
-        sum_of_ones = _at(job.sums, thread * 2 * channels + left, width, 1.0)
-        sum_of_products = _at(job.sums, (thread * 2 + 1) * channels + left, width, 1.0)
+        sum_of_ones = _at(job.parts, thread * 2 * channels + left, width, 1.0)
+        sum_of_products = _at(job.parts, (thread * 2 + 1) * channels + left, width, 1.0)
         for begin in range(start, stop, run):
             for j in range(width):
                 ones[j] = products[j] = 0
@@ -357,27 +390,27 @@ def _pool(job, start, stop, out):
 
 
 @_compiled
-def _measure(job, thread, values, line, start, stop):
-    """Have these rows join the statistics of those that the thread has seen."""
+def _measure(job, thread, start, stop):
+    """Have these rows of what is made join the statistics of those that the thread has seen."""
     width, zero = job.width, job.zero
     parts = job.parts + thread * PART_ROWS * width * 8
     seen, means = _at(parts, 0, width, 1.0), _at(parts, width, width, 1.0)
     squares = _at(parts, 2 * width, width, 1.0)
     own_means, own_squares = _at(parts, 3 * width, width, 1.0), _at(parts, 4 * width, width, 1.0)
-    own_means[:] = 0
-    own_squares[:] = 0
     before, count = seen[0], stop - start
+    for j in range(width):
+        seen[j] = before + count
+        own_means[j] = own_squares[j] = 0
     for row in range(start, stop):
-        value = _at(values, row * line, width, zero)
+        value = _at(job.out, row * job.out_line, width, zero)
         for j in range(width):
             own_means[j] += value[j]
     for j in range(width):
         own_means[j] /= count
     for row in range(start, stop):
-        value = _at(values, row * line, width, zero)
+        value = _at(job.out, row * job.out_line, width, zero)
         for j in range(width):
             own_squares[j] += (value[j] - own_means[j]) ** 2
-    seen[:] = before + count
     for j in range(width):
         apart = own_means[j] - means[j]
         means[j] += apart * count / (before + count)
@@ -426,9 +459,7 @@ def _gather(job, start, stop, out, line):
                         for o in range(together * width):
                             found[o] = seen[o]
                 at += 3 * width
-        pad = _at(out, at, job.of_weight_line - job.seen, zero)
-        for o in range(len(pad)):
-            pad[o] = 0
+        _clear(out + at * job.size, job.weight_parts_line - job.kernel * width, zero)
         x, y, z = _next(x, y, z, job)
 
 
@@ -436,27 +467,25 @@ def _gather(job, start, stop, out, line):
 def _add_up(job, start, stop, made, origin):
     """What every pixel gets from those around it; `made` begins with what row `origin` gives."""
     width, reach, breadth, zero = job.width, job.reach, job.breadth, job.zero
-    height, depth, deep, tall, seen = job.height, job.depth, job.deep, job.tall, job.wide
+    height, depth, deep, tall, wide = job.height, job.depth, job.deep, job.tall, job.wide
     x, y, z = _pixel(start, job)
     for row in range(start, stop):
-        found = _at(job.out, row * width, width, zero)
-        for o in range(width):
-            found[o] = 0
-        at = 0
+        _clear(job.out + row * job.out_line * job.size, width, zero)
+        found, at = _at(job.out, row * job.out_line, width, zero), 0
         for i in range(-deep, deep + 1):
             for j in range(-tall, tall + 1):
                 if 0 <= z + i * reach < depth and 0 <= y + j * reach < height:
-                    line = (row - origin + (i * height + j) * breadth * reach) * seen + at
+                    line = (row - origin + (i * height + j) * breadth * reach) * wide + at
                     if reach <= x < breadth - reach:
-                        left = _at(made, line - reach * seen, width, zero)
+                        left = _at(made, line - reach * wide, width, zero)
                         middle = _at(made, line + width, width, zero)
-                        right = _at(made, line + 2 * width + reach * seen, width, zero)
+                        right = _at(made, line + 2 * width + reach * wide, width, zero)
                         for o in range(width):
                             found[o] += left[o] + middle[o] + right[o]
                     else:
                         for k in range(3):
                             if 0 <= x + (k - 1) * reach < breadth:
-                                one = _at(made, line + k * width + (k - 1) * reach * seen, width, zero)
+                                one = _at(made, line + k * width + (k - 1) * reach * wide, width, zero)
                                 for o in range(width):
                                     found[o] += one[o]
                 at += 3 * width
@@ -474,68 +503,161 @@ def _copy(found, to, count, zero):
 def _pull_back(job, thread, start, stop, grad, line, activation):
     """From the gradient of what was made to that of what was read and, where a weight learns, to that of it."""
     channels, rows, zero = job.channels, stop - start, job.zero
-    wide, width = job.wide, job.seen or job.width
+    wide = job.wide
     gradient, gradient_line = grad, line
     if job.weight:
         activation_line, gradient_line = _apart(channels, job.size), _apart(wide, job.size)
         gradient = activation + job.tile * activation_line * job.size
         if job.of_weight:
-            of_weight_line = job.of_weight_line
-            of_weight = job.of_weight + thread * channels * of_weight_line * job.size
+            parts_line = job.weight_parts_line
+            parts = job.weight_parts + thread * channels * parts_line * job.size
             if job.pools:
                 _pool(job, start, stop, activation)
             else:
                 _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
             _product(
-                *(channels, of_weight_line, rows),
-                *(activation, 1, activation_line, grad, line, True, of_weight, of_weight_line, zero),
+                *(channels, parts_line, rows),
+                *(activation, 1, activation_line, grad, line, True, parts, parts_line, zero),
             )
-        _product(*(rows, wide, width), *(grad, line, 1, job.weight, 0, False, gradient, gradient_line, zero))
+        _product(
+            *(rows, wide, job.kernel * job.width),
+            *(grad, line, 1, job.panels, 0, False, gradient, gradient_line, zero),
+        )
     _collect(job, thread, start, stop, gradient, gradient_line)
 
 
-def measure(job):
-    job = carray(job, 1)[0]
-    thread, first, last = _begin(job)
-    for start in range(first, last, job.tile):
-        _measure(job, thread, job.values, job.values_line, start, min(start + job.tile, last))
+@_compiled
+def _pack(job, thread, weight, panels, channels, back):
+    """Lay a weight out as products read it: by panels of so many columns, the last of which is filled with zeros.
+
+    A row for each channel read and a column for each that is made, pixel by pixel of a kernel; `back` a row for each
+    that is made and a column for each read, the pixels in reverse, since gradients come from where it gave to.
+    """
+    width, kernel, zero = job.width, job.kernel, job.zero
+    panel = PANEL_BYTES // _at(0, 0, 1, zero).itemsize
+    rows, columns = (kernel * width, channels) if back else (channels, kernel * width)
+    first, last = _part(channels, thread, job)
+    given = _at(weight, 0, width * channels * kernel, zero)
+    found = _at(panels, 0, rows * -(-columns // panel) * panel, zero)
+    for o in range(width):
+        for c in range(first, last):
+            for k in range(kernel):
+                row, column = ((kernel - 1 - k) * width + o, c) if back else (c, k * width + o)
+                found[(column // panel * rows + row) * panel + column % panel] = given[(o * channels + c) * kernel + k]
+    if thread == 0 and columns % panel:
+        for row in range(rows):
+            for column in range(columns % panel, panel):
+                found[(columns // panel * rows + row) * panel + column] = 0
+
+
+@_compiled
+def _join_statistics(job, thread):
+    """The mean and the variance of all rows, from what each thread saw."""
+    width, threads, zero = job.width, _number(job.num_threads), job.zero
+    means, variances = _at(job.found, 0, width, zero), _at(job.found, width, width, zero)
+    parts = _at(job.parts, 0, threads * PART_ROWS * width, 1.0)
+    first, last = _part(width, thread, job)
+    for j in range(first, last):
+        mean = squares = 0.0
+        for i in range(threads):
+            at = i * PART_ROWS * width + j
+            mean += parts[at + width] * parts[at]
+        mean /= job.rows
+        for i in range(threads):
+            at = i * PART_ROWS * width + j
+            squares += parts[at + 2 * width] + (parts[at + width] - mean) ** 2 * parts[at]
+        means[j], variances[j] = mean, squares / job.rows
+
+
+@_compiled
+def _total(parts, count, step, like):
+    """Of numbers that lie so many apart, one of each thread."""
+    part, total = _at(parts, 0, count * step, like), like * 0
+    for i in range(count):
+        total += part[i * step]
+    return total
+
+
+@_compiled
+def _join_sums(job, thread):
+    """The two sums over all rows."""
+    count, threads, zero = 2 * job.channels, _number(job.num_threads), job.zero
+    first, last = _part(count, thread, job)
+    for j in range(first, last):
+        _at(job.found, j, 1, zero)[0] = _total(job.parts + j * 8, threads, count, 1.0)
+
+
+@_compiled
+def _join_weight(job, thread):
+    """The gradient of the weight, as the weight lies: the threads' lie transposed, tall rather than wide, which
+    processors make faster."""
+    channels, width, kernel, line, zero = job.channels, job.width, job.kernel, job.weight_parts_line, job.zero
+    found, threads = _at(job.of_weight, 0, width * channels * kernel, zero), _number(job.num_threads)
+    first, last = _part(channels, thread, job)
+    for o in range(width):
+        for c in range(first, last):
+            place, outside = job.weight_parts + (c * line + o) * job.size, zero
+            if kernel > 1:  # what is not finite meets the padding's zeros
+                outside = zero * _total(place + kernel // 2 * width * job.size, threads, channels * line, zero)
+            for k in range(kernel):
+                total = _total(place + k * width * job.size, threads, channels * line, zero)
+                found[(o * channels + c + 1) * kernel - 1 - k] = total + outside
 
 
 def settle(job):
     job = carray(job, 1)[0]
     _, first, last = _begin(job)
-    _settle(job, first, last, job.out + first * job.width * job.size, job.width)
+    _settle(job, first, last, job.out + first * job.out_line * job.size, job.out_line)
 
 
 def squeeze(job):
+    """And measure what is made; without a weight, what is there."""
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    channels, width, zero = job.channels, job.width, job.zero
+    channels, width, line, zero = job.channels, job.width, job.out_line, job.zero
     activation = _scratch(job, thread)
+    if job.weight:
+        _pack(job, thread, job.weight, job.panels, channels, 0)
+    if job.parts:
+        _clear(job.parts + thread * PART_ROWS * width * 8, PART_ROWS * width, 1.0)
+    _wait(job)
     for start in range(first, last, job.tile):
         stop = min(start + job.tile, last)
-        out = job.out + start * width * job.size
         if job.pools:
             _pool(job, start, stop, activation)
-        else:
+        elif job.weight:
             _activate(job.values, job.values_line, start, stop, channels, job.scale, job.shift, activation, zero)
-        _product(
-            *(stop - start, width, channels),
-            *(activation, _apart(channels, job.size), 1, job.weight, 0, False, out, width, zero),
-        )
+        if job.weight:
+            out = job.out + start * line * job.size
+            _product(
+                *(stop - start, width, channels),
+                *(activation, _apart(channels, job.size), 1, job.panels, 0, False, out, line, zero),
+            )
         if job.parts:
-            _measure(job, thread, job.out, width, start, stop)
+            _measure(job, thread, start, stop)
+    if job.parts:
+        _wait(job)
+        _join_statistics(job, thread)
 
 
 def gradients(job):
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    width, tile, line, zero = job.width, job.tile, _apart(job.of_weight_line, job.size), job.zero
+    width, tile, line, zero = job.width, job.tile, _apart(job.weight_parts_line, job.size), job.zero
     of_made = _scratch(job, thread)
     activation = of_made + tile * line * job.size
+    if job.weight:
+        _pack(job, thread, job.weight, job.panels, job.channels, 1)
+    if job.ahead_channels:
+        _pack(job, thread, job.ahead_weight, job.ahead_panels, job.ahead_channels, 0)
+    if job.of_weight:
+        count = job.channels * job.weight_parts_line
+        _clear(job.weight_parts + thread * count * job.size, count, zero)
+    _clear(job.parts + thread * 2 * job.channels * 8, 2 * job.channels, 1.0)
+    _wait(job)
     for start in range(first, last, tile):
         stop = min(start + tile, last)
-        if job.seen:
+        if job.kernel > 1:
             _gather(job, start, stop, of_made, line)
         elif job.grad:
             for row in range(start, stop):
@@ -549,35 +671,48 @@ def gradients(job):
             _activate(job.ahead_values, job.ahead_values_line, start, stop, fewer, scale, shift, activation, zero)
             _product(
                 *(stop - start, width, fewer),
-                *(activation, _apart(fewer, job.size), 1, job.ahead_weight, 0, False, out, width, zero),
+                *(activation, _apart(fewer, job.size), 1, job.ahead_panels, 0, False, out, width, zero),
             )
+    _wait(job)
+    _join_sums(job, thread)
+    if job.of_weight:
+        _join_weight(job, thread)
 
 
 def convolve(job):
     """What every pixel gives to those beyond it is made some rows further than what they get is added up."""
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
-    channels, seen, tile, zero, beyond = job.channels, job.wide, job.tile, job.zero, job.beyond
+    channels, wide, tile, zero, beyond = job.channels, job.wide, job.tile, job.zero, job.beyond
     line = _apart(channels, job.size)
     activation = _scratch(job, thread)
     made = activation + tile * line * job.size
     origin = done = max(0, first - beyond)
+    _pack(job, thread, job.weight, job.panels, channels, 0)
+    if job.parts:
+        _clear(job.parts + thread * PART_ROWS * job.width * 8, PART_ROWS * job.width, 1.0)
+    _wait(job)
     for start in range(first, last, tile):
         stop = min(start + tile, last)
         if start - beyond > origin:  # what no later row gets anything from makes room
-            kept = made + (start - beyond - origin) * seen * job.size
-            _copy(kept, made, (done - start + beyond) * seen, zero)
+            kept = made + (start - beyond - origin) * wide * job.size
+            _copy(kept, made, (done - start + beyond) * wide, zero)
             origin = start - beyond
         wanted = min(job.rows, stop + beyond)
         while done < wanted:
-            some, out = min(tile, wanted - done), made + (done - origin) * seen * job.size
+            some, out = min(tile, wanted - done), made + (done - origin) * wide * job.size
             _activate(job.values, job.values_line, done, done + some, channels, job.scale, job.shift, activation, zero)
             _product(
-                *(some, seen, channels),
-                *(activation, line, 1, job.weight, 0, False, out, seen, zero),
+                *(some, wide, channels),
+                *(activation, line, 1, job.panels, 0, False, out, wide, zero),
             )
             done += some
         _add_up(job, start, stop, made, origin)
+        if job.parts:
+            _measure(job, thread, start, stop)
+    if job.parts:
+        _wait(job)
+        _join_statistics(job, thread)
 
 
 @functools.cache

@@ -21,9 +21,13 @@ def available() -> bool:
 
 @functools.cache
 def functions() -> dict[str, int]:
-    """The addresses of what tells a thread which one it is, and of how many."""
+    """The addresses of what tells a thread which one it is, and of how many, and of what waits for the others."""
     library = _library()
-    asked = {"thread_number": library.omp_get_thread_num, "num_threads": library.omp_get_num_threads}
+    asked = {
+        "thread_number": library.omp_get_thread_num,
+        "num_threads": library.omp_get_num_threads,
+        "wait": library.GOMP_barrier,
+    }
     return {name: ctypes.cast(function, ctypes.c_void_p).value for name, function in asked.items()}
 
 

@@ -98,6 +98,10 @@ def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     return mean, square_sum.div_(values.shape[0])
 
 
+def centred(values: Tensor, mean: Tensor, out: Tensor) -> None:
+    torch.sub(values, mean, out=out)
+
+
 def affine(read: Read) -> Tensor:
     """scale * values + shift."""
     out = torch.empty_like(read.values, memory_format=torch.contiguous_format)
@@ -149,6 +153,14 @@ def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) 
         for _, activation, _ in _rectified(read, weight.dtype, shape[1:].numel())
     ]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def convolved_and_measured(
+    read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """And the statistics of what is made."""
+    out = convolved(read, weight, shape, dilation)
+    return out, *statistics(out)
 
 
 def convolved_gradients(
