@@ -540,10 +540,15 @@ def _pack(job, thread, weight, panels, channels, back):
     given = _at(weight, 0, width * channels * kernel, zero)
     found = _at(panels, 0, rows * -(-columns // panel) * panel, zero)
     for o in range(width):
-        for c in range(first, last):
-            for k in range(kernel):
-                row, column = ((kernel - 1 - k) * width + o, c) if back else (c, k * width + o)
-                found[(column // panel * rows + row) * panel + column % panel] = given[(o * channels + c) * kernel + k]
+        for k in range(kernel):
+            at, row, column = o * channels * kernel + k, (kernel - 1 - k) * width + o, k * width + o
+            to = column // panel * rows * panel + column % panel
+            if back:
+                for c in range(first, last):
+                    found[(c // panel * rows + row) * panel + c % panel] = given[at + c * kernel]
+            else:
+                for c in range(first, last):
+                    found[to + c * panel] = given[at + c * kernel]
     if thread == 0 and columns % panel:
         for row in range(rows):
             for column in range(columns % panel, panel):
@@ -570,21 +575,16 @@ def _join_statistics(job, thread):
 
 
 @_compiled
-def _total(parts, count, step, like):
-    """Of numbers that lie so many apart, one of each thread."""
-    part, total = _at(parts, 0, count * step, like), like * 0
-    for i in range(count):
-        total += part[i * step]
-    return total
-
-
-@_compiled
 def _join_sums(job, thread):
     """The two sums over all rows."""
     count, threads, zero = 2 * job.channels, _number(job.num_threads), job.zero
+    found, parts = _at(job.found, 0, count, zero), _at(job.parts, 0, threads * count, 1.0)
     first, last = _part(count, thread, job)
     for j in range(first, last):
-        _at(job.found, j, 1, zero)[0] = _total(job.parts + j * 8, threads, count, 1.0)
+        total = 0.0
+        for i in range(threads):
+            total += parts[i * count + j]
+        found[j] = total
 
 
 @_compiled
@@ -594,14 +594,18 @@ def _join_weight(job, thread):
     channels, width, kernel, line, zero = job.channels, job.width, job.kernel, job.weight_parts_line, job.zero
     found, threads = _at(job.of_weight, 0, width * channels * kernel, zero), _number(job.num_threads)
     first, last = _part(channels, thread, job)
-    for o in range(width):
-        for c in range(first, last):
-            place, outside = job.weight_parts + (c * line + o) * job.size, zero
-            if kernel > 1:  # what is not finite meets the padding's zeros
-                outside = zero * _total(place + kernel // 2 * width * job.size, threads, channels * line, zero)
-            for k in range(kernel):
-                total = _total(place + k * width * job.size, threads, channels * line, zero)
-                found[(o * channels + c + 1) * kernel - 1 - k] = total + outside
+    for c in range(first, last):
+        total = _at(job.weight_parts, c * line, kernel * width, zero)
+        for i in range(1, threads):
+            part = _at(job.weight_parts, (i * channels + c) * line, kernel * width, zero)
+            for j in range(kernel * width):
+                total[j] += part[j]
+        for k in range(kernel):
+            to = (c + 1) * kernel - 1 - k
+            for o in range(width):
+                # In a kernel, what is not finite meets the padding's zeros.
+                outside = total[kernel // 2 * width + o] * zero if kernel > 1 else zero
+                found[o * channels * kernel + to] = total[k * width + o] + outside
 
 
 def settle(job):
