@@ -62,6 +62,9 @@ _SHORT = 1024
 LINE_BYTES = 64
 """What a cache fetches at once."""
 
+_SQUARE = 64
+"""So many rows or columns of a matrix are turned at once, while what they are of stays in a cache."""
+
 _RUN = 32
 """So many rows are added up before they join a sum, in double precision, which a long sum would need."""
 
@@ -539,16 +542,18 @@ def _pack(job, thread, weight, panels, channels, back):
     first, last = _part(channels, thread, job)
     given = _at(weight, 0, width * channels * kernel, zero)
     found = _at(panels, 0, rows * -(-columns // panel) * panel, zero)
-    for o in range(width):
+    for start in range(first, last, _SQUARE):
+        stop = min(start + _SQUARE, last)
         for k in range(kernel):
-            at, row, column = o * channels * kernel + k, (kernel - 1 - k) * width + o, k * width + o
-            to = column // panel * rows * panel + column % panel
-            if back:
-                for c in range(first, last):
-                    found[(c // panel * rows + row) * panel + c % panel] = given[at + c * kernel]
-            else:
-                for c in range(first, last):
-                    found[to + c * panel] = given[at + c * kernel]
+            for o in range(width):
+                at, row, column = o * channels * kernel + k, (kernel - 1 - k) * width + o, k * width + o
+                to = column // panel * rows * panel + column % panel
+                if back:
+                    for c in range(start, stop):
+                        found[(c // panel * rows + row) * panel + c % panel] = given[at + c * kernel]
+                else:
+                    for c in range(start, stop):
+                        found[to + c * panel] = given[at + c * kernel]
     if thread == 0 and columns % panel:
         for row in range(rows):
             for column in range(columns % panel, panel):
@@ -594,18 +599,20 @@ def _join_weight(job, thread):
     channels, width, kernel, line, zero = job.channels, job.width, job.kernel, job.weight_parts_line, job.zero
     found, threads = _at(job.of_weight, 0, width * channels * kernel, zero), _number(job.num_threads)
     first, last = _part(channels, thread, job)
-    for c in range(first, last):
-        total = _at(job.weight_parts, c * line, kernel * width, zero)
+    for start in range(first, last, _SQUARE):
+        count = min(_SQUARE, last - start)
+        total = _at(job.weight_parts, start * line, count * line, zero)
         for i in range(1, threads):
-            part = _at(job.weight_parts, (i * channels + c) * line, kernel * width, zero)
-            for j in range(kernel * width):
+            part = _at(job.weight_parts, (i * channels + start) * line, count * line, zero)
+            for j in range(count * line):
                 total[j] += part[j]
-        for k in range(kernel):
-            to = (c + 1) * kernel - 1 - k
-            for o in range(width):
-                # In a kernel, what is not finite meets the padding's zeros.
-                outside = total[kernel // 2 * width + o] * zero if kernel > 1 else zero
-                found[o * channels * kernel + to] = total[k * width + o] + outside
+        for o in range(width):
+            for k in range(kernel):
+                to = (o * channels + start + 1) * kernel - 1 - k
+                for c in range(count):
+                    # In a kernel, what is not finite meets the padding's zeros.
+                    outside = total[c * line + kernel // 2 * width + o] * zero if kernel > 1 else zero
+                    found[to + c * kernel] = total[c * line + k * width + o] + outside
 
 
 def settle(job):
