@@ -67,7 +67,7 @@ def test_a_weight_that_does_not_learn(operation):
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("dilation", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(2, 9), (3, 2), (2, 5, 13), (2, 4, 3, 5), (1, 7, 2, 3)])
-@pytest.mark.parametrize("operation", ["convolved", "convolved_gradients"])
+@pytest.mark.parametrize("operation", ["convolved", "convolved_and_measured", "convolved_gradients"])
 def test_signals_volumes_and_dilation(operation, shape, dilation, first):
     case = Case(shape, 9, 16, first=first)
     case.dilation = dilation
@@ -131,6 +131,14 @@ def test_matrices_with_rows_side_by_side():
     case.values, case.of_squeezed = (matrix.t().contiguous().t() for matrix in (case.values, case.of_squeezed))
     check("statistics", case)
     check("squeezed_gradients", case)
+    check("centred", case)
+
+
+def test_matrices_with_rows_side_by_side_are_copied_once():
+    values, features = torch.randn(64, 5000).t(), torch.empty(5000, 100)
+    held = tensor_peak(lambda: compiled.statistics(values))
+    assert values.nbytes <= held <= 1.1 * values.nbytes
+    assert tensor_peak(lambda: compiled.centred(values, torch.zeros(64), features[:, :64])) <= 0.1 * values.nbytes
 
 
 @pytest.mark.parametrize("operation", ["statistics", "squeezed_and_measured"])

@@ -133,7 +133,7 @@ class SharedStatistics:
         self.grad_sum, self.product_sum = zeros.clone(), zeros
 
     def write(self, values: Tensor, place: slice, own: Sequence[Tensor] = ()) -> None:
-        """Put new channels among the features, less their mean, which and their variance may have been measured."""
+        """Put new channels among the features, less their mean; `own` is their mean and variance, if measured."""
         if self.frozen:
             self.features[:, place].copy_(values)
             return

@@ -221,7 +221,7 @@ class Forward:
         return Map(weight, bias, inverse, mean)
 
     def _layer(self, i: int, weight1: Tensor, bias1: Tensor, kernel1: Tensor, *bottleneck: Tensor) -> Sequence[Tensor]:
-        """What a layer makes and, where they are there now, the mean and variance of that."""
+        """What a layer makes and, if measured, the mean and variance of that."""
         read, kernel1 = self._read(self.stage.layers[i].norm1, weight1, bias1), kernel1.to(self.stage.dtype)
         if bottleneck:
             read, kernel1 = self._bottleneck(i, read, kernel1.flatten(1), *bottleneck)

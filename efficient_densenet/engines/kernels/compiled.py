@@ -32,14 +32,13 @@ Told = dict[str, Tensor | int]
 
 
 def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    told = _measuring(values, values.shape[1])
-    there = values if values.stride(1) == 1 else values.contiguous()
-    _run(loops.squeeze, values, width=values.shape[1], out=there, **told)
+    told, values = _measuring(values, values.shape[1]), values if values.stride(1) == 1 else values.contiguous()
+    _run(loops.squeeze, values, width=values.shape[1], out=values, **told)
     return told["found"].unbind()
 
 
 def centred(values: Tensor, mean: Tensor, out: Tensor) -> None:
-    if not values.dtype == mean.dtype == out.dtype:
+    if not values.dtype == mean.dtype == out.dtype or values.stride(1) != 1:
         return portable.centred(values, mean, out)
     nothing, all_of_it = torch.zeros_like(mean), torch.ones_like(mean)
     told = _settling(Settling(Read(values, nothing, -mean), Into(all_of_it, values)))

@@ -35,8 +35,9 @@ FIELDS = [
 """What a job may tell: addresses, and numbers of things. A line is how far apart in memory two rows are, `size` how
 many bytes a number has, `room` how many numbers a thread's scratch holds, `width` how many channels are made, `kernel`
 by how many pixels each, `wide` how many columns the weight's panels have, `beyond` how many rows a kernel's farthest
-pixel is away, `pools` of how many pixels a mean is read. `parts` and `weight_parts` are for what each thread adds up,
-`found` and `of_weight` for what it comes to. What is not told is 0, and not done."""
+pixel is away, `pools` of how many pixels a mean is read. `parts` (statistics, or the two sums, in double precision) and
+`weight_parts` are for what each thread adds up, `found` and `of_weight` for what it comes to; as far apart as rows of
+`weight_parts` are those of a tile's gradient of what was made. What is not told is 0, and not done."""
 
 PANEL_BYTES = 64
 """So much of a row of a product is made at once: a few vectors of any processor's."""
@@ -63,7 +64,7 @@ LINE_BYTES = 64
 """What a cache fetches at once."""
 
 _SQUARE = 64
-"""So many rows or columns of a matrix are turned at once, while what they are of stays in a cache."""
+"""So many channels of a weight are turned at once, while what they are of stays in a cache."""
 
 _RUN = 32
 """So many rows are added up before they join a sum, in double precision, which a long sum would need."""
@@ -531,7 +532,7 @@ def _pull_back(job, thread, start, stop, grad, line, activation):
 
 @_compiled
 def _pack(job, thread, weight, panels, channels, back):
-    """Lay a weight out as products read it: by panels of so many columns, the last of which is filled with zeros.
+    """Lay a weight out as products read it: by panels of so many columns, the last of which is filled up with zeros.
 
     A row for each channel read and a column for each that is made, pixel by pixel of a kernel; `back` a row for each
     that is made and a column for each read, the pixels in reverse, since gradients come from where it gave to.
@@ -622,7 +623,7 @@ def settle(job):
 
 
 def squeeze(job):
-    """And measure what is made; without a weight, what is there."""
+    """Make and, where there are `parts`, measure. Without a weight nothing is made, and `out` is only read."""
     job = carray(job, 1)[0]
     thread, first, last = _begin(job)
     channels, width, line, zero = job.channels, job.width, job.out_line, job.zero
