@@ -40,12 +40,6 @@ class Case:
         ones = torch.ones(grad.shape[1], device=self.device, dtype=self.scale.dtype)
         return Settling(Read(grad, 0.5 * ones, 0 * ones), Into(0.5 * ones, grad))
 
-    def centred(self, kernels):
-        wide = torch.zeros(len(self.values), self.values.shape[1] + 5, device=self.device, dtype=self.dtype)
-        wide = wide.to(self.values.dtype)
-        kernels.centred(self.values, self.shift, wide[:, 2:-3])
-        return [wide]
-
     def made(self, function):
         """What a 1×1 convolution makes, and what the function returns."""
         out = self.squeeze.new_empty(len(self.values), len(self.squeeze))
@@ -78,7 +72,6 @@ class Case:
 
 OPERATIONS = {
     "statistics": lambda k, c: k.statistics(c.values),
-    "centred": lambda k, c: c.centred(k),
     "affine": lambda k, c: [k.affine(c.read)],
     "affine_gradients": lambda k, c: c.gradients(k.affine_gradients, c.of_values),
     "squeezed": lambda k, c: c.made(k.squeezed)[:1],

@@ -137,10 +137,9 @@ class SharedStatistics:
         if self.frozen:
             self.features[:, place].copy_(values)
             return
-        kernels = kernels_for(values)
-        own = own or kernels.statistics(values)
+        own = own or kernels_for(values).statistics(values)
         mean, variance, self.count = measured(*own, values.shape[0], self.together)
-        kernels.centred(values, mean, self.features[:, place])
+        torch.sub(values, mean, out=self.features[:, place])
         self.mean[place], self.unbiased[place] = mean, unbiased(variance, self.count)
         self.inverse[place] = variance.add_(self.eps).rsqrt_()
 

@@ -37,14 +37,6 @@ def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     return told["found"].unbind()
 
 
-def centred(values: Tensor, mean: Tensor, out: Tensor) -> None:
-    if not values.dtype == mean.dtype == out.dtype or values.stride(1) != 1:
-        return portable.centred(values, mean, out)
-    nothing, all_of_it = torch.zeros_like(mean), torch.ones_like(mean)
-    told = _settling(Settling(Read(values, nothing, -mean), Into(all_of_it, values)))
-    return _run(loops.settle, values, **told, out=out)
-
-
 def settled(grad: Settling) -> Tensor:
     values = grad.read.values
     out = torch.empty_like(values, memory_format=torch.contiguous_format)

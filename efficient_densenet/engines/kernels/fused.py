@@ -38,9 +38,6 @@ def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     return _combined(parts, block_rows, num_rows)
 
 
-centred = portable.centred
-
-
 def affine(read: Read) -> Tensor:
     return _rectified(read, read.values.dtype, torch.Size([len(read.values), 1, 1]), relu=False)
 

@@ -98,10 +98,6 @@ def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     return mean, square_sum.div_(values.shape[0])
 
 
-def centred(values: Tensor, mean: Tensor, out: Tensor) -> None:
-    torch.sub(values, mean, out=out)
-
-
 def affine(read: Read) -> Tensor:
     """scale * values + shift."""
     out = torch.empty_like(read.values, memory_format=torch.contiguous_format)
