@@ -18,7 +18,7 @@ from samples import TINY, same_run, write_cifar10
 @pytest.mark.slow
 def test_killed_at_thirty_moments_the_run_comes_to_the_same_end(tmp_path):
     """Every restart goes on from what the last kill left. An epoch is a few steps, so that many kills hit a write; they
-    come before or after the time that a run of one epoch takes here."""
+    come within the time that a run of one epoch, up to its report, takes here."""
     words = f"cp_demo.py {' '.join(TINY)} --data {write_cifar10(tmp_path / 'cifar')} --batch_size 45".split()
     words += ["--recipe", "one_cycle", "--device", "cpu"]
     long = [*words, "--n_epochs", "150", "--save", "run"]

@@ -32,9 +32,10 @@ Told = dict[str, Tensor | int]
 
 
 def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    told, values = _measuring(values, values.shape[1]), values if values.stride(1) == 1 else values.contiguous()
-    _run(loops.squeeze, values, width=values.shape[1], out=values, **told)
-    return told["found"].unbind()
+    measuring = _measuring(values, values.shape[1])
+    values = values if values.stride(1) == 1 else values.contiguous()
+    _run(loops.squeeze, values, width=values.shape[1], out=values, **measuring)
+    return measuring["found"].unbind()
 
 
 def settled(grad: Settling) -> Tensor:

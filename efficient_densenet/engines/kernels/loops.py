@@ -60,7 +60,7 @@ _AHEAD = 24
 _SHORT = 1024
 """So many bytes are."""
 
-LINE_BYTES = 64
+_LINE_BYTES = 64
 """What a cache fetches at once."""
 
 _SQUARE = 64
@@ -208,7 +208,7 @@ _inlined = njit(**_HOW, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinl
 
 def apart(count, size):
     """So many numbers, or some more: rows that lie powers of two apart would share a place in a cache."""
-    return (-(-count * size // LINE_BYTES) | 1) * LINE_BYTES // size
+    return (-(-count * size // _LINE_BYTES) | 1) * _LINE_BYTES // size
 
 
 _apart = _compiled(apart)
@@ -226,7 +226,7 @@ def _expect(values, line, row, count, size):
     if count * size > _SHORT:
         return
     start = values + (row + _AHEAD) * line * size
-    for at in range(start, start + count * size, LINE_BYTES):
+    for at in range(start, start + count * size, _LINE_BYTES):
         _fetch(at)
     _fetch(start + count * size - 1)
 
@@ -562,8 +562,22 @@ def _pack(job, thread, weight, panels, channels, back):
 
 
 @_compiled
+def _ready(job, thread):
+    """Before anything is made: the weight, if any, is packed, and nothing is measured yet."""
+    if job.weight:
+        _pack(job, thread, job.weight, job.panels, job.channels, False)
+    if job.parts:
+        count = PART_ROWS * job.width
+        _clear(job.parts + thread * count * 8, count, 1.0)
+    _wait(job)
+
+
+@_compiled
 def _join_statistics(job, thread):
-    """The mean and the variance of all rows, from what each thread saw."""
+    """The mean and the variance of all rows, from what each thread saw, if they are measured."""
+    if not job.parts:
+        return
+    _wait(job)
     width, threads, zero = job.width, _number(job.num_threads), job.zero
     means, variances = _at(job.found, 0, width, zero), _at(job.found, width, width, zero)
     parts = _at(job.parts, 0, threads * PART_ROWS * width, 1.0)
@@ -628,11 +642,7 @@ def squeeze(job):
     thread, first, last = _begin(job)
     channels, width, line, zero = job.channels, job.width, job.out_line, job.zero
     activation = _scratch(job, thread)
-    if job.weight:
-        _pack(job, thread, job.weight, job.panels, channels, 0)
-    if job.parts:
-        _clear(job.parts + thread * PART_ROWS * width * 8, PART_ROWS * width, 1.0)
-    _wait(job)
+    _ready(job, thread)
     for start in range(first, last, job.tile):
         stop = min(start + job.tile, last)
         if job.pools:
@@ -647,9 +657,7 @@ def squeeze(job):
             )
         if job.parts:
             _measure(job, thread, start, stop)
-    if job.parts:
-        _wait(job)
-        _join_statistics(job, thread)
+    _join_statistics(job, thread)
 
 
 def gradients(job):
@@ -659,9 +667,9 @@ def gradients(job):
     of_made = _scratch(job, thread)
     activation = of_made + tile * line * job.size
     if job.weight:
-        _pack(job, thread, job.weight, job.panels, job.channels, 1)
+        _pack(job, thread, job.weight, job.panels, job.channels, True)
     if job.ahead_channels:
-        _pack(job, thread, job.ahead_weight, job.ahead_panels, job.ahead_channels, 0)
+        _pack(job, thread, job.ahead_weight, job.ahead_panels, job.ahead_channels, False)
     if job.of_weight:
         count = job.channels * job.weight_parts_line
         _clear(job.weight_parts + thread * count * job.size, count, zero)
@@ -700,10 +708,7 @@ def convolve(job):
     activation = _scratch(job, thread)
     made = activation + tile * line * job.size
     origin = done = max(0, first - beyond)
-    _pack(job, thread, job.weight, job.panels, channels, 0)
-    if job.parts:
-        _clear(job.parts + thread * PART_ROWS * job.width * 8, PART_ROWS * job.width, 1.0)
-    _wait(job)
+    _ready(job, thread)
     for start in range(first, last, tile):
         stop = min(start + tile, last)
         if start - beyond > origin:  # what no later row gets anything from makes room
@@ -722,9 +727,7 @@ def convolve(job):
         _add_up(job, start, stop, made, origin)
         if job.parts:
             _measure(job, thread, start, stop)
-    if job.parts:
-        _wait(job)
-        _join_statistics(job, thread)
+    _join_statistics(job, thread)
 
 
 @functools.cache
