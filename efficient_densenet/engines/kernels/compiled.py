@@ -137,7 +137,7 @@ def _gradients(read: Read, weight: Tensor, into: Into, **told: Tensor | int) -> 
     if into.learns:
         told["weight_parts"] = weight.new_empty(_threads(read.values), channels, line)
         told["of_weight"] = of_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    per_row = sum(loops.apart(count, weight.itemsize) for count in (line, channels, told["wide"]))
+    per_row = sum(loops.apart(count, weight.itemsize) for count in (line, told["wide"]))
     _run(loops.gradients, read.values, per_row, **told)
     return of_weight, *told["found"].unbind()
 
@@ -232,7 +232,8 @@ def _run(program: Callable[[Any], None], values: Tensor, per_row: int = 0, **tol
     room = tile * per_row + 2 * beyond * told.get("wide", 0)
     told = {"values": values, "rows": values.shape[0], **told, **native.functions()}
     told |= {"tile": tile, "size": values.itemsize, "room": room}
-    told["scratch"] = scratch.room("tile", threads * room, values.dtype, values.device)
+    whole = threads * room + loops.ROWS  # products read up to so many numbers beyond
+    told["scratch"] = scratch.room("tile", whole, values.dtype, values.device)
     job, _held = _job(told)
     native.run(loops.made(program, values.dtype).address, threads, job)
 

@@ -113,13 +113,19 @@ def _pointer(typingctx, address, index, like):
     return types.CPointer(like)(types.intp, types.intp, like), codegen
 
 
+def _room(builder, kind, count):
+    """Room for so many, where `cgutils.alloca_once` would also fill it with zeros, one by one."""
+    with builder.goto_entry_block():
+        return builder.alloca(ir.ArrayType(kind, count))
+
+
 @intrinsic
 def _held(typingctx, like):
     """A pointer to `_COLUMNS` numbers of which a compiler knows that no other pointer leads there."""
 
     def codegen(context, builder, signature, args):
         real = context.get_value_type(signature.args[0])
-        return builder.bitcast(cgutils.alloca_once(builder, ir.ArrayType(real, _COLUMNS)), real.as_pointer())
+        return builder.bitcast(_room(builder, real, _COLUMNS), real.as_pointer())
 
     return types.CPointer(like)(like), codegen
 
@@ -181,8 +187,7 @@ def _spare(typingctx, like):
     """The address of a block that a product may be made in."""
 
     def codegen(context, builder, signature, args):
-        byte = ir.IntType(8)
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(byte, ROWS * PANEL_BYTES)), ir.IntType(64))
+        return builder.ptrtoint(_room(builder, ir.IntType(8), ROWS * PANEL_BYTES), ir.IntType(64))
 
     return types.intp(like), codegen
 
@@ -339,6 +344,8 @@ def _collect(job, thread, start, stop, gradient, line):
                 ones[j] = products[j] = 0
             for row in range(begin, min(begin + run, stop)):
                 given = _at(gradient, (row - start) * line + left, width, zero)
+                if not job.pools:
+                    _expect(job.pending, job.pending_line, row, channels, job.size)
                 first = _corner(row, job) if job.pools else row
                 for i in range(deep):
                     for k in range(tall):
@@ -506,14 +513,12 @@ def _copy(found, to, count, zero):
 @_compiled
 def _pull_back(job, thread, start, stop, grad, line, activation):
     """From the gradient of what was made to that of what was read and, where a weight learns, to that of it."""
-    channels, rows, zero = job.channels, stop - start, job.zero
-    wide = job.wide
+    channels, rows, wide, zero = job.channels, stop - start, job.wide, job.zero
     gradient, gradient_line = grad, line
     if job.weight:
-        activation_line, gradient_line = _apart(channels, job.size), _apart(wide, job.size)
-        gradient = activation + job.tile * activation_line * job.size
+        gradient, gradient_line = activation, _apart(wide, job.size)  # in its place: a tile needs less of a cache
         if job.of_weight:
-            parts_line = job.weight_parts_line
+            activation_line, parts_line = _apart(channels, job.size), job.weight_parts_line
             parts = job.weight_parts + thread * channels * parts_line * job.size
             if job.pools:
                 _pool(job, start, stop, activation)
