@@ -35,7 +35,7 @@ def tile(request, monkeypatch):
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("channels", "width"), [(1, 20), (5, 48), (300, 16)])
+@pytest.mark.parametrize(("channels", "width"), [(1, 20), (2, 20), (5, 48), (300, 16)])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 7), (1, 9, 7), (2, 5, 13), (5, 2, 2)])
 def test_every_operation(operation, shape, channels, width, dtype):
     if "pooled" in operation and 1 in shape[1:]:

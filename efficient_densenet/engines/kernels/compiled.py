@@ -159,8 +159,10 @@ def _whole(columns: int, dtype: torch.dtype) -> int:
 
 
 def _suits(read: Read, weight: Tensor) -> bool:
-    """Whether all is in one precision, one that there are programs for, and the weight not too large."""
-    return weight.dtype == read.values.dtype == read.scale.dtype and weight.nbytes <= WEIGHT_BYTES
+    """Whether all is in one precision, one that there are programs for, and the weight not too large. The gradient of
+    a single channel is a product with a vector, for which PyTorch has a routine that adds up more exactly."""
+    one_precision = weight.dtype == read.values.dtype == read.scale.dtype
+    return one_precision and weight.nbytes <= WEIGHT_BYTES and weight.shape[1] > 1
 
 
 def _reading(read: Read) -> Told:
