@@ -4,11 +4,13 @@ import contextlib
 import errno
 import gzip
 import hashlib
-import multiprocessing
 import os
 import pickle
 import re
+import signal
 import struct
+import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
@@ -25,7 +27,7 @@ import torch
 from PIL import Image
 from samples import CIFAR10_CLASSES, demo, demo_process, refused, write_cifar10, write_cifar100, write_folder
 
-from efficient_densenet.training.data import Pictures, Streamed, digits, load, lost_workers
+from efficient_densenet.training.data import Pictures, Streamed, ahead, digits, load
 from efficient_densenet.training.data.augment import Preparation, generator_for, preparation_for
 from efficient_densenet.training.data.decode import decode
 
@@ -212,7 +214,8 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path, kind):
 def test_pixels_without_a_known_white_are_refused(tmp_path, mode):
     path = tmp_path / "picture.tif"
     Image.new(mode, (9, 9)).save(path)
-    assert f"its pixels are of mode {mode}, whose white is not known" in decode(path, 8).reason
+    with pytest.raises(ValueError, match=f"its pixels are of mode {mode}, whose white is not known"):
+        decode(path, 8)
 
 
 def test_a_camera_held_sideways_is_turned_back(tmp_path):
@@ -398,18 +401,52 @@ def test_augmenting_50000_pictures_takes_under_three_seconds():
     assert time.perf_counter() - started < 3
 
 
-def test_a_worker_that_the_system_ends_is_told_in_a_sentence(tmp_path):
+def test_a_process_that_the_system_ends_is_told_in_a_sentence(tmp_path, monkeypatch):
     source = load(str(write_folder(tmp_path)), stream=True)
+    monkeypatch.setattr(ahead, "decode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    for _ in range(5):  # whatever the main process is doing then
+        with pytest.raises(ChildProcessError, match="a process that decodes pictures was ended"):
+            next(source.train.fetch(torch.arange(24).split(1)))
 
-    def fetch_and_kill():
-        for _ in source.train.fetch(torch.arange(24).split(1)):
-            for worker in multiprocessing.active_children():
-                worker.kill()
 
-    with pytest.raises(ChildProcessError, match="a process that decodes pictures was ended"), lost_workers():
-        fetch_and_kill()
-    with pytest.raises(RuntimeError, match="another"), lost_workers():
-        raise RuntimeError("another")
+DECODING = """
+import multiprocessing, sys, time
+import torch
+from efficient_densenet.training.data import load
+batches = load(sys.argv[1], stream=True).train.fetch(torch.arange(24).split(2))
+next(batches)
+print(*(each.pid for each in multiprocessing.active_children()), flush=True)
+time.sleep(60)
+"""
+
+
+def test_processes_end_with_the_one_that_they_decode_for(tmp_path):
+    words = [sys.executable, "-c", DECODING, str(write_folder(tmp_path))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as main:
+        decoding = [Path(f"/proc/{number}/cmdline") for number in main.stdout.readline().split()]
+        assert [path.read_bytes() != b"" for path in decoding] == [True, True]
+        main.kill()
+    deadline = time.monotonic() + 20
+    while any(path.exists() and path.read_bytes() for path in decoding):  # empty: ended, and nobody has asked for how
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_streamed_batches_of_any_size_take_the_same_number_of_open_files(tmp_path):
+    source = load(str(write_folder(tmp_path)), stream=True)
+    taken = [len(os.listdir("/proc/self/fd")) for size in (1, 12) for _ in source.train.fetch([torch.arange(size)])]
+    assert taken[0] == taken[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_streamed_batches_come_in_order_from_any_number_of_processes(tmp_path, workers):
+    source = load(str(write_folder(tmp_path)), stream=True, workers=workers)
+    sizes = [3, 1, 5, 2, 4, 1, 1, 7]
+    batches = list(source.train.fetch(torch.arange(24).split(sizes)))
+    assert [len(images) for images, _ in batches] == sizes
+    single = torch.cat([images for images, _ in load(str(tmp_path)).train.fetch(torch.arange(24).split(24))])
+    assert torch.equal(torch.cat([images for images, _ in batches]), single)
+    assert list(source.train.fetch([])) == []
 
 
 def test_a_download_where_nothing_may_be_written(tmp_path, monkeypatch):

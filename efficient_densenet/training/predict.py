@@ -6,7 +6,7 @@ import torch
 
 from ..checks import check_whole
 from .data.augment import Preparation
-from .data.decode import Undecodable, decode
+from .data.decode import decode
 from .models import load_model
 
 DIGITS = Path(__file__).parents[2] / "checkpoints" / "digits"
@@ -29,10 +29,7 @@ def predict(*pictures: str, model: str | None = None, top: int = 1) -> None:
     for picture in pictures:
         if not Path(str(picture)).is_file():
             raise ValueError(f"{picture} is not a file: give the path of a picture")
-        image = decode(Path(str(picture)), description.image_size, description.channels)
-        if isinstance(image, Undecodable):
-            image.refuse()
-        images.append(image)
+        images.append(decode(Path(str(picture)), description.image_size, description.channels))
     prepare = Preparation(description.mean, description.std, distance=0, mirror=False).normalise
     for picture, image in zip(pictures, images, strict=True):
         probabilities = network(prepare(image[None])).softmax(1)[0]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .. import __version__
 from . import files, models, saved
-from .data import Source, load, lost_workers
+from .data import Source, load
 from .data.augment import preparation_for
 from .expected import StepMemory, advice
 from .interruption import Interruption, Stop
@@ -27,7 +27,7 @@ SECONDS_BETWEEN_DRAWINGS = 20
 def train(given: dict[str, Any], saving_engine: str = "best") -> None:
     """Do what the options ask for: train, go on with a run, or evaluate one."""
     options = parse(given, saving_engine)
-    with lost_workers(), assemble(options.device) as team:
+    with assemble(options.device) as team:
         if options.evaluate is not False:
             evaluate(options, team)
             return

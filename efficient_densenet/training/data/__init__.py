@@ -1,6 +1,6 @@
 """Pictures to train on: what a directory holds, how it is read, and how batches are made of it."""
 
-from .pictures import Pictures, Streamed, lost_workers
+from .pictures import Pictures, Streamed
 from .recognise import DATASETS, Source, load
 
-__all__ = ["DATASETS", "Pictures", "Source", "Streamed", "load", "lost_workers"]
+__all__ = ["DATASETS", "Pictures", "Source", "Streamed", "load"]

@@ -1,7 +1,5 @@
 """One picture file as a uint8 tensor of the size that a model takes."""
 
-import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,29 +8,18 @@ from torch import Tensor
 from ...extras import need
 
 
-@dataclass(frozen=True)
-class Undecodable:
-    """What a worker process hands back in a picture's place, so that the error is raised where it can be read."""
-
-    path: Path
-    reason: str
-
-    def refuse(self) -> None:
-        raise ValueError(f"{self.path} is not a picture that can be decoded ({self.reason}): replace it or remove it")
-
-
-def decode(path: Path, image_size: int, channels: int = 3) -> Tensor | Undecodable:
+def decode(path: Path, image_size: int, channels: int = 3) -> Tensor:
     """The middle of the picture, its shorter side made `image_size` long; channels × size × size."""
     image = need("PIL.Image", extra="demos")
     try:
         with image.open(path) as opened:
             if opened.mode in ("I", "F"):
-                return Undecodable(path, f"its pixels are of mode {opened.mode}, whose white is not known")
+                raise ValueError(f"its pixels are of mode {opened.mode}, whose white is not known")
             picture = _squared(_upright(opened).convert("RGB" if channels == 3 else "L"), image_size)
             raw = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     except (OSError, ValueError, SyntaxError, image.DecompressionBombError) as exc:
         reason = "it cannot be identified" if isinstance(exc, image.UnidentifiedImageError) else str(exc)
-        return Undecodable(path, reason)
+        raise ValueError(f"{path} is not a picture that can be decoded ({reason}): replace it or remove it") from exc
     return raw.view(image_size, image_size, channels).permute(2, 0, 1).contiguous()
 
 
@@ -53,8 +40,3 @@ def _squared(picture, size: int):
         bilinear = need("PIL.Image", extra="demos").Resampling.BILINEAR
         picture = picture.resize((size, size), bilinear, box=(left, top, left + side, top + side))
     return picture
-
-
-def ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the main one decides what becomes of the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ...extras import need
-from .decode import Undecodable, decode
+from .decode import decode
 from .pictures import Pictures, Streamed, digest
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
@@ -50,9 +50,6 @@ def read_all(files: Streamed) -> Pictures:
         decoded = threads.map(lambda path: decode(path, files.image_size), files.paths)
         shown = bar(decoded, total=len(files), desc="reading", unit="picture", leave=False, disable=None)
         for i, image in enumerate(shown):
-            if isinstance(image, Undecodable):
-                threads.shutdown(wait=False, cancel_futures=True)
-                image.refuse()
             images[i] = image
     return Pictures(images, files.labels)
 

@@ -1,6 +1,5 @@
 """Sets of labelled pictures: small ones as one uint8 tensor on the device, large ones read from their files."""
 
-import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .decode import Undecodable, decode, ignore_interrupts
+from .ahead import decoded
 
 
 @dataclass(frozen=True)
@@ -57,42 +56,9 @@ class Streamed:
 
     def fetch(self, indices: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and labels for each index in turn, decoded in the order they are asked for."""
-        loader = torch.utils.data.DataLoader(
-            _Files(self.paths, self.image_size),
-            batch_sampler=[index.tolist() for index in indices],
-            num_workers=self.workers,
-            collate_fn=list,
-            worker_init_fn=ignore_interrupts if self.workers else None,
-            generator=torch.Generator(),  # or it would draw from, and so change, the run's own random numbers
-        )
-        for index, images in zip(indices, loader, strict=True):
-            for image in images:
-                if isinstance(image, Undecodable):
-                    image.refuse()
-            yield torch.stack(images).to(self.device), self.labels[index].to(self.device)
-
-
-@dataclass(frozen=True)
-class _Files(torch.utils.data.Dataset):
-    paths: Sequence[Path]
-    image_size: int
-
-    def __getitem__(self, number: int) -> Tensor | Undecodable:
-        return decode(self.paths[number], self.image_size)
-
-
-@contextlib.contextmanager
-def lost_workers() -> Iterator[None]:
-    """A sentence for a worker that the system ended. A signal tells of it, wherever the main process is just then."""
-    try:
-        yield
-    except RuntimeError as exc:
-        if not str(exc).startswith("DataLoader worker"):
-            raise
-        raise ChildProcessError(
-            "a process that decodes pictures was ended from outside, perhaps for want of memory: "
-            "give fewer --workers, and go on with --resume"
-        ) from exc
+        decoding = decoded(self.paths, self.image_size, indices, self.workers)
+        for index, images in zip(indices, decoding, strict=True):
+            yield images.to(self.device, copy=True), self.labels[index].to(self.device)
 
 
 def digest(parts: Iterable[bytes | Tensor]) -> str:
