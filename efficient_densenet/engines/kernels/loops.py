@@ -8,6 +8,7 @@ makes a program that it keeps on disk anew when the program's own file has chang
 """
 
 import functools
+import itertools
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -40,10 +41,15 @@ pixel is away, `pools` of how many pixels a mean is read. `parts` (statistics, o
 `weight_parts` are those of a tile's gradient of what was made. What is not told is 0, and not done."""
 
 PANEL_BYTES = 64
-"""So much of a row of a product is made at once: a few vectors of any processor's."""
+"""So much of a row of a matrix lies together for a product: a few vectors of any processor's."""
 
-ROWS = 12 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 6
-"""So many rows of a product are made at once: as many as there are registers for the sums."""
+_MANY_REGISTERS = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+
+_BLOCKS = {1: 12, 2: 12, 3: 8} if _MANY_REGISTERS else {1: 6}
+"""So many rows of a product are made at once, of so many panels: as many as there are registers for the sums. The more
+panels there are, the fewer numbers are read for as many products."""
+
+ROWS = max(_BLOCKS.values())
 
 _COLUMNS = 256
 """So many sums are held in registers, or next to them, at once."""
@@ -52,7 +58,8 @@ _DEPTH = 256
 """So many numbers of a sum are added up at once: a panel of as many rows stays in the nearest cache."""
 
 _HEIGHT = 96
-"""So many rows are made of one panel after another, while what they are of stays in a cache: a multiple of `ROWS`."""
+"""So many rows are made of one panel after another, while what they are of stays in a cache: a multiple of all in
+`_BLOCKS`."""
 
 _AHEAD = 24
 """So many rows before it is read a short part of a row is asked for, which processors do not foresee."""
@@ -130,56 +137,68 @@ def _held(typingctx, like):
     return types.CPointer(like)(like), codegen
 
 
-@intrinsic
-def _block(typingctx, a, down, along, count, b, line_b, add, c, line_c, like):
-    """`ROWS` rows of the product of a and a panel of b, each number the sum of so many: c = a @ b, or c += a @ b.
+def _block(panels):
+    """What makes some rows of the product of a and so many panels of b: c = a @ b, or c += a @ b.
 
     All sums are held in registers. Addresses, and steps in bytes: from one row of a to the next, from one number of a
-    sum to the next, and from one row to the next of b and of c.
+    sum to the next, and from one row to the next of b and of c; `panel` is that from one panel to the next.
     """
+    rows = _BLOCKS[panels]
 
-    def codegen(context, builder, signature, args):
-        a, down, along, count, b, line_b, add, c, line_c, _ = args
-        real = context.get_value_type(signature.args[-1])
-        size = context.get_abi_sizeof(real)
-        vector = ir.VectorType(real, PANEL_BYTES // size)
-        everywhere = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
-        multiply_add = f"llvm.fmuladd.v{vector.count}f{8 * size}"
-        multiply_add = builder.module.declare_intrinsic(multiply_add, fnty=ir.FunctionType(vector, [vector] * 3))
+    @intrinsic
+    def made(typingctx, a, down, along, count, b, line_b, panel, add, c, line_c, like):
+        def codegen(context, builder, signature, args):
+            a, down, along, count, b, line_b, panel, add, c, line_c, _ = args
+            real = context.get_value_type(signature.args[-1])
+            size = context.get_abi_sizeof(real)
+            vector = ir.VectorType(real, PANEL_BYTES // size)
+            everywhere = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
+            multiply_add = f"llvm.fmuladd.v{vector.count}f{8 * size}"
+            multiply_add = builder.module.declare_intrinsic(multiply_add, fnty=ir.FunctionType(vector, [vector] * 3))
 
-        def at(address, kind):
-            return builder.inttoptr(address, kind.as_pointer())
+            def at(address, kind):
+                return builder.inttoptr(address, kind.as_pointer())
 
-        def row(address, step, i):
-            return builder.add(address, builder.mul(step, ir.Constant(step.type, i)))
+            def beyond(address, step, i):
+                return builder.add(address, builder.mul(step, ir.Constant(step.type, i)))
 
-        def opaque(place):
-            """The same, but a compiler does not see from where, and so does not go from row to row by adding up."""
-            return builder.asm(ir.FunctionType(place.type, [place.type]), "", "=r,0", [place], False)
+            def opaque(place):
+                """The same, but a compiler does not see from where, and so does not go from row to row by adding up."""
+                return builder.asm(ir.FunctionType(place.type, [place.type]), "", "=r,0", [place], False)
 
-        def repeated(number):
-            first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.IntType(32)(0))
-            return builder.shuffle_vector(first, first, everywhere)
+            def repeated(number):
+                first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.IntType(32)(0))
+                return builder.shuffle_vector(first, first, everywhere)
 
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(vector, None)) for _ in range(ROWS)]
-        of_a, of_b = (cgutils.alloca_once_value(builder, first) for first in (a, b))
-        with cgutils.for_range(builder, count):
-            factors, panel = opaque(builder.load(of_a)), builder.load(at(builder.load(of_b), vector), align=size)
-            for i, total in enumerate(sums):
-                factor = repeated(builder.load(at(row(factors, down, i), real)))
-                builder.store(builder.call(multiply_add, [factor, panel, builder.load(total)]), total)
-            for place, step in ((of_a, along), (of_b, line_b)):
-                builder.store(builder.add(builder.load(place), step), place)
-        with builder.if_then(add):
-            for i, total in enumerate(sums):
-                before = builder.load(at(row(c, line_c, i), vector), align=size)
-                builder.store(builder.fadd(builder.load(total), before), total)
-        for i, total in enumerate(sums):
-            builder.store(builder.load(total), at(row(c, line_c, i), vector), align=size)
-        return context.get_dummy_value()
+            sums = {
+                (i, j): cgutils.alloca_once_value(builder, ir.Constant(vector, None))
+                for i, j in itertools.product(range(rows), range(panels))
+            }
+            steps = {(i, j): ir.Constant(c.type, j * PANEL_BYTES) for i, j in sums}
+            places = {(i, j): at(builder.add(beyond(c, line_c, i), step), vector) for (i, j), step in steps.items()}
+            of_a, of_b = (cgutils.alloca_once_value(builder, first) for first in (a, b))
+            with cgutils.for_range(builder, count):
+                factors, read = opaque(builder.load(of_a)), builder.load(of_b)
+                parts = [builder.load(at(beyond(read, panel, j), vector), align=size) for j in range(panels)]
+                for i in range(rows):
+                    factor = repeated(builder.load(at(beyond(factors, down, i), real)))
+                    for j, part in enumerate(parts):
+                        total = builder.call(multiply_add, [factor, part, builder.load(sums[i, j])])
+                        builder.store(total, sums[i, j])
+                for place, step in ((of_a, along), (of_b, line_b)):
+                    builder.store(builder.add(builder.load(place), step), place)
+            with builder.if_then(add):
+                for each, total in sums.items():
+                    before = builder.load(places[each], align=size)
+                    builder.store(builder.fadd(builder.load(total), before), total)
+            for each, total in sums.items():
+                builder.store(builder.load(total), places[each], align=size)
+            return context.get_dummy_value()
 
-    address = types.intp
-    return types.void(*[address] * 6, types.boolean, address, address, like), codegen
+        address = types.intp
+        return types.void(*[address] * 7, types.boolean, address, address, like), codegen
+
+    return made
 
 
 @intrinsic
@@ -187,7 +206,8 @@ def _spare(typingctx, like):
     """The address of a block that a product may be made in."""
 
     def codegen(context, builder, signature, args):
-        return builder.ptrtoint(_room(builder, ir.IntType(8), ROWS * PANEL_BYTES), ir.IntType(64))
+        most = max(rows * panels for panels, rows in _BLOCKS.items())
+        return builder.ptrtoint(_room(builder, ir.IntType(8), most * PANEL_BYTES), ir.IntType(64))
 
     return types.intp(like), codegen
 
@@ -236,6 +256,33 @@ def _expect(values, line, row, count, size):
     _fetch(start + count * size - 1)
 
 
+def _strip(panels):
+    """What makes some rows of so many panels' part of a product, block by block. Steps are in bytes."""
+    if panels not in _BLOCKS:
+        return None
+    rows, block = _BLOCKS[panels], _block(panels)
+
+    @_compiled
+    def made(height, columns, count, a, down, along, b, line_b, panel, adds, c, line_c, zero):
+        width, spare = PANEL_BYTES // _at(0, 0, 1, zero).itemsize, _spare(zero)
+        for top in range(0, height, rows):
+            some, out = min(rows, height - top), c + top * line_c
+            inside = some == rows and columns == panels * width
+            where = (adds, out, line_c) if inside else (False, spare, panels * PANEL_BYTES)
+            block(a + top * down, down, along, count, b, line_b, panel, *where, zero)
+            if not inside:
+                for i in range(some):
+                    to = _at(out + i * line_c, 0, columns, zero)
+                    found = _at(spare, i * panels * width, columns, zero)
+                    for j in range(columns):
+                        to[j] = found[j] + (to[j] if adds else zero)
+
+    return made
+
+
+_one, _two, _three = (_strip(panels) for panels in (1, 2, 3))
+
+
 @_compiled
 def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, zero):
     """c = a @ b, or c += a @ b: so many rows and columns, each number the sum of so many.
@@ -244,28 +291,28 @@ def _product(height, breadth, count, a, down, along, b, line_b, add, c, line_c, 
     by whole `ROWS`, so that both must lie in memory that goes on after them, whatever is there; c is written to its
     size.
     """
-    size, spare = _at(0, 0, 1, zero).itemsize, _spare(zero)
+    size = _at(0, 0, 1, zero).itemsize
     width = PANEL_BYTES // size
-    line_b, panel_b = (line_b, width) if line_b else (width, count * width)
+    line_b, panel = (line_b * size, PANEL_BYTES) if line_b else (PANEL_BYTES, count * PANEL_BYTES)
+    down, along, line_c = down * size, along * size, line_c * size
     for start in range(0, count, _DEPTH):
         depth, adds = min(_DEPTH, count - start), add or start > 0
         for first in range(0, height, _HEIGHT):
-            for left in range(0, breadth, width):
-                for top in range(first, min(first + _HEIGHT, height), ROWS):
-                    rows, columns = min(ROWS, height - top), min(width, breadth - left)
-                    inside = rows == ROWS and columns == width
-                    of_a, of_b = (
-                        a + (top * down + start * along) * size,
-                        b + (start * line_b + left // width * panel_b) * size,
-                    )
-                    out = c + (top * line_c + left) * size
-                    where = (adds, out, line_c * size) if inside else (False, spare, PANEL_BYTES)
-                    _block(of_a, down * size, along * size, depth, of_b, line_b * size, *where, zero)
-                    if not inside:
-                        for i in range(rows):
-                            to, found = _at(out, i * line_c, columns, zero), _at(spare, i * width, columns, zero)
-                            for j in range(columns):
-                                to[j] = found[j] + (to[j] if adds else zero)
+            rows, left = min(_HEIGHT, height - first), 0
+            while left < breadth:
+                panels = -(-(breadth - left) // width)
+                of_a, of_b = a + first * down + start * along, b + start * line_b + left // width * panel
+                out = c + first * line_c + left * size
+                if _MANY_REGISTERS and panels > 2 and panels != 4:
+                    columns = min(3 * width, breadth - left)
+                    _three(rows, columns, depth, of_a, down, along, of_b, line_b, panel, adds, out, line_c, zero)
+                elif _MANY_REGISTERS and panels > 1:
+                    columns = min(2 * width, breadth - left)
+                    _two(rows, columns, depth, of_a, down, along, of_b, line_b, panel, adds, out, line_c, zero)
+                else:
+                    columns = min(width, breadth - left)
+                    _one(rows, columns, depth, of_a, down, along, of_b, line_b, panel, adds, out, line_c, zero)
+                left += columns
 
 
 @_compiled
