@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_close, assert_same_step, picture, small_model, with_engine
@@ -19,7 +20,7 @@ from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import native, portable
 from efficient_densenet.memory import tensor_peak
 
-pytest.importorskip("numba", reason="the compiled kernels are made by Numba")
+numba = pytest.importorskip("numba", reason="the compiled kernels are made by Numba")
 if not native.available():
     pytest.skip("this PyTorch came without what the compiled kernels call", allow_module_level=True)
 compiled = importlib.import_module("efficient_densenet.engines.kernels.compiled")
@@ -47,6 +48,37 @@ def test_every_operation(operation, shape, channels, width, dtype):
     ours, theirs = (OPERATIONS[operation](each, case.truth()) for each in (compiled, portable))
     for found, expected in zip(ours, theirs, strict=True):
         assert_close(found, expected, 1e-13)
+
+
+@pytest.mark.parametrize("avx512f", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_products_of_any_size_with_few_registers_and_many(monkeypatch, avx512f, dtype):
+    with monkeypatch.context() as patched:
+        patched.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"avx512f": avx512f})
+        spec = importlib.util.spec_from_file_location(loops.__name__, loops.__file__)
+        fresh = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(fresh)
+    product, chance, width = fresh._product, np.random.default_rng(0), fresh.PANEL_BYTES // dtype().itemsize
+    made = numba.njit(lambda *given: product(*given))
+    breadths = [1, *(panels * width + some for panels in range(1, 8) for some in (-3, 0))]
+    for case, breadth in enumerate(breadths * 2):
+        height, count, turned, packed, add = (int(chance.integers(most)) for most in (110, 300, 2, 2, 2))
+        height, count, panels = height + 1, count + 1, -(-breadth // width)
+        a = chance.standard_normal((height + fresh.ROWS, count)).astype(dtype)
+        b = chance.standard_normal((count, panels * width)).astype(dtype)
+        c = chance.standard_normal((height, breadth + 5)).astype(dtype)
+        expected = c.astype(np.float64)
+        expected[:, :breadth] *= add
+        expected[:, :breadth] += a[:height].astype(np.float64) @ b[:, :breadth].astype(np.float64)
+        given = np.ascontiguousarray(a.T if turned else a), c, b
+        if packed:
+            given = *given[:2], np.ascontiguousarray(b.reshape(count, panels, width).swapaxes(0, 1))
+        of_a, of_c, of_b = (each.ctypes.data for each in given)
+        steps = (1, len(a)) if turned else (count, 1)
+        line_b = 0 if packed else b.shape[1]
+        made(height, breadth, count, of_a, *steps, of_b, line_b, bool(add), of_c, c.shape[1], dtype(0))
+        bound = 4 * np.finfo(dtype).eps * (count + 1) ** 0.5
+        assert np.abs(c - expected).max() <= bound * max(1, np.abs(expected).max()), (case, breadth)
 
 
 @pytest.mark.usefixtures("tile")
