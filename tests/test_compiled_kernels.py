@@ -66,10 +66,10 @@ def test_products_of_any_size_with_few_registers_and_many(monkeypatch, avx512f, 
         height, count, panels = height + 1, count + 1, -(-breadth // width)
         a = chance.standard_normal((height + fresh.ROWS, count)).astype(dtype)
         b = chance.standard_normal((count, panels * width)).astype(dtype)
-        c = chance.standard_normal((height, breadth + 5)).astype(dtype)
+        c = chance.standard_normal((height + fresh.ROWS, breadth + 5)).astype(dtype)
         expected = c.astype(np.float64)
-        expected[:, :breadth] *= add
-        expected[:, :breadth] += a[:height].astype(np.float64) @ b[:, :breadth].astype(np.float64)
+        expected[:height, :breadth] *= add
+        expected[:height, :breadth] += a[:height].astype(np.float64) @ b[:, :breadth].astype(np.float64)
         given = np.ascontiguousarray(a.T if turned else a), c, b
         if packed:
             given = *given[:2], np.ascontiguousarray(b.reshape(count, panels, width).swapaxes(0, 1))
@@ -79,6 +79,51 @@ def test_products_of_any_size_with_few_registers_and_many(monkeypatch, avx512f, 
         made(height, breadth, count, of_a, *steps, of_b, line_b, bool(add), of_c, c.shape[1], dtype(0))
         bound = 4 * np.finfo(dtype).eps * (count + 1) ** 0.5
         assert np.abs(c - expected).max() <= bound * max(1, np.abs(expected).max()), (case, breadth)
+
+
+GUARDED = """
+import ctypes, mmap, sys
+import torch
+from efficient_densenet.engines.kernels import compiled, scratch
+from kernel_operations import OPERATIONS, Case
+
+libc = ctypes.CDLL(None)
+libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+kept = []
+
+def room(name, size, dtype, device):
+    wanted, page = size * dtype.itemsize, mmap.PAGESIZE
+    within = -(-wanted // page) * page
+    memory = mmap.mmap(-1, within + 64 * page)
+    kept.append(memory)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    assert libc.mprotect(whole.data_ptr() + within, 64 * page, 0) == 0
+    return whole[within - wanted : within].view(dtype).fill_(float("nan"))
+
+scratch.room = room
+torch.set_num_threads(1)
+for operation, made in OPERATIONS.items():
+    for rows in (1, 12, 20, 36, 98):
+        for channels, width in ((2, 17), (48, 64), (200, 48), (300, 40)):
+            case = Case((1, 2, 2 * rows) if "pooled" in operation else (1, 1, rows), channels, width)
+            print(operation, rows, channels, width, flush=True)
+            made(compiled, case)
+print("all")
+"""
+
+
+def test_nothing_is_read_or_written_beyond_scratch():
+    """Behind it lies a page that nobody may touch."""
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, (done.stdout.splitlines()[-1:], done.stderr)
+    assert done.stdout.endswith("all\n")
 
 
 @pytest.mark.usefixtures("tile")

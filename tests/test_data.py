@@ -4,10 +4,10 @@ import contextlib
 import errno
 import gzip
 import hashlib
+import multiprocessing
 import os
 import pickle
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -401,12 +401,37 @@ def test_augmenting_50000_pictures_takes_under_three_seconds():
     assert time.perf_counter() - started < 3
 
 
-def test_a_process_that_the_system_ends_is_told_in_a_sentence(tmp_path, monkeypatch):
-    source = load(str(write_folder(tmp_path)), stream=True)
-    monkeypatch.setattr(ahead, "decode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    for _ in range(5):  # whatever the main process is doing then
-        with pytest.raises(ChildProcessError, match="a process that decodes pictures was ended"):
-            next(source.train.fetch(torch.arange(24).split(1)))
+@pytest.mark.parametrize("number", range(8))
+def test_a_process_that_the_system_ends_is_told_in_a_sentence(tmp_path, number):
+    batches = load(str(write_folder(tmp_path)), stream=True).train.fetch(torch.arange(24).split(1))
+    for _ in range(number):
+        next(batches)
+    next(batches)
+    for each in multiprocessing.active_children():
+        each.kill()
+    with pytest.raises(ChildProcessError, match="a process that decodes pictures was ended"):
+        list(batches)
+
+
+def test_too_little_shared_memory_is_told_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "share_memory_", _no_space)
+    batches = load(str(write_folder(tmp_path)), stream=True).train.fetch(torch.arange(24).split(24))
+    with pytest.raises(MemoryError, match="too little shared memory for 0 MiB of pictures"):
+        next(batches)
+
+
+def _no_space(tensor):
+    raise RuntimeError("unable to allocate shared memory")
+
+
+def test_what_was_asked_for_is_not_decoded_once_it_is_over(tmp_path):
+    room, over = torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.bool)
+    task = [tmp_path / "absent.png"], room, over, 0, [0, 0]
+    with pytest.raises(ValueError, match=r"absent.png is not a picture"):
+        ahead._fill(*task)
+    batches = ahead._filled_by_processes(1, ([write_folder(tmp_path)], room, over), iter([]))
+    assert list(batches) == []
+    assert ahead._fill(*task) == (0, 2)
 
 
 DECODING = """
@@ -427,9 +452,16 @@ def test_processes_end_with_the_one_that_they_decode_for(tmp_path):
         assert [path.read_bytes() != b"" for path in decoding] == [True, True]
         main.kill()
     deadline = time.monotonic() + 20
-    while any(path.exists() and path.read_bytes() for path in decoding):  # empty: ended, and nobody has asked for how
+    while any(_runs(path) for path in decoding):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def _runs(command_line: Path) -> bool:
+    try:
+        return command_line.read_bytes() != b""  # as it is once it has ended, until somebody asks for how
+    except OSError:
+        return False
 
 
 def test_streamed_batches_of_any_size_take_the_same_number_of_open_files(tmp_path):

@@ -98,6 +98,29 @@ def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, 
     same_run(tmp_path / "run", finished / "run")
 
 
+def test_a_signal_to_all_processes_saves_too_though_it_ends_those_that_decode(tmp_path):
+    write_folder(tmp_path / "own")
+    words = ["--data", "own", "--stream", "--depth", "10", "--growth_rate", "4", "--n_epochs", "10000", "--save", "run"]
+    process = subprocess.Popen(
+        [sys.executable, str(DEMOS / "cp_demo.py"), *words, "--batch_size", "2", "--device", "cpu"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not (tmp_path / "run" / "results.csv").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "stopped by SIGTERM in epoch" in printed
+    assert "error" not in errors
+    saved = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["position"]
+    assert f"in epoch {saved['epoch']}" in printed
+
+
 def test_a_finished_run_is_neither_overwritten_nor_trained_on(finished, tmp_path):
     folder = _copy(finished, tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

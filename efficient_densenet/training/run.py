@@ -168,6 +168,10 @@ class Run:
                 progress.step(position.loss / position.seen, position.wrong / position.seen, speed, peak_memory(device))
                 self._check()
             valid = self.trainer.evaluate(self.source.valid, self._check if self.team.size == 1 else None)
+        except ChildProcessError:
+            if self.team.size == 1:
+                self._check()  # a signal to all processes of the run has ended those that decode for it
+            raise
         finally:
             progress.close()
         row = self._row(valid, time.perf_counter() - started)

@@ -9,6 +9,7 @@ makes a program that it keeps on disk anew when the program's own file has chang
 
 import functools
 import itertools
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +50,8 @@ _BLOCKS = {1: 12, 2: 12, 3: 8} if _MANY_REGISTERS else {1: 6}
 """So many rows of a product are made at once, of so many panels: as many as there are registers for the sums. The more
 panels there are, the fewer numbers are read for as many products."""
 
-ROWS = max(_BLOCKS.values())
+ROWS = math.lcm(*_BLOCKS.values())
+"""A tile has room for whole blocks of any kind."""
 
 _COLUMNS = 256
 """So many sums are held in registers, or next to them, at once."""

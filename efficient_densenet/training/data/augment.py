@@ -71,7 +71,7 @@ def preparation_for(pictures: Pictures | Streamed, mirror: bool, most: int = 10_
     """Normalisation by the pictures' own colours (by `most` of them, evenly spread), and crops by an eighth."""
     chosen = torch.linspace(0, len(pictures) - 1, min(len(pictures), most)).round().long()
     sums = squares = count = 0
-    for images, _ in pictures.fetch(chosen.split(500)):
+    for images, _ in pictures.fetch(chosen.split(100)):
         values = images.cpu().double().transpose(0, 1).flatten(1)
         sums, squares, count = sums + values.sum(1), squares + values.square().sum(1), count + values.shape[1]
     mean = sums / count
