@@ -332,7 +332,7 @@ def behaviours() -> None:
     _write("behaviours", rows)
 
 
-def costs(rounds: int = 60) -> None:
+def costs(rounds: int) -> None:
     """Time a chain of 40 tiny layers, and the tensor peak of a chain of 8 large ones, relative to torch's."""
     tiny = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(40)]
     large = [nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh()) for _ in range(8)]
@@ -399,5 +399,20 @@ def _write(name: str, rows: list[dict]) -> None:
     print(f"wrote {path}")
 
 
+def measure(*files: str, rounds: int = 60) -> None:
+    """Write the files that are named.
+
+    Args:
+        files: behaviours, costs or both.
+        rounds: of the timing of costs.
+    """
+    if not files or {*files} - {"behaviours", "costs"}:
+        raise ValueError(f"found {' '.join(files) or 'nothing to measure'}: give behaviours or costs")
+    if "behaviours" in files:
+        behaviours()
+    if "costs" in files:
+        costs(rounds)
+
+
 if __name__ == "__main__":
-    command({"behaviours": behaviours, "costs": costs})
+    command(measure)

@@ -41,3 +41,15 @@ def test_the_readme_s_costs_are_the_benchmark_s():
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"ours takes {float(ours['time_over_torch']):.2f}× of torch's" in readme
     assert f"peak of tensor memory ({float(ours['peak_over_torch']):.2f}×;" in readme
+
+
+def test_the_benchmark_is_a_command(monkeypatch, capsys):
+    done = []
+    monkeypatch.setattr(BENCHMARK, "costs", done.append)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # it would stay
+    monkeypatch.setattr("sys.argv", ["checkpointing.py", "costs", "--rounds", "7"])
+    BENCHMARK.command(BENCHMARK.measure)
+    assert done == [7]
+    monkeypatch.setattr("sys.argv", ["checkpointing.py", "cost"])
+    with pytest.raises(SystemExit, match="error: found cost: give behaviours or costs"):
+        BENCHMARK.command(BENCHMARK.measure)
