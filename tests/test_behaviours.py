@@ -43,7 +43,7 @@ def test_the_readme_s_costs_are_the_benchmark_s():
     assert f"peak of tensor memory ({float(ours['peak_over_torch']):.2f}×;" in readme
 
 
-def test_the_benchmark_is_a_command(monkeypatch, capsys):
+def test_the_benchmark_is_a_command(monkeypatch):
     done = []
     monkeypatch.setattr(BENCHMARK, "costs", done.append)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # it would stay
