@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from efficient_densenet._extras import need
 from efficient_densenet.checkpoint import checkpoint, checkpoint_wrapper
-from efficient_densenet.extras import need
 from efficient_densenet.memory import tensor_peak
 from efficient_densenet.training.command_line import command
 

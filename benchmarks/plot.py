@@ -17,7 +17,7 @@ import rows as results
 from options import start
 from settings import many
 
-from efficient_densenet.extras import need
+from efficient_densenet._extras import need
 
 FIGURES = results.ROOT / "benchmarks" / "figures"
 GREY = "#808080"

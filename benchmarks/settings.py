@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from efficient_densenet.zoo import VARIANTS
+from efficient_densenet.models.zoo import VARIANTS
 
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}

@@ -2,21 +2,10 @@
 
 from ._version import __version__
 from .adapt import make_efficient, register_block, restore
-from .batchnorm import (
-    CpBatchNorm1d,
-    CpBatchNorm2d,
-    CpBatchNorm3d,
-    CpSyncBatchNorm,
-    convert_batchnorm,
-    cp_BatchNorm2d,
-    restore_batchnorm,
-)
 from .checkpoint import CheckpointFunction
-from .densenet import DenseBlock, DenseLayer, DenseNet, Transition
-from .features import features
-from .state_dicts import rename_keys
-from .weights import WeightsReport, load_weights, weights_transforms
-from .zoo import (
+from .models.backbone import features
+from .models.densenet import DenseBlock, DenseLayer, DenseNet, Transition
+from .models.zoo import (
     create_model,
     densenet121,
     densenet161,
@@ -36,6 +25,17 @@ from .zoo import (
     densenet_bc_250_24,
     list_models,
 )
+from .norms.batch_norm import (
+    CpBatchNorm1d,
+    CpBatchNorm2d,
+    CpBatchNorm3d,
+    CpSyncBatchNorm,
+    convert_batchnorm,
+    cp_BatchNorm2d,
+    restore_batchnorm,
+)
+from .weights.key_names import rename_keys
+from .weights.load import WeightsReport, load_weights, weights_transforms
 
 __all__ = [
     "CheckpointFunction",

@@ -6,7 +6,7 @@ import warnings
 import torch
 from samples import joined_batch, tiny_trainer
 
-from efficient_densenet.training.team import assemble
+from efficient_densenet.training.distributed import assemble
 
 if __name__ == "__main__":
     engines, path = sys.argv[1].split(","), sys.argv[2]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model
-from efficient_densenet.engines import kernels, shared
+from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.shared import stage as shared
 
 FAMILIES = {
     "basic": {"name": "densenet_40_12", "block_config": (2, 1, 2), "growth_rate": 3, "num_init_features": 4},
@@ -82,7 +83,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
     if name == "compiled":
         if not kernels.runs_compiled(torch.empty(1)):
             pytest.skip("needs Numba, and what it calls in PyTorch")
-        monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.compiled"), "TILE", tile)
+        monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.operations"), "TILE", tile)
     else:
         monkeypatch.setattr(kernels, "runs_compiled", lambda values: False)
         monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile)

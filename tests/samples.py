@@ -18,9 +18,9 @@ from PIL import Image
 
 from efficient_densenet import DenseNet
 from efficient_densenet.training.data.augment import Preparation
+from efficient_densenet.training.distributed import Team
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.options import parse
-from efficient_densenet.training.team import Team
 
 DEMOS = Path(__file__).parents[1] / "demos"
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

@@ -25,10 +25,11 @@ from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from test_team import ThreadedReplicas
 from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, convert_batchnorm, engines, make_efficient, register_block, restore
+from efficient_densenet import DenseNet, convert_batchnorm, make_efficient, register_block, restore
 from efficient_densenet.adapt import BlockParts, LayerParts
-from efficient_densenet.batchnorm import UpdatesOnce
+from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.memory import saved_bytes
+from efficient_densenet.norms.batch_norm import UpdatesOnce
 
 
 def _steps(model: nn.Module, x: Tensor, number: int = 3) -> list[Tensor]:

@@ -15,16 +15,18 @@ import torch
 from helpers import assert_close, assert_same_step, picture, small_model, with_engine
 from kernel_operations import OPERATIONS, Case, check
 
-from efficient_densenet import DenseBlock, engines
+from efficient_densenet import DenseBlock
+from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines import kernels
-from efficient_densenet.engines.kernels import native, portable
+from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.kernels.numba_cpu import openmp as native
 from efficient_densenet.memory import tensor_peak
 
 numba = pytest.importorskip("numba", reason="the compiled kernels are made by Numba")
 if not native.available():
     pytest.skip("this PyTorch came without what the compiled kernels call", allow_module_level=True)
-compiled = importlib.import_module("efficient_densenet.engines.kernels.compiled")
-loops = importlib.import_module("efficient_densenet.engines.kernels.loops")
+compiled = importlib.import_module("efficient_densenet.engines.kernels.numba_cpu.operations")
+loops = importlib.import_module("efficient_densenet.engines.kernels.numba_cpu.loops")
 check = functools.partial(check, compiled)
 
 
@@ -84,7 +86,8 @@ def test_products_of_any_size_with_few_registers_and_many(monkeypatch, avx512f, 
 GUARDED = """
 import ctypes, mmap, sys
 import torch
-from efficient_densenet.engines.kernels import compiled, scratch
+from efficient_densenet.engines.kernels import scratch
+from efficient_densenet.engines.kernels.numba_cpu import operations as compiled
 from kernel_operations import OPERATIONS, Case
 
 libc = ctypes.CDLL(None)

@@ -27,7 +27,8 @@ import torch
 from PIL import Image
 from samples import CIFAR10_CLASSES, demo, demo_process, refused, write_cifar10, write_cifar100, write_folder
 
-from efficient_densenet.training.data import Pictures, Streamed, ahead, digits, load
+from efficient_densenet.training.data import Pictures, Streamed, digits, load
+from efficient_densenet.training.data import prefetch as ahead
 from efficient_densenet.training.data.augment import Preparation, generator_for, preparation_for
 from efficient_densenet.training.data.decode import decode
 

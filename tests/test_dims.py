@@ -20,10 +20,10 @@ from helpers import (
 from torch import Tensor, nn
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, Transition
-from efficient_densenet.engines import shared
-from efficient_densenet.engines.eligible import why_not_shared
+from efficient_densenet.engines.eligibility import why_not_shared
+from efficient_densenet.engines.shared import stage as shared
 from efficient_densenet.memory import tensor_peak
-from efficient_densenet.synced_norm import synchronise_norms
+from efficient_densenet.norms.sync_batch_norm import synchronise_norms
 
 SIZES = {
     (1, "basic"): [(4,), (37,)],

@@ -23,7 +23,8 @@ from helpers import (
 )
 from torch import nn
 
-from efficient_densenet import DenseNet, engines
+from efficient_densenet import DenseNet
+from efficient_densenet.engines import dispatch as engines
 
 
 @pytest.mark.parametrize("batch", [1, 5])

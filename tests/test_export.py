@@ -19,7 +19,7 @@ from torch import nn
 from torchvision.models import feature_extraction
 
 from efficient_densenet import create_model, features, restore_batchnorm
-from efficient_densenet.features import MAPS
+from efficient_densenet.models.backbone import MAPS
 
 ENGINES = [True, "plain", "official", "checkpoint", "shared"]
 

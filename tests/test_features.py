@@ -18,8 +18,8 @@ from helpers import (
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model, features
-from efficient_densenet.features import MAPS, FeatureInfo
 from efficient_densenet.memory import tensor_peak
+from efficient_densenet.models.backbone import MAPS, FeatureInfo
 
 INDICES = [None, (1, 2), (0, 3), (2,), (0,), 1, (-1, 1)]
 NUM_MAPS = {"bc": 4, "basic": 4, "imagenet": 5}

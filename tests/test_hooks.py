@@ -15,7 +15,7 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from efficient_densenet import engines
+from efficient_densenet.engines import dispatch as engines
 
 PLACES = ["", "features", "features.denseblock1", "features.denseblock3", "features.transition1", "features.norm5"]
 KINDS = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]

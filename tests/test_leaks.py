@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import SAVING, small_model
 
-from efficient_densenet.engines import shared
+from efficient_densenet.engines.shared import stage as shared
 
 MIB = 2**20
 

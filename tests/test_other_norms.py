@@ -8,7 +8,8 @@ import torch
 from helpers import assert_same_buffers, assert_same_step, picture, small_model
 from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, engines
+from efficient_densenet import DenseNet
+from efficient_densenet.engines import dispatch as engines
 
 
 class ChannelNorm(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 from test_zoo import MILLIONS
 
 import efficient_densenet
-from efficient_densenet.extras import need
+from efficient_densenet._extras import need
 
 
 def _python(code: str) -> str:

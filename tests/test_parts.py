@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import Tensor, nn
 
-from efficient_densenet import convert_batchnorm, engines
-from efficient_densenet.engines import parts, shared
-from efficient_densenet.engines.eligible import can_consume, why_not_shared
+from efficient_densenet import convert_batchnorm
+from efficient_densenet._mixins import add_mixin
+from efficient_densenet.engines import dispatch as engines
+from efficient_densenet.engines import parts
+from efficient_densenet.engines.eligibility import can_consume, why_not_shared
 from efficient_densenet.engines.parts import BlockParts, ConsumerParts, LayerParts
-from efficient_densenet.made_classes import add_mixin
+from efficient_densenet.engines.shared import stage as shared
 
 GROWTH = 3
 

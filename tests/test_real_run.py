@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_densenet import create_model
-from efficient_densenet.engines.norms import SharedStatistics
+from efficient_densenet.engines.shared.statistics import SharedStatistics
 from efficient_densenet.training.data.digits import load_digits
 
 ARCHIVE = Path(__file__).parents[1] / "../shared/data/cifar10-jpeg.tar.xz"

@@ -20,7 +20,7 @@ import pytest
 import torch
 from samples import DEMOS, TINY, demo, demo_process, read_rows, refused, same_run, write_cifar10, write_folder
 
-from efficient_densenet.training.data import recognise
+from efficient_densenet.training.data import sources as recognise
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.models import load_model
 

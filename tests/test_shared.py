@@ -23,9 +23,10 @@ from helpers import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model, engines
-from efficient_densenet.engines import shared
+from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
+from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.shared import stage as shared
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 

@@ -18,9 +18,11 @@ from helpers import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import DenseBlock, DenseLayer, engines
-from efficient_densenet.engines import kernels, shared
+from efficient_densenet import DenseBlock, DenseLayer
+from efficient_densenet.engines import dispatch as engines
+from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import scratch
+from efficient_densenet.engines.shared import stage as shared
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 CONSUMERS = ["block", "transition1", "norm5"]

@@ -19,7 +19,7 @@ from helpers import (
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines import shared
+from efficient_densenet.engines.shared import stage as shared
 
 SMALL_SIZES = [(4, 4), (5, 11), (9, 7)]  # the first leaves one pixel to the last stage
 SIZES = {"basic": SMALL_SIZES, "bc": SMALL_SIZES, "imagenet": [(29, 29), (61, 37)]}

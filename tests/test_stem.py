@@ -17,11 +17,12 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, create_model, engines
+from efficient_densenet import DenseNet, create_model
+from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.engines.stem import Settings, SharedStem, Stem
 from efficient_densenet.memory import saved_bytes, tensor_peak
-from efficient_densenet.synced_norm import synchronise_norms
+from efficient_densenet.norms.sync_batch_norm import synchronise_norms
 
 SIZES = {1: [(5,), (38,)], 2: [(9, 14), (23, 17)], 3: [(9, 6, 11)]}
 CASES = [(dims, size) for dims, sizes in SIZES.items() for size in sizes]

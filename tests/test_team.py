@@ -15,7 +15,7 @@ from samples import DEMOS, TINY, demo, joined_batch, tiny_trainer
 from torch import nn
 
 from efficient_densenet.training.data.augment import generator_for
-from efficient_densenet.training.team import Team
+from efficient_densenet.training.distributed import Team
 
 ENGINES = ("plain", "official", "checkpoint", "shared", "best")
 ALONE = Team(0, 1, torch.device("cpu"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet.torch_private import (
+from efficient_densenet._torch_private import (
     caches_parametrizations,
     functorch_is_active,
     hooks_watch_all_modules,

@@ -10,11 +10,11 @@ from helpers import assert_close, assert_same_gradients
 from efficient_densenet import DenseNet
 from efficient_densenet.training.data import Pictures, load
 from efficient_densenet.training.data.augment import preparation_for
-from efficient_densenet.training.expected import StepMemory, advice
+from efficient_densenet.training.distributed import Team
 from efficient_densenet.training.loop import Position, Trainer, batches
+from efficient_densenet.training.memory_estimate import StepMemory, advice
 from efficient_densenet.training.options import parse
 from efficient_densenet.training.recipes import one_cycle, step
-from efficient_densenet.training.team import Team
 
 ALONE = Team(0, 1, torch.device("cpu"))
 

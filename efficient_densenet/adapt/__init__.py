@@ -10,11 +10,11 @@ from itertools import pairwise
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from .. import engines
-from ..densenet import DenseBlock
-from ..engines import Engine
+from .._mixins import add_mixin, remove_mixin
+from ..engines import dispatch as engines
+from ..engines.dispatch import Engine
 from ..engines.parts import BlockParts, LayerParts, NoPartsError, register_block
-from ..made_classes import add_mixin, remove_mixin
+from ..models.densenet import DenseBlock
 from .converted import ConvertedBlock, ConvertedSequence, convert_block, restore_block
 from .read import layers_in, looks_dense, read_block
 from .report import Changed, Report, kept

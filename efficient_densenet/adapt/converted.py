@@ -9,15 +9,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .. import engines
-from ..batchnorm import ComputesAsTorch, UpdatesOnce, update_always
+from .._mixins import add_mixin, remove_mixin
 from ..checkpoint.call import run_twice
 from ..checkpoint.hooks import fire_always
-from ..engines import Engine, plain, recompute
-from ..engines.eligible import is_watched
+from ..engines import dispatch as engines
+from ..engines import plain, recompute
+from ..engines.dispatch import Engine
+from ..engines.eligibility import is_watched
 from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import Squeeze
-from ..made_classes import add_mixin, remove_mixin
+from ..norms.batch_norm import ComputesAsTorch, UpdatesOnce, update_always
 from .layers import are_passed_by, run_layers
 from .read import read_block
 from .trial import order_of, trial

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engines import plain
-from ..engines.eligible import is_watched
+from ..engines.eligibility import is_watched
 from ..engines.parts import BlockParts, LayerParts, activations_of
 from ..engines.plain import Squeeze
 

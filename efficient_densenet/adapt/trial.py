@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engines.eligible import HOOKS
+from ..engines.eligibility import HOOKS
 from ..engines.parts import BlockParts
 from .layers import run_layers
 from .read import read_block

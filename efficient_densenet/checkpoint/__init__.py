@@ -1,6 +1,6 @@
 """Recompute anything: run a function without keeping its intermediate tensors, and run it again for its gradient."""
 
-from ..modes import disable_checkpointing, is_checkpointing, is_recomputing
+from .._recompute_mode import disable_checkpointing, is_checkpointing, is_recomputing
 from .call import checkpoint, checkpoint_sequential
 from .function import CheckpointFunction
 from .wrapper import checkpoint_wrapper, unwrap

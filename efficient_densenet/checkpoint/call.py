@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..batchnorm import update_once
-from ..modes import is_disabled
-from ..torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
+from .._recompute_mode import is_disabled
+from .._torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
+from ..norms.batch_norm import update_once
 from .frame import Frame
 from .hooks import fire_once
 from .parameters import check_listed, modules_of, modules_reached_by, parameters_of

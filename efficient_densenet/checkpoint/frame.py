@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..batchnorm import update_once
-from ..modes import is_in_a_run
-from ..torch_private import at_the_end_of_backward, graph_task
+from .._recompute_mode import is_in_a_run
+from .._torch_private import at_the_end_of_backward, graph_task
+from ..norms.batch_norm import update_once
 from .offload import resting_in_cpu_memory
 from .recomputation import Description, Recomputation, described, name_of
 from .trees import flatten, unflatten

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_private import tensor_hooks
+from .._torch_private import tensor_hooks
 from .parameters import modules_of
 from .recomputation import Recomputation, name_of, tensors_in
 

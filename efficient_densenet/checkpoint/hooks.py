@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..modes import is_recomputing
+from .._recompute_mode import is_recomputing
 from .trees import flatten
 
 

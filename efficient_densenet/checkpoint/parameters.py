@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..torch_private import is_leaf_node
+from .._torch_private import is_leaf_node
 
 
 def modules_of(function: Callable) -> list[nn.Module]:

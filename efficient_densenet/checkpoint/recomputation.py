@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..modes import first_run, second_run
+from .._recompute_mode import first_run, second_run
 from .states import AutocastState, RandomState
 from .trees import flatten
 

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..batchnorm import update_always, update_once
-from ..made_classes import add_mixin, remove_mixin
+from .._mixins import add_mixin, remove_mixin
+from ..norms.batch_norm import update_always, update_once
 from .call import run_twice
 from .hooks import fire_always
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..batchnorm import ComputesAsTorch, CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce
-from ..made_classes import original
-from ..synced_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
+from .._mixins import original
+from ..norms.batch_norm import ComputesAsTorch, CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce
+from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
 
 
 class NoPartsError(Exception):

@@ -3,11 +3,11 @@
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..batchnorm import update_once
+from .._torch_private import caches_parametrizations
 from ..checkpoint import CheckpointFunction
 from ..checkpoint.hooks import fire_once
 from ..checkpoint.parameters import parameters_of
-from ..torch_private import caches_parametrizations
+from ..norms.batch_norm import update_once
 
 
 def squeeze_official(layer: nn.Module, features: list[Tensor]) -> Tensor:

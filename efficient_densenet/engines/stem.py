@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..synced_norm import together
-from . import norms
-from .eligible import can_share_stem, compute_dtype, convolved_size
+from ..norms.sync_batch_norm import together
+from .eligibility import can_share_stem, compute_dtype, convolved_size
 from .kernels import scratch
 from .kernels.portable import CONVOLVE, TILE_BYTES, pictures, sums_dtype
-from .norms import Map
-from .shared import CHANNELS_LAST, autocast_off, layout_of, refuse_create_graph
+from .shared import statistics as norms
+from .shared.stage import CHANNELS_LAST, autocast_off, layout_of, refuse_create_graph
+from .shared.statistics import Map
 
 
 class Stem(NamedTuple):

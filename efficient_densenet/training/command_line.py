@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any, get_args
 
-from ..extras import need
+from .._extras import need
 
 EXPECTED = (ValueError, OSError, FloatingPointError, MemoryError, ModuleNotFoundError)
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .data.augment import Preparation, generator_for
-from .data.pictures import Pictures, Streamed
+from .data.images import Pictures, Streamed
+from .distributed import Team, joining
 from .options import Options
 from .recipes import RECIPES
-from .team import Team, joining
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..densenet import DenseNet
-from ..zoo import VARIANTS, create_model
+from ..models.densenet import DenseNet
+from ..models.zoo import VARIANTS, create_model
 from . import files
 from .data.augment import Preparation
 from .options import Options, layers_in_blocks

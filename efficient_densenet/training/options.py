@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from ..checks import check_between, check_choice, check_whole
-from ..zoo import create_model, list_models
+from .._checks import check_between, check_choice, check_whole
+from ..models.zoo import create_model, list_models
 from .data import DATASETS
 from .recipes import RECIPES
 

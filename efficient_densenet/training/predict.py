@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from ..checks import check_whole
+from .._checks import check_whole
 from .data.augment import Preparation
 from .data.decode import decode
 from .models import load_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..extras import need
+from .._extras import need
 
 
 def mib(number: float) -> str:

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ..extras import need
+from .._extras import need
 from . import files
 
 COLUMNS = (

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from . import files, models, saved
+from . import files, models
+from . import run_state as saved
 from .data import Source, load
 from .data.augment import preparation_for
-from .expected import StepMemory, advice
+from .distributed import Team, assemble
 from .interruption import Interruption, Stop
 from .loop import Position, Trainer, check_finite, num_steps
+from .memory_estimate import StepMemory, advice
 from .options import Options, parse
 from .report import Progress, mib, peak_memory, reset_peak
 from .results import Events, Row, draw_curves, save_table
-from .team import Team, assemble
 
 SECONDS_BETWEEN_DRAWINGS = 20
 

@@ -10,7 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import native, portable
+from . import portable
+from .numba_cpu import openmp as native
 
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COMPILED_DTYPES = (torch.float32, torch.float64)
@@ -19,9 +20,9 @@ _COMPILED_DTYPES = (torch.float32, torch.float64)
 def kernels_for(values: Tensor) -> ModuleType:
     """The set of operations for a stage with such values: made for the device where they can run, else the portable."""
     if runs_fused(values):
-        return importlib.import_module(f"{__name__}.fused")
+        return importlib.import_module(f"{__name__}.triton_gpu.operations")
     if runs_compiled(values):
-        return importlib.import_module(f"{__name__}.compiled")
+        return importlib.import_module(f"{__name__}.numba_cpu.operations")
     return portable
 
 
@@ -42,7 +43,7 @@ def _has_numba() -> bool:
     if importlib.util.find_spec("numba") is None or not native.available():
         return False
     try:
-        importlib.import_module(f"{__name__}.loops").check()
+        importlib.import_module(f"{__name__}.numba_cpu.loops").check()
     except Exception as error:  # of whatever kind: a release of Numba may be too old or too new in many ways
         warnings.warn(
             f"Numba cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .pictures import Pictures, Streamed
+from .images import Pictures, Streamed
 
 
 def generator_for(*numbers: int) -> torch.Generator:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...extras import need
-from .pictures import Pictures
+from ..._extras import need
+from .images import Pictures
 
 SIDE = 32
 

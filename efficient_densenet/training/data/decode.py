@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...extras import need
+from ..._extras import need
 
 
 def decode(path: Path, image_size: int, channels: int = 3) -> Tensor:

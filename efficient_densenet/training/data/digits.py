@@ -7,7 +7,7 @@ from importlib import resources
 import torch
 import torch.nn.functional as F
 
-from .pictures import Pictures
+from .images import Pictures
 
 NAME = "UCI handwritten digits"
 CLASSES = tuple("0123456789")

@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ...extras import need
+from ..._extras import need
 
 TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN", "fashion_mnist": "Fashion-MNIST"}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from ...extras import need
+from ..._extras import need
 from .decode import decode
-from .pictures import Pictures, Streamed, digest
+from .images import Pictures, Streamed, digest
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 IN_MEMORY = 2**30

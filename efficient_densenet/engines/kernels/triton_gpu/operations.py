@@ -14,8 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from . import portable, programs
-from .portable import Gradients, Into, Read, Settling, Squeeze, pictures, rows
+from .. import portable
+from ..portable import Gradients, Into, Read, Settling, Squeeze, pictures, rows
+from . import kernels as programs
 
 WIDEST = 256
 """A bottleneck of more channels does not fit in what one program can hold: PyTorch's own operations do it."""

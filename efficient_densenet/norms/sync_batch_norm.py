@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .batchnorm import UpdatesOnce, convert_batchnorm
+from .batch_norm import UpdatesOnce, convert_batchnorm
 
 
 def synchronise_norms(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import engines
-from .checks import check_choice
-from .engines.eligible import is_watched
+from .._checks import check_choice
+from ..engines import dispatch as engines
+from ..engines.eligibility import is_watched
 
 MAPS = ("timm", "raw", "normalised_rectified")
 """What is handed out of a dense block: `raw`, its output; `normalised_rectified`, that after the norm and the ReLU that

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..synced_norm import synchronise_norms
+from ..norms.sync_batch_norm import synchronise_norms
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from ...extras import need
+from ..._extras import need
 from . import cifar, digits, folder, idx
 from .download import TITLES, download
-from .pictures import Pictures, Streamed, digest, split_off
+from .images import Pictures, Streamed, digest, split_off
 
 DATASETS = tuple(TITLES)
 SPLIT_SEED = 0

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..densenet import DenseNet
 from ..memory import tensor_peak
+from ..models.densenet import DenseNet
 from .options import Options
 from .report import mib
 

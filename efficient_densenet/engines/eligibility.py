@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..batchnorm import before_the_rule
+from .._torch_private import hooks_watch_all_modules
 from ..checkpoint.parameters import parameters_of
-from ..synced_norm import together
-from ..torch_private import hooks_watch_all_modules
+from ..norms.batch_norm import before_the_rule
+from ..norms.sync_batch_norm import together
 from .parts import LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
 
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

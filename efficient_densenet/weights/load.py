@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import check_choice
-from .extras import need
-from .state_dicts import is_keras_kernel, new_names
+from .._checks import check_choice
+from .._extras import need
+from .key_names import is_keras_kernel, new_names
 
 Source = str | os.PathLike | Mapping[str, Any]
 

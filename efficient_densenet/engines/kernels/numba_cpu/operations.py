@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import loops, native, portable, scratch
-from .portable import Gradients, Into, Read, Settling, Squeeze, halved
+from .. import portable, scratch
+from ..portable import Gradients, Into, Read, Settling, Squeeze, halved
+from . import loops
+from . import openmp as native
 
 affine = portable.affine
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..synced_norm import together
-from . import norms
-from .eligible import compute_dtype
-from .kernels import kernels_for, scratch
-from .kernels.portable import Into, Read, Settling, Squeeze, halved, pictures, rows
-from .norms import Columns, Map, SharedStatistics
-from .parts import LayerParts, consumer_parts, parts_of
+from ...norms.sync_batch_norm import together
+from ..eligibility import compute_dtype
+from ..kernels import kernels_for, scratch
+from ..kernels.portable import Into, Read, Settling, Squeeze, halved, pictures, rows
+from ..parts import LayerParts, consumer_parts, parts_of
+from . import statistics as norms
+from .statistics import Columns, Map, SharedStatistics
 
 
 def run(block: nn.Module, x: Tensor, consumer: nn.Module | None = None) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 
-from .made_classes import add_mixin, remove_mixin
-from .modes import is_recomputing
-from .torch_private import in_backward
+from .._mixins import add_mixin, remove_mixin
+from .._recompute_mode import is_recomputing
+from .._torch_private import in_backward
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..weights.load import load_published, published
 from .densenet import DenseNet
-from .weights import load_published, published
 
 _CIFAR = {"compression": 0.5, "bn_size": 4, "small_inputs": True, "num_classes": 10}
 _CIFAR_BASIC = _CIFAR | {"compression": 1.0, "bn_size": 0, "num_init_features": 16}

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from . import engines
-from .checks import check_between, check_choice, check_whole
-from .dimensions import CONVOLUTIONS, Modules, modules_for
-from .engines import plain
-from .engines.parts import (
+from .._checks import check_between, check_choice, check_whole
+from .._mixins import original
+from ..engines import dispatch as engines
+from ..engines import plain
+from ..engines.parts import (
     BlockParts,
     ConsumerParts,
     LayerParts,
@@ -23,9 +23,9 @@ from .engines.parts import (
     register_block,
     register_consumer,
 )
-from .engines.plain import Squeeze
-from .features import FeatureInfo, run_rectified
-from .made_classes import original
+from ..engines.plain import Squeeze
+from .backbone import FeatureInfo, run_rectified
+from .dimensions import CONVOLUTIONS, Modules, modules_for
 
 
 class DenseLayer(nn.Module):

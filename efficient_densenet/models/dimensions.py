@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .batchnorm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d
-from .checks import check_choice
+from .._checks import check_choice
+from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d
 
 
 class Modules(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .ahead import decoded
+from .prefetch import decoded
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..synced_norm import Together
-from ..torch_private import in_backward
-from .kernels import kernels_for
-from .kernels.portable import Into, Read, Settling, sums_dtype
+from ..._torch_private import in_backward
+from ...norms.sync_batch_norm import Together
+from ..kernels import kernels_for
+from ..kernels.portable import Into, Read, Settling, sums_dtype
 
 
 class Map:

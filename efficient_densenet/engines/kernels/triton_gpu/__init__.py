@@ -1,0 +1,1 @@
+"""The kernels for NVIDIA GPUs, in Triton."""
