@@ -130,16 +130,18 @@ def test_nothing_is_read_or_written_beyond_scratch():
 
 
 @pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "gradients" in name])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "backward" in name])
 def test_the_first_gradient_takes_the_place_of_what_was_pending(operation):
-    check(operation, Case((2, 5, 7), 9, 16, first=True))
+    check(operation, Case((2, 5, 7), 9, 16, overwrite=True))
 
 
 @pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.endswith("ed_gradients")])
+@pytest.mark.parametrize(
+    "operation", [name for name in OPERATIONS if name.startswith(("conv", "pooled")) and name.endswith("backward")]
+)
 def test_a_weight_that_does_not_learn(operation):
     case = Case((2, 5, 7), 9, 16)
-    case.learns = False
+    case.needs_grad_weight = False
     check(operation, case)
 
 
@@ -147,9 +149,9 @@ def test_a_weight_that_does_not_learn(operation):
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("dilation", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(2, 9), (3, 2), (2, 5, 13), (2, 4, 3, 5), (1, 7, 2, 3)])
-@pytest.mark.parametrize("operation", ["convolved", "convolved_and_measured", "convolved_gradients"])
+@pytest.mark.parametrize("operation", ["conv3x3_forward", "conv3x3_forward_with_statistics", "conv3x3_backward"])
 def test_signals_volumes_and_dilation(operation, shape, dilation, first):
-    case = Case(shape, 9, 16, first=first)
+    case = Case(shape, 9, 16, overwrite=first)
     case.dilation = dilation
     check(operation, case)
 
@@ -183,7 +185,7 @@ def test_rows_that_neighbours_make_too_stay_few():
     """Where a thread has few more rows than those that its neighbours need of them, there are fewer threads."""
     case = Case((1, 16, 16, 16), 4, 8)
     kernel = case.convolve.flatten(1).shape[1] // 4 * 8
-    held = tensor_peak(lambda: compiled.convolved(case.read, case.convolve, case.shape))
+    held = tensor_peak(lambda: compiled.conv3x3_forward(case.read, case.convolve, case.shape))
     beyond = 16 * 16 + 16 + 1
     assert held <= 4 * (4096 * 8 + 3 * (256 * (4 + kernel) + 2 * beyond * kernel) + 2 * kernel * 4)
 
@@ -209,17 +211,17 @@ def test_a_team_may_be_smaller_than_it_was_asked_for():
 def test_matrices_with_rows_side_by_side():
     case = Case((1, 5, 4), 6, 16)
     case.values, case.of_squeezed = (matrix.t().contiguous().t() for matrix in (case.values, case.of_squeezed))
-    check("statistics", case)
-    check("squeezed_gradients", case)
+    check("batch_statistics", case)
+    check("conv1x1_backward", case)
 
 
 def test_matrices_with_rows_side_by_side_are_copied_once():
     values = torch.randn(64, 5000).t()
-    held = tensor_peak(lambda: compiled.statistics(values))
+    held = tensor_peak(lambda: compiled.batch_statistics(values))
     assert values.nbytes <= held <= 1.1 * values.nbytes
 
 
-@pytest.mark.parametrize("operation", ["statistics", "squeezed_and_measured"])
+@pytest.mark.parametrize("operation", ["batch_statistics", "conv1x1_forward_with_statistics"])
 def test_variance_of_values_far_from_zero(operation):
     case = Case((50, 9, 7), 16, 16)
     case.values = 1000 + 0.01 * case.values
@@ -228,7 +230,7 @@ def test_variance_of_values_far_from_zero(operation):
     assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "statistics"])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
 def test_not_finite_values_go_where_portable_lets_them(operation):
     """Those inside the picture: at its border they meet the zeros around the gradient, too, and spoil all of the 3×3
     weights of their channel, not just most of them."""
@@ -239,17 +241,17 @@ def test_not_finite_values_go_where_portable_lets_them(operation):
         assert torch.equal(found.isfinite(), expected.isfinite())
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "squeeze" in name or "convolve" in name])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith(("conv", "squeezed"))])
 def test_convolutions_in_another_precision_are_left_to_portable(operation):
     case = Case((1, 8, 8), 6, 16)
-    case.values, case.pending = case.values.double(), case.pending.double()
-    case.scale, case.shift, case.share = case.scale.double(), case.shift.double(), case.share.double()
+    case.values, case.grad_accum = case.values.double(), case.grad_accum.double()
+    case.scale, case.shift, case.grad_scale = case.scale.double(), case.shift.double(), case.grad_scale.double()
     ours, theirs = (OPERATIONS[operation](each, case) for each in (compiled, portable))
     for found, expected in zip(ours, theirs, strict=True):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "squeeze" in name or "convolve" in name])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith(("conv", "squeezed"))])
 def test_large_weights_are_left_to_portable(operation, monkeypatch):
     monkeypatch.setattr(compiled, "WEIGHT_BYTES", 5 * 16 * 4)
     case = Case((1, 8, 8), 6, 16)
@@ -302,7 +304,7 @@ def test_programs_are_made_where_none_can_be_kept(monkeypatch):
 
     monkeypatch.setattr(loops, "cfunc", nowhere_to_keep)
     monkeypatch.setattr(loops, "made", loops.made.__wrapped__)
-    check("statistics", Case((2, 5, 7), 9, 16))
+    check("batch_statistics", Case((2, 5, 7), 9, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

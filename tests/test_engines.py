@@ -360,8 +360,8 @@ def test_a_layer_with_a_parameter_of_its_own():
     plain = small_model("bc", efficient=False)
 
     class Scaled(type(plain.features.denseblock1.denselayer1)):
-        def squeeze(self, *features):
-            return super().squeeze(*features) * self.gain
+        def first_half(self, *features):
+            return super().first_half(*features) * self.gain
 
     for model in (plain, ours := with_engine(plain, "checkpoint")):
         layer = model.features.denseblock1.denselayer1

@@ -72,15 +72,17 @@ def test_every_operation(operation, shape, channels, width, dtype):
     check(operation, Case(shape, channels, width, dtype))
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "gradients" in name])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "backward" in name])
 def test_the_first_gradient_takes_the_place_of_what_was_pending(operation):
-    check(operation, Case((2, 5, 7), 9, 16, first=True))
+    check(operation, Case((2, 5, 7), 9, 16, overwrite=True))
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.endswith("ed_gradients")])
+@pytest.mark.parametrize(
+    "operation", [name for name in OPERATIONS if name.startswith(("conv", "pooled")) and name.endswith("backward")]
+)
 def test_a_weight_that_does_not_learn(operation):
     case = Case((2, 5, 7), 9, 16)
-    case.learns = False
+    case.needs_grad_weight = False
     check(operation, case)
 
 
@@ -91,24 +93,24 @@ def test_programs_that_loop_and_pictures_one_at_a_time(operation, monkeypatch):
     check(operation, Case((3, 9, 15), 33, 20))
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "convolved" in name or "pooled" in name])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "conv3x3" in name or "pooled" in name])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("shape", [(2, 9), (2, 4, 3, 5), (2, 3, 4, 5)])
 def test_signals_and_volumes(operation, shape, first, monkeypatch):
     monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
-    check(operation, Case(shape, 9, 16, first=first))
+    check(operation, Case(shape, 9, 16, overwrite=first))
 
 
 @pytest.mark.parametrize("dilation", [2, 3])
 @pytest.mark.parametrize("shape", [(2, 9), (2, 5, 13), (2, 4, 3, 5)])
-@pytest.mark.parametrize("operation", ["convolved", "convolved_gradients"])
+@pytest.mark.parametrize("operation", ["conv3x3_forward", "conv3x3_backward"])
 def test_dilation(operation, shape, dilation):
     case = Case(shape, 9, 16)
     case.dilation = dilation
     check(operation, case)
 
 
-@pytest.mark.parametrize("operation", ["squeezed_and_measured", "squeezed_gradients"])
+@pytest.mark.parametrize("operation", ["conv1x1_forward_with_statistics", "conv1x1_backward"])
 @pytest.mark.parametrize("width", [100, 192, 260])
 def test_wide_bottlenecks(operation, width):
     check(operation, Case((1, 7, 9), 40, width))
@@ -122,11 +124,11 @@ def test_float16(operation):
 def test_matrices_with_rows_side_by_side():
     case = Case((1, 5, 4), 6, 16)
     case.values, case.of_values = (matrix.t().contiguous().t() for matrix in (case.values, case.of_values))
-    check("statistics", case)
-    check("affine_gradients", case)
+    check("batch_statistics", case)
+    check("affine_backward", case)
 
 
-@pytest.mark.parametrize("operation", ["statistics", "squeezed_and_measured"])
+@pytest.mark.parametrize("operation", ["batch_statistics", "conv1x1_forward_with_statistics"])
 def test_variance_of_values_far_from_zero(operation):
     case = Case((5, 9, 7), 16, 16)
     case.values = 1000 + 0.01 * case.values
@@ -135,7 +137,7 @@ def test_variance_of_values_far_from_zero(operation):
     assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "statistics"])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_not_finite_values_go_where_portable_lets_them(operation):
     case = Case((1, 8, 8), 6, 16)
@@ -225,7 +227,9 @@ def test_tf32_follows_the_setting_for_convolutions(monkeypatch):
 
 
 @needs_device
-@pytest.mark.parametrize("operation", ["squeezed", "squeezed_gradients", "pooled", "pooled_gradients"])
+@pytest.mark.parametrize(
+    "operation", ["conv1x1_forward", "conv1x1_backward", "pooled_conv1x1_forward", "pooled_conv1x1_backward"]
+)
 def test_tf32_errs_at_most_twice_as_much_as_pytorch_s(operation, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)

@@ -254,8 +254,8 @@ def _subclass(layer):
 
 
 class Doubled(DenseLayer):
-    def squeeze(self, *features):
-        return 2 * super().squeeze(*features)
+    def first_half(self, *features):
+        return 2 * super().first_half(*features)
 
 
 CASES = {

@@ -220,7 +220,7 @@ def test_a_graph_used_up_raises_autograd_s_error():
         loss.backward()
 
 
-GRADIENTS = ["squeezed_gradients", "convolved_gradients", "pooled_gradients"]
+GRADIENTS = ["conv1x1_backward", "conv3x3_backward", "pooled_conv1x1_backward"]
 
 
 @pytest.mark.parametrize("learning", ["norms", "conv1", "conv2", "transition"])
@@ -238,9 +238,9 @@ def test_gradients_of_weights_that_do_not_learn_are_not_made(ours, bn_size, lear
     assert_same_step(model, plain, picture("bc"))
     expected = {
         "norms": set(),
-        "conv1": {"squeezed_gradients" if bn_size else "convolved_gradients"},
-        "conv2": {"convolved_gradients"} if bn_size else set(),
-        "transition": {"pooled_gradients"},
+        "conv1": {"conv1x1_backward" if bn_size else "conv3x3_backward"},
+        "conv2": {"conv3x3_backward"} if bn_size else set(),
+        "transition": {"pooled_conv1x1_backward"},
     }
     assert set(made) == expected[learning]
 

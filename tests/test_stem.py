@@ -329,10 +329,10 @@ def test_the_stem_s_own_peak(dims, size, request):
     request.addfinalizer(lambda: torch.set_num_threads(threads))
     model = create_model("densenet121", dims=dims, in_channels=1, block_config=(1,), efficient="shared")
     x = torch.randn(16, 1, *size)
-    convolved = 16 * 64 * torch.Size(size).numel() // 2**dims * 4
-    tile = max(convolved // 16, portable.TILE_BYTES["cpu"])
+    conv_bytes = 16 * 64 * torch.Size(size).numel() // 2**dims * 4
+    tile = max(conv_bytes // 16, portable.TILE_BYTES["cpu"])
     peak = tensor_peak(lambda: _step(model, x))
-    assert convolved < peak <= convolved * (1 + 3 / 2**dims) + 5 * tile + x.nbytes
+    assert conv_bytes < peak <= conv_bytes * (1 + 3 / 2**dims) + 5 * tile + x.nbytes
 
 
 @pytest.mark.slow

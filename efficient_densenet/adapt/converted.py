@@ -17,7 +17,7 @@ from ..engines import plain, recompute
 from ..engines.dispatch import Engine
 from ..engines.eligibility import is_watched
 from ..engines.parts import BlockParts, NoPartsError, is_norm
-from ..engines.plain import Squeeze
+from ..engines.plain import RunFirstHalf
 from ..norms.batch_norm import ComputesAsTorch, UpdatesOnce, update_always
 from .layers import are_passed_by, run_layers
 from .read import read_block
@@ -61,17 +61,17 @@ class ConvertedBlock:
                 )
         return parts
 
-    def run_layers(self, x: Tensor, squeeze: Squeeze) -> Tensor:
+    def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Layer by layer; or, where this would pass by somebody's hooks, the author's forward made again as a whole."""
         try:
             parts = self.dense_parts()
         except NoPartsError:
             parts = None
         if parts is not None and not are_passed_by(parts):
-            return run_layers(parts, x, squeeze)
-        if squeeze is recompute.squeeze_official:
+            return run_layers(parts, x, run_first_half)
+        if run_first_half is recompute.run_first_half_official:
             return torch_checkpoint(super().forward, x, use_reentrant=False)
-        return super().forward(x) if squeeze is plain.squeeze else run_twice(super().forward, (x,), {})
+        return super().forward(x) if run_first_half is plain.run_first_half else run_twice(super().forward, (x,), {})
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script asks for it first
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..engines import plain
 from ..engines.eligibility import is_watched
 from ..engines.parts import BlockParts, LayerParts, activations_of
-from ..engines.plain import Squeeze
+from ..engines.plain import RunFirstHalf
 
 
 class FirstHalf(nn.Module):
@@ -18,15 +18,15 @@ class FirstHalf(nn.Module):
         self.relu1 = _activation(layer, 0)
         self.training = layer.module.training
 
-    def squeeze(self, *features: Tensor) -> Tensor:
+    def first_half(self, *features: Tensor) -> Tensor:
         return self.conv1(self.relu1(self.norm1(torch.cat(features, 1))))
 
 
-def run_layers(block: BlockParts, x: Tensor, squeeze: Squeeze = plain.squeeze) -> Tensor:
-    """The output of a block, the first half of each layer made by `squeeze`."""
+def run_layers(block: BlockParts, x: Tensor, run_first_half: RunFirstHalf = plain.run_first_half) -> Tensor:
+    """The output of a block, the first half of each layer made by `run_first_half`."""
     features = [x]
     for layer in block.layers:
-        made = squeeze(FirstHalf(layer), features)
+        made = run_first_half(FirstHalf(layer), features)
         if layer.conv2 is not None:
             made = layer.conv2(_activation(layer, 1)(layer.norm2(made)))
         if layer.drop_rate > 0:

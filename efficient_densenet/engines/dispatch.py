@@ -31,9 +31,9 @@ class Engine(str, Enum):
 
 
 BY_LAYER = {
-    Engine.PLAIN: plain.squeeze,
-    Engine.OFFICIAL: recompute.squeeze_official,
-    Engine.CHECKPOINT: recompute.squeeze_checkpoint,
+    Engine.PLAIN: plain.run_first_half,
+    Engine.OFFICIAL: recompute.run_first_half_official,
+    Engine.CHECKPOINT: recompute.run_first_half_checkpoint,
 }
 
 _warned: set[str] = set()

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-Squeeze = Callable[[nn.Module, list[Tensor]], Tensor]
+RunFirstHalf = Callable[[nn.Module, list[Tensor]], Tensor]
 """How the first half of a layer is run."""
 
 
-def squeeze(layer: nn.Module, features: list[Tensor]) -> Tensor:
-    return layer.squeeze(*features)
+def run_first_half(layer: nn.Module, features: list[Tensor]) -> Tensor:
+    return layer.first_half(*features)

@@ -10,16 +10,16 @@ from ..checkpoint.parameters import parameters_of
 from ..norms.batch_norm import update_once
 
 
-def squeeze_official(layer: nn.Module, features: list[Tensor]) -> Tensor:
+def run_first_half_official(layer: nn.Module, features: list[Tensor]) -> Tensor:
     update_once(layer.norm1)
-    return torch_checkpoint(layer.squeeze, *features, use_reentrant=False)
+    return torch_checkpoint(layer.first_half, *features, use_reentrant=False)
 
 
-def squeeze_checkpoint(layer: nn.Module, features: list[Tensor]) -> Tensor:
+def run_first_half_checkpoint(layer: nn.Module, features: list[Tensor]) -> Tensor:
     for module in layer.modules():
         update_once(module)
         fire_once(module)
-    return CheckpointFunction.apply(layer.squeeze, len(features), *features, *parameters_of(layer))
+    return CheckpointFunction.apply(layer.first_half, len(features), *features, *parameters_of(layer))
 
 
 def why_not_recompute(block: nn.Module) -> str | None:

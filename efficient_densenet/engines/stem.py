@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..norms.sync_batch_norm import together
 from .eligibility import can_share_stem, compute_dtype, convolved_size
 from .kernels import scratch
-from .kernels.portable import CONVOLVE, TILE_BYTES, pictures, sums_dtype
+from .kernels.portable import CONVOLVE, TILE_BYTES, accumulation_dtype, to_spatial
 from .shared import statistics as norms
 from .shared.stage import CHANNELS_LAST, autocast_off, layout_of, refuse_create_graph
-from .shared.statistics import Map
+from .shared.statistics import BatchNormAffine
 
 
 class Stem(NamedTuple):
@@ -55,7 +55,7 @@ class Settings:
 
     def __init__(self, stem: Stem, x: Tensor) -> None:
         conv, self.norm, _, pool = stem
-        self.dtype, self.sums_dtype = compute_dtype(x), sums_dtype(compute_dtype(x))
+        self.dtype, self.accumulation_dtype = compute_dtype(x), accumulation_dtype(compute_dtype(x))
         self.output_dtype = output_dtype(x)
         self.frozen, self.eps, self.together = not self.norm.training, self.norm.eps, together(self.norm)
         self.conv = Convolution(conv.stride, conv.padding, conv.dilation, conv.groups)
@@ -189,7 +189,7 @@ class Made:
 
     def _channels_in_a_tile(self) -> int:
         tile_bytes = TILE_BYTES["cpu" if self.x.device.type == "cpu" else "cuda"]
-        return tile_bytes // (self.size.numel() * self.settings.sums_dtype.itemsize)
+        return tile_bytes // (self.size.numel() * self.settings.accumulation_dtype.itemsize)
 
     def centred(self, tile: Tile, mean: Tensor, layout: torch.memory_format) -> Tensor:
         """Values less their mean, in the precision of sums and in scratch."""
@@ -199,10 +199,10 @@ class Made:
         else:
             rows = values.numel() // values.shape[1], values.shape[1]
             shape = torch.Size([values.shape[0], *values.shape[2:]])
-            room = pictures(scratch.take("wide", rows, mean.dtype, mean.device), shape)
+            room = to_spatial(scratch.take("wide", rows, mean.dtype, mean.device), shape)
         return torch.sub(values, self.by_channel(mean, tile), out=room)
 
-    def maxima(self, tile: Tile, mean: Tensor, norm: Map) -> tuple[Tensor, Tensor]:
+    def maxima(self, tile: Tile, mean: Tensor, norm: BatchNormAffine) -> tuple[Tensor, Tensor]:
         """What the pooling gives, and where it lies."""
         wide = self.centred(tile, mean, self._pooling_layout(tile))
         normalised = torch.addcmul(self.by_channel(norm.shift, tile), wide, self.by_channel(norm.scale, tile), out=wide)
@@ -229,8 +229,8 @@ def _statistics(made: Made) -> tuple[Tensor, Tensor, int | Tensor]:
     settings, values = made.settings, made.values
     count = values.numel() // values.shape[1]
     if settings.frozen:
-        return *norms.running(settings.norm, settings.sums_dtype), count
-    mean = values.mean(made.all_but_channels, dtype=settings.sums_dtype)
+        return *norms.running(settings.norm, settings.accumulation_dtype), count
+    mean = values.mean(made.all_but_channels, dtype=settings.accumulation_dtype)
     square_sum = torch.zeros_like(mean)
     for tile in made.tiles():
         square_sum[tile[1]] += made.centred(tile, mean, made.layout).square_().sum(made.all_but_channels)
@@ -240,7 +240,7 @@ def _statistics(made: Made) -> tuple[Tensor, Tensor, int | Tensor]:
 
 
 def _pooled(made: Made, mean: Tensor, inverse: Tensor) -> Tensor:
-    norm, out = Map(made.norm_weight, made.norm_bias, inverse), None
+    norm, out = BatchNormAffine(made.norm_weight, made.norm_bias, inverse), None
     for tile in made.tiles():
         maxima, _ = made.maxima(tile, mean, norm)
         out = made.new(maxima, made.settings.output_dtype) if out is None else out
@@ -253,7 +253,7 @@ class Backward:
 
     def __init__(self, made: Made, mean: Tensor, inverse: Tensor, count: int | Tensor, needed: Sequence[bool]) -> None:
         self.made, self.settings, self.mean, self.count = made, made.settings, mean, count
-        self.norm = Map(made.norm_weight, made.norm_bias, inverse)
+        self.norm = BatchNormAffine(made.norm_weight, made.norm_bias, inverse)
         self.needs_x, _, _, *self.needs_convolution = needed
         self.places: Tensor | None = None
 
@@ -290,7 +290,7 @@ class Backward:
         # `values` also for their gradient, which is there for some pictures at a time.
         how = self.norm, self.settings.frozen, values, self.count, self.settings.together
         read, into = norms.settling(values, *how)
-        settling = read.scale, read.shift, into.share * self.norm.share(self.settings.frozen)
+        settling = read.scale, read.shift, into.grad_scale * self.norm.grad_scale(self.settings.frozen)
         wanted = [self.needs_x, *self.needs_convolution, False][:3]
         of_x, totals = torch.empty_like(made.x) if self.needs_x else None, None
         for some in made.pictures():
@@ -302,11 +302,11 @@ class Backward:
             totals = self._added(totals, parts[: len(self.needs_convolution)])
         return [of_x, *totals]
 
-    def _of_values(self, tile: Tile, grad: Tensor, slope: Tensor, shift: Tensor, share: Tensor) -> Tensor:
-        slope, shift, share = (self.made.by_channel(values, tile) for values in (slope, shift, share))
+    def _of_values(self, tile: Tile, grad: Tensor, slope: Tensor, shift: Tensor, grad_scale: Tensor) -> Tensor:
+        slope, shift, grad_scale = (self.made.by_channel(values, tile) for values in (slope, shift, grad_scale))
         centred = self.made.centred(tile, self.mean, self.made.layout)
         found = self._unpooled(grad, self.places[tile].long(), centred)
-        return found.mul_(share).addcmul_(centred, slope).add_(shift)
+        return found.mul_(grad_scale).addcmul_(centred, slope).add_(shift)
 
     def _added(self, totals: list[Tensor | None] | None, parts: Sequence[Tensor | None]) -> list[Tensor | None]:
         """In the precision of sums, those that there are."""

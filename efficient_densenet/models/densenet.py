@@ -23,7 +23,7 @@ from ..engines.parts import (
     register_block,
     register_consumer,
 )
-from ..engines.plain import Squeeze
+from ..engines.plain import RunFirstHalf
 from .backbone import FeatureInfo, run_rectified
 from .dimensions import CONVOLUTIONS, Modules, modules_for
 
@@ -57,14 +57,18 @@ class DenseLayer(nn.Module):
             self.relu2 = nn.ReLU(inplace=True)
             self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=False)
 
-    def forward(self, features: Tensor | Sequence[Tensor], squeeze: Squeeze = plain.squeeze) -> Tensor:
+    def forward(
+        self,
+        features: Tensor | Sequence[Tensor],
+        run_first_half: RunFirstHalf = plain.run_first_half,
+    ) -> Tensor:
         features = [features] if isinstance(features, Tensor) else list(features)
-        x = squeeze(self, features)
+        x = run_first_half(self, features)
         if self.has_bottleneck:
             x = self.conv2(self.relu2(self.norm2(x)))
         return F.dropout(x, self.drop_rate, self.training) if self.drop_rate > 0 else x
 
-    def squeeze(self, *features: Tensor) -> Tensor:
+    def first_half(self, *features: Tensor) -> Tensor:
         """The first half: what is large and cheap to make again."""
         x = torch.cat(features, 1)  # a copy of a single one too: a ReLU may write into it where the norm is none
         return self.conv1(self.relu1(self.norm1(x)))
@@ -94,11 +98,11 @@ class DenseBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return engines.run_block(self, x, engines.choose(self, x))
 
-    def run_layers(self, x: Tensor, squeeze: Squeeze) -> Tensor:
-        """The same output, made layer by layer, the first half of each by `squeeze`."""
+    def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
+        """The same output, made layer by layer, the first half of each by `run_first_half`."""
         features = [x]
         for layer in self.children():
-            features.append(layer(features, squeeze))
+            features.append(layer(features, run_first_half))
         return torch.cat(features, 1)
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script asks for it first

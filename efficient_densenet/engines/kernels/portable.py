@@ -7,13 +7,13 @@ two sums over the rows, of the gradient after the ReLU and of its product with t
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import scratch
+from .interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator
 
 TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 """How large the scratch of one tile may be: some of the cache, or enough to keep many processors busy."""
@@ -22,54 +22,12 @@ CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """By the number of a picture's sides."""
 
 
-class Read(NamedTuple):
-    """What a consumer reads: ReLU(scale * values + shift), by channel, in the precision of sums."""
-
-    values: Tensor
-    scale: Tensor
-    shift: Tensor
-
-    def at(self, tile: slice) -> "Read":
-        return Read(self.values[tile], self.scale, self.shift)
-
-
-class Into(NamedTuple):
-    """Where a consumer's gradient goes: `pending += share * gradient`, or `=` where it is the first; and whether that
-    of its weight is asked for too."""
-
-    share: Tensor
-    pending: Tensor
-    first: bool = False
-    learns: bool = True
-
-    def at(self, tile: slice) -> "Into":
-        return self._replace(pending=self.pending[tile])
-
-
-class Squeeze(NamedTuple):
-    """A 1×1 convolution to be made, and where to."""
-
-    read: Read
-    weight: Tensor
-    out: Tensor
-
-
-class Settling(NamedTuple):
-    """The gradient of values whose last consumer is done: scale * values + shift + share * pending."""
-
-    read: Read
-    into: Into
-
-
-Gradients = tuple[Tensor | None, Tensor, Tensor]
-
-
-def rows(pictures: Tensor) -> Tensor:
+def to_pixel_matrix(pictures: Tensor) -> Tensor:
     """Pictures as a matrix: a view of those in channels_last, a copy of others."""
     return pictures.movedim(1, -1).flatten(0, -2)
 
 
-def pictures(rows: Tensor, shape: torch.Size) -> Tensor:
+def to_spatial(rows: Tensor, shape: torch.Size) -> Tensor:
     """A matrix as pictures, `shape` being their number, height and width (or one side, or three)."""
     return rows.unflatten(0, shape).movedim(-1, 1)
 
@@ -78,14 +36,14 @@ def halved(shape: torch.Size) -> torch.Size:
     return torch.Size([shape[0], *(side // 2 for side in shape[1:])])
 
 
-def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision of sums and statistics of values of `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+def batch_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of each channel."""
-    dtype = sums_dtype(values.dtype)
+    dtype = accumulation_dtype(values.dtype)
     if values.device.type != "cpu":
         variance, mean = torch.var_mean(values.to(dtype), 0, correction=0)
         return mean, variance
@@ -98,35 +56,35 @@ def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     return mean, square_sum.div_(values.shape[0])
 
 
-def affine(read: Read) -> Tensor:
+def affine_forward(read: AffineInput) -> Tensor:
     """scale * values + shift."""
     out = torch.empty_like(read.values, memory_format=torch.contiguous_format)
     return torch.addcmul(read.shift, read.values, read.scale, out=out)
 
 
-def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tensor]:
+def affine_backward(grad: Tensor, read: AffineInput, into: GradAccumulator) -> tuple[Tensor, Tensor]:
     """Of `affine`: no weight, and the two sums."""
     totals = None, None
     for tile in tiles(read.values, read.scale.dtype):
         wide = scratch.take("wide", grad[tile].shape, read.scale.dtype, grad.device)
-        totals = _totals(totals, *_collect(grad[tile], read.values[tile], into.at(tile), wide))
+        totals = _totals(totals, *_collect(grad[tile], read.values[tile], into.tile(tile), wide))
     return totals
 
 
-def squeezed(squeeze: Squeeze) -> None:
-    for tile in tiles(squeeze.read.values, squeeze.read.scale.dtype):
+def conv1x1_forward(squeeze: Conv1x1) -> None:
+    for tile in tiles(squeeze.input.values, squeeze.input.scale.dtype):
         _squeeze(squeeze, tile)
 
 
-def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
+def conv1x1_forward_with_statistics(squeeze: Conv1x1) -> tuple[Tensor, Tensor]:
     """The statistics of what is made."""
-    squeezed(squeeze)
-    return statistics(squeeze.out)
+    conv1x1_forward(squeeze)
+    return batch_statistics(squeeze.output)
 
 
-def squeezed_gradients(
-    grad: Settling, read: Read, weight: Tensor, into: Into, ahead: Squeeze | None = None
-) -> Gradients:
+def conv1x1_backward(
+    grad: BatchNormBackward, read: AffineInput, weight: Tensor, into: GradAccumulator, ahead: Conv1x1 | None = None
+) -> ConvGradients:
     """Does `ahead` too, which reads some of the same channels, and may overwrite what `grad` reads."""
     totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype):
@@ -134,69 +92,74 @@ def squeezed_gradients(
         of_weight = _of_weight(of_made, activation, into, read.scale.dtype)
         gradient = scratch.take("gradient", activation.shape, weight.dtype, weight.device)
         torch.mm(of_made, weight, out=gradient)
-        sums = _collect(_masked(gradient, activation), read.values[tile], into.at(tile), wide)
+        sums = _collect(_masked(gradient, activation), read.values[tile], into.tile(tile), wide)
         totals = _totals(totals, of_weight, *sums)
         if ahead is not None:
             _squeeze(ahead, tile)  # while the tile is in cache
     return totals
 
 
-def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+def conv3x3_forward(read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     """A 3×3 convolution that keeps the size."""
     convolve = CONVOLVE[len(shape) - 1]
     parts = [
-        rows(convolve(_part(activation, shape), weight, padding=dilation, dilation=dilation))
+        to_pixel_matrix(convolve(_part(activation, shape), weight, padding=dilation, dilation=dilation))
         for _, activation, _ in _rectified(read, weight.dtype, shape[1:].numel())
     ]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def convolved_and_measured(
-    read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1
+def conv3x3_forward_with_statistics(
+    read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """And the statistics of what is made."""
-    out = convolved(read, weight, shape, dilation)
-    return out, *statistics(out)
+    out = conv3x3_forward(read, weight, shape, dilation)
+    return out, *batch_statistics(out)
 
 
-def convolved_gradients(
-    grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, dilation: int = 1
-) -> Gradients:
+def conv3x3_backward(
+    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size, dilation: int = 1
+) -> ConvGradients:
     totals = None, None, None
     for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
         ones, zeros, reach = ([size] * (len(shape) - 1) for size in (1, 0, dilation))
         gradient, of_weight, _ = torch.ops.aten.convolution_backward(
             *(_part(grad[tile], shape), _part(activation, shape), weight),
-            *(None, ones, reach, reach, False, zeros, 1, [True, into.learns, False]),
+            *(None, ones, reach, reach, False, zeros, 1, [True, into.needs_grad_weight, False]),
         )
-        sums = _collect(_masked(rows(gradient), activation), read.values[tile], into.at(tile), wide)
-        totals = _totals(totals, of_weight.to(read.scale.dtype) if into.learns else None, *sums)
+        sums = _collect(_masked(to_pixel_matrix(gradient), activation), read.values[tile], into.tile(tile), wide)
+        totals = _totals(totals, of_weight.to(read.scale.dtype) if into.needs_grad_weight else None, *sums)
     return totals
 
 
-def _of_weight(of_made: Tensor, activation: Tensor, into: Into, dtype: torch.dtype) -> Tensor | None:
+def _of_weight(of_made: Tensor, activation: Tensor, into: GradAccumulator, dtype: torch.dtype) -> Tensor | None:
     """Of a 1×1 convolution: a product whose transpose processors make faster, since it is tall rather than wide."""
-    return (activation.t() @ of_made).t().to(dtype) if into.learns else None
+    return (activation.t() @ of_made).t().to(dtype) if into.needs_grad_weight else None
 
 
-def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
+def pooled_conv1x1_forward(read: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
     """A 1×1 convolution, and the mean of every 2×2 pixels: in the other order, which is a quarter of the work."""
     shape = _slabs(shape)
     made = weight.new_empty(halved(shape).numel(), weight.shape[0])
     for tile, activation, _ in _rectified(read, weight.dtype, shape[1:].numel()):
-        means = rows(_means(_part(activation, shape)))
+        means = to_pixel_matrix(_means(_part(activation, shape)))
         torch.mm(means, weight.t(), out=made[_halved_tile(tile, shape)])
     return made
 
 
-def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
+def pooled_conv1x1_backward(
+    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size
+) -> ConvGradients:
     totals, shape = (None, None, None), _slabs(shape)
     for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
         here, of_made = _part(activation, shape), grad[_halved_tile(tile, shape)]
-        of_weight = _of_weight(of_made, rows(_means(here)), into, read.scale.dtype)
+        of_weight = _of_weight(of_made, to_pixel_matrix(_means(here)), into, read.scale.dtype)
         of_means = _part(torch.mm(of_made, weight), halved(shape))
         sums = _collect(
-            _masked(rows(_means_gradient(of_means, here)), activation), read.values[tile], into.at(tile), wide
+            _masked(to_pixel_matrix(_means_gradient(of_means, here)), activation),
+            read.values[tile],
+            into.tile(tile),
+            wide,
         )
         totals = _totals(totals, of_weight, *sums)
     return totals
@@ -216,7 +179,7 @@ def _means(pictures: Tensor) -> Tensor:
     if pictures.dim() == 4:
         return F.avg_pool2d(pictures, 2)
     # Which PyTorch does on a CPU in no lower precision; nor does autocast.
-    return F.avg_pool3d(pictures.to(sums_dtype(pictures.dtype)), 2).to(pictures.dtype)
+    return F.avg_pool3d(pictures.to(accumulation_dtype(pictures.dtype)), 2).to(pictures.dtype)
 
 
 def _means_gradient(grad: Tensor, pictures: Tensor) -> Tensor:
@@ -225,38 +188,38 @@ def _means_gradient(grad: Tensor, pictures: Tensor) -> Tensor:
         return torch.ops.aten.avg_pool2d_backward(grad, pictures, sizes, sizes, [0, 0], False, True, None).squeeze(2)
     if pictures.dim() == 4:
         return torch.ops.aten.avg_pool2d_backward(grad, pictures, [2, 2], [2, 2], [0, 0], False, True, None)
-    dtype, twos = sums_dtype(grad.dtype), [2, 2, 2]
+    dtype, twos = accumulation_dtype(grad.dtype), [2, 2, 2]
     wide = grad.to(dtype), pictures.to(dtype)
     return torch.ops.aten.avg_pool3d_backward(*wide, twos, twos, [0, 0, 0], False, True, None).to(grad.dtype)
 
 
-def settled(grad: Settling) -> Tensor:
+def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
     read, into = grad
     found = torch.addcmul(read.shift, read.values, read.scale)
-    return found.addcmul_(into.pending, into.share).to(read.values.dtype)
+    return found.addcmul_(into.grad_accum, into.grad_scale).to(read.values.dtype)
 
 
-def _settled(grad: Settling, tile: slice) -> Tensor:
+def _settled(grad: BatchNormBackward, tile: slice) -> Tensor:
     """The same, of a tile, in scratch."""
-    read, into = grad.read.at(tile), grad.into.at(tile)
+    read, into = grad.input.tile(tile), grad.accumulator.tile(tile)
     out = scratch.take("settled", read.values.shape, read.scale.dtype, read.values.device)
     torch.addcmul(read.shift, read.values, read.scale, out=out)
-    return out.addcmul_(into.pending, into.share).to(read.values.dtype)
+    return out.addcmul_(into.grad_accum, into.grad_scale).to(read.values.dtype)
 
 
-def _squeeze(squeeze: Squeeze, tile: slice) -> None:
+def _squeeze(squeeze: Conv1x1, tile: slice) -> None:
     read, weight, out = squeeze
-    activation, _ = _activation(read.at(tile), weight.dtype)
+    activation, _ = _activation(read.tile(tile), weight.dtype)
     torch.mm(activation, weight.t(), out=out[tile])
 
 
-def _rectified(read: Read, dtype: torch.dtype, whole: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _rectified(read: AffineInput, dtype: torch.dtype, whole: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Some rows at a time, in multiples of `whole`: which ones, and `_activation` of them."""
     for tile in tiles(read.values, read.scale.dtype, whole):
-        yield tile, *_activation(read.at(tile), dtype)
+        yield tile, *_activation(read.tile(tile), dtype)
 
 
-def _activation(read: Read, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _activation(read: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What is read, in `dtype`, and scratch in the precision of sums for when that is no longer needed, since it may
     be where it lies."""
     values, scale, shift = read
@@ -286,12 +249,12 @@ def _masked(gradient: Tensor, activation: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward.grad_input(gradient, activation, 0, grad_input=gradient)
 
 
-def _collect(gradient: Tensor, values: Tensor, into: Into, wide: Tensor) -> tuple[Tensor, Tensor]:
+def _collect(gradient: Tensor, values: Tensor, into: GradAccumulator, wide: Tensor) -> tuple[Tensor, Tensor]:
     """Add the gradient to the pending one, and return its two sums."""
-    if into.first:
-        torch.mul(gradient, into.share, out=into.pending)
+    if into.overwrite:
+        torch.mul(gradient, into.grad_scale, out=into.grad_accum)
     else:
-        into.pending.addcmul_(gradient, into.share)
+        into.grad_accum.addcmul_(gradient, into.grad_scale)
     if wide.dtype == gradient.dtype:
         product = torch.mul(gradient, values, out=wide)
     else:  # the product of two low precisions would be rounded
@@ -301,7 +264,7 @@ def _collect(gradient: Tensor, values: Tensor, into: Into, wide: Tensor) -> tupl
 
 def _part(rows: Tensor, shape: torch.Size) -> Tensor:
     """Rows of some of the pictures as pictures."""
-    return pictures(rows, torch.Size([rows.shape[0] // shape[1:].numel(), *shape[1:]]))
+    return to_spatial(rows, torch.Size([rows.shape[0] // shape[1:].numel(), *shape[1:]]))
 
 
 def _halved_tile(tile: slice, shape: torch.Size) -> slice:

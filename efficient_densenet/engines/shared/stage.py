@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from ...norms.sync_batch_norm import together
 from ..eligibility import compute_dtype
 from ..kernels import kernels_for, scratch
-from ..kernels.portable import Into, Read, Settling, Squeeze, halved, pictures, rows
+from ..kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
+from ..kernels.portable import halved, to_pixel_matrix, to_spatial
 from ..parts import LayerParts, consumer_parts, parts_of
 from . import statistics as norms
-from .statistics import Columns, Map, SharedStatistics
+from .statistics import BatchNormAffine, ChannelSlices, SharedStatistics
 
 
 def run(block: nn.Module, x: Tensor, consumer: nn.Module | None = None) -> Tensor:
@@ -186,13 +187,13 @@ class Forward:
         channels = x.shape[1] + stage.growth_rate * len(stage.layers)
         self.features = x.new_empty(self.shape.numel(), channels)
         self.kernels = kernels_for(self.features)
-        self.columns = Columns(channels, stage.newest_first)
+        self.columns = ChannelSlices(channels, stage.newest_first)
         self.statistics = SharedStatistics(self.features, self.columns, stage.frozen, stage.eps, stage.together)
         self.tap = self._pictures(channels) if stage.tap or stage.consumer is None else None
         self.kept: list[Tensor] = []
 
     def run(self) -> tuple[Tensor, ...]:
-        width = self._write(0, rows(self.x))
+        width = self._write(0, to_pixel_matrix(self.x))
         for i, place in enumerate(self.stage.places[: len(self.stage.layers)]):
             width = self._write(width, *self._layer(i, *self.tensors[place]))
         found = [] if self.stage.consumer is None else [self._consumed()]
@@ -207,18 +208,18 @@ class Forward:
         place = self.columns.between(start, stop)
         self.statistics.write(values, place, measured)
         if self.tap is not None:
-            self.tap[:, place] = pictures(values, self.shape)
+            self.tap[:, place] = to_spatial(values, self.shape)
         return stop
 
-    def _read(self, norm: nn.Module, weight: Tensor, bias: Tensor) -> Read:
+    def _read(self, norm: nn.Module, weight: Tensor, bias: Tensor) -> AffineInput:
         if not self.stage.frozen:
             self.statistics.record(norm)
             return self.statistics.read(self.statistics.map(weight, bias))
         return self.statistics.read(self._keep(*norms.running(norm, self.statistics.dtype), weight, bias))
 
-    def _keep(self, mean: Tensor, inverse: Tensor, weight: Tensor, bias: Tensor) -> Map:
+    def _keep(self, mean: Tensor, inverse: Tensor, weight: Tensor, bias: Tensor) -> BatchNormAffine:
         self.kept += [mean, inverse]
-        return Map(weight, bias, inverse, mean)
+        return BatchNormAffine(weight, bias, inverse, mean)
 
     def _layer(self, i: int, weight1: Tensor, bias1: Tensor, kernel1: Tensor, *bottleneck: Tensor) -> Sequence[Tensor]:
         """What a layer makes and, if measured, the mean and variance of that."""
@@ -227,8 +228,8 @@ class Forward:
             read, kernel1 = self._bottleneck(i, read, kernel1.flatten(1), *bottleneck)
         convolution = read, kernel1, self.shape, self.stage.layers[i].dilation
         if not self.stage.frozen and not self.stage.layers[i].drop_rate:
-            return self.kernels.convolved_and_measured(*convolution)
-        made = self.kernels.convolved(*convolution)
+            return self.kernels.conv3x3_forward_with_statistics(*convolution)
+        made = self.kernels.conv3x3_forward(*convolution)
         if self.stage.layers[i].drop_rate:
             noise = self._noise(made, self.stage.layers[i])
             self.kept.append(noise != 0)
@@ -236,50 +237,50 @@ class Forward:
         return [made]
 
     def _bottleneck(
-        self, i: int, read: Read, kernel1: Tensor, weight2: Tensor, bias2: Tensor, kernel2: Tensor
-    ) -> tuple[Read, Tensor]:
+        self, i: int, read: AffineInput, kernel1: Tensor, weight2: Tensor, bias2: Tensor, kernel2: Tensor
+    ) -> tuple[AffineInput, Tensor]:
         """What the second convolution reads, and its weight."""
         norm, keep = self.stage.layers[i].norm2, self.stage.layers[i].keep_bottleneck
         squeeze = _squeeze(read, kernel1, keep)
         if self.stage.frozen_inside[i]:
-            self.kernels.squeezed(squeeze)
+            self.kernels.conv1x1_forward(squeeze)
             mean, inverse = norms.running(norm, self.statistics.dtype)
         else:
-            own = self.kernels.squeezed_and_measured(squeeze)
+            own = self.kernels.conv1x1_forward_with_statistics(squeeze)
             mean, variance, count = norms.measured(*own, read.values.shape[0], self.stage.together)
             norms.record(norm, mean, norms.unbiased(variance, count))
             inverse = torch.rsqrt(variance + norm.eps)
         inside = self._keep(mean, inverse, weight2, bias2)
         if keep:
-            self.kept.append(squeeze.out)
-        return inside.read(squeeze.out), kernel2.to(self.stage.dtype)
+            self.kept.append(squeeze.output)
+        return inside.read(squeeze.output), kernel2.to(self.stage.dtype)
 
     def _noise(self, made: Tensor, layer: LayerParts) -> Tensor:
         """Dropout's, drawn as the plain layer draws it, so that the random stream is the same."""
         ones = self._pictures(made.shape[1]).to(made.dtype).fill_(1)
-        return rows(layer.dropout(ones, layer.drop_rate))
+        return to_pixel_matrix(layer.dropout(ones, layer.drop_rate))
 
     def _consumed(self) -> Tensor:
         weight, bias, *kernel = self.tensors[self.stage.places[-1]]
         read = self._read(self.stage.consumer.norm, weight, bias)
         if not kernel:
-            made = pictures(self.kernels.affine(read), self.shape)
+            made = to_spatial(self.kernels.affine_forward(read), self.shape)
         elif self.stage.consumer.pools:
-            made = self.kernels.pooled(read, kernel[0].flatten(1).to(self.stage.dtype), self.shape)
-            made = pictures(made, halved(self.shape))
+            made = self.kernels.pooled_conv1x1_forward(read, kernel[0].flatten(1).to(self.stage.dtype), self.shape)
+            made = to_spatial(made, halved(self.shape))
         else:
             squeeze = _squeeze(read, kernel[0].flatten(1).to(self.stage.dtype), keep=True)
-            self.kernels.squeezed(squeeze)
-            made = pictures(squeeze.out, self.shape)
+            self.kernels.conv1x1_forward(squeeze)
+            made = to_spatial(squeeze.output, self.shape)
         made = made.contiguous(memory_format=self.stage.layout)
         return made.detach()  # or it would be a view, which autograd lets nobody write into
 
 
-def _squeeze(read: Read, kernel: Tensor, keep: bool = False) -> Squeeze:
+def _squeeze(read: AffineInput, kernel: Tensor, keep: bool = False) -> Conv1x1:
     """The first half of a layer with a bottleneck; what it makes lies in scratch unless it is to be kept."""
     shape = read.values.shape[0], kernel.shape[0]
     out = kernel.new_empty(shape) if keep else scratch.take("made", shape, kernel.dtype, kernel.device)
-    return Squeeze(read, kernel, out)
+    return Conv1x1(read, kernel, out)
 
 
 class Backward:
@@ -288,12 +289,12 @@ class Backward:
         self.features, inverse, *rest = ctx.saved_tensors
         self.kernels = kernels_for(self.features)
         self.kept, self.tensors = rest[: ctx.num_kept], rest[ctx.num_kept :]
-        self.columns = Columns(self.features.shape[1], self.stage.newest_first)
+        self.columns = ChannelSlices(self.features.shape[1], self.stage.newest_first)
         how = self.columns, self.stage.frozen, self.stage.eps, self.stage.together
         self.statistics = SharedStatistics(self.features, *how, inverse)
         self.statistics.count = ctx.count
         self.grads: list[Tensor | None] = [None] * len(self.tensors)
-        self.ahead: Squeeze | None = None
+        self.ahead: Conv1x1 | None = None
         self.scratch: scratch.Held = {}
 
     def begin(self, *grads: Tensor | None) -> None:
@@ -302,9 +303,9 @@ class Backward:
         if self.stage.consumer is None:
             of_consumed, of_features = None, of_consumed
         self.direct = of_features
-        self.pending = torch.empty_like(self.features, memory_format=torch.contiguous_format)
+        self.grad_accum = torch.empty_like(self.features, memory_format=torch.contiguous_format)
         if of_consumed is None:  # only the block's own output was used
-            self.pending.zero_()
+            self.grad_accum.zero_()
         if self.stage.consumer is not None:
             self._consumer(of_consumed)
             self.scratch.clear()  # a transition may have needed more than layers will
@@ -333,7 +334,7 @@ class Backward:
     def _of_before(self, portion: Portion) -> Tensor:
         if portion.layers.start == 0:
             self.scratch.clear()  # no layer is left
-            return pictures(self._settled(0, self.width), self.shape)
+            return to_spatial(self._settled(0, self.width), self.shape)
         token = self.features.new_zeros(())
         token.backward_so_far = self
         return token
@@ -347,17 +348,17 @@ class Backward:
     def _of_parameter(parameter: Tensor, grad: Tensor | None, needed: bool) -> Tensor | None:
         return grad.to(parameter.dtype).view_as(parameter) if needed and grad is not None else None
 
-    def _map(self, weight: Tensor, bias: Tensor) -> Map:
+    def _map(self, weight: Tensor, bias: Tensor) -> BatchNormAffine:
         return self._kept_map(weight, bias) if self.stage.frozen else self.statistics.map(weight, bias)
 
-    def _kept_map(self, weight: Tensor, bias: Tensor) -> Map:
+    def _kept_map(self, weight: Tensor, bias: Tensor) -> BatchNormAffine:
         inverse, mean = self.kept.pop(), self.kept.pop()
-        return Map(weight, bias, inverse, mean)
+        return BatchNormAffine(weight, bias, inverse, mean)
 
-    def _into(self, norm: Map, kernel: int, first: bool = False) -> Into:
+    def _into(self, norm: BatchNormAffine, kernel: int, overwrite: bool = False) -> GradAccumulator:
         """Of a consumer whose kernel stands at such a place among the tensors."""
-        pending = self.pending[:, self.columns.between(0, norm.weight.shape[0])]
-        return Into(norm.share(self.stage.frozen), pending, first, self._learns(kernel))
+        grad_accum = self.grad_accum[:, self.columns.between(0, norm.weight.shape[0])]
+        return GradAccumulator(norm.grad_scale(self.stage.frozen), grad_accum, overwrite, self._learns(kernel))
 
     def _learns(self, tensor: int) -> bool:
         return self.needed[tensor - self.portion.tensors.start]
@@ -365,10 +366,10 @@ class Backward:
     def _settled(self, start: int, stop: int) -> Tensor:
         """The gradient of the features themselves, for channels that no consumer is left of."""
         place = self.columns.between(start, stop)
-        settled = self.statistics.settled(self.pending, place)
+        batch_norm_grad_input = self.statistics.grad_input(self.grad_accum, place)
         if self.direct is not None:
-            pictures(settled, self.shape).add_(self.direct[:, place])
-        return settled
+            to_spatial(batch_norm_grad_input, self.shape).add_(self.direct[:, place])
+        return batch_norm_grad_input
 
     def _layer(self, i: int, grad: Tensor) -> None:
         place = self.stage.places[i]
@@ -381,7 +382,7 @@ class Backward:
             norm1 = self._map(weight1, bias1)
             read = self.statistics.read(norm1)
             convolution = kernel1, self._into(norm1, place.start + 2), self.shape, self.stage.layers[i].dilation
-            self._finish(place, norm1, *self.kernels.convolved_gradients(grad, read, *convolution))
+            self._finish(place, norm1, *self.kernels.conv3x3_backward(grad, read, *convolution))
             return
         made = self.kept.pop() if self.stage.layers[i].keep_bottleneck else None
         norm2 = self._kept_map(*bottleneck[:2])
@@ -392,18 +393,18 @@ class Backward:
         of_made = self._bottleneck(i, norm2, made, bottleneck[2].to(self.stage.dtype), grad)
         self.ahead = self._ahead(i - 1, kernel1.shape[0])
         into = self._into(norm1, place.start + 2)
-        found = self.kernels.squeezed_gradients(of_made, read, kernel1, into, self.ahead)
+        found = self.kernels.conv1x1_backward(of_made, read, kernel1, into, self.ahead)
         self._finish(place, norm1, *found)
 
-    def _made(self, read: Read, kernel: Tensor) -> Tensor:
+    def _made(self, read: AffineInput, kernel: Tensor) -> Tensor:
         """The bottleneck, made again."""
         squeeze = self.ahead
         if squeeze is None:
             squeeze = _squeeze(read, kernel)
-            self.kernels.squeezed(squeeze)
-        return squeeze.out
+            self.kernels.conv1x1_forward(squeeze)
+        return squeeze.output
 
-    def _ahead(self, i: int, width: int) -> Squeeze | None:
+    def _ahead(self, i: int, width: int) -> Conv1x1 | None:
         """The bottleneck of the layer that comes next, where it can be told now and takes the place of one as wide."""
         if i < 0 or self.stage.frozen or self.stage.layers[i].keep_bottleneck or self._is_over(i):
             return None
@@ -413,17 +414,21 @@ class Backward:
         read = self.statistics.read(self.statistics.map(weight, bias))
         return _squeeze(read, kernel.to(self.stage.dtype).flatten(1))
 
-    def _bottleneck(self, i: int, norm: Map, made: Tensor, kernel: Tensor, grad: Tensor) -> Settling:
+    def _bottleneck(
+        self, i: int, norm: BatchNormAffine, made: Tensor, kernel: Tensor, grad: Tensor
+    ) -> BatchNormBackward:
         """The gradient of the bottleneck, whose norm has statistics of its own."""
         frozen = self.stage.frozen_inside[i]
-        pending = scratch.take("pending", made.shape, made.dtype, made.device)
+        grad_accum = scratch.take("pending", made.shape, made.dtype, made.device)
         stop = self.stage.places[i].stop
-        into = Into(norm.share(frozen), pending, first=True, learns=self._learns(stop - 1))
+        into = GradAccumulator(
+            norm.grad_scale(frozen), grad_accum, overwrite=True, needs_grad_weight=self._learns(stop - 1)
+        )
         convolution = kernel, into, self.shape, self.stage.layers[i].dilation
-        of_kernel, *sums = self.kernels.convolved_gradients(grad, norm.read(made), *convolution)
+        of_kernel, *sums = self.kernels.conv3x3_backward(grad, norm.read(made), *convolution)
         norm.take(*sums)
         self.grads[stop - 3 : stop] = norm.of_weight, norm.of_bias, of_kernel
-        return norms.settling(made, norm, frozen, pending, self.statistics.count, self.stage.together)
+        return norms.settling(made, norm, frozen, grad_accum, self.statistics.count, self.stage.together)
 
     def _consumer(self, grad: Tensor | None) -> None:
         place = self.stage.places[-1]
@@ -431,20 +436,20 @@ class Backward:
         norm = self._map(weight, bias)
         if grad is None:
             return
-        grad, read = rows(grad), self.statistics.read(norm)
-        into = self._into(norm, place.stop - 1, first=True)
+        grad, read = to_pixel_matrix(grad), self.statistics.read(norm)
+        into = self._into(norm, place.stop - 1, overwrite=True)
         if not kernel:
-            found = None, *self.kernels.affine_gradients(grad, read, into)
+            found = None, *self.kernels.affine_backward(grad, read, into)
         elif self.stage.consumer.pools:
-            found = self.kernels.pooled_gradients(
+            found = self.kernels.pooled_conv1x1_backward(
                 grad, read, kernel[0].flatten(1).to(self.stage.dtype), into, self.shape
             )
         else:
             of_made = norms.settled_already(grad, grad, self.statistics.dtype)
-            found = self.kernels.squeezed_gradients(of_made, read, kernel[0].flatten(1).to(self.stage.dtype), into)
+            found = self.kernels.conv1x1_backward(of_made, read, kernel[0].flatten(1).to(self.stage.dtype), into)
         self._finish(place, norm, *found)
 
-    def _finish(self, place: slice, norm: Map, of_kernel: Tensor | None, *sums: Tensor) -> None:
+    def _finish(self, place: slice, norm: BatchNormAffine, of_kernel: Tensor | None, *sums: Tensor) -> None:
         norm.take(*sums)
         self.statistics.absorb(norm)
         found = [norm.of_weight, norm.of_bias, *([] if of_kernel is None else [of_kernel])]

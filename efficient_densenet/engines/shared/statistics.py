@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from ..._torch_private import in_backward
 from ...norms.sync_batch_norm import Together
 from ..kernels import kernels_for
-from ..kernels.portable import Into, Read, Settling, sums_dtype
+from ..kernels.interface import AffineInput, BatchNormBackward, GradAccumulator
+from ..kernels.portable import accumulation_dtype
 
 
-class Map:
+class BatchNormAffine:
     """One norm in one pass: `scale * values + shift`, on values less their mean, or where `mean` is given, on raw ones;
     and, once the backward has summed up, its own gradients."""
 
@@ -21,11 +22,11 @@ class Map:
         self.scale = self.weight * inverse
         self.shift = bias.to(inverse.dtype) if mean is None else bias - mean * self.scale
 
-    def read(self, values: Tensor) -> Read:
+    def read(self, values: Tensor) -> AffineInput:
         """What the norm's consumer reads."""
-        return Read(values, self.scale, self.shift)
+        return AffineInput(values, self.scale, self.shift)
 
-    def share(self, frozen: bool) -> Tensor:
+    def grad_scale(self, frozen: bool) -> Tensor:
         """What the map's gradient counts in that of the values, a frozen norm's, or in that of the normalised ones."""
         return self.scale if frozen else self.weight
 
@@ -67,21 +68,26 @@ def record(norm: nn.Module, mean: Tensor, unbiased_variance: Tensor) -> None:
 
 
 def settling(
-    values: Tensor, norm: Map, frozen: bool, pending: Tensor, count: int | Tensor, together: Together | None
-) -> Settling:
+    values: Tensor,
+    norm: BatchNormAffine,
+    frozen: bool,
+    grad_accum: Tensor,
+    count: int | Tensor,
+    together: Together | None,
+) -> BatchNormBackward:
     """The gradient of values that `norm` alone has normalised."""
     if frozen:
-        return settled_already(values, pending, norm.scale.dtype)
+        return settled_already(values, grad_accum, norm.scale.dtype)
     sums = norm.weight * norm.of_bias, norm.weight * norm.of_weight
     sums = sums if together is None else together.sums(*sums)
-    return _settling(values, norm.inverse, norm.mean, *sums, pending, count)
+    return _settling(values, norm.inverse, norm.mean, *sums, grad_accum, count)
 
 
-def settled_already(values: Tensor, grad: Tensor, dtype: torch.dtype) -> Settling:
+def settled_already(values: Tensor, grad: Tensor, dtype: torch.dtype) -> BatchNormBackward:
     """A gradient that is the values' own; `dtype` is the precision of sums."""
     all_of_it = grad.new_ones(grad.shape[1], dtype=dtype)
     nothing = torch.zeros_like(all_of_it)
-    return Settling(Read(values, nothing, nothing), Into(all_of_it, grad))
+    return BatchNormBackward(AffineInput(values, nothing, nothing), GradAccumulator(all_of_it, grad))
 
 
 def _settling(
@@ -90,17 +96,17 @@ def _settling(
     mean: Tensor | None,
     grad_sum: Tensor,
     product_sum: Tensor,
-    pending: Tensor,
+    grad_accum: Tensor,
     count: int | Tensor,
-) -> Settling:
+) -> BatchNormBackward:
     """`inverse * pending`, less what reaches the values through their mean and their deviation."""
     per_value = inverse * (-1 / count)
     slope, shift = product_sum * inverse * per_value, grad_sum * per_value
     shift = shift if mean is None else shift - mean * slope
-    return Settling(Read(values, slope, shift), Into(inverse, pending))
+    return BatchNormBackward(AffineInput(values, slope, shift), GradAccumulator(inverse, grad_accum))
 
 
-class Columns(NamedTuple):
+class ChannelSlices(NamedTuple):
     """Where in the matrix of features the channels lie: beside the oldest, at one end of it, the next ones."""
 
     total: int
@@ -117,7 +123,7 @@ class SharedStatistics:
     def __init__(
         self,
         features: Tensor,
-        columns: Columns,
+        columns: ChannelSlices,
         frozen: bool,
         eps: float,
         together: Together | None,
@@ -125,7 +131,7 @@ class SharedStatistics:
     ) -> None:
         self.features, self.columns = features, columns
         self.frozen, self.eps, self.together = frozen, eps, together
-        self.dtype = sums_dtype(features.dtype)
+        self.dtype = accumulation_dtype(features.dtype)
         zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
         self.mean, self.unbiased = zeros.clone(), zeros.clone()
         self.inverse = zeros.clone() if inverse is None else inverse
@@ -137,17 +143,17 @@ class SharedStatistics:
         if self.frozen:
             self.features[:, place].copy_(values)
             return
-        own = own or kernels_for(values).statistics(values)
+        own = own or kernels_for(values).batch_statistics(values)
         mean, variance, self.count = measured(*own, values.shape[0], self.together)
         torch.sub(values, mean, out=self.features[:, place])
         self.mean[place], self.unbiased[place] = mean, unbiased(variance, self.count)
         self.inverse[place] = variance.add_(self.eps).rsqrt_()
 
-    def map(self, weight: Tensor, bias: Tensor) -> Map:
+    def map(self, weight: Tensor, bias: Tensor) -> BatchNormAffine:
         """The map of a consumer, which reads as many channels as its norm is wide."""
-        return Map(weight, bias, self.inverse[self._read_by(weight)])
+        return BatchNormAffine(weight, bias, self.inverse[self._read_by(weight)])
 
-    def read(self, consumer: Map) -> Read:
+    def read(self, consumer: BatchNormAffine) -> AffineInput:
         return consumer.read(self.features[:, self._read_by(consumer.weight)])
 
     def record(self, norm: nn.Module) -> None:
@@ -155,21 +161,23 @@ class SharedStatistics:
             place = self._read_by(norm.weight)
             record(norm, self.mean[place], self.unbiased[place])
 
-    def absorb(self, consumer: Map) -> None:
+    def absorb(self, consumer: BatchNormAffine) -> None:
         """Take note of what a consumer's gradient means for the mean and the deviation."""
         if not self.frozen:
             place = self._read_by(consumer.weight)
             self.grad_sum[place].addcmul_(consumer.weight, consumer.of_bias)
             self.product_sum[place].addcmul_(consumer.weight, consumer.of_weight)
 
-    def settled(self, pending: Tensor, place: slice) -> Tensor:
+    def grad_input(self, grad_accum: Tensor, place: slice) -> Tensor:
         """The gradient of the features, from the sum of their consumers' gradients."""
-        values, pending = self.features[:, place], pending[:, place]
+        values, grad_accum = self.features[:, place], grad_accum[:, place]
         if self.frozen:
-            return pending.contiguous()
+            return grad_accum.contiguous()
         sums = self.grad_sum[place], self.product_sum[place]
         sums = sums if self.together is None else self.together.sums(*sums)
-        return kernels_for(values).settled(_settling(values, self.inverse[place], None, *sums, pending, self.count))
+        return kernels_for(values).batch_norm_grad_input(
+            _settling(values, self.inverse[place], None, *sums, grad_accum, self.count)
+        )
 
     def _read_by(self, weight: Tensor) -> slice:
         """The channels that were there before the consumer with such a weight."""

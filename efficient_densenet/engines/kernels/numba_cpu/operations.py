@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from .. import portable, scratch
-from ..portable import Gradients, Into, Read, Settling, Squeeze, halved
+from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator
+from ..portable import halved
 from . import loops
 from . import openmp as native
 
-affine = portable.affine
+affine_forward = portable.affine_forward
 
 TILE = 192
 """Rows: enough of them for a good matrix product, few enough for the caches."""
@@ -33,23 +34,23 @@ Told = dict[str, Tensor | int]
 """What a job tells a program, by the names in `loops.FIELDS`."""
 
 
-def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+def batch_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     measuring = _measuring(values, values.shape[1])
     values = values if values.stride(1) == 1 else values.contiguous()
     _run(loops.squeeze, values, width=values.shape[1], out=values, **measuring)
     return measuring["found"].unbind()
 
 
-def settled(grad: Settling) -> Tensor:
-    values = grad.read.values
+def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
+    values = grad.input.values
     out = torch.empty_like(values, memory_format=torch.contiguous_format)
     _run(loops.settle, values, **_settling(grad), out=out)
     return out
 
 
-def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tensor]:
+def affine_backward(grad: Tensor, read: AffineInput, into: GradAccumulator) -> tuple[Tensor, Tensor]:
     if not grad.dtype == read.values.dtype == read.scale.dtype:
-        return portable.affine_gradients(grad, read, into)
+        return portable.affine_backward(grad, read, into)
     channels = grad.shape[1]
     always = {"scale": torch.zeros_like(read.scale), "shift": torch.ones_like(read.scale)}  # no ReLU is ever shut
     told = {**_reading(read), **always, **_pending(into), **_summing(read)}
@@ -57,49 +58,49 @@ def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tens
     return told["found"].unbind()
 
 
-def squeezed(squeeze: Squeeze) -> None:
-    if not _suits(squeeze.read, squeeze.weight):
-        return portable.squeezed(squeeze)
+def conv1x1_forward(squeeze: Conv1x1) -> None:
+    if not _suits(squeeze.input, squeeze.weight):
+        return portable.conv1x1_forward(squeeze)
     return _squeeze(squeeze, {})
 
 
-def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
-    if not _suits(squeeze.read, squeeze.weight):
-        return portable.squeezed_and_measured(squeeze)
-    measuring = _measuring(squeeze.out, squeeze.weight.shape[0])
+def conv1x1_forward_with_statistics(squeeze: Conv1x1) -> tuple[Tensor, Tensor]:
+    if not _suits(squeeze.input, squeeze.weight):
+        return portable.conv1x1_forward_with_statistics(squeeze)
+    measuring = _measuring(squeeze.output, squeeze.weight.shape[0])
     _squeeze(squeeze, measuring)
     return measuring["found"].unbind()
 
 
-def _squeeze(squeeze: Squeeze, measuring: Told) -> None:
+def _squeeze(squeeze: Conv1x1, measuring: Told) -> None:
     read, weight, out = squeeze
     _run(loops.squeeze, read.values, _apart(read), **_reading(read), **_weight(weight), out=out, **measuring)
 
 
-def squeezed_gradients(
-    grad: Settling, read: Read, weight: Tensor, into: Into, ahead: Squeeze | None = None
-) -> Gradients:
+def conv1x1_backward(
+    grad: BatchNormBackward, read: AffineInput, weight: Tensor, into: GradAccumulator, ahead: Conv1x1 | None = None
+) -> ConvGradients:
     if not _suits(read, weight):
-        return portable.squeezed_gradients(grad, read, weight, into, ahead)
+        return portable.conv1x1_backward(grad, read, weight, into, ahead)
     return _gradients(read, weight, into, **_settling(grad), **_ahead(ahead))
 
 
-def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+def conv3x3_forward(read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     if not _suits(read, weight):
-        return portable.convolved(read, weight, shape, dilation)
+        return portable.conv3x3_forward(read, weight, shape, dilation)
     return _convolve(read, weight, shape, dilation, {})
 
 
-def convolved_and_measured(
-    read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1
+def conv3x3_forward_with_statistics(
+    read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _suits(read, weight):
-        return portable.convolved_and_measured(read, weight, shape, dilation)
+        return portable.conv3x3_forward_with_statistics(read, weight, shape, dilation)
     measuring = _measuring(read.values, weight.shape[0])
     return _convolve(read, weight, shape, dilation, measuring), *measuring["found"].unbind()
 
 
-def _convolve(read: Read, weight: Tensor, shape: torch.Size, dilation: int, measuring: Told) -> Tensor:
+def _convolve(read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, measuring: Told) -> Tensor:
     out = read.values.new_empty(read.values.shape[0], weight.shape[0])
     told = {**_reading(read), **_weight(weight), **_around(shape, dilation), **measuring}
     told["beyond"] = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
@@ -107,36 +108,38 @@ def _convolve(read: Read, weight: Tensor, shape: torch.Size, dilation: int, meas
     return out
 
 
-def convolved_gradients(
-    grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, dilation: int = 1
-) -> Gradients:
+def conv3x3_backward(
+    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size, dilation: int = 1
+) -> ConvGradients:
     if not _suits(read, weight):
-        return portable.convolved_gradients(grad, read, weight, into, shape, dilation)
+        return portable.conv3x3_backward(grad, read, weight, into, shape, dilation)
     return _gradients(read, weight, into, **_around(shape, dilation), grad=grad)
 
 
-def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
+def pooled_conv1x1_forward(read: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
     if not _suits(read, weight):
-        return portable.pooled(read, weight, shape)
+        return portable.pooled_conv1x1_forward(read, weight, shape)
     out = read.values.new_empty(halved(shape).numel(), weight.shape[0])
     _run(loops.squeeze, read.values, _apart(read), **_reading(read), **_weight(weight), **_pooling(out, shape), out=out)
     return out
 
 
-def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
+def pooled_conv1x1_backward(
+    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size
+) -> ConvGradients:
     if not _suits(read, weight):
-        return portable.pooled_gradients(grad, read, weight, into, shape)
-    if into.first and any(side % 2 for side in shape[1:]):
-        into.pending.zero_()  # there are pixels that were not pooled
+        return portable.pooled_conv1x1_backward(grad, read, weight, into, shape)
+    if into.overwrite and any(side % 2 for side in shape[1:]):
+        into.grad_accum.zero_()  # there are pixels that were not pooled
     told = _pooling(grad, shape)
     return _gradients(read, weight / told["pools"], into, **told, grad=grad)
 
 
-def _gradients(read: Read, weight: Tensor, into: Into, **told: Tensor | int) -> Gradients:
+def _gradients(read: AffineInput, weight: Tensor, into: GradAccumulator, **told: Tensor | int) -> ConvGradients:
     told |= {**_reading(read), **_pending(into), **_summing(read), **_weight(weight, back=True)}
     channels, of_weight = weight.shape[1], None
     told["weight_parts_line"] = line = _whole(weight.numel() // channels, weight.dtype)
-    if into.learns:
+    if into.needs_grad_weight:
         told["weight_parts"] = weight.new_empty(_threads(read.values), channels, line)
         told["of_weight"] = of_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     per_row = sum(loops.apart(count, weight.itemsize) for count in (line, told["wide"]))
@@ -160,28 +163,28 @@ def _whole(columns: int, dtype: torch.dtype) -> int:
     return -(-columns // width) * width
 
 
-def _suits(read: Read, weight: Tensor) -> bool:
+def _suits(read: AffineInput, weight: Tensor) -> bool:
     """Whether all is in one precision, one that there are programs for, and the weight not too large. The gradient of
     a single channel is a product with a vector, for which PyTorch has a routine that adds up more exactly."""
     one_precision = weight.dtype == read.values.dtype == read.scale.dtype
     return one_precision and weight.nbytes <= WEIGHT_BYTES and weight.shape[1] > 1
 
 
-def _reading(read: Read) -> Told:
+def _reading(read: AffineInput) -> Told:
     return {"channels": read.values.shape[1], "scale": read.scale, "shift": read.shift}
 
 
-def _pending(into: Into) -> Told:
-    return {"share": into.share, "pending": into.pending, "first": into.first}
+def _pending(into: GradAccumulator) -> Told:
+    return {"share": into.grad_scale, "pending": into.grad_accum, "first": into.overwrite}
 
 
-def _settling(grad: Settling) -> Told:
+def _settling(grad: BatchNormBackward) -> Told:
     (values, slope, constant), into = grad
     made = {"made": values, "slope": slope, "constant": constant}
-    return {"width": values.shape[1], **made, "made_share": into.share, "made_pending": into.pending}
+    return {"width": values.shape[1], **made, "made_share": into.grad_scale, "made_pending": into.grad_accum}
 
 
-def _ahead(squeeze: Squeeze | None) -> Told:
+def _ahead(squeeze: Conv1x1 | None) -> Told:
     if squeeze is None:
         return {}
     (values, scale, shift), weight, out = squeeze
@@ -200,11 +203,11 @@ def _sides(shape: torch.Size) -> Told:
     return {"deep": len(shape) > 3, "tall": len(shape) > 2, "depth": depth, "height": height, "breadth": breadth}
 
 
-def _pooling(pooled: Tensor, shape: torch.Size) -> Told:
-    return {"pools": 2 ** len(shape[1:]), "rows": len(pooled), **_sides(shape)}
+def _pooling(pooled_conv1x1_forward: Tensor, shape: torch.Size) -> Told:
+    return {"pools": 2 ** len(shape[1:]), "rows": len(pooled_conv1x1_forward), **_sides(shape)}
 
 
-def _apart(read: Read) -> int:
+def _apart(read: AffineInput) -> int:
     """What scratch a row takes of what is read."""
     return loops.apart(read.values.shape[1], read.values.itemsize)
 
@@ -220,7 +223,7 @@ def _measuring(values: Tensor, width: int) -> Told:
     return {"parts": parts, "found": values.new_empty(2, width)}
 
 
-def _summing(read: Read) -> Told:
+def _summing(read: AffineInput) -> Told:
     """Room for the two sums of each thread, and for those of all."""
     channels = read.values.shape[1]
     parts = read.values.new_empty(_threads(read.values), 2, channels, dtype=torch.float64)

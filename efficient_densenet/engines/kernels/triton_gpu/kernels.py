@@ -169,12 +169,12 @@ def rectified(
 @triton.jit(do_not_specialize=_SIZES)
 def collected(
     parts,
-    pending,
+    grad_accum,
     gradient,
     values,
     scale,
     shift,
-    share,
+    grad_scale,
     rows,
     channels,
     pending_stride,
@@ -194,7 +194,7 @@ def collected(
     pending_stride = _multiple(pending_stride, UNIT)
     column = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     inside = column < channels
-    a, b, c = _vector(scale, column, inside), _vector(shift, column, inside), _vector(share, column, inside)
+    a, b, c = _vector(scale, column, inside), _vector(shift, column, inside), _vector(grad_scale, column, inside)
     grad_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
     product_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, rows, tl.num_programs(1) * BLOCK_ROWS):
@@ -206,7 +206,7 @@ def collected(
             pixel = _pixel(row, height, width, at, SIDE)
             x = tl.load(values + _offsets(pixel, values_stride, column), there, 0.0).to(tl.float32)
             grad = tl.where(x * a + b <= 0, 0.0, whole) if RELU else whole
-            _add(pending + _offsets(pixel, pending_stride, column), grad * c, there, FIRST)
+            _add(grad_accum + _offsets(pixel, pending_stride, column), grad * c, there, FIRST)
             grad_sum += grad
             product_sum += grad * x
     parts += tl.program_id(1).to(tl.int64) * 2 * channels
@@ -214,13 +214,13 @@ def collected(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def settled(
+def batch_norm_grad_input(
     found,
-    pending,
+    grad_accum,
     values,
     scale,
     shift,
-    share,
+    grad_scale,
     rows,
     channels,
     pending_stride,
@@ -234,17 +234,17 @@ def settled(
     pending_stride = _multiple(pending_stride, UNIT)
     column = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     inside = column < channels
-    a, b, c = _vector(scale, column, inside), _vector(shift, column, inside), _vector(share, column, inside)
+    a, b, c = _vector(scale, column, inside), _vector(shift, column, inside), _vector(grad_scale, column, inside)
     for start in range(tl.program_id(1) * BLOCK_ROWS, rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         there = (row < rows)[:, None] & inside[None, :]
         x = tl.load(values + _offsets(row, values_stride, column), there, 0.0).to(tl.float32)
-        grad = tl.load(pending + _offsets(row, pending_stride, column), there, 0.0).to(tl.float32)
+        grad = tl.load(grad_accum + _offsets(row, pending_stride, column), there, 0.0).to(tl.float32)
         tl.store(found + _offsets(row, channels, column), x * a + b + grad * c, there)
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def squeezed(
+def conv1x1_forward(
     made,
     parts,
     values,
@@ -283,15 +283,15 @@ def squeezed(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def squeezed_gradients(
+def conv1x1_backward(
     weight_parts,
     parts,
-    pending,
+    grad_accum,
     gradient,
     values,
     scale,
     shift,
-    share,
+    grad_scale,
     weight,
     rows,
     channels,
@@ -314,7 +314,7 @@ def squeezed_gradients(
     column = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     made_column = tl.arange(0, BLOCK_WIDTH)
     inside, made_inside = column < channels, made_column < WIDTH
-    a, b, c = _vector(scale, column, inside), _vector(shift, column, inside), _vector(share, column, inside)
+    a, b, c = _vector(scale, column, inside), _vector(shift, column, inside), _vector(grad_scale, column, inside)
     weight_place, weight_there = _offsets(made_column, channels, column), made_inside[:, None] & inside[None, :]
     w = tl.load(weight + weight_place, weight_there, 0.0)
     of_weight = tl.zeros((BLOCK_WIDTH, BLOCK_CHANNELS), tl.float32)
@@ -331,7 +331,7 @@ def squeezed_gradients(
         if LEARNS:
             of_weight = tl.dot(tl.trans(of_made), activation.to(w.dtype), of_weight, input_precision=PRECISION)
         grad = tl.where(activation <= 0, 0.0, tl.dot(of_made, w, input_precision=PRECISION))
-        _add(pending + _offsets(row, pending_stride, column), grad * c, there, FIRST)
+        _add(grad_accum + _offsets(row, pending_stride, column), grad * c, there, FIRST)
         grad_sum += grad
         product_sum += grad * x
     split = tl.program_id(1).to(tl.int64)

@@ -15,7 +15,8 @@ import triton
 from torch import Tensor
 
 from .. import portable
-from ..portable import Gradients, Into, Read, Settling, Squeeze, pictures, rows
+from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator
+from ..portable import to_pixel_matrix, to_spatial
 from . import kernels as programs
 
 WIDEST = 256
@@ -28,7 +29,7 @@ _TILE = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 32}
 _NARROW_TILE = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 16}
 
 
-def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+def batch_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     values = _lines(values)
     num_rows, channels = values.shape
     block_rows, block_channels = _NARROW_TILE.values()
@@ -39,104 +40,110 @@ def statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     return _combined(parts, block_rows, num_rows)
 
 
-def affine(read: Read) -> Tensor:
+def affine_forward(read: AffineInput) -> Tensor:
     return _rectified(read, read.values.dtype, torch.Size([len(read.values), 1, 1]), relu=False)
 
 
-def affine_gradients(grad: Tensor, read: Read, into: Into) -> tuple[Tensor, Tensor]:
+def affine_backward(grad: Tensor, read: AffineInput, into: GradAccumulator) -> tuple[Tensor, Tensor]:
     sums = _collected(grad, read, into, torch.Size([len(read.values), 1, 1]), relu=False)
     return sums[0], sums[1]
 
 
-def squeezed(squeeze: Squeeze) -> None:
+def conv1x1_forward(squeeze: Conv1x1) -> None:
     if len(squeeze.weight) > WIDEST:
-        portable.squeezed(squeeze)
+        portable.conv1x1_forward(squeeze)
     else:
         _squeezed(squeeze)
 
 
-def squeezed_and_measured(squeeze: Squeeze) -> tuple[Tensor, Tensor]:
+def conv1x1_forward_with_statistics(squeeze: Conv1x1) -> tuple[Tensor, Tensor]:
     if len(squeeze.weight) > WIDEST:
-        portable.squeezed(squeeze)
-        return statistics(squeeze.out)
-    return _combined(*_squeezed(squeeze), num_rows=len(squeeze.out))
+        portable.conv1x1_forward(squeeze)
+        return batch_statistics(squeeze.output)
+    return _combined(*_squeezed(squeeze), num_rows=len(squeeze.output))
 
 
-def squeezed_gradients(
-    grad: Settling, read: Read, weight: Tensor, into: Into, ahead: Squeeze | None = None
-) -> Gradients:
+def conv1x1_backward(
+    grad: BatchNormBackward, read: AffineInput, weight: Tensor, into: GradAccumulator, ahead: Conv1x1 | None = None
+) -> ConvGradients:
     if len(weight) > WIDEST:
-        return portable.squeezed_gradients(grad, read, weight, into, ahead)
-    found = _squeezed_gradients(settled(grad), read, weight, into)
+        return portable.conv1x1_backward(grad, read, weight, into, ahead)
+    found = _squeezed_gradients(batch_norm_grad_input(grad), read, weight, into)
     if ahead is not None:
-        squeezed(ahead)
+        conv1x1_forward(ahead)
     return found
 
 
-def _squeezed_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into) -> Gradients:
-    (values, *vectors), (share, pending, first, learns), weight = _prepared(read), into, weight.contiguous()
+def _squeezed_gradients(grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator) -> ConvGradients:
+    (values, *vectors), (grad_scale, grad_accum, first, needs_grad_weight), weight = (
+        _prepared(read),
+        into,
+        weight.contiguous(),
+    )
     num_rows, channels = values.shape
     block_width = _block_width(weight)
     # What a program holds must fit its registers: those of an exact product, or of a wide one, hold half as much.
     heavy = block_width > 128 or (weight.dtype == torch.float32 and _precision() == "ieee")
     blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 32 if heavy else 64}
     grid = _grid(num_rows, channels, blocks)
-    weight_parts = values.new_empty(grid[1] if learns else 0, *weight.shape, dtype=torch.float32)
+    weight_parts = values.new_empty(grid[1] if needs_grad_weight else 0, *weight.shape, dtype=torch.float32)
     parts = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
-    tensors = weight_parts, parts, pending, grad.contiguous(), values, *vectors, share.contiguous(), weight
-    sizes = channels, pending.stride(0), values.stride(0)
+    tensors = weight_parts, parts, grad_accum, grad.contiguous(), values, *vectors, grad_scale.contiguous(), weight
+    sizes = channels, grad_accum.stride(0), values.stride(0)
     constants = {"WIDTH": len(weight), "BLOCK_WIDTH": block_width, "UNIT": _unit(*sizes), "PRECISION": _precision()}
-    constants |= {"FIRST": first, "LEARNS": learns}
+    constants |= {"FIRST": first, "LEARNS": needs_grad_weight}
     warps = {"num_warps": 8, "num_stages": 1 if heavy else 2}
-    _launch(programs.squeezed_gradients, grid, *tensors, num_rows, *sizes, **constants, **blocks, **warps)
+    _launch(programs.conv1x1_backward, grid, *tensors, num_rows, *sizes, **constants, **blocks, **warps)
     sums = parts.sum(0)
-    return weight_parts.sum(0) if learns else None, sums[0], sums[1]
+    return weight_parts.sum(0) if needs_grad_weight else None, sums[0], sums[1]
 
 
-def convolved(read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+def conv3x3_forward(read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     return _convolved(read, weight, shape, 1, dilation)
 
 
-def convolved_and_measured(
-    read: Read, weight: Tensor, shape: torch.Size, dilation: int = 1
+def conv3x3_forward_with_statistics(
+    read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out = convolved(read, weight, shape, dilation)
-    return out, *statistics(out)
+    out = conv3x3_forward(read, weight, shape, dilation)
+    return out, *batch_statistics(out)
 
 
-def convolved_gradients(
-    grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, dilation: int = 1
-) -> Gradients:
+def conv3x3_backward(
+    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size, dilation: int = 1
+) -> ConvGradients:
     return _convolved_gradients(grad, read, weight, into, shape, 1, dilation)
 
 
-def pooled(read: Read, weight: Tensor, shape: torch.Size) -> Tensor:
+def pooled_conv1x1_forward(read: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
     if len(shape) != 3:
-        return portable.pooled(read, weight, shape)
+        return portable.pooled_conv1x1_forward(read, weight, shape)
     return _convolved(read, weight[:, :, None, None], shape, side=2)
 
 
-def pooled_gradients(grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size) -> Gradients:
+def pooled_conv1x1_backward(
+    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size
+) -> ConvGradients:
     if len(shape) != 3:
-        return portable.pooled_gradients(grad, read, weight, into, shape)
+        return portable.pooled_conv1x1_backward(grad, read, weight, into, shape)
     of_weight, *sums = _convolved_gradients(grad, read, weight[:, :, None, None], into, shape, side=2)
     return None if of_weight is None else of_weight.flatten(1), *sums
 
 
-def settled(grad: Settling) -> Tensor:
-    (values, *vectors), into = _prepared(grad.read), grad.into
+def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
+    (values, *vectors), into = _prepared(grad.input), grad.accumulator
     num_rows, channels = values.shape
     found = torch.empty_like(values, memory_format=torch.contiguous_format)
-    tensors = found, into.pending, values, *vectors, into.share.contiguous()
-    sizes = channels, into.pending.stride(0), values.stride(0)
+    tensors = found, into.grad_accum, values, *vectors, into.grad_scale.contiguous()
+    sizes = channels, into.grad_accum.stride(0), values.stride(0)
     grid = _grid(num_rows, channels, _NARROW_TILE)
-    _launch(programs.settled, grid, *tensors, num_rows, *sizes, UNIT=_unit(*sizes), **_NARROW_TILE)
+    _launch(programs.batch_norm_grad_input, grid, *tensors, num_rows, *sizes, UNIT=_unit(*sizes), **_NARROW_TILE)
     return found
 
 
-def _squeezed(squeeze: Squeeze) -> tuple[Tensor, int]:
+def _squeezed(squeeze: Conv1x1) -> tuple[Tensor, int]:
     """The mean and the sum of squares of each tile of the product, and of how many rows a tile is."""
-    (values, *vectors), weight, made = _prepared(squeeze.read), squeeze.weight.contiguous(), squeeze.out
+    (values, *vectors), weight, made = _prepared(squeeze.input), squeeze.weight.contiguous(), squeeze.output
     num_rows, channels = values.shape
     block_width = _block_width(weight)
     block_rows = 128 if block_width <= 64 else 64
@@ -146,7 +153,7 @@ def _squeezed(squeeze: Squeeze) -> tuple[Tensor, int]:
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": 32}
     warps = {"num_warps": 4 if block_width <= 128 else 8, "num_stages": 2}
     tensors = made, parts, values, *vectors, weight
-    _launch(programs.squeezed, (len(parts),), *tensors, num_rows, *sizes, **constants, **blocks, **warps)
+    _launch(programs.conv1x1_forward, (len(parts),), *tensors, num_rows, *sizes, **constants, **blocks, **warps)
     return parts, block_rows
 
 
@@ -159,34 +166,54 @@ def _combined(parts: Tensor, block_rows: int, num_rows: int) -> tuple[Tensor, Te
     return found[0], found[1]
 
 
-def _convolved(read: Read, weight: Tensor, shape: torch.Size, side: int, dilation: int = 1) -> Tensor:
+def _convolved(read: AffineInput, weight: Tensor, shape: torch.Size, side: int, dilation: int = 1) -> Tensor:
     """cuDNN's convolution of the activation, or of its means over side × side pixels."""
     reach = {"padding": weight.shape[-1] // 2 * dilation, "dilation": dilation}
     parts, convolve = _activations(read, weight.dtype, shape, side), portable.CONVOLVE[len(shape) - 1]
-    made = [rows(convolve(activation, weight, **reach)) for _, _, activation in parts]
+    made = [to_pixel_matrix(convolve(activation, weight, **reach)) for _, _, activation in parts]
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _convolved_gradients(
-    grad: Tensor, read: Read, weight: Tensor, into: Into, shape: torch.Size, side: int, dilation: int = 1
-) -> Gradients:
-    of_weight = torch.zeros_like(weight, dtype=torch.float32) if into.learns else None
-    sums = into.share.new_zeros(2, len(into.share))
+    grad: Tensor,
+    read: AffineInput,
+    weight: Tensor,
+    into: GradAccumulator,
+    shape: torch.Size,
+    side: int,
+    dilation: int = 1,
+) -> ConvGradients:
+    of_weight = torch.zeros_like(weight, dtype=torch.float32) if into.needs_grad_weight else None
+    sums = into.grad_scale.new_zeros(2, len(into.grad_scale))
     padding = [size // 2 * dilation for size in weight.shape[2:]]
     ones, zeros, reach = ([size] * len(padding) for size in (1, 0, dilation))
     for tile, made_tile, activation in _activations(read, weight.dtype, shape, side):
         of_made = grad[made_tile].unflatten(0, (len(activation), *activation.shape[2:])).movedim(-1, 1)
         gradient, part, _ = torch.ops.aten.convolution_backward(
-            *(of_made, activation, weight, None, ones, padding, reach, False, zeros, 1, [True, into.learns, False])
+            *(
+                of_made,
+                activation,
+                weight,
+                None,
+                ones,
+                padding,
+                reach,
+                False,
+                zeros,
+                1,
+                [True, into.needs_grad_weight, False],
+            )
         )
-        if into.learns:
+        if into.needs_grad_weight:
             of_weight += part
         here, part_shape = read._replace(values=read.values[tile]), torch.Size([len(activation), *shape[1:]])
-        sums += _collected(rows(gradient), here, into.at(tile), part_shape, side)
+        sums += _collected(to_pixel_matrix(gradient), here, into.tile(tile), part_shape, side)
     return of_weight, sums[0], sums[1]
 
 
-def _activations(read: Read, dtype: torch.dtype, shape: torch.Size, side: int) -> Iterator[tuple[slice, slice, Tensor]]:
+def _activations(
+    read: AffineInput, dtype: torch.dtype, shape: torch.Size, side: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """Some pictures at a time, as many as scratch may hold: which rows of the values they are, which rows of what is
     made of them, and their activation."""
     number, *sizes = shape
@@ -197,11 +224,11 @@ def _activations(read: Read, dtype: torch.dtype, shape: torch.Size, side: int) -
         stop = min(start + each, number)
         tile = slice(start * whole, stop * whole)
         here, part_shape = read._replace(values=read.values[tile]), torch.Size([stop - start, *sizes])
-        activation = pictures(_rectified(here, dtype, part_shape, side), torch.Size([stop - start, *made_sizes]))
+        activation = to_spatial(_rectified(here, dtype, part_shape, side), torch.Size([stop - start, *made_sizes]))
         yield tile, slice(start * made_whole, stop * made_whole), activation
 
 
-def _rectified(read: Read, dtype: torch.dtype, shape: torch.Size, side: int = 1, relu: bool = True) -> Tensor:
+def _rectified(read: AffineInput, dtype: torch.dtype, shape: torch.Size, side: int = 1, relu: bool = True) -> Tensor:
     values, *vectors = _prepared(read)
     number, height, width = _planes(shape)
     num_rows, channels = number * (height // side) * (width // side), values.shape[1]
@@ -213,16 +240,18 @@ def _rectified(read: Read, dtype: torch.dtype, shape: torch.Size, side: int = 1,
     return made
 
 
-def _collected(grad: Tensor, read: Read, into: Into, shape: torch.Size, side: int = 1, relu: bool = True) -> Tensor:
+def _collected(
+    grad: Tensor, read: AffineInput, into: GradAccumulator, shape: torch.Size, side: int = 1, relu: bool = True
+) -> Tensor:
     """The gradient of what `_rectified` reads: adds it to what is pending, and returns both sums."""
-    (values, *vectors), (share, pending, first, _) = _prepared(read), into
+    (values, *vectors), (grad_scale, grad_accum, first, _) = _prepared(read), into
     if first and any(size % side for size in shape[1:]):
-        pending.zero_()  # at the edge are pixels that are in no window
+        grad_accum.zero_()  # at the edge are pixels that are in no window
     num_rows, channels = grad.shape
     grid = _grid(num_rows, channels, _TILE)
     parts = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
-    tensors = parts, pending, grad.contiguous(), values, *vectors, share.contiguous()
-    sizes = channels, pending.stride(0), values.stride(0)
+    tensors = parts, grad_accum, grad.contiguous(), values, *vectors, grad_scale.contiguous()
+    sizes = channels, grad_accum.stride(0), values.stride(0)
     constants = {"SIDE": side, "RELU": relu, "FIRST": first, "UNIT": _unit(*sizes)}
     _launch(programs.collected, grid, *tensors, num_rows, *sizes, *_planes(shape)[1:], **constants, **_TILE)
     return parts.sum(0)
@@ -257,7 +286,7 @@ def _lines(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
-def _prepared(read: Read) -> tuple[Tensor, Tensor, Tensor]:
+def _prepared(read: AffineInput) -> tuple[Tensor, Tensor, Tensor]:
     return _lines(read.values), read.scale.contiguous(), read.shift.contiguous()
 
 
