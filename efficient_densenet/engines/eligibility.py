@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .._torch_private import hooks_watch_all_modules
 from ..checkpoint.parameters import parameters_of
 from ..norms.batch_norm import before_the_rule
-from ..norms.sync_batch_norm import together
+from ..norms.sync_batch_norm import sync_group
 from .parts import LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
 
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -95,8 +95,8 @@ def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
             "found norms in one block that disagree about training mode, eps or processes, but share their statistics"
         )
     inside = [layer.norm2 for layer in layers if layer.norm2 is not None]
-    joined = together(first) is not None
-    if any(together(norm) != together(first) or (joined and norm.training != first.training) for norm in inside):
+    joined = sync_group(first) is not None
+    if any(sync_group(norm) != sync_group(first) or (joined and norm.training != first.training) for norm in inside):
         return "found synchronised norms beside others in one block"
     if not joined and any(norm.training for norm in (first, *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
         return "found a single value per channel, of which there is no variance"
@@ -172,7 +172,7 @@ def can_share_stem(conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.M
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
         return False
     size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
-    if norm.training and together(norm) is None and x.shape[0] * size.numel() == 1:
+    if norm.training and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
         return False  # a variance that there is none of, as the norm says itself
     layer = LayerParts(conv, norm, conv)
     return norm.num_features == conv.out_channels and _why_not_precision((layer,), x) is None
@@ -209,7 +209,7 @@ def is_watched(module: nn.Module) -> bool:
 
 def agree(first: nn.Module, other: nn.Module) -> bool:
     """Whether two norms normalise the same values alike."""
-    return first.training == other.training and first.eps == other.eps and together(first) == together(other)
+    return first.training == other.training and first.eps == other.eps and sync_group(first) == sync_group(other)
 
 
 def _has_values(norm: nn.Module) -> bool:

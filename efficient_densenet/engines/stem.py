@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..norms.sync_batch_norm import together
+from ..norms.sync_batch_norm import sync_group
 from .eligibility import can_share_stem, compute_dtype, convolved_size
 from .kernels import scratch
 from .kernels.portable import CONVOLVE, TILE_BYTES, accumulation_dtype, to_spatial
@@ -57,7 +57,7 @@ class Settings:
         conv, self.norm, _, pool = stem
         self.dtype, self.accumulation_dtype = compute_dtype(x), accumulation_dtype(compute_dtype(x))
         self.output_dtype = output_dtype(x)
-        self.frozen, self.eps, self.together = not self.norm.training, self.norm.eps, together(self.norm)
+        self.frozen, self.eps, self.sync_group = not self.norm.training, self.norm.eps, sync_group(self.norm)
         self.conv = Convolution(conv.stride, conv.padding, conv.dilation, conv.groups)
         sizes = pool.kernel_size, pool.stride, pool.padding, pool.dilation
         self.pool = Pooling(*(_each(size, x.dim() - 2) for size in sizes), pool.ceil_mode)
@@ -120,10 +120,10 @@ class SharedStem(torch.autograd.Function):
     def forward(ctx: Any, settings: Settings, x: Tensor, *tensors: Tensor) -> Tensor:
         with autocast_off(x), scratch.reused():
             made = Made(settings, x, tensors)
-            mean, inverse, ctx.count = _statistics(made)
-            out = _pooled(made, mean, inverse)
+            mean, inv_std, ctx.count = _statistics(made)
+            out = _pooled(made, mean, inv_std)
         ctx.settings = settings
-        ctx.save_for_backward(x, mean, inverse, *tensors)
+        ctx.save_for_backward(x, mean, inv_std, *tensors)
         ctx.set_materialize_grads(False)
         return out
 
@@ -132,10 +132,10 @@ class SharedStem(torch.autograd.Function):
         refuse_create_graph()
         if grad is None:
             return None, *[None] * len(ctx.needs_input_grad[1:])
-        x, mean, inverse, *tensors = ctx.saved_tensors
+        x, mean, inv_std, *tensors = ctx.saved_tensors
         with autocast_off(x), scratch.reused():
             made = Made(ctx.settings, x, tensors)
-            found = Backward(made, mean, inverse, ctx.count, ctx.needs_input_grad[1:]).run(grad)
+            found = Backward(made, mean, inv_std, ctx.count, ctx.needs_input_grad[1:]).run(grad)
         wanted = zip(found, (x, *tensors), ctx.needs_input_grad[1:], strict=True)
         return None, *(of_it.to(it.dtype) if needed else None for of_it, it, needed in wanted)
 
@@ -229,18 +229,18 @@ def _statistics(made: Made) -> tuple[Tensor, Tensor, int | Tensor]:
     settings, values = made.settings, made.values
     count = values.numel() // values.shape[1]
     if settings.frozen:
-        return *norms.running(settings.norm, settings.accumulation_dtype), count
+        return *norms.running_statistics(settings.norm, settings.accumulation_dtype), count
     mean = values.mean(made.all_but_channels, dtype=settings.accumulation_dtype)
     square_sum = torch.zeros_like(mean)
     for tile in made.tiles():
         square_sum[tile[1]] += made.centred(tile, mean, made.layout).square_().sum(made.all_but_channels)
-    mean, variance, count = norms.measured(mean, square_sum.div_(count), count, settings.together)
-    norms.record(settings.norm, mean, norms.unbiased(variance, count))
+    mean, variance, count = norms.synchronized_statistics(mean, square_sum.div_(count), count, settings.sync_group)
+    norms.update_running_statistics(settings.norm, mean, norms.unbiased_variance(variance, count))
     return mean, torch.rsqrt(variance + settings.eps), count
 
 
-def _pooled(made: Made, mean: Tensor, inverse: Tensor) -> Tensor:
-    norm, out = BatchNormAffine(made.norm_weight, made.norm_bias, inverse), None
+def _pooled(made: Made, mean: Tensor, inv_std: Tensor) -> Tensor:
+    norm, out = BatchNormAffine(made.norm_weight, made.norm_bias, inv_std), None
     for tile in made.tiles():
         maxima, _ = made.maxima(tile, mean, norm)
         out = made.new(maxima, made.settings.output_dtype) if out is None else out
@@ -251,9 +251,9 @@ def _pooled(made: Made, mean: Tensor, inverse: Tensor) -> Tensor:
 class Backward:
     """Over all pictures twice: what reaches the statistics must be known before what reaches the values is."""
 
-    def __init__(self, made: Made, mean: Tensor, inverse: Tensor, count: int | Tensor, needed: Sequence[bool]) -> None:
+    def __init__(self, made: Made, mean: Tensor, inv_std: Tensor, count: int | Tensor, needed: Sequence[bool]) -> None:
         self.made, self.settings, self.mean, self.count = made, made.settings, mean, count
-        self.norm = BatchNormAffine(made.norm_weight, made.norm_bias, inverse)
+        self.norm = BatchNormAffine(made.norm_weight, made.norm_bias, inv_std)
         self.needs_x, _, _, *self.needs_convolution = needed
         self.places: Tensor | None = None
 
@@ -264,7 +264,7 @@ class Backward:
         if self.needs_x or any(self.needs_convolution):
             found = self._convolution(grad)
         of_x, *rest = found
-        return of_x, self.norm.of_weight, self.norm.of_bias, *rest
+        return of_x, self.norm.grad_weight, self.norm.grad_bias, *rest
 
     def _sum_up(self, grad: Tensor) -> None:
         """The norm's own gradients. Notes where the maxima lie: -1 for those that the ReLU shut."""
@@ -282,20 +282,20 @@ class Backward:
             if self.places is None:
                 self.places = self.made.new(places, torch.int32)
             self.places[tile] = places.masked_fill_(shut, -1)
-        self.norm.take(grad_sum, product_sum)
+        self.norm.set_gradients(grad_sum, product_sum)
 
     def _convolution(self, grad: Tensor) -> list[Tensor | None]:
         """The gradients of its input, its weight and its bias."""
         made, values = self.made, self.made.values
         # `values` also for their gradient, which is there for some pictures at a time.
-        how = self.norm, self.settings.frozen, values, self.count, self.settings.together
-        read, into = norms.settling(values, *how)
-        settling = read.scale, read.shift, into.grad_scale * self.norm.grad_scale(self.settings.frozen)
+        how = self.norm, self.settings.frozen, values, self.count, self.settings.sync_group
+        read, into = norms.batch_norm_backward(values, *how)
+        batch_norm_backward = read.scale, read.shift, into.grad_scale * self.norm.grad_scale(self.settings.frozen)
         wanted = [self.needs_x, *self.needs_convolution, False][:3]
         of_x, totals = torch.empty_like(made.x) if self.needs_x else None, None
         for some in made.pictures():
             for tile in made.tiles_of(some):
-                values[tile] = self._of_values(tile, grad[tile], *settling)  # which nobody needs any more
+                values[tile] = self._of_values(tile, grad[tile], *batch_norm_backward)  # which nobody needs any more
             of_some, *parts = self.settings.conv.gradients(values[some], made.x[some], made.weight, wanted)
             if of_x is not None:
                 of_x[some] = of_some

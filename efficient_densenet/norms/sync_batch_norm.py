@@ -53,7 +53,7 @@ class SyncedBatchNorm3d(UpdatesOnce, _Synced, nn.BatchNorm3d):
 _SYNCED = {nn.BatchNorm1d: SyncedBatchNorm1d, nn.BatchNorm2d: SyncedBatchNorm2d, nn.BatchNorm3d: SyncedBatchNorm3d}
 
 
-class Together(NamedTuple):
+class SyncGroup(NamedTuple):
     """The processes over which a norm takes its statistics."""
 
     group: dist.ProcessGroup | None
@@ -75,9 +75,9 @@ class Together(NamedTuple):
         return joined.unbind()
 
 
-def together(norm: nn.Module) -> Together | None:
+def sync_group(norm: nn.Module) -> SyncGroup | None:
     """Whom this norm shares its statistics with."""
-    return Together(norm.process_group) if isinstance(norm, _Synced) else None
+    return SyncGroup(norm.process_group) if isinstance(norm, _Synced) else None
 
 
 class _Normalise(torch.autograd.Function):
@@ -87,29 +87,29 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         var, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
-        mean, var, count = Together(group).statistics(mean, var, x.numel() // x.shape[1])
-        inverse = (var + eps).rsqrt()
-        ctx.save_for_backward(x, weight, mean, inverse, count)
+        mean, var, count = SyncGroup(group).statistics(mean, var, x.numel() // x.shape[1])
+        inv_std = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, inv_std, count)
         ctx.group = group
-        output = _normalised(x, mean, inverse) * _per_channel(weight, x) + _per_channel(bias, x)
+        output = _normalised(x, mean, inv_std) * _per_channel(weight, x) + _per_channel(bias, x)
         ctx.mark_non_differentiable(mean, var, count)
         return output.to(x.dtype), mean, var, count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, mean, inverse, count = ctx.saved_tensors
-        normalised, grad = _normalised(x, mean, inverse), grad.to(mean.dtype)
+        x, weight, mean, inv_std, count = ctx.saved_tensors
+        normalised, grad = _normalised(x, mean, inv_std), grad.to(mean.dtype)
         sums = grad.sum(_all_but_channels(x)), (grad * normalised).sum(_all_but_channels(x))
-        of_grad, of_product = (joined / count for joined in Together(ctx.group).sums(*sums))
+        of_grad, of_product = (joined / count for joined in SyncGroup(ctx.group).sums(*sums))
         centred = grad - _per_channel(of_grad, x) - normalised * _per_channel(of_product, x)
-        grad_x = centred * _per_channel(inverse * weight.to(inverse.dtype), x)
+        grad_x = centred * _per_channel(inv_std * weight.to(inv_std.dtype), x)
         # The parameters' gradients stay this process's own: they are joined with all others.
         return grad_x.to(x.dtype), sums[1].to(weight.dtype), sums[0].to(weight.dtype), None, None
 
 
-def _normalised(x: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    return (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(inverse, x)
+def _normalised(x: Tensor, mean: Tensor, inv_std: Tensor) -> Tensor:
+    return (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(inv_std, x)
 
 
 def _all_but_channels(x: Tensor) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...norms.sync_batch_norm import together
+from ...norms.sync_batch_norm import sync_group
 from ..eligibility import compute_dtype
 from ..kernels import kernels_for, scratch
 from ..kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
@@ -72,7 +72,7 @@ class Stage:
         self.layers, self.newest_first = parts.layers, parts.newest_first
         self.consumer = None if consumer is None else consumer_parts(consumer)
         first = self.layers[0].norm1
-        self.together, self.frozen, self.eps = together(first), not first.training, first.eps
+        self.sync_group, self.frozen, self.eps = sync_group(first), not first.training, first.eps
         self.frozen_inside = [layer.norm2 is not None and not layer.norm2.training for layer in self.layers]
         self.growth_rate = self.layers[0].last.out_channels
         self.tensors: list[Tensor] = []
@@ -134,7 +134,7 @@ class SharedStage(torch.autograd.Function):
             outputs = forward.run()
         ctx.stage, ctx.shape, ctx.num_kept = stage, forward.shape, len(forward.kept)
         ctx.count = forward.statistics.count
-        ctx.save_for_backward(forward.features, forward.statistics.inverse, *forward.kept, *values)
+        ctx.save_for_backward(forward.features, forward.statistics.inv_std, *forward.kept, *values)
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -188,7 +188,7 @@ class Forward:
         self.features = x.new_empty(self.shape.numel(), channels)
         self.kernels = kernels_for(self.features)
         self.columns = ChannelSlices(channels, stage.newest_first)
-        self.statistics = SharedStatistics(self.features, self.columns, stage.frozen, stage.eps, stage.together)
+        self.statistics = SharedStatistics(self.features, self.columns, stage.frozen, stage.eps, stage.sync_group)
         self.tap = self._pictures(channels) if stage.tap or stage.consumer is None else None
         self.kept: list[Tensor] = []
 
@@ -215,11 +215,11 @@ class Forward:
         if not self.stage.frozen:
             self.statistics.record(norm)
             return self.statistics.read(self.statistics.map(weight, bias))
-        return self.statistics.read(self._keep(*norms.running(norm, self.statistics.dtype), weight, bias))
+        return self.statistics.read(self._keep(*norms.running_statistics(norm, self.statistics.dtype), weight, bias))
 
-    def _keep(self, mean: Tensor, inverse: Tensor, weight: Tensor, bias: Tensor) -> BatchNormAffine:
-        self.kept += [mean, inverse]
-        return BatchNormAffine(weight, bias, inverse, mean)
+    def _keep(self, mean: Tensor, inv_std: Tensor, weight: Tensor, bias: Tensor) -> BatchNormAffine:
+        self.kept += [mean, inv_std]
+        return BatchNormAffine(weight, bias, inv_std, mean)
 
     def _layer(self, i: int, weight1: Tensor, bias1: Tensor, kernel1: Tensor, *bottleneck: Tensor) -> Sequence[Tensor]:
         """What a layer makes and, if measured, the mean and variance of that."""
@@ -244,16 +244,16 @@ class Forward:
         squeeze = _squeeze(read, kernel1, keep)
         if self.stage.frozen_inside[i]:
             self.kernels.conv1x1_forward(squeeze)
-            mean, inverse = norms.running(norm, self.statistics.dtype)
+            mean, inv_std = norms.running_statistics(norm, self.statistics.dtype)
         else:
             own = self.kernels.conv1x1_forward_with_statistics(squeeze)
-            mean, variance, count = norms.measured(*own, read.values.shape[0], self.stage.together)
-            norms.record(norm, mean, norms.unbiased(variance, count))
-            inverse = torch.rsqrt(variance + norm.eps)
-        inside = self._keep(mean, inverse, weight2, bias2)
+            mean, variance, count = norms.synchronized_statistics(*own, read.values.shape[0], self.stage.sync_group)
+            norms.update_running_statistics(norm, mean, norms.unbiased_variance(variance, count))
+            inv_std = torch.rsqrt(variance + norm.eps)
+        inside = self._keep(mean, inv_std, weight2, bias2)
         if keep:
             self.kept.append(squeeze.output)
-        return inside.read(squeeze.output), kernel2.to(self.stage.dtype)
+        return inside.input(squeeze.output), kernel2.to(self.stage.dtype)
 
     def _noise(self, made: Tensor, layer: LayerParts) -> Tensor:
         """Dropout's, drawn as the plain layer draws it, so that the random stream is the same."""
@@ -286,12 +286,12 @@ def _squeeze(read: AffineInput, kernel: Tensor, keep: bool = False) -> Conv1x1:
 class Backward:
     def __init__(self, ctx: Any) -> None:
         self.stage, self.shape = ctx.stage, ctx.shape
-        self.features, inverse, *rest = ctx.saved_tensors
+        self.features, inv_std, *rest = ctx.saved_tensors
         self.kernels = kernels_for(self.features)
         self.kept, self.tensors = rest[: ctx.num_kept], rest[ctx.num_kept :]
         self.columns = ChannelSlices(self.features.shape[1], self.stage.newest_first)
-        how = self.columns, self.stage.frozen, self.stage.eps, self.stage.together
-        self.statistics = SharedStatistics(self.features, *how, inverse)
+        how = self.columns, self.stage.frozen, self.stage.eps, self.stage.sync_group
+        self.statistics = SharedStatistics(self.features, *how, inv_std)
         self.statistics.count = ctx.count
         self.grads: list[Tensor | None] = [None] * len(self.tensors)
         self.ahead: Conv1x1 | None = None
@@ -352,8 +352,8 @@ class Backward:
         return self._kept_map(weight, bias) if self.stage.frozen else self.statistics.map(weight, bias)
 
     def _kept_map(self, weight: Tensor, bias: Tensor) -> BatchNormAffine:
-        inverse, mean = self.kept.pop(), self.kept.pop()
-        return BatchNormAffine(weight, bias, inverse, mean)
+        inv_std, mean = self.kept.pop(), self.kept.pop()
+        return BatchNormAffine(weight, bias, inv_std, mean)
 
     def _into(self, norm: BatchNormAffine, kernel: int, overwrite: bool = False) -> GradAccumulator:
         """Of a consumer whose kernel stands at such a place among the tensors."""
@@ -425,10 +425,10 @@ class Backward:
             norm.grad_scale(frozen), grad_accum, overwrite=True, needs_grad_weight=self._learns(stop - 1)
         )
         convolution = kernel, into, self.shape, self.stage.layers[i].dilation
-        of_kernel, *sums = self.kernels.conv3x3_backward(grad, norm.read(made), *convolution)
-        norm.take(*sums)
-        self.grads[stop - 3 : stop] = norm.of_weight, norm.of_bias, of_kernel
-        return norms.settling(made, norm, frozen, grad_accum, self.statistics.count, self.stage.together)
+        of_kernel, *sums = self.kernels.conv3x3_backward(grad, norm.input(made), *convolution)
+        norm.set_gradients(*sums)
+        self.grads[stop - 3 : stop] = norm.grad_weight, norm.grad_bias, of_kernel
+        return norms.batch_norm_backward(made, norm, frozen, grad_accum, self.statistics.count, self.stage.sync_group)
 
     def _consumer(self, grad: Tensor | None) -> None:
         place = self.stage.places[-1]
@@ -445,12 +445,12 @@ class Backward:
                 grad, read, kernel[0].flatten(1).to(self.stage.dtype), into, self.shape
             )
         else:
-            of_made = norms.settled_already(grad, grad, self.statistics.dtype)
+            of_made = norms.passthrough_backward(grad, grad, self.statistics.dtype)
             found = self.kernels.conv1x1_backward(of_made, read, kernel[0].flatten(1).to(self.stage.dtype), into)
         self._finish(place, norm, *found)
 
     def _finish(self, place: slice, norm: BatchNormAffine, of_kernel: Tensor | None, *sums: Tensor) -> None:
-        norm.take(*sums)
+        norm.set_gradients(*sums)
         self.statistics.absorb(norm)
-        found = [norm.of_weight, norm.of_bias, *([] if of_kernel is None else [of_kernel])]
+        found = [norm.grad_weight, norm.grad_bias, *([] if of_kernel is None else [of_kernel])]
         self.grads[place.start : place.start + len(found)] = found
