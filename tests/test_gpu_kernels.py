@@ -194,7 +194,7 @@ def test_who_takes_which(monkeypatch):
 
 def test_nothing_imports_triton_before_a_gpu_needs_it():
     code = (
-        "import sys, torch; before = 'triton' in sys.modules; import efficient_densenet.engines.shared.stage;"
+        "import sys, torch; before = 'triton' in sys.modules; import efficient_densenet.engines.shared.function;"
         "assert before or 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

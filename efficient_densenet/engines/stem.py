@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..norms.sync_batch_norm import sync_group
-from .eligibility import can_share_stem, compute_dtype, convolved_size
+from .eligibility import can_share_stem, convolved_size
 from .kernels import scratch
 from .kernels.portable import CONVOLVE, TILE_BYTES, accumulation_dtype, to_spatial
-from .shared import statistics as norms
-from .shared.stage import CHANNELS_LAST, autocast_off, layout_of, refuse_create_graph
-from .shared.statistics import BatchNormAffine
+from .memory_format import CHANNELS_LAST, memory_format_of
+from .precision import autocast_disabled, compute_dtype
+from .shared import batch_norm as norms
+from .shared.batch_norm import BatchNormAffine
+from .shared.function import refuse_create_graph
 
 
 class Stem(NamedTuple):
@@ -118,7 +120,7 @@ class SharedStem(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, settings: Settings, x: Tensor, *tensors: Tensor) -> Tensor:
-        with autocast_off(x), scratch.reused():
+        with autocast_disabled(x), scratch.reused():
             made = Made(settings, x, tensors)
             mean, inv_std, ctx.count = _statistics(made)
             out = _pooled(made, mean, inv_std)
@@ -133,7 +135,7 @@ class SharedStem(torch.autograd.Function):
         if grad is None:
             return None, *[None] * len(ctx.needs_input_grad[1:])
         x, mean, inv_std, *tensors = ctx.saved_tensors
-        with autocast_off(x), scratch.reused():
+        with autocast_disabled(x), scratch.reused():
             made = Made(ctx.settings, x, tensors)
             found = Backward(made, mean, inv_std, ctx.count, ctx.needs_input_grad[1:]).run(grad)
         wanted = zip(found, (x, *tensors), ctx.needs_input_grad[1:], strict=True)
@@ -161,7 +163,7 @@ class Made:
         self.size = convolved_size(x.shape[2:], weight.shape[2:], *settings.conv[:3])
         self.all_but_channels = [0, *range(2, x.dim())]
         self.values = self._convolved()
-        self.layout = layout_of(self.values)
+        self.layout = memory_format_of(self.values)
 
     def _convolved(self) -> Tensor:
         """Some pictures at a time too, since a convolution may need as much room again for its own."""
@@ -170,7 +172,7 @@ class Made:
             part = self.settings.conv.run(self.x[some], self.weight, self.bias)
             if len(part) == len(self.x):
                 return part
-            values = self.new(part, part.dtype, layout_of(part)) if values is None else values
+            values = self.new(part, part.dtype, memory_format_of(part)) if values is None else values
             values[some] = part
         return values
 

@@ -3,15 +3,12 @@
 Maps are numbered as timm numbers them: 0 is the stem's before its pooling, then one for each dense block.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._checks import check_choice
-from ..engines import dispatch as engines
-from ..engines.eligibility import is_watched
 
 MAPS = ("timm", "raw", "normalised_rectified")
 """What is handed out of a dense block: `raw`, its output; `normalised_rectified`, that after the norm and the ReLU that
@@ -93,34 +90,3 @@ def _indices(given: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
     raise ValueError(
         f"out_indices is {given!r}, but must be some of 0 to {count - 1}, each once, or the number of the last ones"
     )
-
-
-def run_rectified(block: nn.Module, transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of `transition` on that of `block`, and what its ReLU gives."""
-    if is_watched(transition):
-        return _run_watched(transition, block(x))
-    x, normalised = engines.run_stage(block, transition.norm, x)
-    found = transition.relu(x if normalised else transition.norm(x))
-    rest = list(transition)[2:]
-    if normalised and not any(map(is_watched, rest)):
-        rest.reverse()  # pooling commutes with a 1×1 convolution, and leaves it a quarter of the pixels
-    x = found
-    for module in rest:
-        x = module(x)
-    return x, found
-
-
-def _run_watched(transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Called as a whole, for the hooks on it. They see a copy of the module, which notes what its ReLU gives."""
-    found = []
-
-    def forward(x: Tensor) -> Tensor:
-        for module in transition:
-            x = module(x)
-            if module is transition.relu:
-                found.append(x)
-        return x
-
-    stand_in = copy.copy(transition)
-    stand_in.forward = forward
-    return stand_in(x), found[0]
