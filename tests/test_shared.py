@@ -28,6 +28,7 @@ from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.engines.shared import function as shared
+from efficient_densenet.engines.shared import plan
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 
@@ -436,9 +437,9 @@ def test_gradients_of_a_large_stage_do_not_wait_for_each_other(monkeypatch):
         F.cross_entropy(model(pictures), labels).backward()
 
     step()
-    by_portions = tensor_peak(step)
-    monkeypatch.setattr(shared, "PORTION_BYTES", weights)
-    assert by_portions <= tensor_peak(step) - weights / 2
+    by_groups = tensor_peak(step)
+    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", weights)
+    assert by_groups <= tensor_peak(step) - weights / 2
 
 
 def test_parameters_are_saved_as_they_are():
