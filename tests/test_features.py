@@ -235,7 +235,7 @@ def test_maps_cost_what_they_hold(maps, allowed):
 
 @pytest.mark.parametrize("given", [(), (4,), (0, 0), (1, -3), (-5,), (1.5,), 0, 9, -9])
 def test_maps_that_there_are_not(given):
-    with pytest.raises(ValueError, match=r"out_indices is .*, but must be some of 0 to 3, each once"):
+    with pytest.raises(ValueError, match=r"out_indices is .*, but must list some of 0 to 3, each once"):
         features(small_model("bc"), given)
 
 

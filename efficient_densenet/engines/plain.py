@@ -1,4 +1,4 @@
-"""The reference engine: concatenate, normalize, ReLU, convolve as torch modules, and save everything for the backward."""
+"""The reference engine: concatenate, normalize, ReLU and convolve as torch modules, and save all for the backward."""
 
 from collections.abc import Callable
 

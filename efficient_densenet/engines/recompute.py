@@ -28,7 +28,7 @@ def why_not_recompute(block: nn.Module) -> str | None:
         if "parametrizations" not in module._modules:
             continue
         if caches_parametrizations():
-            return "found parametrizations whose results are being cached, which a recomputation would not compute again"
+            return "found parametrizations whose results are being cached, which a recomputation would not repeat"
         if module.training and any(True for _ in module.parametrizations.buffers()):
             return f"found a parametrization of a {type(module).__name__} that changes its own state when it is run"
     return None
