@@ -244,7 +244,7 @@ def test_what_a_backbone_says_no_to():
         features(small_model("bc"), maps="all")
     with pytest.raises(TypeError, match="found a Linear, but features takes a DenseNet of this package"):
         features(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="only a model with features_only=True hands out maps"):
+    with pytest.raises(ValueError, match="only a model with features_only=True returns maps"):
         small_model("bc", out_indices=(1,))
     backbone = small_model("bc", features_only=True)
     for call in (
