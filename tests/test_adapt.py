@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign import (
+from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from test_team import ThreadedReplicas
+from third_party_models import (
     GROWTH,
     MODELS,
     START,
@@ -21,8 +23,6 @@ from foreign import (
     pictures,
     plain_twin,
 )
-from helpers import assert_close, assert_same_buffers, assert_same_gradients
-from test_team import ThreadedReplicas
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, convert_batchnorm, make_efficient, register_block, restore

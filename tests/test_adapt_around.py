@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign import CLASSES, build, pictures, plain_twin
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from third_party_models import CLASSES, build, pictures, plain_twin
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore

@@ -16,9 +16,9 @@ from ..engines.dispatch import Engine
 from ..engines.parts import BlockParts, LayerParts, NoPartsError, register_block
 from ..models.densenet import DenseBlock
 from .converted import ConvertedBlock, ConvertedSequence, convert_block, restore_block
-from .read import layers_in, looks_dense, read_block
 from .report import Changed, Report, kept
-from .trial import DifferentError
+from .structure import layers_in, looks_dense, read_block
+from .verify import DifferentError
 
 __all__ = ["BlockParts", "Changed", "LayerParts", "Report", "make_efficient", "register_block", "restore"]
 

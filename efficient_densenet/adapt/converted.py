@@ -20,8 +20,8 @@ from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import RunFirstHalf
 from ..norms.batch_norm import ComputesAsTorch, UpdatesOnce, update_always
 from .layers import are_passed_by, run_layers
-from .read import read_block
-from .trial import order_of, trial
+from .structure import read_block
+from .verify import order_of, trial
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..engines.eligibility import HOOKS
 from ..engines.parts import BlockParts
 from .layers import run_layers
-from .read import read_block
+from .structure import read_block
 
 
 class DifferentError(Exception):
