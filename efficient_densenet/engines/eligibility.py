@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .._torch_private import hooks_watch_all_modules
 from ..checkpoint.parameters import parameters_of
-from ..norms.batch_norm import before_the_rule
+from ..norms.batch_norm import torch_class
 from ..norms.sync_batch_norm import sync_group
 from .parts import LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
 
@@ -35,7 +35,7 @@ def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     dims = x.dim() - 2
     if dims not in _CONVOLUTIONS:
         return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
-    last = layers[0].last
+    last = layers[0].last_conv
     if type(last) in _CONVOLUTIONS.values() and _dims(last) != dims:
         return f"found an input of {x.dim()} dimensions, where the block takes {_dims(last) + 2}"
     for layer in layers:
@@ -68,15 +68,15 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
 
 def _other(module: nn.Module, usual: type[nn.Module]) -> str:
     # By its name before it ever was recomputed, or there would be a second warning.
-    found = before_the_rule(module).__name__
+    found = torch_class(module).__name__
     return f"found a {found} inside a layer, where the shared engine takes {usual.__name__}"
 
 
 def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     """Each layer reads all there is, and adds as much as the others."""
-    growth_rate = layers[0].last.out_channels
+    growth_rate = layers[0].last_conv.out_channels
     for i, layer in enumerate(layers):
-        expected, read, made = x.shape[1] + i * growth_rate, layer.norm1.num_features, layer.last.out_channels
+        expected, read, made = x.shape[1] + i * growth_rate, layer.norm1.num_features, layer.last_conv.out_channels
         if read != expected or made != growth_rate:
             return (
                 f"found a layer from {read} channels to {made}, where the shared engine takes one from {expected} to "
@@ -147,16 +147,16 @@ def can_consume(block: nn.Module, consumer: nn.Module) -> bool:
     if parts is None or any(map(is_watched, consumer.modules())):
         return False
     layer, norm, conv = parts_of(block).layers[-1], parts.norm, parts.conv
-    if not (is_norm(norm) and isinstance(norm, _NORMS[_dims(layer.last)]) and _has_values(norm)):
+    if not (is_norm(norm) and isinstance(norm, _NORMS[_dims(layer.last_conv)]) and _has_values(norm)):
         return False
     if not agree(layer.norm1, norm) or norm.weight.dtype != layer.norm1.weight.dtype:
         return False
-    if norm.num_features != layer.norm1.num_features + layer.last.out_channels:
+    if norm.num_features != layer.norm1.num_features + layer.last_conv.out_channels:
         return False
     if any(type(activation) is not nn.ReLU for activation in parts.activations):
         return False
     return conv is None or (
-        type(conv) is type(layer.last) and _is_usual(conv, 1) and conv.weight.dtype == layer.conv1.weight.dtype
+        type(conv) is type(layer.last_conv) and _is_usual(conv, 1) and conv.weight.dtype == layer.conv1.weight.dtype
     )
 
 

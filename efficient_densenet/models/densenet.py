@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .._checks import check_between, check_choice, check_whole
-from .._mixins import original
+from .._mixins import original_class
 from ..engines import dispatch as engines
 from ..engines import plain
 from ..engines.parts import (
@@ -122,7 +122,7 @@ class Transition(nn.Sequential):
 
 
 def _layer_parts(layer: nn.Module) -> LayerParts:
-    if original(layer) is not DenseLayer:
+    if original_class(layer) is not DenseLayer:
         raise NoPartsError(
             f"found a layer of class {type(layer).__name__}, which may do other things than a dense layer"
         )

@@ -74,7 +74,7 @@ class Stage:
         first = self.layers[0].norm1
         self.sync_group, self.frozen, self.eps = sync_group(first), not first.training, first.eps
         self.frozen_inside = [layer.norm2 is not None and not layer.norm2.training for layer in self.layers]
-        self.growth_rate = self.layers[0].last.out_channels
+        self.growth_rate = self.layers[0].last_conv.out_channels
         self.tensors: list[Tensor] = []
         self.places = [self._take(layer.norms, layer.convolutions) for layer in self.layers]
         if self.consumer is not None:
