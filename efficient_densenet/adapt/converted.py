@@ -31,7 +31,7 @@ else:
 
 @dataclass
 class Conversion:
-    """The state of a converted block. It refers to no modules, so copies and replicas cannot share any with the block."""
+    """The state of a converted block. It refers to no modules, so a copy or replica never refers to the original's."""
 
     engine: Engine | None
     newest_first: bool

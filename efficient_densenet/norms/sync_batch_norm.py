@@ -114,8 +114,9 @@ class _SyncedBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_output = grad_outputs[0]  # mean, variance and count are not differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (once_differentiable hides the name of ctx)
+        ctx: Any, grad_output: Tensor, *_: Any
+    ) -> tuple[Tensor | None, ...]:
         x, weight, mean, inv_std, count = ctx.saved_tensors
         normalized, grad_output = _normalize(x, mean, inv_std), grad_output.to(mean.dtype)
         grad_bias = grad_output.sum(_all_but_channels(x))
