@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
-from third_party_models import CLASSES, build, pictures, plain_twin
+from third_party_models import CLASSES, build, image_batch, plain_reference
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
@@ -14,7 +14,7 @@ from efficient_densenet import make_efficient, restore
 
 def _pair(name: str) -> tuple[nn.Module, nn.Module]:
     model = build(name)
-    return model, plain_twin(name, model)
+    return model, plain_reference(name, model)
 
 
 def _assert_same_state(ours: nn.Module, plain: nn.Module) -> None:
@@ -23,7 +23,7 @@ def _assert_same_state(ours: nn.Module, plain: nn.Module) -> None:
 
 
 def _batches(name: str, number: int = 3) -> list[tuple[Tensor, Tensor]]:
-    return [(pictures(name), torch.arange(3) % CLASSES) for _ in range(number)]
+    return [(image_batch(name), torch.arange(3) % CLASSES) for _ in range(number)]
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own, about loaders and logging
@@ -84,7 +84,7 @@ def test_gradient_checkpointing_around_it():
     """Somebody else's recomputation around the whole of it."""
     ours, plain = _pair("torchvision_efficient")
     make_efficient(ours)
-    x = pictures("torchvision_efficient")
+    x = image_batch("torchvision_efficient")
     out = torch.utils.checkpoint.checkpoint(ours.features[4:], ours.features[:4](x), use_reentrant=False)
     expected = plain.features(x)
     for each in (out, expected):
@@ -102,7 +102,7 @@ def test_gradient_checkpointing_around_it():
 def test_grad_cam(name, target):
     cams = pytest.importorskip("pytorch_grad_cam")
     ours, plain = _pair(name)
-    x, maps = pictures(name), []
+    x, maps = image_batch(name), []
     for model in (ours, plain):
         model.eval()
         if model is ours:
@@ -145,7 +145,7 @@ def test_taps_by_other_means():
     ours, plain = _pair("timm_deep")
     make_efficient(ours)
     names = {"denseblock1": "a", "transition2": "b", "norm5": "c"}
-    x = pictures("timm_deep")
+    x = image_batch("timm_deep")
     found, expected = (utils.IntermediateLayerGetter(model.features, names)(x) for model in (ours, plain))
     assert list(found) == list("abc")
     for name, value in found.items():
@@ -257,7 +257,7 @@ def test_every_densenet_of_timm(name):
 def test_compiled(engine):
     ours, plain = _pair("torchvision_efficient")
     make_efficient(ours, engine)
-    x = pictures("torchvision_efficient")
+    x = image_batch("torchvision_efficient")
     compiled = torch.compile(ours, backend="aot_eager")
     for model in (compiled, plain):
         for _ in range(2):
