@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_close, assert_same_gradients
-from test_team import ThreadedReplicas
+from helpers import assert_close
 from third_party_models import (
     GROWTH,
     MODELS,
@@ -203,58 +202,6 @@ def test_a_copy_is_converted_and_independent(name, copier):
     restore(copied)
     assert [type(module) for module in copied.modules()] == [type(module) for module in plain.modules()]
     assert [type(module) for module in copied.modules()] != [type(module) for module in model.modules()]
-
-
-@pytest.mark.parametrize("name", ["torchvision", "timm", "monai"])
-def test_replicas_in_threads(name):
-    """As in nn.DataParallel: each replica has batch statistics of its own."""
-    model = build(name)
-    plain, x = plain_reference(name, model), image_batch(name, batch=4)
-    for each in (model, plain):
-        for module in each.modules():
-            module.drop_rate = 0.0  # dropout masks would depend on the order of the threads
-            if isinstance(module, nn.Dropout2d):
-                module.p = 0.0
-    make_efficient(model)
-    loss_of(ThreadedReplicas(model, 2)(x)).backward()
-    loss_of(torch.cat([plain(part) for part in x.tensor_split(2)])).backward()
-    assert_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential, torch.compile])
-def test_a_model_inside_a_wrapper_is_converted(wrap):
-    model = build("torchvision")
-    plain = plain_reference("torchvision", model)
-    wrapped = wrap(model)
-    report = make_efficient(wrapped)
-    assert len(report) == 3
-    assert [change.name.endswith(".features.denseblock1") for change in report.changed] == [True, False, False]
-    if wrap is not torch.compile:
-        assert_same_training(wrapped, wrap(plain), image_batch("torchvision"))
-    restore(wrapped)
-    assert list(map(type, model.modules())) == list(map(type, plain.modules()))
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_distributed_data_parallel(first):
-    """Which puts a hook on every parameter."""
-    model = build("timm_efficient")
-    plain = plain_reference("timm_efficient", model)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        if first:
-            make_efficient(model)
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        if not first:
-            assert make_efficient(wrapped).changed[0].name == "module.features.denseblock1"
-        assert_same_training(wrapped.module, plain, image_batch("timm_efficient"))
-        x = image_batch("timm_efficient")
-        for each in (wrapped, plain):
-            each.zero_grad()
-            loss_of(each(x)).backward()
-        assert_same_gradients(model, plain)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_dtype_and_weights_may_change_before_or_after_conversion():
