@@ -32,7 +32,7 @@ class LayerParts:
         module: the whole layer.
         norm1, conv1: the first norm and convolution.
         norm2, conv2: the second ones, in a layer with a bottleneck.
-        activations: the ReLU modules, if there are any.
+        activations: the modules for the ReLUs, if there are any; the shared engine needs each to be an nn.ReLU.
         drop_rate: the probability of dropout after the last convolution; 0 for a layer in evaluation mode.
         dropout: the dropout function, called with the features and `drop_rate`.
         keep_bottleneck: True for the shared engine to save the bottleneck for backward, False to recompute it.
@@ -85,7 +85,7 @@ class ConsumerParts:
     Attributes:
         norm, conv: the norm and, if there is one, the convolution.
         pools: True if average pooling with kernel size and stride 2 follows the convolution.
-        activations: the ReLU modules between the norm and the convolution.
+        activations: the modules between the norm and the convolution, each of which must be an nn.ReLU.
         after: a function to apply to the result, such as a ReLU or another pooling; autograd differentiates it.
     """
 
@@ -141,7 +141,7 @@ def parts_of(block: nn.Module) -> BlockParts:
     reader = block_reader(block)
     if reader is None:
         raise NoPartsError(
-            f"found a block of class {type(block).__name__}, whose parts neither dense_parts() nor register_block gives"
+            f"found a block of class {type(block).__name__}, which has no dense_parts() and no reader from register_block"
         )
     return reader(block)
 
@@ -152,7 +152,7 @@ def block_reader(block: nn.Module) -> BlockReader | None:
 
 
 def consumer_parts(module: nn.Module) -> ConsumerParts | None:
-    """The parts of `module`, for the shared engine to run it together with the block before it; None if it cannot.
+    """The parts of `module`, with which the shared engine runs it together with the block before it; None if unknown.
 
     They come from the module's method `consumer_parts()`, from its class's reader, or from the modules of a sequence.
     """
@@ -182,6 +182,7 @@ def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
 
 
 def _composed(*modules: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The modules as one function, or None if there are none."""
     return (lambda x: functools.reduce(lambda value, module: module(value), modules, x)) if modules else None
 
 
