@@ -141,7 +141,7 @@ def parts_of(block: nn.Module) -> BlockParts:
     reader = block_reader(block)
     if reader is None:
         raise NoPartsError(
-            f"found a block of class {type(block).__name__}, which has no dense_parts() and no reader from register_block"
+            f"found a block of class {type(block).__name__}, which has no dense_parts() and no registered reader"
         )
     return reader(block)
 
