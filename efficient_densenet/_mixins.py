@@ -1,60 +1,77 @@
-"""Subclasses made for somebody else's module, so that its behaviour changes while it stays the same object."""
+"""Add mixins to the class of an existing module, and remove them.
+
+The module stays the same object. Its class becomes a subclass of the mixins and its original class, under the original
+name, and can be copied and pickled.
+"""
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+if TYPE_CHECKING:
+    ModuleMixin = nn.Module
+else:
+    ModuleMixin = object
+"""The base of mixins for modules: `object`, and nn.Module to a type checker, since a mixin calls a module's methods."""
+
 
 def add_mixin(module: nn.Module, mixin: type, innermost: bool = False) -> None:
-    """Put `mixin` before the class of `module`: before all others put there, or behind them."""
+    """Put `mixin` before the class of `module` in the method resolution order.
+
+    Args:
+        module: changed in place.
+        mixin: the class to add.
+        innermost: True to put `mixin` after all mixins that `module` has already, False to put it before them.
+    """
     others = _mixins(module)
-    module.__class__ = _made(_root(module), (mixin, *others) if innermost else (*others, mixin))
+    module.__class__ = _subclass(_base_class(module), (mixin, *others) if innermost else (*others, mixin))
 
 
 def remove_mixin(module: nn.Module, mixin: type) -> None:
     """Undo `add_mixin`."""
     if mixin not in _mixins(module):
         raise RuntimeError(
-            f"found that the class of a {type(module).__name__} has been changed again since it was changed here, as "
+            f"found a {type(module).__name__} whose class was changed again since {mixin.__name__} was added to it, as "
             "parametrizations do: undo that first"
         )
-    module.__class__ = _made(_root(module), tuple(m for m in _mixins(module) if m is not mixin))
+    module.__class__ = _subclass(_base_class(module), tuple(m for m in _mixins(module) if m is not mixin))
 
 
-def original(module: nn.Module, *known: type) -> type[nn.Module]:
-    """The class of `module` before `known` mixins, and no others, were put before it."""
-    return _root(module) if set(_mixins(module)) <= set(known) else type(module)
+def original_class(module: nn.Module, *known: type) -> type[nn.Module]:
+    """The class of `module` without its mixins if all of them are in `known`, and otherwise its class as it is."""
+    return _base_class(module) if set(_mixins(module)) <= set(known) else type(module)
 
 
-def _root(module: nn.Module) -> type[nn.Module]:
-    return vars(type(module)).get("_made_from", type(module))
+def _base_class(module: nn.Module) -> type[nn.Module]:
+    return vars(type(module)).get("_class_before_mixins", type(module))
 
 
 def _mixins(module: nn.Module) -> tuple[type, ...]:
-    return vars(type(module)).get("_made_with", ())
+    """The mixins of `module`, the innermost first."""
+    return vars(type(module)).get("_added_mixins", ())
 
 
 @cache
-def _made(root: type[nn.Module], mixins: tuple[type, ...]) -> type[nn.Module]:
+def _subclass(base: type[nn.Module], mixins: tuple[type, ...]) -> type[nn.Module]:
     if not mixins:
-        return root
+        return base
     body = {
-        "__module__": root.__module__,
-        "__qualname__": root.__qualname__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
         "__reduce_ex__": _reduce,
-        "_made_from": root,
-        "_made_with": mixins,
+        "_class_before_mixins": base,
+        "_added_mixins": mixins,
     }
-    return type(root.__name__, (mixins[-1], _made(root, mixins[:-1])), body)
+    return type(base.__name__, (mixins[-1], _subclass(base, mixins[:-1])), body)
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Pickle by the classes it was made from, which can be imported."""
+    """Pickle a module by its base class and mixins, which can be imported; the subclass itself cannot."""
     state = module.__getstate__() if hasattr(module, "__getstate__") else module.__dict__
-    return _blank, (_root(module), _mixins(module)), state
+    return _new_instance, (_base_class(module), _mixins(module)), state
 
 
-def _blank(root: type[nn.Module], mixins: tuple[type, ...]) -> nn.Module:
-    cls = _made(root, mixins)
+def _new_instance(base: type[nn.Module], mixins: tuple[type, ...]) -> nn.Module:
+    cls = _subclass(base, mixins)
     return cls.__new__(cls)

@@ -1,12 +1,13 @@
-"""Converted DenseNets inside what other people build around them."""
+"""Converted DenseNets inside wrappers, trainers, detectors and other tools that are built around them."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from foreign import CLASSES, build, pictures, plain_twin
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from test_team import ThreadedReplicas
+from third_party_models import CLASSES, assert_same_training, build, image_batch, loss_of, plain_reference
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
@@ -14,19 +15,71 @@ from efficient_densenet import make_efficient, restore
 
 def _pair(name: str) -> tuple[nn.Module, nn.Module]:
     model = build(name)
-    return model, plain_twin(name, model)
+    return model, plain_reference(name, model)
 
 
 def _assert_same_state(ours: nn.Module, plain: nn.Module) -> None:
-    for (name, found), expected in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert_close(found, expected, 0 if name.endswith("num_batches_tracked") else 1e-10)
+    for (name, actual), expected in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert_close(actual, expected, 0 if name.endswith("num_batches_tracked") else 1e-10)
 
 
-def _batches(name: str, number: int = 3) -> list[tuple[Tensor, Tensor]]:
-    return [(pictures(name), torch.arange(3) % CLASSES) for _ in range(number)]
+def _batches(name: str, num_batches: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return [(image_batch(name), torch.arange(3) % CLASSES) for _ in range(num_batches)]
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning's own, about loaders and logging
+@pytest.mark.parametrize("name", ["torchvision", "timm", "monai"])
+def test_replicas_in_threads(name):
+    """As in nn.DataParallel: each replica has batch statistics of its own."""
+    model = build(name)
+    plain, x = plain_reference(name, model), image_batch(name, batch=4)
+    for each in (model, plain):
+        for module in each.modules():
+            module.drop_rate = 0.0  # dropout masks would depend on the order of the threads
+            if isinstance(module, nn.Dropout2d):
+                module.p = 0.0
+    make_efficient(model)
+    loss_of(ThreadedReplicas(model, 2)(x)).backward()
+    loss_of(torch.cat([plain(part) for part in x.tensor_split(2)])).backward()
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential, torch.compile])
+def test_a_model_inside_a_wrapper_is_converted(wrap):
+    model = build("torchvision")
+    plain = plain_reference("torchvision", model)
+    wrapped = wrap(model)
+    report = make_efficient(wrapped)
+    assert len(report) == 3
+    assert [change.name.endswith(".features.denseblock1") for change in report.changed] == [True, False, False]
+    if wrap is not torch.compile:
+        assert_same_training(wrapped, wrap(plain), image_batch("torchvision"))
+    restore(wrapped)
+    assert list(map(type, model.modules())) == list(map(type, plain.modules()))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_distributed_data_parallel(first):
+    """Which puts a hook on every parameter."""
+    model = build("timm_efficient")
+    plain = plain_reference("timm_efficient", model)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        if first:
+            make_efficient(model)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        if not first:
+            assert make_efficient(wrapped).changed[0].name == "module.features.denseblock1"
+        assert_same_training(wrapped.module, plain, image_batch("timm_efficient"))
+        x = image_batch("timm_efficient")
+        for each in (wrapped, plain):
+            each.zero_grad()
+            loss_of(each(x)).backward()
+        assert_same_gradients(model, plain)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about loaders and logging
 def test_lightning(tmp_path):
     lightning = pytest.importorskip("lightning")
 
@@ -80,11 +133,10 @@ def test_accelerate(first):
     _assert_same_state(ours, plain)
 
 
-def test_gradient_checkpointing_around_it():
-    """Somebody else's recomputation around the whole of it."""
+def test_torch_checkpoint_around_a_converted_model():
     ours, plain = _pair("torchvision_efficient")
     make_efficient(ours)
-    x = pictures("torchvision_efficient")
+    x = image_batch("torchvision_efficient")
     out = torch.utils.checkpoint.checkpoint(ours.features[4:], ours.features[:4](x), use_reentrant=False)
     expected = plain.features(x)
     for each in (out, expected):
@@ -102,7 +154,7 @@ def test_gradient_checkpointing_around_it():
 def test_grad_cam(name, target):
     cams = pytest.importorskip("pytorch_grad_cam")
     ours, plain = _pair(name)
-    x, maps = pictures(name), []
+    x, maps = image_batch(name), []
     for model in (ours, plain):
         model.eval()
         if model is ours:
@@ -110,7 +162,7 @@ def test_grad_cam(name, target):
         with cams.GradCAM(model=model, target_layers=[model.get_submodule(target)]) as cam:
             maps.append(torch.as_tensor(cam(x, [Tensor.sum, lambda output: -output.sum(), Tensor.sum])))
     assert maps[1].std() > 0
-    torch.testing.assert_close(maps[0], maps[1], rtol=0, atol=1e-6)  # which makes float32 of them
+    torch.testing.assert_close(maps[0], maps[1], rtol=0, atol=1e-6)  # Grad-CAM returns float32
 
 
 def test_features_only_models_of_timm():
@@ -123,8 +175,8 @@ def test_features_only_models_of_timm():
         assert len(make_efficient(model)) == 4
         x = torch.randn(2, 3, 66, 70, dtype=torch.double)
         outputs = [each(x) for each in (model, plain)]
-        for found, expected in zip(*outputs, strict=True):
-            assert_close(found.detach(), expected.detach())
+        for actual, expected in zip(*outputs, strict=True):
+            assert_close(actual.detach(), expected.detach())
         for maps in outputs:
             sum(each.square().sum() for each in maps).backward()
         assert_same_gradients(model, plain)
@@ -138,30 +190,30 @@ def _tiny_timm(timm, shape: dict, **options) -> nn.Module:
     return builder.build_model_with_cfg(densenet.DenseNet, "densenet121", False, feature_cfg=config, **shape, **options)
 
 
-def test_taps_by_other_means():
-    """`IntermediateLayerGetter`, which calls the children in turn, and `create_feature_extractor`, which traces."""
+def test_torchvision_s_feature_extractors():
+    """`IntermediateLayerGetter` calls the children one by one, and `create_feature_extractor` traces."""
     utils = pytest.importorskip("torchvision.models._utils")
     extraction = pytest.importorskip("torchvision.models.feature_extraction")
     ours, plain = _pair("timm_deep")
     make_efficient(ours)
     names = {"denseblock1": "a", "transition2": "b", "norm5": "c"}
-    x = pictures("timm_deep")
-    found, expected = (utils.IntermediateLayerGetter(model.features, names)(x) for model in (ours, plain))
-    assert list(found) == list("abc")
-    for name, value in found.items():
+    x = image_batch("timm_deep")
+    actual, expected = (utils.IntermediateLayerGetter(model.features, names)(x) for model in (ours, plain))
+    assert list(actual) == list("abc")
+    for name, value in actual.items():
         assert_close(value.detach(), expected[name].detach())
-    for maps in (found, expected):
+    for maps in (actual, expected):
         sum(each.square().sum() for each in maps.values()).backward()
     assert_same_gradients(ours, plain)
     nodes = ["features.denseblock1", "features.denseblock2.denselayer1.norm1", "features.norm5"]
-    found, expected = (extraction.create_feature_extractor(model.eval(), nodes)(x) for model in (ours, plain))
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
+    actual, expected = (extraction.create_feature_extractor(model.eval(), nodes)(x) for model in (ours, plain))
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
         assert_close(value.detach(), expected[name].detach())
 
 
 class _Backbone(nn.Module):
-    """The maps of three blocks of torchvision's DenseNet, through a feature pyramid."""
+    """A feature pyramid on the feature maps of torchvision's DenseNet."""
 
     def __init__(self, densenet: nn.Module, widths: list[int], names: list[str]) -> None:
         super().__init__()
@@ -185,7 +237,7 @@ def test_faster_r_cnn_with_a_feature_pyramid(when):
     images = [torch.rand(3, 60, 64, dtype=torch.double) for _ in range(2)]
     boxes = torch.tensor([[5.0, 6, 40, 50], [20, 8, 60, 30]], dtype=torch.double)
     targets = [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in images]
-    found = []
+    results = []
     for model in (ours, plain):
         if model is ours and when == "before":
             make_efficient(model)
@@ -205,11 +257,12 @@ def test_faster_r_cnn_with_a_feature_pyramid(when):
         torch.manual_seed(1)
         losses = detector(images, targets)
         sum(losses.values()).backward()
-        found.append((detector, losses))
-    for name, loss in found[0][1].items():
-        assert_close(loss.detach(), found[1][1][name].detach())
-    assert_same_gradients(found[0][0], found[1][0])
-    assert_same_buffers(found[0][0], found[1][0])
+        results.append((detector, losses))
+    (detector, losses), (plain_detector, plain_losses) = results
+    for name, loss in losses.items():
+        assert_close(loss.detach(), plain_losses[name].detach())
+    assert_same_gradients(detector, plain_detector)
+    assert_same_buffers(detector, plain_detector)
 
 
 def test_a_u_net_of_segmentation_models():
@@ -257,7 +310,7 @@ def test_every_densenet_of_timm(name):
 def test_compiled(engine):
     ours, plain = _pair("torchvision_efficient")
     make_efficient(ours, engine)
-    x = pictures("torchvision_efficient")
+    x = image_batch("torchvision_efficient")
     compiled = torch.compile(ours, backend="aot_eager")
     for model in (compiled, plain):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Running statistics are updated exactly once a forward, whoever recomputes it."""
+"""Running statistics are updated exactly once per forward, whatever recomputes it."""
 
 import copy
 import pickle
@@ -91,7 +91,7 @@ def test_engines(engine, row, momentum):
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = momentum
     ours = with_engine(plain, engine)
-    for module in plain.modules():  # the reference has torch's own norms
+    for module in plain.modules():  # the reference uses torch's norms
         if isinstance(module, CpBatchNorm2d):
             module.__class__ = nn.BatchNorm2d
     for model in (ours, plain):
@@ -124,18 +124,18 @@ def _batch(i: int) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchvision_updates_its_checkpointed_norms_twice_and_we_update_ours_once():
+def test_torchvision_updates_checkpointed_norms_twice_and_this_package_once():
     torch.manual_seed(0)
     arguments = {"growth_rate": 4, "block_config": (2, 2), "num_init_features": 8}
-    theirs = torchvision.models.DenseNet(**arguments, memory_efficient=True)
+    reference = torchvision.models.DenseNet(**arguments, memory_efficient=True)
     ours = small_model("imagenet", **arguments, num_classes=1000, efficient="official").float()
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(reference.state_dict())
     x = torch.randn(2, 3, 32, 32, requires_grad=True)
-    for model in (theirs, ours):
+    for model in (reference, ours):
         model(x).sum().backward()
     counts = [
         {name: int(count) for name, count in model.named_buffers() if name.endswith("num_batches_tracked")}
-        for model in (theirs, ours)
+        for model in (reference, ours)
     ]
     assert set(counts[1].values()) == {1}
     assert {name for name, count in counts[0].items() if count == 2} == {n for n in counts[0] if ".norm1." in n}
@@ -143,7 +143,7 @@ def test_torchvision_updates_its_checkpointed_norms_twice_and_we_update_ours_onc
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "shape"),
+    ("norm_class", "torch_class", "shape"),
     [
         (CpBatchNorm1d, nn.BatchNorm1d, (4, 3, 5)),
         (CpBatchNorm2d, nn.BatchNorm2d, (4, 3, 5, 2)),
@@ -151,9 +151,9 @@ def test_torchvision_updates_its_checkpointed_norms_twice_and_we_update_ours_onc
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}])
-def test_norms_are_torch_s_own_with_the_same_state(ours, theirs, shape, options):
-    reference, norm = theirs(3, **options), ours(3, **options)
-    assert isinstance(norm, theirs)
+def test_norms_compute_as_torch_s_with_the_same_state(norm_class, torch_class, shape, options):
+    reference, norm = torch_class(3, **options), norm_class(3, **options)
+    assert isinstance(norm, torch_class)
     assert cp_BatchNorm2d is CpBatchNorm2d
     norm.load_state_dict(reference.state_dict())
     for _ in range(3):
@@ -163,8 +163,8 @@ def test_norms_are_torch_s_own_with_the_same_state(ours, theirs, shape, options)
         assert torch.equal(a, b)
 
 
-class OwnNorm(nn.BatchNorm2d):
-    """Somebody's subclass, which reads and writes its buffers by itself."""
+class CustomNorm(nn.BatchNorm2d):
+    """A subclass with a forward of its own, which reads and writes its buffers."""
 
     def forward(self, input):
         if self.training:
@@ -174,33 +174,33 @@ class OwnNorm(nn.BatchNorm2d):
         )
 
 
-def _with_norms() -> nn.Module:
+def _model_with_norms() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ModuleList([nn.SyncBatchNorm(4), OwnNorm(4)]), nn.GroupNorm(2, 4)
+        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ModuleList([nn.SyncBatchNorm(4), CustomNorm(4)]), nn.GroupNorm(2, 4)
     )
 
 
-def test_conversion_keeps_everything_but_the_class():
-    model = _with_norms()
+def test_conversion_changes_only_the_class():
+    model = _model_with_norms()
     model[1].eval()
-    fired = []
-    model[1].register_forward_hook(lambda *_: fired.append(1))
+    hook_calls = []
+    model[1].register_forward_hook(lambda *_: hook_calls.append(1))
     before = {name: id(t) for name, t in model.state_dict(keep_vars=True).items()}
     norms = [model[1], model[2][0], model[2][1]]
     assert convert_batchnorm(model) is model
     assert norms == [model[1], model[2][0], model[2][1]]
     assert {name: id(t) for name, t in model.state_dict(keep_vars=True).items()} == before
     assert [type(n) for n in norms[:2]] == [CpBatchNorm2d, CpSyncBatchNorm]
-    assert isinstance(norms[2], OwnNorm)
+    assert isinstance(norms[2], CustomNorm)
     assert type(model[3]) is nn.GroupNorm
     assert [n.training for n in norms] == [False, True, True]
     model[1](torch.randn(2, 4, 3, 3))
-    assert fired == [1]
+    assert hook_calls == [1]
     types = [type(m) for m in model.modules()]
     assert [type(m) for m in convert_batchnorm(model).modules()] == types
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), OwnNorm(4)])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), CustomNorm(4)])
 @pytest.mark.parametrize("copier", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_every_converted_norm_updates_once(norm, copier):
     norm = copier(convert_batchnorm(copy.deepcopy(norm)))
@@ -215,15 +215,15 @@ def test_conversion_of_a_norm_itself():
     assert type(norm) is CpBatchNorm1d
 
 
-def test_a_lazy_norm_is_refused_and_nothing_is_converted():
+def test_a_lazy_norm_raises_and_nothing_is_converted():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
     with pytest.raises(ValueError, match=r"LazyBatchNorm2d.*has not seen data.*run the model once"):
         convert_batchnorm(model)
     assert type(model[0]) is nn.BatchNorm2d
 
 
-def test_a_second_run_leaves_the_module_as_other_threads_see_it():
-    """Recomputation must not even for a moment change an attribute of the norm."""
+def test_a_recomputation_sets_no_attribute_of_the_norm():
+    """Another thread could see even a temporary change."""
     norm = CpBatchNorm2d(3)
     changes = []
     original = CpBatchNorm2d.__setattr__

@@ -1,4 +1,4 @@
-"""A backbone under torchvision's Faster R-CNN with a feature pyramid trains with plain's numbers."""
+"""A backbone in torchvision's Faster R-CNN with a feature pyramid trains with plain's numbers."""
 
 from collections import OrderedDict
 
@@ -17,7 +17,7 @@ CHANNELS = 8
 
 
 class Pyramid(nn.Module):
-    """Maps by name, each with the same number of channels, as torchvision's detectors take them."""
+    """A dict of feature maps with the same number of channels, as torchvision's detectors take them."""
 
     def __init__(self, backbone: DenseNet) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ def _detector(backbone: nn.Module, levels: int) -> FasterRCNN:
     names = [str(i) for i in range(levels)]
     anchors = AnchorGenerator(tuple((8 * 2**i,) for i in range(levels)), ((0.5, 1.0, 2.0),) * levels)
     pooling = MultiScaleRoIAlign(names, output_size=3, sampling_ratio=2)
-    words = {"rpn_post_nms_top_n_train": 20, "rpn_batch_size_per_image": 16, "box_batch_size_per_image": 16}
-    words |= {"rpn_pre_nms_top_n_train": 40, "box_head": nn.Sequential(nn.Flatten(), nn.Linear(CHANNELS * 9, 12))}
-    words |= {"box_predictor": _Predictor(), "min_size": 72, "max_size": 96, "num_classes": None}
-    return FasterRCNN(backbone, rpn_anchor_generator=anchors, box_roi_pool=pooling, **words).double()
+    options = {"rpn_post_nms_top_n_train": 20, "rpn_batch_size_per_image": 16, "box_batch_size_per_image": 16}
+    options |= {"rpn_pre_nms_top_n_train": 40, "box_head": nn.Sequential(nn.Flatten(), nn.Linear(CHANNELS * 9, 12))}
+    options |= {"box_predictor": _Predictor(), "min_size": 72, "max_size": 96, "num_classes": None}
+    return FasterRCNN(backbone, rpn_anchor_generator=anchors, box_roi_pool=pooling, **options).double()
 
 
 class _Predictor(nn.Module):
@@ -52,11 +52,11 @@ def _pyramid_of_maps(model: DenseNet, maps: str) -> nn.Module:
 
 
 def _pyramid_of_modules(model: DenseNet) -> nn.Module:
-    """torchvision's own, which takes the modules of `features` one by one."""
+    """torchvision's pyramid, which calls the modules of `features` one by one."""
     info = model.feature_info
     layers = {f"denseblock{i}": str(i - 1) for i in (1, 2, 3, 4)}
-    last = model.features.denseblock4.denselayer1.norm1.num_features + 4
-    return BackboneWithFPN(model.features, layers, [*info.channels([1, 2, 3]), last], CHANNELS)
+    last_width = model.features.denseblock4.denselayer1.norm1.num_features + 4
+    return BackboneWithFPN(model.features, layers, [*info.channels([1, 2, 3]), last_width], CHANNELS)
 
 
 BUILDS = {
@@ -67,7 +67,7 @@ BUILDS = {
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_faster_rcnn_takes_plain_s_training_step(build):
+def test_faster_rcnn_training_step_matches_plain(build):
     plain = small_model("imagenet", efficient=False)
     models = []
     for model in (with_engine(plain, "shared"), plain):
@@ -77,16 +77,17 @@ def test_faster_rcnn_takes_plain_s_training_step(build):
     images = [torch.rand(3, 72, 90, dtype=torch.double), torch.rand(3, 80, 72, dtype=torch.double)]
     boxes = torch.tensor([[5.0, 8.0, 40.0, 50.0], [20.0, 20.0, 60.0, 64.0]], dtype=torch.double)
     targets = [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in images]
-    found = []
+    all_losses = []
     for detector in models:
         torch.manual_seed(4)
         losses = detector(images, targets)
         sum(losses.values()).backward()
-        found.append(losses)
-    assert len(found[0]) == 4
-    for name, loss in found[1].items():
-        assert loss > 0
-        assert_close(found[0][name], loss)
+        all_losses.append(losses)
+    losses, plain_losses = all_losses
+    assert len(losses) == 4
+    for name, plain_loss in plain_losses.items():
+        assert plain_loss > 0
+        assert_close(losses[name], plain_loss)
     assert_same_gradients(*models)
     assert_same_buffers(*models)
     with torch.no_grad():

@@ -24,7 +24,7 @@ from efficient_densenet import DenseBlock, DenseLayer, DenseNet, Transition
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.shared import function as shared
 from efficient_densenet.memory import tensor_peak
-from efficient_densenet.norms.sync_batch_norm import synchronise_norms
+from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 SIZES = {
     (1, "basic"): [(4,), (37,)],
@@ -88,7 +88,7 @@ def _a_group_of_one():
 def test_synchronised_norms(dims, engine):
     plain = _small(dims)
     ours = with_engine(plain, engine)
-    synchronise_norms(ours, None)
+    synchronize_norms(ours, None)
     for batch in (2, 3):
         assert_same_step(ours, plain, _input(batch, (7, 5, 6)[:dims]))
     assert_same_buffers(ours, plain)

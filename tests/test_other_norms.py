@@ -1,4 +1,4 @@
-"""Norms that the shared engine cannot take run by recomputation, with plain's numbers and one warning."""
+"""Norms that the shared engine does not support run by recomputation, with plain's numbers and one warning."""
 
 import copy
 import warnings
@@ -13,7 +13,7 @@ from efficient_densenet.engines import dispatch as engines
 
 
 class ChannelNorm(nn.Module):
-    """Without anything that batch norms have."""
+    """A norm without any attribute of batch norms."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / (x.square().mean(1, keepdim=True) + 1).sqrt()
@@ -28,12 +28,12 @@ def _frozen(channels: int) -> nn.Module:
 
 NORMS = {
     "GroupNorm": lambda channels: nn.GroupNorm(1, channels),
-    "GroupNorm without values": lambda channels: nn.GroupNorm(1, channels, affine=False),
+    "GroupNorm without affine": lambda channels: nn.GroupNorm(1, channels, affine=False),
     "InstanceNorm2d": nn.InstanceNorm2d,
-    "InstanceNorm2d with values": lambda channels: nn.InstanceNorm2d(channels, affine=True, track_running_stats=True),
+    "InstanceNorm2d with affine": lambda channels: nn.InstanceNorm2d(channels, affine=True, track_running_stats=True),
     "FrozenBatchNorm2d": _frozen,
     "SyncBatchNorm": nn.SyncBatchNorm,
-    "BatchNorm2d without values": lambda channels: nn.BatchNorm2d(channels, affine=False),
+    "BatchNorm2d without affine": lambda channels: nn.BatchNorm2d(channels, affine=False),
     "BatchNorm2d without bias": lambda channels: _without_bias(nn.BatchNorm2d(channels)),
     "BatchNorm2d without statistics": lambda channels: nn.BatchNorm2d(channels, track_running_stats=False).eval(),
     "ChannelNorm": lambda channels: ChannelNorm(),
@@ -46,17 +46,17 @@ def _without_bias(norm: nn.Module) -> nn.Module:
     return norm
 
 
-def _with_norms(name: str, where: str, **overrides) -> DenseNet:
+def _model_with_norms(name: str, path_part: str, **overrides) -> DenseNet:
     model = small_model("bc", efficient=False, **overrides)
     for path, module in list(model.named_modules()):
-        if isinstance(module, nn.BatchNorm2d) and where in path:
-            parent, _, last = path.rpartition(".")
-            setattr(model.get_submodule(parent), last, NORMS[name](module.num_features).double())
+        if isinstance(module, nn.BatchNorm2d) and path_part in path:
+            parent, _, attribute = path.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, NORMS[name](module.num_features).double())
     return model
 
 
-def _compared(plain: DenseNet) -> list[str]:
-    """Three steps beside plain; the warnings that there were."""
+def _compare_training(plain: DenseNet) -> list[str]:
+    """Compare three training steps with plain's; return the warnings about falling back."""
     ours = copy.deepcopy(plain).set_engine(True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -68,9 +68,9 @@ def _compared(plain: DenseNet) -> list[str]:
 
 @pytest.mark.parametrize("where", ["norm", "norm1", "norm2"])
 @pytest.mark.parametrize("name", NORMS)
-def test_in_the_layers_they_run_by_recomputation_with_one_warning(name, where, monkeypatch):
+def test_inside_layers_they_run_by_recomputation_with_one_warning(name, where, monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
-    (message,) = _compared(_with_norms(name, where, drop_rate=0.2))
+    (message,) = _compare_training(_model_with_norms(name, where, drop_rate=0.2))
     assert message.startswith("falling back from engine 'shared' to 'checkpoint': found a ")
     if not name.startswith("BatchNorm2d"):
         assert f"found a {name.split()[0]} inside a layer, where the shared engine takes BatchNorm2d" in message
@@ -78,21 +78,21 @@ def test_in_the_layers_they_run_by_recomputation_with_one_warning(name, where, m
 
 @pytest.mark.parametrize("where", ["transition", "norm5"])
 @pytest.mark.parametrize("name", NORMS)
-def test_after_a_block_they_run_by_themselves_without_a_word(name, where, monkeypatch):
+def test_after_a_block_they_run_alone_without_a_warning(name, where, monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
-    assert _compared(_with_norms(name, where)) == []
+    assert _compare_training(_model_with_norms(name, where)) == []
 
 
-@pytest.mark.parametrize("name", ["GroupNorm", "SyncBatchNorm", "InstanceNorm2d with values"])
-def test_by_name_the_shared_engine_refuses_them(name):
-    model = _with_norms(name, "norm1").set_engine("shared")
+@pytest.mark.parametrize("name", ["GroupNorm", "SyncBatchNorm", "InstanceNorm2d with affine"])
+def test_engine_shared_by_name_raises(name):
+    model = _model_with_norms(name, "norm1").set_engine("shared")
     with pytest.raises(RuntimeError, match=r"engine 'shared' cannot run here: found a .*use another engine"):
         model(picture("bc"))
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_in_eval_mode_without_gradients_nothing_is_said(name):
-    plain = _with_norms(name, "norm").eval()
+def test_in_eval_mode_without_gradients_there_is_no_warning(name):
+    plain = _model_with_norms(name, "norm").eval()
     ours = copy.deepcopy(plain).set_engine(True)
     x = picture("bc")
     with warnings.catch_warnings(), torch.no_grad():

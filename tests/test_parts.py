@@ -1,4 +1,4 @@
-"""The shared engine on blocks that others wrote, of which it knows the parts only."""
+"""The shared engine on blocks of other authors, of which it knows only the parts."""
 
 import copy
 import pickle
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from efficient_densenet import convert_batchnorm
 from efficient_densenet._mixins import add_mixin
-from efficient_densenet.engines import dispatch as engines
-from efficient_densenet.engines import parts
+from efficient_densenet.engines import dispatch, parts
 from efficient_densenet.engines.eligibility import joined_consumer
 from efficient_densenet.engines.parts import BlockParts, ConsumerParts, LayerParts
 from efficient_densenet.engines.shared import function as shared
@@ -32,7 +31,7 @@ class NormAct(nn.BatchNorm2d):
 
 
 class Layer(nn.Module):
-    """Puts its new features before the old ones or after them."""
+    """A layer that concatenates its output before or after its input."""
 
     def __init__(self, channels: int, bottleneck: bool, newest_first: bool, drop_rate: float) -> None:
         super().__init__()
@@ -42,11 +41,11 @@ class Layer(nn.Module):
         self.second = nn.ModuleList([nn.BatchNorm2d(width), nn.Conv2d(width, GROWTH, 3, padding=1, bias=False)])
 
     def forward(self, x: Tensor) -> Tensor:
-        made = x
+        output = x
         for norm, conv in (self.first, self.second) if self.bottleneck else (self.second,):
-            made = conv(F.relu(norm(made)))
-        made = F.dropout2d(made, self.drop_rate, self.training)
-        return torch.cat([made, x] if self.newest_first else [x, made], 1)
+            output = conv(F.relu(norm(output)))
+        output = F.dropout2d(output, self.drop_rate, self.training)
+        return torch.cat([output, x] if self.newest_first else [x, output], 1)
 
 
 class Block(nn.Sequential):
@@ -65,7 +64,7 @@ def _layer_parts(layer: Layer) -> LayerParts:
 
 
 class Consumer(nn.Sequential):
-    """A norm, and what follows it."""
+    """A norm and the modules after it."""
 
 
 CONSUMERS = {
@@ -95,7 +94,7 @@ parts.register_block(Block, _block_parts)
 parts.register_consumer(Consumer, _consumer_parts)
 
 
-def _away_from_neutral(*modules: nn.Module | None) -> list[nn.Module | None]:
+def _randomized(*modules: nn.Module | None) -> list[nn.Module | None]:
     for module in modules:
         for name, tensor in [] if module is None else module.double().state_dict().items():
             if tensor.dim() == 1:
@@ -109,28 +108,30 @@ def _plain(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tens
 
 
 def _shared(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
-    assert engines.why_not(engines.Engine.SHARED, block, x) is None
+    assert dispatch.why_not(dispatch.Engine.SHARED, block, x) is None
     read = parts.parts_of(block)
     if consumer is None:
         return [shared.run(read, x)]
-    return list(shared.run_with_features(read, x, joined_consumer(read, consumer)))
+    joined = joined_consumer(read, consumer)
+    assert joined is not None
+    return list(shared.run_with_features(read, x, joined))
 
 
 def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tuple[float, ...] = (1, 2)) -> None:
-    x, found = torch.randn(3, 4, 7, 6, dtype=torch.double), []
-    models = [(copy.deepcopy(block), copy.deepcopy(consumer), how) for how in (run, _plain)]
-    for model, after, how in models:
+    x, results = torch.randn(3, 4, 7, 6, dtype=torch.double), []
+    models = [(copy.deepcopy(block), copy.deepcopy(consumer), run_model) for run_model in (run, _plain)]
+    for model, after, run_model in models:
         torch.manual_seed(1)
         leaf = x.clone().requires_grad_()
-        outputs = how(model, leaf, after)
+        outputs = run_model(model, leaf, after)
         sum(weight * output.square().sum() for weight, output in zip(weights, outputs, strict=False)).backward()
-        found.append([output.detach() for output in outputs[: len(weights)]] + [leaf.grad])
-    for ours, theirs in zip(*found, strict=True):
-        assert_close(ours, theirs)
-    for ours, theirs in zip(models[0][:2], models[1][:2], strict=True):
-        if ours is not None:
-            assert_same_gradients(ours, theirs)
-            assert_same_buffers(ours, theirs)
+        results.append([output.detach() for output in outputs[: len(weights)]] + [leaf.grad])
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected)
+    for module, plain_module in zip(models[0][:2], models[1][:2], strict=True):
+        if module is not None:
+            assert_same_gradients(module, plain_module)
+            assert_same_buffers(module, plain_module)
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
@@ -138,7 +139,7 @@ def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tup
 @pytest.mark.parametrize("bottleneck", [True, False])
 @pytest.mark.parametrize("newest_first", [True, False])
 def test_either_order_of_channels_with_every_consumer_and_a_tap(newest_first, bottleneck, frozen, consumer):
-    block, after = _away_from_neutral(Block(bottleneck, newest_first, drop_rate=0.3), CONSUMERS[consumer]())
+    block, after = _randomized(Block(bottleneck, newest_first, drop_rate=0.3), CONSUMERS[consumer]())
     if frozen == "inside":
         for layer in block:
             layer.second[0].eval()
@@ -157,17 +158,17 @@ def test_either_order_without_a_tap(newest_first, consumer):
         read = parts.parts_of(block)
         return [shared.run(read, x, joined_consumer(read, after))]
 
-    _assert_same(run, *_away_from_neutral(Block(newest_first=newest_first), CONSUMERS[consumer]()), weights=(1,))
+    _assert_same(run, *_randomized(Block(newest_first=newest_first), CONSUMERS[consumer]()), weights=(1,))
 
 
-def test_what_learns_in_part_with_the_newest_first():
-    block, after = _away_from_neutral(Block(), CONSUMERS["transition"]())
+def test_frozen_layers_with_the_newest_features_first():
+    block, after = _randomized(Block(), CONSUMERS["transition"]())
     for layer in list(block)[:2]:
         layer.requires_grad_(False)
     _assert_same(_shared, block, after)
 
 
-def test_a_norm_that_rectifies_under_the_exactly_once_rule(monkeypatch):
+def test_a_norm_with_an_activation_under_the_exactly_once_rule(monkeypatch):
     monkeypatch.setattr(parts, "NORMS", parts.NORMS | {NormAct})
 
     class Fused(Layer):
@@ -183,22 +184,22 @@ def test_a_norm_that_rectifies_under_the_exactly_once_rule(monkeypatch):
             layers = ((layer, *layer.first, *layer.second) for layer in self)
             return BlockParts(tuple(LayerParts(*each, activations=(each[1].act, each[3].act)) for each in layers))
 
-    (block,) = _away_from_neutral(convert_batchnorm(FusedBlock()))
+    (block,) = _randomized(convert_batchnorm(FusedBlock()))
     _assert_same(_shared, block, None)
     block[1].first[0].act = nn.ELU()
-    reason = engines.why_not(engines.Engine.SHARED, block, torch.randn(2, 4, 5, 5, dtype=torch.double))
+    reason = dispatch.why_not(dispatch.Engine.SHARED, block, torch.randn(2, 4, 5, 5, dtype=torch.double))
     assert reason == "found a ELU inside a layer, where the shared engine takes ReLU"
 
 
-class Runs:
-    """Put before a block's class, has the engines run it."""
+class RunByEngines:
+    """Mixin: a block that the engines run."""
 
-    engine = engines.Engine.SHARED
+    engine = dispatch.Engine.SHARED
 
     def forward(self, x: Tensor) -> Tensor:
-        return engines.run_block(self, x, engines.plan_block(self, x))
+        return dispatch.run_block(self, x, dispatch.plan_block(self, x))
 
-    def run_layers(self, x: Tensor, squeeze) -> Tensor:
+    def run_layers(self, x: Tensor, run_first_half) -> Tensor:
         return super().forward(x)
 
     def dense_parts(self) -> BlockParts:
@@ -206,13 +207,13 @@ class Runs:
 
 
 def _run_by_engines() -> Block:
-    (block,) = _away_from_neutral(Block(drop_rate=0.2))
-    add_mixin(block, Runs)
+    (block,) = _randomized(Block(drop_rate=0.2))
+    add_mixin(block, RunByEngines)
     return block
 
 
 @pytest.mark.parametrize("copier", [lambda block: block, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
-def test_a_block_whose_class_was_changed_and_its_copies(copier):
+def test_a_block_with_a_mixin_and_its_copies(copier):
     block = _run_by_engines()
     copied = copier(block)
     plain = copy.deepcopy(block)
@@ -229,7 +230,7 @@ def test_a_block_whose_class_was_changed_and_its_copies(copier):
     assert copied is block or all(p.grad is None for p in block.parameters())
 
 
-def test_a_changed_block_runs_its_own_way_where_no_gradient_is_wanted():
+def test_a_block_with_a_mixin_runs_its_own_forward_without_gradients():
     block = _run_by_engines()
     plain = copy.deepcopy(block)
     plain.__class__ = Block
@@ -238,21 +239,22 @@ def test_a_changed_block_runs_its_own_way_where_no_gradient_is_wanted():
         assert torch.equal(block.eval()(x), plain.eval()(x))
 
 
-class Stranger(nn.Sequential):
-    """Whose parts nobody has told."""
+class UnknownBlock(nn.Sequential):
+    """A block without a registered reader."""
 
-    engine = engines.Engine.SHARED
+    engine = dispatch.Engine.SHARED
 
 
-def test_what_is_not_known_is_refused_with_a_reason():
+def test_unknown_blocks_and_consumers_are_not_eligible():
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    reason = engines.why_not(engines.Engine.SHARED, Stranger(Layer(4, True, True, 0.0)), x)
-    assert reason.startswith("found a block of class Stranger")
+    assert dispatch.why_not(dispatch.Engine.SHARED, UnknownBlock(Layer(4, True, True, 0.0)), x).startswith(
+        "found a block of class UnknownBlock"
+    )
     empty = Block()
     del empty[:]
-    assert engines.why_not(engines.Engine.SHARED, empty, x) == "found a block without layers"
-    with pytest.raises(RuntimeError, match=r"cannot run here: found a block of class Stranger.*use another engine"):
-        engines.plan_block(Stranger(Layer(4, True, True, 0.0)), x)
+    assert dispatch.why_not(dispatch.Engine.SHARED, empty, x) == "found a block without layers"
+    with pytest.raises(RuntimeError, match=r"cannot run here: found a block of class UnknownBlock.*use another engine"):
+        dispatch.plan_block(UnknownBlock(Layer(4, True, True, 0.0)), x)
     assert joined_consumer(parts.parts_of(Block()), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(13))) is None
     assert parts.consumer_parts(nn.BatchNorm2d(13)) is not None
     assert parts.consumer_parts(NormAct(13)) is None
@@ -274,5 +276,5 @@ def test_what_is_not_known_is_refused_with_a_reason():
         (nn.MaxPool2d(2), False),
     ],
 )
-def test_which_poolings_halve(pool, expected):
+def test_which_poolings_halve_the_size(pool, expected):
     assert parts.halves(pool) is expected

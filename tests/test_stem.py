@@ -22,7 +22,7 @@ from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.engines.stem import Settings, SharedStem, Stem
 from efficient_densenet.memory import saved_bytes, tensor_peak
-from efficient_densenet.norms.sync_batch_norm import synchronise_norms
+from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 SIZES = {1: [(5,), (38,)], 2: [(9, 14), (23, 17)], 3: [(9, 6, 11)]}
 CASES = [(dims, size) for dims, sizes in SIZES.items() for size in sizes]
@@ -193,7 +193,7 @@ def _a_group_of_one():
 def test_synchronised_norms():
     plain = _plain()
     ours = with_engine(plain, "shared")
-    synchronise_norms(ours, None)
+    synchronize_norms(ours, None)
     assert _stem_is_one(ours, _input(13, 12))
     for batch in (2, 3):
         assert_same_step(ours, plain, _input(13, 12, batch=batch))

@@ -1,54 +1,57 @@
-"""What is put before the classes of other people's modules."""
+"""Converted dense blocks, and sequences with converted blocks: mixins for the classes of other libraries' modules."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .._mixins import add_mixin, remove_mixin
+from .._mixins import ModuleMixin, add_mixin, remove_mixin
 from ..checkpoint.call import run_twice
 from ..checkpoint.hooks import fire_always
-from ..engines import dispatch as engines
-from ..engines import plain, recompute
+from ..engines import dispatch, plain, recompute
 from ..engines.dispatch import Engine
 from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import RunFirstHalf
 from ..engines.sequence import run_sequence
-from ..norms.batch_norm import ComputesAsTorch, UpdatesOnce, update_always
-from .layers import are_passed_by, run_layers
-from .read import read_block
-from .trial import order_of, trial
+from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
+from .layers import run_layers, skips_a_hook
+from .structure import read_block
+from .verify import matching_channel_order, trial
+
+if TYPE_CHECKING:
+    _SequentialMixin = nn.Sequential
+else:
+    _SequentialMixin = object
 
 
 @dataclass
 class Conversion:
-    """What a converted block carries; no modules, so that copies and replicas have nothing of the original's."""
+    """The state of a converted block. It refers to no modules, so a copy or replica never refers to the original's."""
 
     engine: Engine | None
     newest_first: bool
-    norms_under_the_rule: tuple[str, ...]  # before the conversion
+    exactly_once_norms: tuple[str, ...]  # the names of norms that were under the exactly-once rule before
 
 
-class ConvertedBlock:
-    """Mixin: a dense block whose layers an engine runs wherever plain would keep much for a backward."""
+class ConvertedBlock(ModuleMixin):
+    """Mixin: a dense block that an engine runs wherever its own forward would save much memory for backward."""
 
     _conversion: Conversion
+    can_join_stage = True
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        # A compiler sees the author's code, as tracers do, which may also pass something that stands for a tensor.
+        # Compilers see the author's forward, and so do tracers, which may pass a proxy in the place of a tensor.
         if args or kwargs or not isinstance(x, Tensor) or torch.compiler.is_compiling():
             return super().forward(x, *args, **kwargs)
-        plan = engines.plan_block(self, x)
+        plan = dispatch.plan_block(self, x)
         if plan.engine is Engine.PLAIN:
             return super().forward(x)
-        return engines.run_block(self, x, plan)
-
-    can_join_stage = True
+        return dispatch.run_block(self, x, plan)
 
     @property
     def engine(self) -> Engine | None:
@@ -57,34 +60,32 @@ class ConvertedBlock:
     def dense_parts(self) -> BlockParts:
         parts = read_block(self, self._conversion.newest_first)
         layers = [layer.module for layer in parts.layers]
-        for between in self.children():
-            if between not in layers and must_be_called(between):
-                raise NoPartsError(
-                    f"found a hook on, or a new forward of, a {type(between).__name__} around the layers"
-                )
+        for child in self.children():
+            if child not in layers and must_be_called(child):
+                raise NoPartsError(f"found a hook on, or a new forward of, a {type(child).__name__} around the layers")
         return parts
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
-        """Layer by layer; or, where this would pass by somebody's hooks, the author's forward made again as a whole."""
+        """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
         try:
             parts = self.dense_parts()
         except NoPartsError:
             parts = None
-        if parts is not None and not are_passed_by(parts):
+        if parts is not None and not skips_a_hook(parts):
             return run_layers(parts, x, run_first_half)
         if run_first_half is recompute.run_first_half_official:
-            return torch_checkpoint(super().forward, x, use_reentrant=False)
+            return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
         return super().forward(x) if run_first_half is plain.run_first_half else run_twice(super().forward, (x,), {})
 
-    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script asks for it first
+    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls it before anything else
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
 
 
-class ConvertedSequence:
-    """Mixin: an nn.Sequential in which a converted block runs together with what consumes it where it can, and what
-    comes before the first one as a stem."""
+class ConvertedSequence(_SequentialMixin):
+    """Mixin: an nn.Sequential that runs a converted block together with the module that consumes its output, and the
+    modules before the first one as a stem, where the shared engine can."""
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (named `input` there)
         return run_sequence(list(self._modules.items()), x, _is_converted)[0]
 
 
@@ -93,51 +94,55 @@ def _is_converted(module: nn.Module) -> bool:
 
 
 def convert_block(block: nn.Module, engine: Engine | None) -> None:
-    """Put every batch norm in `block` under the exactly-once rule, and `block` under `engine`; or raise, and then
-    nothing is changed."""
+    """Let `engine` run `block`, and put its batch norms under the exactly-once rule, in place.
+
+    If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
+    """
     read_block(block)
-    ruled = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
+    exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
     try:
-        newest_first = _tried(block)
+        newest_first = _verify_block(block)
     except Exception:
-        _free_norms(block, ruled)
+        _restore_norms(block, exactly_once)
         raise
     add_mixin(block, ConvertedBlock)
-    block._conversion = Conversion(engine, newest_first, ruled)
+    cast(ConvertedBlock, block)._conversion = Conversion(engine, newest_first, exactly_once)
 
 
-def _tried(block: nn.Module) -> bool:
-    """Whether `block` puts new features first, as a trial shows that finds nothing else about it.
+def _verify_block(block: nn.Module) -> bool:
+    """Verify by a trial that `block` computes what its parts say; return whether it puts the newest features first.
 
-    In the trial, torch's norms are under the rule already: checkpointing that updates them twice is no difference that
-    anybody wants. Those with a forward of their own are themselves in the trial, and torch's from then on.
+    Torch's norms are put under the exactly-once rule before the trial, so that a library's checkpointing, which updates
+    them twice, does not count as a difference. Norms with a forward of their own run it in the trial of the block's own
+    forward, and torch's forward from then on.
     """
-    foreign = [module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)]
+    custom_norms = [module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)]
     for module in block.modules():
-        if isinstance(module, _NormBase) and not isinstance(module, UpdatesOnce) and module not in foreign:
-            add_mixin(module, UpdatesOnce, innermost=True)  # not by update_once: the class is to keep its name
+        if isinstance(module, _NormBase) and not isinstance(module, UpdatesOnce) and module not in custom_norms:
+            add_mixin(module, UpdatesOnce, innermost=True)  # update_once would change the name of the class
     with trial(block) as run:
-        theirs = run(block.forward)
-        for module in foreign:
-            add_mixin(module, ComputesAsTorch, innermost=True)
-        return order_of(theirs, run, partial(read_block, block))
+        block_results = run(block.forward)
+        for module in custom_norms:
+            add_mixin(module, UsesTorchForward, innermost=True)
+        return matching_channel_order(block_results, run, partial(read_block, block))
 
 
-def restore_block(block: nn.Module) -> None:
+def restore_block(block: ConvertedBlock) -> None:
     """Undo `convert_block`."""
     remove_mixin(block, ConvertedBlock)
     for module in block.modules():
         fire_always(module)
-    _free_norms(block, block._conversion.norms_under_the_rule)
+    _restore_norms(block, block._conversion.exactly_once_norms)
     del block._conversion
 
 
-def _free_norms(block: nn.Module, but: tuple[str, ...]) -> None:
+def _restore_norms(block: nn.Module, exactly_once: tuple[str, ...]) -> None:
+    """Give the norms in `block` their classes back, except those named in `exactly_once`."""
     for name, module in block.named_modules():
-        if isinstance(module, ComputesAsTorch):
-            remove_mixin(module, ComputesAsTorch)
-        elif isinstance(module, UpdatesOnce) and name not in but:
-            update_always(module)
+        if isinstance(module, UsesTorchForward):
+            remove_mixin(module, UsesTorchForward)
+        elif isinstance(module, UpdatesOnce) and name not in exactly_once:
+            undo_update_once(module)
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

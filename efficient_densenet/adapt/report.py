@@ -1,13 +1,22 @@
-"""What a conversion did."""
+"""The report of a conversion."""
 
 from dataclasses import dataclass, field
 
+from ..engines.dispatch import Engine
 from ..engines.parts import BlockParts
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A dense block that was changed: how it runs, and how many numbers of each pixel its backward needs kept."""
+    """A dense block that was changed.
+
+    Attributes:
+        name: the block's name in the model.
+        layers: the number of its layers.
+        engine: the engine that runs it and, where it is not the best one, the reason.
+        kept_before: the values per pixel that plain modules save for backward.
+        kept: the values per pixel that the engine saves for backward.
+    """
 
     name: str
     layers: int
@@ -17,18 +26,18 @@ class Changed:
 
     def __str__(self) -> str:
         layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
-        saving = f", keeping {self.kept:,} numbers for a pixel instead of {self.kept_before:,}"
+        saving = f", saves {self.kept:,} values per pixel for backward instead of {self.kept_before:,}"
         return f"{self.name or 'the model'}: {layers}, {self.engine}" + (saving if self.kept < self.kept_before else "")
 
 
 @dataclass
 class Report:
-    """What `make_efficient` changed in a model and what not: true if anything; `print` shows it all.
+    """What `make_efficient` changed in a model, and what not. It is true if anything was changed; `print` shows it all.
 
     Attributes:
-        changed: dense blocks.
-        joined: sequences whose blocks now run together with the transition or norm after them.
-        unchanged: names of what looks like a dense block but is not run as one, and why.
+        changed: the dense blocks that were changed.
+        joined: the names of sequences in which a block runs together with the transition or norm after it.
+        unchanged: the names of modules that look like a dense block but were not converted, each with the reason.
     """
 
     changed: list[Changed] = field(default_factory=list)
@@ -45,27 +54,28 @@ class Report:
         if not (self.changed or self.unchanged):
             return "nothing to convert: found no dense block"
         number = f"{len(self.changed)} dense block{'' if len(self.changed) == 1 else 's'}"
-        lines = [f"{number} changed" if self.changed else "nothing was converted"]
+        lines = [f"{number} changed" if self.changed else "nothing was changed"]
         lines += [f"  {change}" for change in self.changed]
-        lines += [f"  {name or 'the model'}: blocks run together with what follows them" for name in self.joined]
+        lines += [f"  {name or 'the model'}: blocks run together with the module after them" for name in self.joined]
         if self.unchanged:
             lines.append("not changed")
             lines += [f"  {name or 'the model'}: {reason}" for name, reason in self.unchanged.items()]
         return "\n".join(lines)
 
 
-def kept(block: BlockParts, engine: str) -> int:
-    """Numbers for each pixel that the backward of a block needs.
+def saved_values_per_pixel(block: BlockParts, engine: Engine) -> int:
+    """The values per pixel that `engine` saves for the backward of a block.
 
-    Plain keeps each concatenation and what it becomes when normalised and rectified, the bottleneck likewise, and what
-    is made. Recomputation keeps what is made and the second half; `shared` what is made and bottlenecks as told.
+    All engines save the block's input and each layer's output. Plain also saves the inputs of both norms and both
+    convolutions of a layer; the engines that recompute save those of the second norm and convolution only, and the
+    shared engine saves neither, but the bottleneck where a layer's `keep_bottleneck` says so.
     """
     total = block.layers[0].conv1.in_channels
     for layer in block.layers:
         width = 0 if layer.conv2 is None else layer.conv2.in_channels
-        total += layer.last.out_channels
-        if engine == "plain":
+        total += layer.last_conv.out_channels
+        if engine is Engine.PLAIN:
             total += 2 * layer.conv1.in_channels + 2 * width
         else:
-            total += width * layer.keep_bottleneck if engine == "shared" else 2 * width
+            total += width * layer.keep_bottleneck if engine is Engine.SHARED else 2 * width
     return total

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .._mixins import add_mixin, remove_mixin
-from ..norms.batch_norm import update_always, update_once
+from ..norms.batch_norm import undo_update_once, update_once
 from .call import run_twice
 from .hooks import fire_always
 
@@ -49,7 +49,7 @@ def unwrap(module: Module) -> Module:
         for name, inside in module.named_modules():
             fire_always(inside)
             if name in module._norms_made_to_update_once:
-                update_always(inside)
+                undo_update_once(inside)
         for name in ("_offload_to_cpu", "_norms_made_to_update_once"):
             vars(module).pop(name, None)
     return module

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .._torch_private import hooks_watch_all_modules
 from ..checkpoint.parameters import parameters_of
-from ..norms.batch_norm import before_the_rule
+from ..norms.batch_norm import torch_class
 from ..norms.sync_batch_norm import sync_group
 from .parts import BlockParts, ConsumerParts, LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
 from .precision import autocast_enabled, compute_dtype
@@ -45,7 +45,7 @@ def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     dims = x.dim() - 2
     if dims not in _CONVOLUTIONS:
         return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
-    last = layers[0].last
+    last = layers[0].last_conv
     if type(last) in _CONVOLUTIONS.values() and _dims(last) != dims:
         return f"found an input of {x.dim()} dimensions, where the block takes {_dims(last) + 2}"
     for layer in layers:
@@ -79,15 +79,19 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
 
 def _wrong_class(module: nn.Module, usual: type[nn.Module]) -> str:
     # The name of torch's own class: with that of ours, put there by a recomputation, the warning would be a second one.
-    name = before_the_rule(module).__name__
+    name = torch_class(module).__name__
     return f"found a {name} inside a layer, where the shared engine takes {usual.__name__}"
 
 
 def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     """Each layer must read all channels before it, and add as many as the others."""
-    growth_rate = layers[0].last.out_channels
+    growth_rate = layers[0].last_conv.out_channels
     for i, layer in enumerate(layers):
-        expected, channels, growth = x.shape[1] + i * growth_rate, layer.norm1.num_features, layer.last.out_channels
+        expected, channels, growth = (
+            x.shape[1] + i * growth_rate,
+            layer.norm1.num_features,
+            layer.last_conv.out_channels,
+        )
         if channels != expected or growth != growth_rate:
             return (
                 f"found a layer from {channels} channels to {growth}, where the shared engine takes one from "
@@ -149,16 +153,16 @@ def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | N
     layer, norm, conv = block.layers[-1], parts.norm, parts.conv
     joins = (
         is_norm(norm)
-        and isinstance(norm, _NORMS[_dims(layer.last)])
+        and isinstance(norm, _NORMS[_dims(layer.last_conv)])
         and _has_tensors(norm)
         and normalize_alike(layer.norm1, norm)
         and norm.weight.dtype == layer.norm1.weight.dtype
-        and norm.num_features == layer.norm1.num_features + layer.last.out_channels
+        and norm.num_features == layer.norm1.num_features + layer.last_conv.out_channels
         and all(type(activation) is nn.ReLU for activation in parts.activations)
     )
     if joins and conv is not None:
         same_dtype = conv.weight.dtype == layer.conv1.weight.dtype
-        joins = type(conv) is type(layer.last) and _is_dense_conv(conv, 1) and same_dtype
+        joins = type(conv) is type(layer.last_conv) and _is_dense_conv(conv, 1) and same_dtype
     return parts if joins else None
 
 

@@ -1,68 +1,77 @@
-"""What a dense block is made of, whoever wrote it: all that the shared engine knows about modules.
+"""The parts of a dense block, of this package or any other: all that the shared engine knows about modules.
 
-Parts are read again at every forward and never kept on a module, so that copies and replicas have their own.
+Parts are read at every forward and never stored on a module, so that copies and replicas of a model use their own.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .._mixins import original
-from ..norms.batch_norm import ComputesAsTorch, CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce
+from .._mixins import original_class
+from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce, UsesTorchForward
 from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
 
 
 class NoPartsError(Exception):
-    """A block that nobody knows the parts of; the message says what was found, as "found …, which …"."""
+    """Raised for a block whose parts cannot be determined; the message starts with "found", as in "found a PReLU"."""
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Norm, ReLU and a 3×3 convolution; or norm, ReLU, a 1×1 convolution and then the same; and then dropout.
+    """A dense layer: norm, ReLU, 3×3 convolution; or norm, ReLU, 1×1 convolution, norm, ReLU, 3×3 convolution.
 
-    A hook on `module`, the layer, or on anything inside it, keeps the shared engine away. `activations` are the modules
-    that stand for the ReLUs, where there are any; whatever else a layer may run is the reader's to refuse.
+    The shared engine is not used where `module` or anything inside has a hook. A reader must raise `NoPartsError` for a
+    layer that computes anything else.
+
+    Attributes:
+        module: the whole layer.
+        norm1, conv1: the first norm and convolution.
+        norm2, conv2: the second ones, in a layer with a bottleneck.
+        activations: the modules for the ReLUs, if there are any; the shared engine needs each to be an nn.ReLU.
+        drop_rate: the probability of dropout after the last convolution; 0 for a layer in evaluation mode.
+        dropout: the dropout function, called with the features and `drop_rate`.
+        keep_bottleneck: True for the shared engine to save the bottleneck for backward, False to recompute it.
     """
 
     module: nn.Module
     norm1: nn.Module
-    conv1: nn.Module
+    conv1: _ConvNd
     norm2: nn.Module | None = None
-    conv2: nn.Module | None = None
+    conv2: _ConvNd | None = None
     activations: tuple[nn.Module, ...] = ()
-    drop_rate: float = 0.0  # zero where the layer drops nothing because it is not training
+    drop_rate: float = 0.0
     dropout: Callable[[Tensor, float], Tensor] = F.dropout
     keep_bottleneck: bool = False
 
     @property
-    def last(self) -> nn.Module:
-        """The convolution that makes the new features."""
+    def last_conv(self) -> _ConvNd:
+        """The convolution that computes the new features."""
         return self.conv1 if self.conv2 is None else self.conv2
 
     @property
     def dilation(self) -> int:
-        """How far apart the pixels are that it reads."""
-        return self.last.dilation[0]
+        """The dilation of the last convolution."""
+        return self.last_conv.dilation[0]
 
     @property
     def norms(self) -> tuple[nn.Module, ...]:
         return (self.norm1,) if self.norm2 is None else (self.norm1, self.norm2)
 
     @property
-    def convolutions(self) -> tuple[nn.Module, ...]:
+    def convolutions(self) -> tuple[_ConvNd, ...]:
         return (self.conv1,) if self.conv2 is None else (self.conv1, self.conv2)
 
 
 @dataclass(frozen=True)
 class BlockParts:
-    """Layers, each of which reads the block's input and what all layers before it made.
+    """The layers of a dense block; each reads the block's input and the outputs of all layers before it.
 
-    `newest_first` tells that new features are put before the old ones, not after them.
+    `newest_first` says that a layer's output is concatenated before the features that it read, not after them.
     """
 
     layers: tuple[LayerParts, ...]
@@ -71,13 +80,17 @@ class BlockParts:
 
 @dataclass(frozen=True)
 class ConsumerParts:
-    """What reads a block's output: a norm; or a norm, ReLU, a 1×1 convolution and perhaps the mean of 2×2 pixels.
+    """What reads a block's output: a norm alone, or norm, ReLU, 1×1 convolution and perhaps 2×2 average pooling.
 
-    `after` is what else is done to the result, such as a ReLU or another pooling; its gradient is autograd's.
+    Attributes:
+        norm, conv: the norm and, if there is one, the convolution.
+        pools: True if average pooling with kernel size and stride 2 follows the convolution.
+        activations: the modules between the norm and the convolution, each of which must be an nn.ReLU.
+        after: a function to apply to the result, such as a ReLU or another pooling; autograd differentiates it.
     """
 
     norm: nn.Module
-    conv: nn.Module | None = None
+    conv: _ConvNd | None = None
     pools: bool = False
     activations: tuple[nn.Module, ...] = ()
     after: Callable[[Tensor], Tensor] | None = None
@@ -98,95 +111,104 @@ NORMS: set[type[nn.Module]] = {
     SyncedBatchNorm2d,
     SyncedBatchNorm3d,
 }
-"""The classes that normalise as nn.BatchNorm does. One that rectifies too may be added, if it is a subclass and every
-reader tells of its activation."""
+"""The classes that normalize as nn.BatchNorm does. A subclass that also applies an activation may be added if every
+reader lists that activation among the parts."""
 
 _BLOCKS: dict[type[nn.Module], BlockReader] = {}
 _CONSUMERS: dict[type[nn.Module], ConsumerReader] = dict.fromkeys(NORMS, ConsumerParts)
 
 
 def register_block(cls: type[nn.Module], reader: BlockReader) -> None:
-    """Have `reader` tell the parts of blocks of this class and of its subclasses; it may raise `NoPartsError`."""
+    """Register the function that returns the parts of a block of class `cls` or of a subclass.
+
+    Args:
+        cls: the class of dense blocks.
+        reader: called with a block at every forward; it returns the parts or raises `NoPartsError`.
+    """
     _BLOCKS[cls] = reader
 
 
 def register_consumer(cls: type[nn.Module], reader: ConsumerReader) -> None:
-    """Have `reader` tell the parts of modules of exactly this class, or None where they cannot be told."""
+    """Register the function that returns the parts of a module of exactly class `cls`, or None if it has no parts."""
     _CONSUMERS[cls] = reader
 
 
 def parts_of(block: nn.Module) -> BlockParts:
-    """The parts of a block as they are now: what its own `dense_parts()` says, or else what a reader does."""
-    supplied = getattr(block, "dense_parts", None)
-    if supplied is not None:
-        return supplied()
+    """The current parts of `block`: from its method `dense_parts()`, if it has one, or from its class's reader."""
+    dense_parts = getattr(block, "dense_parts", None)
+    if dense_parts is not None:
+        return dense_parts()
     reader = block_reader(block)
     if reader is None:
         raise NoPartsError(
-            f"found a block of class {type(block).__name__}, which may do other things than a dense block"
+            f"found a block of class {type(block).__name__}, which has no dense_parts() and no registered reader"
         )
     return reader(block)
 
 
 def block_reader(block: nn.Module) -> BlockReader | None:
-    """What was registered for the class of `block`, or for one that it comes from."""
+    """The reader that was registered for the class of `block` or for the nearest of its base classes."""
     return next((_BLOCKS[cls] for cls in type(block).__mro__ if cls in _BLOCKS), None)
 
 
 def consumer_parts(module: nn.Module) -> ConsumerParts | None:
-    """The parts of what may run together with the block before it: what its own `consumer_parts()` says, or a reader;
-    None where nobody knows them."""
-    supplied = getattr(module, "consumer_parts", None)
-    if supplied is not None:
-        return supplied()
+    """The parts of `module`, with which the shared engine runs it together with the block before it; None if unknown.
+
+    They come from the module's method `consumer_parts()`, from its class's reader, or from the modules of a sequence.
+    """
+    own_parts = getattr(module, "consumer_parts", None)
+    if own_parts is not None:
+        return own_parts()
     reader = _CONSUMERS.get(_class(module))
     if reader is not None:
         return reader(module)
     if type(module).forward is nn.Sequential.forward:
-        return _sequence_parts(*module)
+        return _sequence_parts(*cast(nn.Sequential, module))
     return _sequence_parts(module) if is_norm(module) else None
 
 
 def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
-    """The parts of modules that run in turn."""
+    """The parts of modules that run one after another."""
     if not (modules and is_norm(modules[0])):
         return None
     norm, *rest = modules
     activations = [*activations_of(norm), *(rest.pop(0) for _ in rest[:1] if type(rest[0]) is nn.ReLU)]
-    if not (activations and rest and isinstance(rest[0], _ConvNd)):
-        return ConsumerParts(norm, after=_in_turn(*activations, *rest))
-    conv, *rest = rest
+    conv = rest[0] if rest else None
+    if not (activations and isinstance(conv, _ConvNd)):
+        return ConsumerParts(norm, after=_composed(*activations, *rest))
+    rest = rest[1:]
     pools = bool(rest) and halves(rest[0])
-    return ConsumerParts(norm, conv, pools, tuple(activations), _in_turn(*rest[pools:]))
+    return ConsumerParts(norm, conv, pools, tuple(activations), _composed(*rest[pools:]))
 
 
-def _in_turn(*modules: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _composed(*modules: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The modules as one function, or None if there are none."""
     return (lambda x: functools.reduce(lambda value, module: module(value), modules, x)) if modules else None
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether this is a batch norm, under the exactly-once rule or not, perhaps with an activation of its own."""
+    """Whether `module` is a batch norm, under the exactly-once rule or not, possibly with an activation of its own."""
     cls = _class(module)
-    timms = cls.__name__ == "BatchNormAct2d" and cls.__module__.startswith("timm.")
-    return cls in NORMS or timms or isinstance(module, ComputesAsTorch)
+    from_timm = cls.__name__ == "BatchNormAct2d" and cls.__module__.startswith("timm.")
+    return cls in NORMS or from_timm or isinstance(module, UsesTorchForward)
 
 
 def activations_of(norm: nn.Module) -> tuple[nn.Module, ...]:
-    """What a norm that is not only one does to its result."""
+    """The activation modules inside a norm that applies one to its result, such as timm's BatchNormAct2d."""
     return tuple(module for module in norm.children() if type(module) is not nn.Identity)
 
 
 def _class(module: nn.Module) -> type[nn.Module]:
-    return original(module, UpdatesOnce)
+    return original_class(module, UpdatesOnce)
 
 
 def halves(pool: nn.Module) -> bool:
-    """Whether `pool` is the mean of every 2×2 pixels (or as many in other dimensions), as transitions have it."""
-    if type(pool) not in (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d) or pool.ceil_mode:
+    """Whether `pool` is average pooling with kernel size and stride 2 in every dimension and without padding."""
+    if not (type(pool) is nn.AvgPool1d or type(pool) is nn.AvgPool2d or type(pool) is nn.AvgPool3d) or pool.ceil_mode:
         return False
-    sizes = (size for given in (pool.kernel_size, pool.stride) for size in _each(given))
-    return set(sizes) == {2} and set(_each(pool.padding)) == {0} and not getattr(pool, "divisor_override", None)
+    sizes = {*_as_tuple(pool.kernel_size), *_as_tuple(pool.stride)}
+    return sizes == {2} and set(_as_tuple(pool.padding)) == {0} and not getattr(pool, "divisor_override", None)
 
 
-def _each(value: int | tuple[int, ...]) -> tuple[int, ...]:
+def _as_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:
     return value if isinstance(value, tuple) else (value,)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._mixins import original
+from .._mixins import original_class
 from ..engines import dispatch, plain
 from ..engines.parts import (
     BlockParts,
@@ -121,7 +121,7 @@ class Transition(nn.Sequential):
 
 
 def _layer_parts(layer: nn.Module) -> LayerParts:
-    if original(layer) is not DenseLayer:
+    if original_class(layer) is not DenseLayer:
         raise NoPartsError(
             f"found a layer of class {type(layer).__name__}, which may do other things than a dense layer"
         )

@@ -1,12 +1,12 @@
-"""Batch norms that update their running statistics exactly once, however often their forward is run again.
+"""Batch norms that update their running statistics exactly once a step, however often their forward is recomputed.
 
-A checkpointed forward runs twice: once for the value, and once more inside the backward pass. The rule here is to
-update in the first run and never while autograd is executing a backward graph. It needs nothing from the code that
-does the checkpointing, so it holds in every flavour of it.
+A checkpointed forward runs twice: once for its value, and once more, as a recomputation, inside the backward pass. The
+exactly-once rule is to update the running statistics in the forward and never while autograd executes a backward graph.
+It needs no help from the code that does the checkpointing, so it holds for every implementation of it.
 """
 
 import copy
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +19,36 @@ from .._torch_private import in_backward
 
 Module = TypeVar("Module", bound=nn.Module)
 
+if TYPE_CHECKING:
+    _NormMixin = _BatchNorm  # the mixins call methods of the norm that they are added to
+else:
+    _NormMixin = object
 
-class UpdatesOnce:
-    """Mixin, to stand before a batch norm class: in a recomputation, batch statistics are used but not recorded."""
+
+class UpdatesOnce(_NormMixin):
+    """Mixin for batch norm classes: a recomputation uses batch statistics and leaves the running statistics alone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if isinstance(input, Proxy):  # a norm stays one module where torch.fx traces, as torch's own do
-            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
-        if not (self.training and self.track_running_stats) or _first_run():
+        if isinstance(input, Proxy):  # torch.fx records this norm as a single module, as it does for torch's own
+            tracer: Any = input.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
+        if not (self.training and self.track_running_stats) or not _in_recomputation():
             return super().forward(input)
-        # A stand-in with the same parameters whose buffers are copies: `self` stays as other threads see it, and the
-        # second run saves the same number of tensors as the first, which torch.utils.checkpoint insists on.
-        stand_in = copy.copy(self)
-        stand_in._buffers = {name: b if b is None else b.clone() for name, b in self._buffers.items()}
-        return super(UpdatesOnce, stand_in).forward(input)
+        # Recompute with a shallow copy that has clones of the buffers. `self` never changes, not even for a moment that
+        # another thread could see, and the recomputation saves as many tensors as the forward, which
+        # torch.utils.checkpoint requires.
+        copied = copy.copy(self)
+        copied._buffers = {name: b if b is None else b.clone() for name, b in self._buffers.items()}
+        return super(UpdatesOnce, copied).forward(input)
 
 
-class _TorchForward:
+class _TorchForward(_NormMixin):
     forward = _BatchNorm.forward
 
 
-class ComputesAsTorch(UpdatesOnce, _TorchForward):
-    """Mixin, to stand before a batch norm class with a forward of its own, which is known to do what torch's does."""
+class UsesTorchForward(UpdatesOnce, _TorchForward):
+    """Mixin for a batch norm class with a forward of its own that is known to be equivalent to torch's: it runs torch's
+    forward, under the exactly-once rule."""
 
 
 class CpBatchNorm1d(UpdatesOnce, nn.BatchNorm1d):
@@ -61,7 +69,7 @@ class CpSyncBatchNorm(UpdatesOnce, nn.SyncBatchNorm):
 
 cp_BatchNorm2d = CpBatchNorm2d
 
-_NAMED = {
+_UPDATES_ONCE = {
     nn.BatchNorm1d: CpBatchNorm1d,
     nn.BatchNorm2d: CpBatchNorm2d,
     nn.BatchNorm3d: CpBatchNorm3d,
@@ -72,58 +80,57 @@ _NAMED = {
 def convert_batchnorm(module: Module) -> Module:
     """Put every batch norm inside `module` under the exactly-once rule, in place, and return `module`.
 
-    Each norm stays the same object: only its class changes, to a subclass of what it was. Parameters, buffers, hooks,
-    training mode and references held elsewhere (optimizers, lists) are untouched.
+    Each norm stays the same object; its class becomes a subclass of what it was. Parameters, buffers, hooks, training
+    mode and references from elsewhere (optimizers, lists) are untouched.
     """
-    norms = (m for m in module.modules() if isinstance(m, _BatchNorm))
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
     lazy = next((type(norm).__name__ for norm in norms if isinstance(norm, _LazyNormBase)), None)
     if lazy:
         raise ValueError(
-            f"found a {lazy} that has not seen data yet, but a norm needs its channel count to be converted: "
-            "run the model once on an example, then convert it"
+            f"found a {lazy} that has not seen data yet, so that its number of channels is unknown: run the model once "
+            "on an example, then convert it"
         )
-    for inside in module.modules():
-        if isinstance(inside, _BatchNorm):
-            update_once(inside)
+    for norm in norms:
+        update_once(norm)
     return module
 
 
 def restore_batchnorm(module: Module) -> Module:
-    """Undo `convert_batchnorm`, in a DenseNet of this package too, whose norms are then of torch's own classes.
+    """Undo `convert_batchnorm`, also in a DenseNet of this package, whose norms then have torch's own classes.
 
-    Some tools know no others: FX quantisation then fuses them with what is before and after. Engines that recompute
-    bring the rule back when they run.
+    Some tools recognize only those; FX quantization, for example, fuses them with their neighbors. The engines that
+    recompute convert the norms again when they run.
     """
-    for inside in module.modules():
-        if isinstance(inside, UpdatesOnce):
-            update_always(inside)
+    for inner in module.modules():
+        if isinstance(inner, UpdatesOnce):
+            undo_update_once(inner)
     return module
 
 
 def update_once(module: nn.Module) -> bool:
-    """Put `module`, if it is a norm with running statistics, under the rule; whether anything changed."""
+    """Put `module` under the exactly-once rule if it is a norm with running statistics; return whether it changed."""
     if not isinstance(module, _NormBase) or isinstance(module, (UpdatesOnce, _LazyNormBase)):
         return False
-    if type(module) in _NAMED:
-        module.__class__ = _NAMED[type(module)]
+    if type(module) in _UPDATES_ONCE:
+        module.__class__ = _UPDATES_ONCE[type(module)]
     else:
         add_mixin(module, UpdatesOnce, innermost=True)
     return True
 
 
-def update_always(module: nn.Module) -> None:
+def undo_update_once(module: nn.Module) -> None:
     """Undo `update_once`."""
-    if type(module) in _NAMED.values():
-        module.__class__ = before_the_rule(module)
+    if type(module) in _UPDATES_ONCE.values():
+        module.__class__ = torch_class(module)
     else:
         remove_mixin(module, UpdatesOnce)
 
 
-def before_the_rule(module: nn.Module) -> type[nn.Module]:
-    """Torch's own class of a norm, where `module` is one of ours; the class of any other module."""
-    return next((theirs for theirs, ours in _NAMED.items() if ours is type(module)), type(module))
+def torch_class(module: nn.Module) -> type[nn.Module]:
+    """Torch's class for a norm of one of the `Cp…` classes; for any other module, its own class."""
+    return next((original for original, ours in _UPDATES_ONCE.items() if ours is type(module)), type(module))
 
 
-def _first_run() -> bool:
-    # A compiler traces the first run; what it recomputes afterwards, it recomputes without side effects.
-    return torch.compiler.is_compiling() or not (in_backward() or is_recomputing())
+def _in_recomputation() -> bool:
+    # A compiler traces the forward only; what it recomputes has no side effects.
+    return not torch.compiler.is_compiling() and (in_backward() or is_recomputing())

@@ -1,6 +1,6 @@
-"""Batch norm over the pictures of all processes, on any device: torch's own is for accelerators only."""
+"""Batch norms synchronized over a process group, on any device; torch's own runs on accelerators only."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -11,104 +11,124 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .batch_norm import UpdatesOnce, convert_batchnorm
 
 
-def synchronise_norms(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Let every batch norm inside take its statistics over all processes; parameters and buffers stay."""
+def synchronize_norms(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Let every batch norm inside `model` compute its statistics over all processes of `group`, in place.
+
+    Parameters and buffers stay the same objects.
+    """
     if next(model.parameters()).is_cuda:
         convert_batchnorm(nn.SyncBatchNorm.convert_sync_batchnorm(model, group))
         return
     for module in model.modules():
-        for theirs, ours in _SYNCED.items():
-            if isinstance(module, theirs):
-                module.__class__ = ours
-                module.process_group = group
+        for local_class, synced_class in _SYNCED_CLASSES.items():
+            if isinstance(module, local_class):
+                module.__class__ = synced_class
+                cast(_SyncedBatchNorm, module).process_group = group
 
 
-class _Synced(_BatchNorm):
+class _SyncedBatchNorm(_BatchNorm):
     process_group: dist.ProcessGroup | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        output, mean, var, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.process_group)
+        output, mean, var, count = _SyncedBatchNormFunction.apply(
+            input, self.weight, self.bias, self.eps, self.process_group
+        )
+        buffers = self.num_batches_tracked, self.running_mean, self.running_var
+        num_batches_tracked, running_mean, running_var = cast("tuple[Tensor, Tensor, Tensor]", buffers)
         with torch.no_grad():
-            self.num_batches_tracked.add_(1)
-            momentum = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-            self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), momentum)
+            num_batches_tracked.add_(1)
+            momentum = 1 / num_batches_tracked.item() if self.momentum is None else self.momentum
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
         return output
 
 
-class SyncedBatchNorm1d(UpdatesOnce, _Synced, nn.BatchNorm1d):
-    """`nn.BatchNorm1d` on the joined batch of a process group, under the exactly-once rule."""
+class SyncedBatchNorm1d(UpdatesOnce, _SyncedBatchNorm, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` over the batches of a process group, under the exactly-once rule."""
 
 
-class SyncedBatchNorm2d(UpdatesOnce, _Synced, nn.BatchNorm2d):
-    """`nn.BatchNorm2d` on the joined batch of a process group, under the exactly-once rule."""
+class SyncedBatchNorm2d(UpdatesOnce, _SyncedBatchNorm, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` over the batches of a process group, under the exactly-once rule."""
 
 
-class SyncedBatchNorm3d(UpdatesOnce, _Synced, nn.BatchNorm3d):
-    """`nn.BatchNorm3d` on the joined batch of a process group, under the exactly-once rule."""
+class SyncedBatchNorm3d(UpdatesOnce, _SyncedBatchNorm, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` over the batches of a process group, under the exactly-once rule."""
 
 
-_SYNCED = {nn.BatchNorm1d: SyncedBatchNorm1d, nn.BatchNorm2d: SyncedBatchNorm2d, nn.BatchNorm3d: SyncedBatchNorm3d}
+_SYNCED_CLASSES = {
+    nn.BatchNorm1d: SyncedBatchNorm1d,
+    nn.BatchNorm2d: SyncedBatchNorm2d,
+    nn.BatchNorm3d: SyncedBatchNorm3d,
+}
 
 
 class SyncGroup(NamedTuple):
-    """The processes over which a norm takes its statistics."""
+    """The process group over which a norm synchronizes its statistics; None inside stands for the default group."""
 
     group: dist.ProcessGroup | None
 
     def statistics(self, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, variance and count, from each process's own: no difference of large sums is taken."""
-        own = torch.stack([torch.full_like(mean, count), mean, variance])
-        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(gathered, own, group=self.group)
+        """Mean, biased variance and count over all processes, from those of this process.
+
+        Chan's parallel formula: M = Σ nᵢ·mᵢ / N and V = Σ nᵢ·(vᵢ + (mᵢ − M)²) / N, with no difference of large sums.
+        """
+        local = torch.stack([torch.full_like(mean, count), mean, variance])
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, local, group=self.group)
         counts, means, variances = torch.stack(gathered).unbind(1)
         total = counts.sum(0)
         mean = (counts * means).sum(0) / total
         return mean, (counts * (variances + (means - mean).square())).sum(0) / total, total[0]
 
-    def sums(self, *own: Tensor) -> tuple[Tensor, ...]:
-        """The same sums over the rows of all processes."""
-        joined = torch.stack(own)
-        dist.all_reduce(joined, group=self.group)
-        return joined.unbind()
+    def sums(self, *local: Tensor) -> tuple[Tensor, ...]:
+        """The sums over all processes of tensors of one shape."""
+        reduced = torch.stack(local)
+        dist.all_reduce(reduced, group=self.group)
+        return reduced.unbind()
 
 
 def sync_group(norm: nn.Module) -> SyncGroup | None:
-    """Whom this norm shares its statistics with."""
-    return SyncGroup(norm.process_group) if isinstance(norm, _Synced) else None
+    """The process group over which `norm` synchronizes its statistics, or None for a norm that does not."""
+    return SyncGroup(norm.process_group) if isinstance(norm, _SyncedBatchNorm) else None
 
 
-class _Normalise(torch.autograd.Function):
+class _SyncedBatchNormFunction(torch.autograd.Function):
+    """Batch norm in training mode, with x̂ = (x − mean)·r, r = 1/√(var + eps) and statistics over all processes:
+    y = weight·x̂ + bias and dx = weight·r·(g − mean(g) − x̂·mean(g·x̂))."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        var, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
+        var, mean = torch.var_mean(values, _all_but_channels(x), correction=0)
         mean, var, count = SyncGroup(group).statistics(mean, var, x.numel() // x.shape[1])
         inv_std = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, inv_std, count)
         ctx.group = group
-        output = _normalised(x, mean, inv_std) * _per_channel(weight, x) + _per_channel(bias, x)
+        output = _normalize(x, mean, inv_std) * _per_channel(weight, x) + _per_channel(bias, x)
         ctx.mark_non_differentiable(mean, var, count)
         return output.to(x.dtype), mean, var, count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (once_differentiable hides the name of ctx)
+        ctx: Any, grad_output: Tensor, *_: Any
+    ) -> tuple[Tensor | None, ...]:
         x, weight, mean, inv_std, count = ctx.saved_tensors
-        normalised, grad = _normalised(x, mean, inv_std), grad.to(mean.dtype)
-        sums = grad.sum(_all_but_channels(x)), (grad * normalised).sum(_all_but_channels(x))
-        of_grad, of_product = (joined / count for joined in SyncGroup(ctx.group).sums(*sums))
-        centred = grad - _per_channel(of_grad, x) - normalised * _per_channel(of_product, x)
-        grad_x = centred * _per_channel(inv_std * weight.to(inv_std.dtype), x)
-        # The parameters' gradients stay this process's own: they are joined with all others.
-        return grad_x.to(x.dtype), sums[1].to(weight.dtype), sums[0].to(weight.dtype), None, None
+        normalized, grad_output = _normalize(x, mean, inv_std), grad_output.to(mean.dtype)
+        grad_bias = grad_output.sum(_all_but_channels(x))
+        grad_weight = (grad_output * normalized).sum(_all_but_channels(x))
+        mean_grad, mean_product = (total / count for total in SyncGroup(ctx.group).sums(grad_bias, grad_weight))
+        centered = grad_output - _per_channel(mean_grad, x) - normalized * _per_channel(mean_product, x)
+        grad_input = centered * _per_channel(inv_std * weight.to(inv_std.dtype), x)
+        # The parameters' gradients remain those of this process: they are reduced later, with all the others.
+        return grad_input.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
 
 
-def _normalised(x: Tensor, mean: Tensor, inv_std: Tensor) -> Tensor:
+def _normalize(x: Tensor, mean: Tensor, inv_std: Tensor) -> Tensor:
     return (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(inv_std, x)
 
 
@@ -117,5 +137,5 @@ def _all_but_channels(x: Tensor) -> tuple[int, ...]:
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """Values for each channel of `x`, to be computed with it."""
+    """View `values`, one for each channel, so that they broadcast over `x`."""
     return values.view(-1, *[1] * (x.dim() - 2))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..norms.sync_batch_norm import synchronise_norms
+from ..norms.sync_batch_norm import synchronize_norms
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Team:
         """The module to call in training: it joins the gradients of all processes or devices."""
         if self.size > 1:
             if sync_bn:
-                synchronise_norms(model, self.norms)
+                synchronize_norms(model, self.norms)
             return nn.parallel.DistributedDataParallel(model)
         return nn.DataParallel(model) if self.num_gpus > 1 else model
 

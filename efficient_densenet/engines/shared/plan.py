@@ -38,7 +38,7 @@ class StagePlan:
         norm = self.layers[0].norm1
         self.sync_group, self.frozen, self.eps = sync_group(norm), not norm.training, norm.eps
         self.bottleneck_frozen = [layer.norm2 is not None and not layer.norm2.training for layer in self.layers]
-        self.growth_rate = self.layers[0].last.out_channels
+        self.growth_rate = self.layers[0].last_conv.out_channels
         self.tensors: list[Tensor] = []
         self.layer_tensors = [self._add(layer.norms, layer.convolutions) for layer in self.layers]
         if consumer is not None:

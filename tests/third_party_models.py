@@ -1,4 +1,4 @@
-"""Small DenseNets as other people build them: from libraries, and as some repositories write their forward."""
+"""Small DenseNets of other libraries, and small models whose forward is written as in other repositories."""
 
 import functools
 from collections import OrderedDict
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import Tensor, nn
 
 from efficient_densenet import CheckpointFunction
@@ -16,8 +17,8 @@ GROWTH, CONFIG, START, CLASSES = 4, (2, 3, 1), 6, 5
 SHAPE = {"growth_rate": GROWTH, "block_config": CONFIG}
 
 
-class Half(nn.Module):
-    """A dense layer whose pieces have names, and whose forward others add."""
+class LayerHalves(nn.Module):
+    """The two halves of a dense layer; subclasses add the forward."""
 
     def __init__(self, channels: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d, **options) -> None:
         super().__init__()
@@ -28,25 +29,25 @@ class Half(nn.Module):
         self.conv2 = nn.Conv2d(width, GROWTH, 3, padding=1, bias=False)
         self.drop_rate, self.efficient = options.get("drop_rate", 0.0), options.get("efficient", False)
 
-    def squeeze(self, *features: Tensor) -> Tensor:
+    def first_half(self, *features: Tensor) -> Tensor:
         return self.conv1(self.relu1(self.norm1(torch.cat(features, 1))))
 
-    def expand(self, made: Tensor) -> Tensor:
-        made = self.conv2(self.relu2(self.norm2(made)))
-        return F.dropout(made, self.drop_rate, self.training) if self.drop_rate > 0 else made
+    def second_half(self, output: Tensor) -> Tensor:
+        output = self.conv2(self.relu2(self.norm2(output)))
+        return F.dropout(output, self.drop_rate, self.training) if self.drop_rate > 0 else output
 
 
-class TakesFeatures(Half):
-    """As in gpleiss/efficient_densenet_pytorch: all features are arguments, and torch's checkpointing is optional."""
+class TakesFeatures(LayerHalves):
+    """As in gpleiss/efficient_densenet_pytorch: all features are arguments, and torch's checkpointing is an option."""
 
     def forward(self, *features: Tensor) -> Tensor:
         if self.efficient and any(each.requires_grad for each in features):
-            return self.expand(torch.utils.checkpoint.checkpoint(self.squeeze, *features, use_reentrant=True))
-        return self.expand(self.squeeze(*features))
+            return self.second_half(torch.utils.checkpoint.checkpoint(self.first_half, *features, use_reentrant=True))
+        return self.second_half(self.first_half(*features))
 
 
-class UpdatesInSecondRun(nn.BatchNorm2d):
-    """As in csrhddlam/pytorch-checkpoint: only the run that needs a gradient is counted."""
+class UpdatesInRecomputation(nn.BatchNorm2d):
+    """As in csrhddlam/pytorch-checkpoint: the statistics are updated only when the input requires a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         momentum = 0.0
@@ -57,14 +58,14 @@ class UpdatesInSecondRun(nn.BatchNorm2d):
         return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, momentum, self.eps)
 
 
-class TakesParameters(Half):
-    """As in csrhddlam/pytorch-checkpoint: the parameters are arguments of a function of its own."""
+class TakesParameters(LayerHalves):
+    """As in csrhddlam/pytorch-checkpoint: the parameters are arguments of an autograd function."""
 
     def forward(self, *features: Tensor) -> Tensor:
         if not (self.efficient and any(each.requires_grad for each in features)):
-            return self.expand(self.squeeze(*features))
+            return self.second_half(self.first_half(*features))
         parameters = *self.norm1.parameters(), *self.conv1.parameters()
-        return self.expand(CheckpointFunction.apply(self.squeeze, len(features), *features, *parameters))
+        return self.second_half(CheckpointFunction.apply(self.first_half, len(features), *features, *parameters))
 
 
 class FeaturesBlock(nn.Module):
@@ -81,7 +82,7 @@ class FeaturesBlock(nn.Module):
 
 
 class NewestFirst(nn.Module):
-    """As in kuangliu/pytorch-cifar: functional ReLUs, and what is new goes before what is old."""
+    """As in kuangliu/pytorch-cifar: functional ReLUs, and the newest features come first."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -90,16 +91,16 @@ class NewestFirst(nn.Module):
         self.conv2 = nn.Conv2d(2 * GROWTH, GROWTH, kernel_size=3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.conv2(F.relu(self.bn2(self.conv1(F.relu(self.bn1(x))))))
-        return torch.cat([made, x], 1)
+        output = self.conv2(F.relu(self.bn2(self.conv1(F.relu(self.bn1(x))))))
+        return torch.cat([output, x], 1)
 
 
 class Tiramisu(nn.Module):
-    """As in networks for segmentation: no bottleneck, layers in a list, joined by the block."""
+    """As in segmentation networks: no bottleneck, layers in a list, and the block concatenates."""
 
-    def __init__(self, channels: int, number: int) -> None:
+    def __init__(self, channels: int, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self._layer(channels + i * GROWTH) for i in range(number))
+        self.layers = nn.ModuleList(self._layer(channels + i * GROWTH) for i in range(num_layers))
 
     @staticmethod
     def _layer(channels: int) -> nn.Module:
@@ -122,15 +123,15 @@ class FunctionalTransition(nn.Module):
 
 
 class Net(nn.Module):
-    """A network of `block(channels, number)`s."""
+    """A network of three dense blocks `block(channels, num_layers)` and their transitions."""
 
     def __init__(self, block: Callable[[int, int], nn.Module], functional: bool = False) -> None:
         super().__init__()
         self.features = nn.Sequential(OrderedDict(conv0=nn.Conv2d(3, START, 3, padding=1, bias=False)))
         channels = START
-        for i, number in enumerate(CONFIG, start=1):
-            self.features.add_module(f"denseblock{i}", block(channels, number))
-            channels += number * GROWTH
+        for i, num_layers in enumerate(CONFIG, start=1):
+            self.features.add_module(f"denseblock{i}", block(channels, num_layers))
+            channels += num_layers * GROWTH
             if i < len(CONFIG):
                 compressed = channels // 2
                 transition = FunctionalTransition if functional else _transition
@@ -154,15 +155,15 @@ def _transition(channels: int, compressed: int) -> nn.Module:
     return nn.Sequential(OrderedDict(modules))
 
 
-def _features_net(layer: type[Half], **options) -> nn.Module:
-    def block(channels: int, number: int) -> nn.Module:
-        return FeaturesBlock([layer(channels + i * GROWTH, **options) for i in range(number)])
+def _features_net(layer: type[LayerHalves], **options) -> nn.Module:
+    def block(channels: int, num_layers: int) -> nn.Module:
+        return FeaturesBlock([layer(channels + i * GROWTH, **options) for i in range(num_layers)])
 
     return Net(block)
 
 
-def _newest_first(channels: int, number: int) -> nn.Module:
-    return nn.Sequential(*(NewestFirst(channels + i * GROWTH) for i in range(number)))
+def _newest_first(channels: int, num_layers: int) -> nn.Module:
+    return nn.Sequential(*(NewestFirst(channels + i * GROWTH) for i in range(num_layers)))
 
 
 def _torchvision(**options) -> nn.Module:
@@ -209,8 +210,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "smp": _smp,
     "gpleiss": functools.partial(_features_net, TakesFeatures, drop_rate=0.2),
     "gpleiss_efficient": functools.partial(_features_net, TakesFeatures, efficient=True),
-    "csrhddlam": functools.partial(_features_net, TakesParameters, norm=UpdatesInSecondRun),
-    "csrhddlam_efficient": functools.partial(_features_net, TakesParameters, norm=UpdatesInSecondRun, efficient=True),
+    "csrhddlam": functools.partial(_features_net, TakesParameters, norm=UpdatesInRecomputation),
+    "csrhddlam_efficient": functools.partial(
+        _features_net, TakesParameters, norm=UpdatesInRecomputation, efficient=True
+    ),
     "kuangliu": functools.partial(Net, _newest_first, functional=True),
     "tiramisu": functools.partial(Net, Tiramisu),
 }
@@ -218,7 +221,7 @@ SIDES = {"monai_1d": (65,), "monai_3d": (17, 19, 18)}
 
 
 def build(name: str) -> nn.Module:
-    """In float64, its norms and biases away from their neutral start."""
+    """The model in float64, with random values in its norms and biases."""
     model = MODELS[name]().double()
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -226,21 +229,44 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def plain_twin(name: str, model: nn.Module) -> nn.Module:
-    """The same model without its library's own saving, so that its norms update once."""
-    twin = MODELS[name]().double()
-    twin.load_state_dict(model.state_dict())
-    for module in twin.modules():
+def plain_reference(name: str, model: nn.Module) -> nn.Module:
+    """A copy of the model without its library's checkpointing, so that its norms update once."""
+    model_copy = MODELS[name]().double()
+    model_copy.load_state_dict(model.state_dict())
+    for module in model_copy.modules():
         for flag in ("memory_efficient", "grad_checkpointing", "efficient"):
             if hasattr(module, flag):
                 setattr(module, flag, False)
-    return twin
+    return model_copy
 
 
-def pictures(name: str, batch: int = 3) -> Tensor:
+def image_batch(name: str, batch: int = 3) -> Tensor:
     return torch.randn(batch, 3, *SIDES.get(name, (66, 70)), dtype=torch.double)
 
 
 def loss_of(output: Tensor | list[Tensor]) -> Tensor:
     outputs = [output] if isinstance(output, Tensor) else output
     return sum((each * torch.linspace(-1, 1, each.numel(), dtype=each.dtype).view_as(each)).sum() for each in outputs)
+
+
+def train(model: nn.Module, x: Tensor, num_steps: int = 3) -> list[Tensor]:
+    """The outputs of some training steps and the last gradient of the input; the last gradients stay on the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    outputs = []
+    for i in range(num_steps):
+        torch.manual_seed(i)
+        optimizer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        output = model(leaf)
+        loss_of(output).backward()
+        outputs += output if isinstance(output, list) else [output]
+        if i < num_steps - 1:
+            optimizer.step()
+    return [output.detach() for output in outputs] + [leaf.grad]
+
+
+def assert_same_training(ours: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    for actual, expected in zip(train(ours, x), train(plain, x), strict=True):
+        assert_close(actual, expected)
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)

@@ -1,0 +1,190 @@
+"""Verify by a numerical trial that a block's own forward computes what its parts say.
+
+The trial runs on a few random pixels, with random values in place of all parameters and buffers, so that the block does
+not change and no weight that happens to be zero or small hides a difference.
+"""
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engines.eligibility import HOOKS
+from ..engines.parts import BlockParts
+from .layers import run_layers
+from .structure import read_block
+
+
+class VerificationError(Exception):
+    """Raised for a block that is not a dense block; the message says in what it differs from one."""
+
+
+Result = list[Any]
+"""What a run produces, in this order: output, grad_input, random states, buffers."""
+Results = list[Result]
+"""The results in evaluation mode and in training mode."""
+Run = Callable[[Callable[[Tensor], Tensor]], Results]
+
+
+@contextmanager
+def trial(block: nn.Module) -> Iterator[Run]:
+    """Prepare `block` for a trial, and yield a function that runs a forward in it on the trial input."""
+    conv = read_block(block).layers[0].conv1
+    if any(isinstance(v, Tensor) and v.requires_grad for module in block.modules() for v in vars(module).values()):
+        raise VerificationError("holds weights that are no parameters, such as those of torch.nn.utils.weight_norm")
+    with _isolated(block), _random_parameters_and_buffers(block):
+        shape = 2, conv.in_channels, *([3] * len(conv.kernel_size))
+        x = torch.randn(shape).to(conv.weight.device, conv.weight.dtype)
+        yield lambda forward: [_run(block, forward, x, training) for training in (False, True)]
+
+
+def matching_channel_order(block_results: Results, run: Run, read: Callable[[bool], BlockParts]) -> bool:
+    """The `newest_first` with which the parts reproduce the block's results; `VerificationError` if neither does."""
+    orders = [order for order in (False, True) if read(order).newest_first == order]
+    results_by_order = [run(partial(_run_parts, read, order)) for order in orders]
+    for order, parts_results in zip(orders, results_by_order, strict=True):
+        if all(map(_agree, parts_results, block_results)):
+            return order
+    raise VerificationError(_describe_difference(block_results, results_by_order[0]))
+
+
+def _run_parts(read: Callable[[bool], BlockParts], newest_first: bool, x: Tensor) -> Tensor:
+    return run_layers(read(newest_first), x)
+
+
+def _run(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, training: bool) -> Result:
+    """Run `forward` and its backward in the given mode, from a fixed seed, and undo all changes of the modules."""
+    before = [(module, dict(vars(module))) for module in block.modules()]
+    for module, _ in before:
+        module.training = training
+        vars(module)["_buffers"] = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
+    torch.manual_seed(0)
+    random.seed(0)
+    x = x.clone().requires_grad_()
+    try:
+        output = forward(x)
+        if not isinstance(output, Tensor):
+            raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
+        states = _random_states(x.device)
+        grad_output = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
+        output.backward(grad_output.view_as(output))
+        return [output.detach(), x.grad, *states, *(b for m, _ in before for b in m._buffers.values())]
+    except VerificationError:
+        raise
+    except Exception as exc:
+        lines = str(exc).strip().splitlines() or [""]
+        raise VerificationError(f"could not be run on a trial input: {type(exc).__name__}: {lines[0]}") from exc
+    finally:
+        for module, values in before:
+            vars(module).clear()
+            vars(module).update(values)
+
+
+def _agree(actual: Result, expected: Result) -> bool:
+    return all(map(_values_agree, actual, expected))
+
+
+def _values_agree(actual: Any, expected: Any) -> bool:
+    """Whether two tensors are equal up to a tolerance relative to the largest value, or two other values are equal."""
+    if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)):
+        return actual is expected or (type(actual) is type(expected) and actual == expected)
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    tolerance = 1e-8 if actual.dtype == torch.float64 else 1e-3
+    if not actual.numel():
+        return True
+    difference = (actual.double() - expected.double()).abs().max()
+    return bool(difference <= tolerance * expected.double().abs().max())
+
+
+def _describe_difference(block_results: Results, parts_results: Results) -> str:
+    actual, expected, mode = next(
+        (actual, expected, mode)
+        for actual, expected, mode in zip(block_results, parts_results, ("evaluation", "training"), strict=True)
+        if not _agree(actual, expected)
+    )
+    if actual[0].shape != expected[0].shape:
+        shape, dense_shape = tuple(actual[0].shape[1:]), tuple(expected[0].shape[1:])
+        return f"returns {shape} for a trial input, where a dense block with these layers returns {dense_shape}"
+    what = "values" if not _agree(actual[:2], expected[:2]) else "random numbers or running statistics"
+    return (
+        f"has other {what} in {mode} mode than the dense block that its layers suggest: norm, activation, convolution "
+        "(and dropout) on a growing concatenation"
+    )
+
+
+@contextmanager
+def _isolated(block: nn.Module) -> Iterator[None]:
+    """Disable hooks, warnings and autocast, and enable autograd; restore hooks, modes and random states afterwards."""
+    modules = list(block.modules())
+    before = [{name: vars(module)[name] for name in (*HOOKS, "training")} for module in modules]
+    devices = {parameter.device for parameter in block.parameters() if parameter.device.type == "cuda"}
+    state = random.getstate()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for device in {"cpu", *(device.type for device in devices)}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            for module in modules:
+                vars(module).update({name: {} for name in HOOKS})
+            yield
+        finally:
+            random.setstate(state)
+            for module, values in zip(modules, before, strict=True):
+                vars(module).update(values)
+
+
+@contextmanager
+def _random_parameters_and_buffers(block: nn.Module) -> Iterator[None]:
+    """Replace the parameters and buffers of all modules by random tensors, shared where the originals are shared."""
+    torch.manual_seed(0)
+    replacements: dict[int, Tensor] = {}
+    before = [(module, module._parameters, module._buffers) for module in block.modules()]
+
+    def replacement(tensor: Tensor | None, positive: bool) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in replacements:
+            replacements[id(tensor)] = _random_like(tensor, positive)
+        return replacements[id(tensor)]
+
+    try:
+        for module, parameters, buffers in before:
+            vars(module)["_parameters"] = {name: replacement(value, False) for name, value in parameters.items()}
+            vars(module)["_buffers"] = {name: replacement(value, True) for name, value in buffers.items()}
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            vars(module).update(_parameters=parameters, _buffers=buffers)
+
+
+def _random_like(tensor: Tensor, positive: bool) -> Tensor:
+    """Random values in the shape of `tensor`, and zeros for integers.
+
+    Buffers are positive, as variances are. Vectors are so large that a clipped activation after a norm shows.
+    """
+    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    values = torch.randn(tensor.shape).to(device, _trial_dtype(device))
+    if positive:
+        return values.abs() + 0.5
+    return values * 4 if tensor.dim() < 2 else values / (8 * tensor[0].numel() ** 0.5)
+
+
+def _trial_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _random_states(device: torch.device) -> list[Any]:
+    states = [torch.get_rng_state(), random.getstate()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states

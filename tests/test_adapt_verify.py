@@ -1,0 +1,249 @@
+"""Which modules are recognized as dense blocks, how they are verified, and what the report says about the others."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from third_party_models import (
+    GROWTH,
+    START,
+    FeaturesBlock,
+    TakesFeatures,
+    assert_same_training,
+    build,
+    image_batch,
+    plain_reference,
+)
+from torch import Tensor, nn
+
+from efficient_densenet import make_efficient, register_block, restore
+from efficient_densenet.adapt import BlockParts, LayerParts
+from efficient_densenet.engines import dispatch as engines
+
+
+def test_a_block_altered_after_conversion():
+    """The altered layers run, and another call reports them."""
+    model = build("torchvision_efficient")
+    plain = plain_reference("torchvision_efficient", model)
+    make_efficient(model)
+    for each in (model, plain):
+        layer = each.features.denseblock2.denselayer1
+        layer.conv2 = nn.Sequential(layer.conv2, nn.Tanh())
+        del each.features.denseblock1.denselayer2
+        each.features.transition1 = nn.Sequential(nn.Conv2d(START + GROWTH, 7, 1), nn.AvgPool2d(2)).double()
+    plain.features.transition1.load_state_dict(model.features.transition1.state_dict())
+    report = make_efficient(model)
+    assert [(change.layers, change.engine[:17]) for change in report.changed] == [
+        (1, "shared"),
+        (3, "checkpoint (found"),
+        (1, "shared"),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same_training(model, plain, image_batch("torchvision_efficient"))
+    restore(model)
+    assert list(map(type, model.modules())) == list(map(type, plain.modules()))
+
+
+def test_nothing_to_convert():
+    models = pytest.importorskip("torchvision.models")
+    model = models.resnet18()
+    classes = list(map(type, model.modules()))
+    report = make_efficient(model)
+    assert not report
+    assert str(report) == "nothing to convert: found no dense block"
+    assert list(map(type, model.modules())) == classes
+    assert restore(model) is model
+
+
+class _AlmostDense(nn.Module):
+    """A block whose layers are those of a dense block, and whose forward differs from a dense block's."""
+
+    def __init__(self, difference: str) -> None:
+        super().__init__()
+        self.difference = difference
+        for i in range(3):
+            self.add_module(f"layer{i}", TakesFeatures(START + i * GROWTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.children():
+            output = layer(*(reversed(features) if self.difference == "order" and len(features) == 2 else features))
+            if self.difference == "scaled":
+                output = output * 0.9
+            elif self.difference == "detached":
+                features[-1] = features[-1].detach() if len(features) == 3 else features[-1]
+            elif self.difference == "stochastic depth" and self.training:
+                output = output * float(torch.rand(()) > 0.01)
+            features.append(output)
+        if self.difference == "two outputs":
+            return features[0], torch.cat(features, 1)
+        if self.difference == "fails":
+            raise RuntimeError("no\nmore")
+        return torch.cat(features[1:] if self.difference == "without the input" else features, 1)
+
+
+REASONS = {
+    "scaled": "has other values in evaluation mode",
+    "order": "has other values in evaluation mode",
+    "detached": "has other values in evaluation mode",
+    "stochastic depth": "has other random numbers or running statistics in training mode",
+    "two outputs": "returns a tuple, where a dense block returns a tensor",
+    "without the input": r"returns \(12, 3, 3\) for a trial input, where a dense block .* returns \(18, 3, 3\)",
+    "fails": "could not be run on a trial input: RuntimeError: no$",
+}
+
+
+@pytest.mark.parametrize("difference", REASONS)
+def test_a_block_that_computes_something_else_is_unchanged_and_reported(difference):
+    model = nn.Sequential(nn.Conv2d(3, START, 1), _AlmostDense(difference))
+    good = FeaturesBlock([TakesFeatures(START)])
+    model.add_module("good", good)
+    random = torch.get_rng_state()
+    state, classes = copy.deepcopy(model.state_dict()), list(map(type, model[1].modules()))
+    report = make_efficient(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [change.name for change in report.changed] == ["good"]
+    assert list(report.unchanged) == ["1"]
+    with pytest.raises(AssertionError, match=REASONS[difference]):
+        raise AssertionError(report.unchanged["1"])
+    assert "not changed\n  1: " in str(report)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert list(map(type, model[1].modules())) == classes
+    assert all(module.training for module in model.modules())
+
+
+class _WithReLU6(TakesFeatures):
+    """A layer that has ReLU modules, but calls another activation."""
+
+    def second_half(self, output: Tensor) -> Tensor:
+        return self.conv2(F.relu6(self.norm2(output)))
+
+
+def test_an_activation_that_differs_for_large_values_only_is_detected():
+    report = make_efficient(FeaturesBlock([_WithReLU6(START), _WithReLU6(START + GROWTH)]))
+    assert not report
+    assert report.unchanged[""].startswith("has other values in evaluation mode")
+    assert str(report).startswith("nothing was changed\nnot changed\n  the model: ")
+
+
+def test_a_layer_of_other_modules_is_reported_with_their_classes():
+    block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
+    block.denselayer2.extra = nn.PReLU()
+    report = make_efficient(block)
+    assert "BatchNorm2d, ReLU, Conv2d, BatchNorm2d, ReLU, Conv2d, PReLU" in report.unchanged[""]
+    block.denselayer2.extra = nn.Identity()
+    block.forward = block.forward
+    assert make_efficient(block).unchanged[""] == "found a forward that is compiled or was set on the instance"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_computed_weights():
+    block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)]).double()
+    torch.nn.utils.parametrizations.spectral_norm(block.denselayer1.conv1)
+    state = copy.deepcopy(block.state_dict())
+    assert make_efficient(block).changed[0].engine.startswith("checkpoint (found a parametrization")
+    assert all(torch.equal(value, state[key]) for key, value in block.state_dict().items())
+    old = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
+    torch.nn.utils.weight_norm(old.denselayer2.conv2)
+    assert make_efficient(old).unchanged[""].startswith("holds weights that are no parameters")
+    assert all(parameter.grad is None for parameter in old.parameters())
+
+
+def _other_norm(channels: int) -> nn.Module:
+    return nn.GroupNorm(2, channels)
+
+
+@pytest.mark.parametrize("norm", [_other_norm, nn.InstanceNorm2d, nn.SyncBatchNorm])
+def test_other_norms_run_through_the_checkpoint_engine(norm):
+    block = FeaturesBlock([TakesFeatures(START, norm), TakesFeatures(START + GROWTH, norm)]).double()
+    plain = copy.deepcopy(block)
+    report = make_efficient(block)
+    if norm is nn.SyncBatchNorm:  # in training it runs on accelerators only
+        block.eval(), plain.eval()
+    name = type(plain.denselayer1.norm1).__name__
+    assert report.changed[0].engine.startswith(f"checkpoint (found a {name} inside a layer")
+    engines._warned.clear()
+    x = torch.randn(3, START, 6, 5, dtype=torch.double)
+    with pytest.warns(UserWarning, match=f"to 'checkpoint': found a {name}"):
+        assert_same_training(block, plain, x)
+
+
+def test_another_activation_runs_through_the_checkpoint_engine():
+    model = pytest.importorskip("monai.networks.nets").DenseNet(
+        2, 3, 5, init_features=START, growth_rate=GROWTH, block_config=(2, 1), act="prelu"
+    )
+    plain = copy.deepcopy(model.double())
+    report = make_efficient(model)
+    assert report.changed[0].engine.startswith("checkpoint (found a PReLU inside a layer")
+    assert not report.joined
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same_training(model, plain, image_batch("monai"))
+
+
+class _CustomBlock(nn.Module):
+    """A block whose structure shows no layers: one module holds all norms, and another all convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(START + i * GROWTH) for i in range(3))
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(START + i * GROWTH, GROWTH, 3, padding=1, bias=False) for i in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, conv in zip(self.norms, self.convolutions, strict=True):
+            x = torch.cat([x, conv(F.relu(norm(x)))], 1)
+        return x
+
+
+def _custom_parts(block: _CustomBlock) -> BlockParts:
+    pairs = zip(block.norms, block.convolutions, strict=True)
+    return BlockParts(tuple(LayerParts(norm, norm, conv) for norm, conv in pairs))
+
+
+def test_a_custom_block_with_a_registered_reader():
+    assert not make_efficient(_CustomBlock())
+    register_block(_CustomBlock, _custom_parts)
+    block = _CustomBlock().double()
+    plain = copy.deepcopy(block)
+    report = make_efficient(nn.Sequential(block))
+    assert [change.engine for change in report.changed] == ["shared"]
+    assert_same_training(pickle.loads(pickle.dumps(block)), plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+    restore(block)
+    assert type(block) is _CustomBlock
+
+
+class _MisreadBlock(_CustomBlock):
+    """A block for which the registered reader is wrong."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def test_a_registered_reader_is_verified_by_a_trial():
+    register_block(_CustomBlock, _custom_parts)
+    report = make_efficient(_MisreadBlock())
+    assert not report
+    assert report.unchanged[""].startswith("has other values")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_conversion_inside_gradient_and_autocast_modes(mode):
+    model = build("gpleiss_efficient")
+    plain = plain_reference("gpleiss_efficient", model)
+    with mode():
+        assert len(make_efficient(model)) == 3
+    assert_same_training(model, plain, image_batch("gpleiss_efficient"))
+
+
+def test_a_model_on_the_meta_device_is_verified_on_the_cpu():
+    densenet = pytest.importorskip("torchvision.models.densenet")
+    with torch.device("meta"):
+        model = densenet.DenseNet(4, (2, 1), 6)
+    assert len(make_efficient(model)) == 2
+    assert all(parameter.is_meta for parameter in model.parameters())
