@@ -207,6 +207,8 @@ def check_demo(script: str, words: list[str], folder: Path, monkeypatch: pytest.
 def check_benchmark(script: str, words: list[str], folder: Path, monkeypatch) -> None:
     if "--help" in words:
         return
+    known = set(inspect.signature(BENCHMARKS[script]).parameters)
+    assert {word[2:].partition("=")[0] for word in words if word.startswith("--")} <= known, (script, words)
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             given, named = benchmark_options.read(BENCHMARKS[script], words)
