@@ -1,9 +1,12 @@
-"""What importing costs, and what it does not need."""
+"""What importing costs and what it does not need; the package as a wheel, alone."""
 
+import configparser
+import os
 import re
+import shutil
 import subprocess
 import sys
-from importlib.metadata import version
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,16 +15,32 @@ from test_zoo import MILLIONS
 import efficient_densenet
 from efficient_densenet._extras import need
 
+ROOT = Path(__file__).parents[1]
+OPTIONAL = [
+    "torchvision",
+    "fire",
+    "tqdm",
+    "matplotlib",
+    "PIL",
+    "timm",
+    "monai",
+    "numba",
+    "triton",
+    "scipy",
+    "safetensors",
+]
+"""What parts of the package use where it is installed."""
 
-def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+
+def _python(code: str, *options: str, **where) -> str:
+    command = [sys.executable, "-W", "error", *options, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **where)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_core_imports_with_torch_alone():
-    blocked = ["torchvision", "fire", "tqdm", "matplotlib", "numpy_extras", "PIL", "timm", "monai"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import efficient_densenet as e; e.densenet121()"
+    code = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL})); import efficient_densenet as e; e.densenet121()"
     _python(code)
 
 
@@ -39,6 +58,72 @@ print(*(m for m in set(sys.modules) - before if m.startswith(('torch._dynamo', '
     assert _python(code).split() == []
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy of the sources, without a network or an environment of its own."""
+    copy = tmp_path_factory.mktemp("sources")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    shutil.copytree(ROOT / "efficient_densenet", copy / "efficient_densenet", ignore=ignored)
+    shutil.copytree(ROOT / "tests", copy / "tests", ignore=ignored)
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    built = tmp_path_factory.mktemp("wheel")
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(built)!r})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = built.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_the_package_and_its_data_alone(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    inside = {name for name in names if ".dist-info/" not in name}
+    sources = (path for path in (ROOT / "efficient_densenet").rglob("*") if path.is_file())
+    expected = {str(path.relative_to(ROOT)) for path in sources if "__pycache__" not in path.parts}
+    assert inside == expected
+    data = {"efficient_densenet/py.typed", "efficient_densenet/training/digits.csv.gz"}
+    assert data | {"efficient_densenet/training/digits_source.txt"} <= inside
+    assert any(name.endswith("LICENSE") for name in names)
+    required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
+    assert [each for each in required if "extra ==" not in each] == ["torch>=2.6"]
+    assert f"\nVersion: {efficient_densenet.__version__}\n" in metadata
+
+
+def test_the_wheel_alone_trains(wheel, tmp_path):
+    """From a directory of its own; it imports torch and the standard library, nothing else."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = f"""
+import builtins, sys
+sys.modules.update(dict.fromkeys({OPTIONAL}))
+import_module, imported = builtins.__import__, set()
+
+def watched(name, globals=None, locals=None, fromlist=(), level=0):
+    if level == 0 and (globals or {{}}).get("__name__", "").startswith("efficient_densenet"):
+        imported.add(name.split(".")[0])
+    return import_module(name, globals, locals, fromlist, level)
+
+builtins.__import__ = watched
+import torch
+import efficient_densenet
+from efficient_densenet.training.data.digits import load_digits
+assert efficient_densenet.__file__.startswith({str(tmp_path)!r}), efficient_densenet.__file__
+model = efficient_densenet.densenet121(num_classes=10)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.nn.functional.cross_entropy(model(torch.randn(2, 3, 32, 32)), torch.tensor([3, 7])).backward()
+optimizer.step()
+assert all(p.grad is not None for p in model.parameters())
+assert model.features.norm5.num_batches_tracked == 1
+assert len(load_digits()) == 1797
+print(*(imported - set(sys.stdlib_module_names)))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    assert _python(code, cwd=tmp_path, env=environment | {"PYTHONPATH": str(tmp_path)}).split() == ["torch"]
+
+
 def test_a_missing_extra_names_its_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "no_such_package", None)
     monkeypatch.delitem(sys.modules, "no_such_package")
@@ -47,9 +132,19 @@ def test_a_missing_extra_names_its_install_command(monkeypatch):
     assert need("json", extra="demos").__name__ == "json"
 
 
-def test_version_and_types():
-    assert efficient_densenet.__version__ == version("efficient_densenet")
-    assert (Path(efficient_densenet.__file__).parent / "py.typed").exists()
+def test_the_citation_and_the_licence_name_the_same_authors_and_version():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    author, citation = setup["metadata"]["author"], (ROOT / "CITATION.cff").read_text()
+    assert f"- name: {author}\n" in citation
+    assert author in (ROOT / "LICENSE").read_text()
+    assert f"\nversion: {efficient_densenet.__version__}\n" in citation
+
+
+def test_hooks_need_no_network():
+    text = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert re.findall(r"repo: (\S+)", text) == ["local"]
+    assert set(re.findall(r"language: (\S+)", text)) == {"system"}
 
 
 def test_every_public_name_is_there_and_in_order():
@@ -58,12 +153,12 @@ def test_every_public_name_is_there_and_in_order():
 
 
 def test_pyproject_holds_the_build_system_only():
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text()
     assert re.findall(r"^\[(.*)\]", text, re.MULTILINE) == ["build-system"]
 
 
-def test_the_readme_lists_the_zoo_with_its_sizes():
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+def test_the_zoo_s_table_lists_every_model_with_its_size():
+    text = (ROOT / "docs" / "backbones-and-weights.md").read_text()
     rows = re.findall(r"^\| (densenet\w+) \| ([\d.]+) \|", text, re.MULTILINE)
     assert [name for name, _ in rows] == efficient_densenet.list_models()
     assert all(f"{MILLIONS[name]:.3f}" == size for name, size in rows)
