@@ -1,4 +1,4 @@
-"""What a directory of pictures holds, what is wrong with it, and how batches are made."""
+"""What a directory of images holds, what is wrong with it, and how batches are made."""
 
 import contextlib
 import errno
@@ -27,9 +27,9 @@ import torch
 from PIL import Image
 from samples import CIFAR10_CLASSES, demo, demo_process, refused, write_cifar10, write_cifar100, write_folder
 
-from efficient_densenet.training.data import Pictures, Streamed, digits, load
+from efficient_densenet.training.data import Images, StreamedImages, digits, load
 from efficient_densenet.training.data import prefetch as ahead
-from efficient_densenet.training.data.augment import Preparation, generator_for, preparation_for
+from efficient_densenet.training.data.augment import Transform, generator_for, transform_for
 from efficient_densenet.training.data.decode import decode
 
 
@@ -122,7 +122,7 @@ def test_svhn_through_torchvision(tmp_path, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_image_folder_of_any_sizes(tmp_path, stream):
     source = load(str(write_folder(tmp_path)), image_size=24, stream=stream).with_validation(4)
-    assert isinstance(source.train, Streamed if stream else Pictures)
+    assert isinstance(source.train, StreamedImages if stream else Images)
     assert source.classes == ("cat", "dog")
     assert [len(source.train), len(source.valid), len(source.test)] == [20, 4, 24]
     order = torch.tensor([23, 0, 5])
@@ -155,18 +155,18 @@ def test_the_folders_val_is_the_test_set_unless_there_is_one(tmp_path):
 
 def _empty_class(place: Path) -> str:
     (place / "train" / "bird").mkdir()
-    return "train/bird holds no pictures: put some there, or remove the class"
+    return "train/bird contains no images: put some there, or remove the class"
 
 
 def _truncated(place: Path) -> str:
     path = place / "train" / "cat" / "0.jpg"
     path.write_bytes(path.read_bytes()[:200])
-    return "train/cat/0.jpg is not a picture that can be decoded"
+    return "train/cat/0.jpg is not an image that can be decoded"
 
 
 def _no_picture(place: Path) -> str:
     (place / "test" / "dog" / "1.png").write_text("no picture")
-    return "test/dog/1.png is not a picture that can be decoded (it cannot be identified): replace it or remove it"
+    return "test/dog/1.png is not an image that can be decoded (it cannot be identified): replace it or remove it"
 
 
 def _unknown_class(place: Path) -> str:
@@ -215,7 +215,7 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path, kind):
 def test_pixels_without_a_known_white_are_refused(tmp_path, mode):
     path = tmp_path / "picture.tif"
     Image.new(mode, (9, 9)).save(path)
-    with pytest.raises(ValueError, match=f"its pixels are of mode {mode}, whose white is not known"):
+    with pytest.raises(ValueError, match=f"its pixels are of mode {mode}, whose white level is not known"):
         decode(path, 8)
 
 
@@ -248,7 +248,7 @@ def _other_shape(place: Path) -> str:
     (place / "test_batch").write_bytes(
         pickle.dumps({"data": torch.zeros(2, 5).byte().numpy(), "labels": [0, 1]}, protocol=2)
     )
-    return "test_batch is damaged (pictures of uint8 (2, 5) with 2 labels)"
+    return "test_batch is damaged (images of uint8 (2, 5) with 2 labels)"
 
 
 def _other_labels(place: Path) -> str:
@@ -265,7 +265,7 @@ class _Runs:
 
 def _hostile(place: Path) -> str:
     (place / "data_batch_1").write_bytes(pickle.dumps(_Runs()))
-    return "it asks for builtins.print, which no batch of pictures needs"
+    return "it asks for builtins.print, which no batch of images needs"
 
 
 @pytest.mark.parametrize("harm", [_missing, _cut, _other_shape, _other_labels, _hostile])
@@ -285,7 +285,7 @@ def test_a_bad_picture_ends_the_command_with_a_sentence(tmp_path):
 
 def test_something_else_than_pictures_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("no pictures")
-    with pytest.raises(ValueError, match=r"holds notes.txt, but a directory of pictures needs"):
+    with pytest.raises(ValueError, match=r"contains notes.txt, but a directory of images needs"):
         load(str(tmp_path))
     with pytest.raises(ValueError, match=r"notes.txt is a file, but --data needs a directory"):
         load(str(tmp_path / "notes.txt"))
@@ -360,8 +360,8 @@ def _padded(images: torch.Tensor, distance: int) -> torch.Tensor:
 
 def test_crops_and_mirrors_are_of_each_picture_on_its_own():
     images = torch.randint(256, (64, 2, 8, 8), dtype=torch.uint8)
-    preparation = Preparation((0.0,) * 2, (1.0,) * 2, distance=2, mirror=True)
-    moved = preparation.vary(images, preparation.draw(64, generator_for(0)))
+    transform = Transform((0.0,) * 2, (1.0,) * 2, distance=2, mirror=True)
+    moved = transform.augment(images, transform.sample_params(64, generator_for(0)))
     seen = set()
     for picture, before in zip(moved, _padded(images, 2), strict=True):
         places = [(r, c, m) for r in range(5) for c in range(5) for m in (False, True)]
@@ -370,35 +370,35 @@ def test_crops_and_mirrors_are_of_each_picture_on_its_own():
         assert len(found) == 1
         seen.update(found)
     assert len(seen) > 25
-    assert {mirrored for _, _, mirrored in seen} == {False, True}
+    assert {flips for _, _, flips in seen} == {False, True}
 
 
 def test_a_share_of_a_draw_varies_its_pictures_as_the_whole_does():
     images = torch.randint(256, (10, 3, 8, 8), dtype=torch.uint8)
-    preparation = Preparation((0.0,) * 3, (1.0,) * 3, distance=1, mirror=True)
-    draw = preparation.draw(10, generator_for(3, 1))
+    transform = Transform((0.0,) * 3, (1.0,) * 3, distance=1, mirror=True)
+    sample_params = transform.sample_params(10, generator_for(3, 1))
     part = slice(4, 9)
-    assert torch.equal(preparation.vary(images[part], draw[part]), preparation.vary(images, draw)[part])
+    assert torch.equal(
+        transform.augment(images[part], sample_params[part]), transform.augment(images, sample_params)[part]
+    )
 
 
 def test_normalised_pictures_have_mean_zero_and_spread_one():
-    pictures = Pictures(torch.randint(30, 90, (50, 3, 8, 8), dtype=torch.uint8), torch.zeros(50, dtype=torch.long))
-    values = (
-        preparation_for(pictures, mirror=False).normalise(pictures.images, torch.float64).transpose(0, 1).flatten(1)
-    )
+    pictures = Images(torch.randint(30, 90, (50, 3, 8, 8), dtype=torch.uint8), torch.zeros(50, dtype=torch.long))
+    values = transform_for(pictures, mirror=False).normalize(pictures.images, torch.float64).transpose(0, 1).flatten(1)
     assert values.mean(1).abs().max() < 1e-12
     assert (values.std(1) - 1).abs().max() < 1e-3
-    flat = Pictures(torch.full((2, 1, 8, 8), 7, dtype=torch.uint8), torch.zeros(2, dtype=torch.long))
-    assert preparation_for(flat, mirror=False).normalise(flat.images).abs().max() == 0
+    flat = Images(torch.full((2, 1, 8, 8), 7, dtype=torch.uint8), torch.zeros(2, dtype=torch.long))
+    assert transform_for(flat, mirror=False).normalize(flat.images).abs().max() == 0
 
 
 def test_augmenting_50000_pictures_takes_under_three_seconds():
     images = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8)
-    pictures = Pictures(images, torch.zeros(50_000, dtype=torch.long))
-    preparation = Preparation((127.0,) * 3, (64.0,) * 3, distance=4, mirror=True)
+    pictures = Images(images, torch.zeros(50_000, dtype=torch.long))
+    transform = Transform((127.0,) * 3, (64.0,) * 3, distance=4, mirror=True)
     started = time.perf_counter()
     for number, (batch, _) in enumerate(pictures.fetch(torch.randperm(50_000).split(64))):
-        preparation.normalise(preparation.vary(batch, preparation.draw(len(batch), generator_for(0, number))))
+        transform.normalize(transform.augment(batch, transform.sample_params(len(batch), generator_for(0, number))))
     assert time.perf_counter() - started < 3
 
 
@@ -410,14 +410,14 @@ def test_a_process_that_the_system_ends_is_told_in_a_sentence(tmp_path, number):
     next(batches)
     for each in multiprocessing.active_children():
         each.kill()
-    with pytest.raises(ChildProcessError, match="a process that decodes pictures was ended"):
+    with pytest.raises(ChildProcessError, match="a process that decodes images was killed"):
         list(batches)
 
 
 def test_too_little_shared_memory_is_told_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "share_memory_", _no_space)
     batches = load(str(write_folder(tmp_path)), stream=True).train.fetch(torch.arange(24).split(24))
-    with pytest.raises(MemoryError, match="too little shared memory for 0 MiB of pictures"):
+    with pytest.raises(MemoryError, match="too little shared memory for 0 MiB of prefetched images"):
         next(batches)
 
 
@@ -426,11 +426,11 @@ def _no_space(tensor):
 
 
 def test_what_was_asked_for_is_not_decoded_once_it_is_over(tmp_path):
-    room, over = torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.bool)
-    task = [tmp_path / "absent.png"], room, over, 0, [0, 0]
+    buffers, stopped = torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.bool)
+    task = [tmp_path / "absent.png"], buffers, stopped, 0, [0, 0]
     with pytest.raises(ValueError, match=r"absent.png is not a picture"):
         ahead._fill(*task)
-    batches = ahead._filled_by_processes(1, ([write_folder(tmp_path)], room, over), iter([]))
+    batches = ahead._filled_by_processes(1, ([write_folder(tmp_path)], buffers, stopped), iter([]))
     assert list(batches) == []
     assert ahead._fill(*task) == (0, 2)
 
@@ -494,7 +494,7 @@ def test_a_directory_that_may_not_be_read(tmp_path, monkeypatch):
     (tmp_path / "train" / "dog").mkdir()
     usual = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda path: _may_not(path) if path.name == "dog" else usual(path))
-    with pytest.raises(PermissionError, match="train/dog may not be read: change its permissions"):
+    with pytest.raises(PermissionError, match="train/dog cannot be read: change its permissions"):
         load(str(tmp_path))
 
 

@@ -54,10 +54,10 @@ DIGITS = ROOT / "checkpoints" / "digits"
         (["--resume", "--overwrite"], "found --resume and --overwrite"),
         (["--resume", "maybe"], "resume is 'maybe', but must be True or False"),
         (["--save"], "save is True, but needs a value"),
-        (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 pictures to train on"),
+        (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 images to train on"),
         (["--evaluate", "nowhere"], "nowhere does not exist"),
         (["--sync_bn"], "found --sync_bn, but this is the only process: start several with torchrun"),
-        (["--resume"], "found --resume, but checkpoints/digits_densenet_bc_22_12 holds no run to go on with"),
+        (["--resume"], "found --resume, but checkpoints/digits_densenet_bc_22_12 contains no run to resume"),
         (["--device", "meta"], "device is 'meta', but cannot be used here"),
         (["--mirror", "3"], "mirror is 3, but must be True or False"),
         (["--stream", "maybe"], "stream is 'maybe', but must be True or False"),
@@ -76,7 +76,7 @@ def test_names_stay_as_they_were_typed(name, tmp_path):
     refused(demo("cp_demo.py", "--save", name, "--overwrite", cwd=tmp_path), f"{name} is a file, but a run needs")
     refused(demo("cp_demo.py", "--data", name, cwd=tmp_path), f"{name} is a file, but --data needs a directory")
     refused(demo("cp_demo.py", "--evaluate", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
-    refused(demo("predict.py", name, "--model", str(DIGITS), cwd=tmp_path), f"{name} is not a picture that can")
+    refused(demo("predict.py", name, "--model", str(DIGITS), cwd=tmp_path), f"{name} is not an image that can")
     refused(demo("predict.py", name, "--model", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
 
 
@@ -102,7 +102,7 @@ def test_a_step_of_one_picture_without_a_variance_ends_in_a_sentence(engine, tmp
     write_folder(tmp_path / "own", each=5)
     words = ["--data", "own", "--image_size", "4", "--batch_size", "1", "--engine", engine, "--device", "cpu"]
     done = demo("cp_demo.py", *TINY, *words, "--n_epochs", "1", "--save", "run", cwd=tmp_path)
-    refused(done, "found one picture at once, which leaves a batch norm a single value per channel")
+    refused(done, "found a batch of one image, which leaves a batch norm a single value per channel")
 
 
 def test_a_compiler_that_fails_is_told_in_a_sentence(tmp_path, monkeypatch):
@@ -172,9 +172,9 @@ def test_help_and_mistakes_of_the_tour(tmp_path):
 def test_predict_names_what_is_wrong(tmp_path):
     (tmp_path / "a.png").write_text("no picture")
     model = ("--model", str(DIGITS))
-    refused(demo("predict.py", *model, cwd=tmp_path), "found no picture to classify")
+    refused(demo("predict.py", *model, cwd=tmp_path), "found no image to classify")
     refused(demo("predict.py", "b.png", *model, cwd=tmp_path), "b.png is not a file")
-    refused(demo("predict.py", "a.png", *model, cwd=tmp_path), "a.png is not a picture that can be decoded")
+    refused(demo("predict.py", "a.png", *model, cwd=tmp_path), "a.png is not an image that can be decoded")
     refused(demo("predict.py", "a.png", "--modle", "x", cwd=tmp_path), "unknown option --modle: did you mean --model?")
     refused(demo("predict.py", "a.png", "--model", "nowhere", cwd=tmp_path), "nowhere does not exist")
 

@@ -88,11 +88,11 @@ def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, 
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
     assert f"stopped by {number.name} in epoch 1" in printed
-    assert "go on with --resume and --save run" in printed
+    assert "continue with --resume and --save run" in printed
     assert "Traceback" not in errors
     again = demo("cp_demo.py", *RUN, cwd=tmp_path)
-    refused(again, "run holds a run that stopped in epoch 1 of 2")
-    assert "give --resume to go on with it, --overwrite to start over" in again.stderr
+    refused(again, "run contains a run that stopped in epoch 1 of 2")
+    assert "give --resume to resume it, --overwrite to start over" in again.stderr
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     same_run(tmp_path / "run", finished / "run")
@@ -124,7 +124,7 @@ def test_a_signal_to_all_processes_saves_too_though_it_ends_those_that_decode(tm
 def test_a_finished_run_is_neither_overwritten_nor_trained_on(finished, tmp_path):
     folder = _copy(finished, tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    refused(demo("cp_demo.py", *RUN, cwd=tmp_path), "run holds a finished run of 2 epochs: give --resume")
+    refused(demo("cp_demo.py", *RUN, cwd=tmp_path), "run contains a finished run of 2 epochs: give --resume")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     done = demo("cp_demo.py", *RUN, "--resume", cwd=tmp_path)
     assert "test error" in done.stdout, done.stderr
@@ -145,12 +145,12 @@ def test_overwrite_starts_over(finished, tmp_path):
 def _truncate(folder: Path) -> str:
     path = folder / "last.pt"
     path.write_bytes(path.read_bytes()[:5000])
-    return "run/last.pt is truncated, damaged or not of tensors only"
+    return "run/last.pt is truncated, damaged or contains more than tensors and plain data"
 
 
 def _foreign(folder: Path) -> str:
     torch.save({"state_dict": {"a": torch.ones(1)}}, folder / "last.pt")
-    return "run/last.pt is no state of a run of these demos, and was left as it is"
+    return "run/last.pt is not the state of a run of these demos, and was left unchanged"
 
 
 class _Runs:
@@ -160,7 +160,7 @@ class _Runs:
 
 def _hostile(folder: Path) -> str:
     torch.save(_Runs(), folder / "last.pt")
-    return "run/last.pt is truncated, damaged or not of tensors only"
+    return "run/last.pt is truncated, damaged or contains more than tensors and plain data"
 
 
 def _missing(folder: Path) -> str:
@@ -189,13 +189,13 @@ def test_a_bad_checkpoint_is_refused_by_name_and_nothing_is_overwritten(harm, fi
 def test_resume_with_other_numbers_is_refused(finished, tmp_path):
     _copy(finished, tmp_path)
     done = demo("cp_demo.py", "--save", "run", "--resume", "--lr", "0.2", cwd=tmp_path)
-    refused(done, "lr is 0.2, but the run was begun with 0.1: leave it out to go on")
+    refused(done, "lr is 0.2, but the run was started with 0.1: leave it out to resume")
 
 
 @pytest.mark.parametrize("mirror", [True, False])
 def test_mirroring_is_as_asked_for(mirror, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(Trainer, "step", lambda trainer, *_: seen.append(trainer.preparation.mirror) or [1.0, 0.0, 1.0])
+    monkeypatch.setattr(Trainer, "step", lambda trainer, *_: seen.append(trainer.transform.horizontal_flip) or [1.0, 0.0, 1.0])
     write_folder(tmp_path / "own", each=5)
     data = [] if mirror else ["--data", "own"]  # the other way round by default
     done = demo("cp_demo.py", *RUN, *data, "--n_epochs", "1", "--mirror", str(mirror), cwd=tmp_path)
@@ -217,8 +217,8 @@ def test_a_run_of_an_earlier_version_is_gone_on_with(finished, tmp_path):
 def test_resume_where_nothing_was_begun_begins(tmp_path):
     done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "nothing to go on with in run: beginning" in done.stdout
-    assert "going on" not in done.stdout
+    assert "nothing to resume in run: starting" in done.stdout
+    assert "resuming" not in done.stdout
     assert len(read_rows(tmp_path / "run")) == 1
 
 
@@ -242,7 +242,7 @@ def test_a_disk_that_takes_no_more_is_reported_and_the_old_checkpoint_kept(tmp_p
     process.communicate()
     before = (tmp_path / "run" / "last.pt").read_bytes()
     done = _limited(["--save", "run", "--resume"], tmp_path, most=len(before) // 2)
-    refused(done, "run/last.pt could not be written (File too large): what it held before is kept")
+    refused(done, "run/last.pt could not be written (File too large): its previous content is kept")
     assert (tmp_path / "run" / "last.pt").read_bytes() == before
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []
 
@@ -278,7 +278,7 @@ def test_out_of_memory_is_told_with_what_would_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**20)
     words = [*RUN, "--batch_size", "100", "--efficient", "False", "--device", "cpu"]
     done = demo("cp_demo.py", *words, cwd=tmp_path)
-    refused(done, "out of memory in a step of 100 pictures with engine plain: tensors had reached 7.0 MiB of 8.0 MiB;")
+    refused(done, "out of memory in a step of 100 images with engine plain: tensors had reached 7.0 MiB of 8.0 MiB;")
     assert re.search(r"--micro_batch_size \d+ would fit, with about [\d.]+ MiB", done.stderr), done.stderr
     assert "last.pt" in [path.name for path in (tmp_path / "run").iterdir()]
 
@@ -358,7 +358,7 @@ def test_a_run_finds_its_pictures_from_another_directory_and_never_downloads_the
     assert "test error" in done.stdout, done.stderr
     (of_a_folder / "own").rename(of_a_folder / "moved")
     done = demo("cp_demo.py", *words, "--save", "run", cwd=of_a_folder)
-    refused(done, f"{of_a_folder / 'own'} is absent or empty, but a run was begun with pictures there")
+    refused(done, f"{of_a_folder / 'own'} is absent or empty, but the run was started with images there")
     done = demo("cp_demo.py", *words, "--save", "run", "--data", "moved", "--stream", cwd=of_a_folder)
     assert "test error" in done.stdout, done.stderr
 
@@ -369,7 +369,7 @@ def test_resume_with_as_many_other_pictures_is_refused(of_a_folder):
     files[0].write_bytes(last)
     files[-1].write_bytes(first)
     done = demo("cp_demo.py", "--resume", "--save", "run", cwd=of_a_folder)
-    refused(done, "found other pictures than the run was begun with, if as many: give the same --data")
+    refused(done, "found other images than the run was started with, though as many: give the same --data")
 
 
 def test_pictures_with_a_digest_of_their_own(tmp_path):
