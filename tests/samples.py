@@ -26,6 +26,7 @@ DEMOS = Path(__file__).parents[1] / "demos"
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 TIMES = ("seconds", "images_per_second", "peak_memory_mib")
 TINY = ("--depth", "10", "--growth_rate", "4")
+RUN = (*TINY, "--save", "run", "--batch_size", "128")
 
 
 def write_cifar10(folder: Path, each: int = 20) -> Path:
@@ -103,6 +104,11 @@ def demo_process(script: str, *words: str, cwd: Path, **environment: str) -> sub
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment, check=False, timeout=300
     )
+
+
+def start_run(*words: str, cwd: Path) -> subprocess.Popen:
+    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, *words]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def refused(done: subprocess.CompletedProcess, message: str) -> None:

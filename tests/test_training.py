@@ -141,15 +141,15 @@ def test_other_precisions_and_memory_formats_train_alike(given):
 
 
 def test_training_lowers_the_error_and_evaluation_changes_nothing():
-    source = load(None).with_validation(None)
+    dataset = load(None).with_validation(None)
     trainer = _trainer("shared", (2, 2), 8, double=False, n_epochs=6)
     for epoch in range(1, 7):
-        for _ in trainer.steps(source.train[:512], TrainingPosition(epoch)):
+        for _ in trainer.steps(dataset.train[:512], TrainingPosition(epoch)):
             pass
         if epoch == 1:
-            first = trainer.evaluate(source.valid)[1]
+            first = trainer.evaluate(dataset.valid)[1]
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    loss, last = trainer.evaluate(source.valid)
+    loss, last = trainer.evaluate(dataset.valid)
     assert last < 0.6 < 0.8 < first  # chance is 0.9
     assert math.isfinite(loss)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
