@@ -22,7 +22,7 @@ from foreign import (
     plain_twin,
 )
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
-from test_team import ThreadedReplicas
+from test_distributed import ThreadedReplicas
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, convert_batchnorm, make_efficient, register_block, restore

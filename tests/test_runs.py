@@ -171,7 +171,7 @@ def _hostile(folder: Path) -> str:
 
 def _missing(folder: Path) -> str:
     (folder / "last.pt").unlink()
-    return "run/last.pt is missing, but run/model.pt is there"
+    return "run/last.pt is missing, but run/model.pt exists"
 
 
 def _of_another_model(folder: Path) -> str:

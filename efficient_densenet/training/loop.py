@@ -21,7 +21,7 @@ from .recipes import RECIPES
 class TrainingPosition:
     """How far a run is: the epoch, from 1, the steps done in it, and their sums.
 
-    last.pt holds a position as a dict: the field names are part of its format.
+    last.pt contains a position as a dict: the field names are part of its format.
     """
 
     epoch: int = 1

@@ -26,7 +26,7 @@ class Dataset:
     test: ImageSet
     classes: tuple[str, ...]
     horizontal_flip: bool
-    """Whether training flips images unless told otherwise."""
+    """Whether training flips images by default."""
     note: str = ""
     file_digest: str = ""
     """Of an image folder: a digest of the names and sizes of its files."""
