@@ -1,19 +1,24 @@
 """Where the memory of training goes, and five ways to need less: measured on one small network, on a CPU.
 
-python demos/memory_tour.py          about a minute
-TOUR_QUICK=1 python demos/memory_tour.py     a few seconds, on a smaller network: a check that all of it runs
+python demos/memory_tour.py                  about a minute
+TOUR_QUICK=1 python demos/memory_tour.py     a check of a few seconds, on a smaller network
 
-Each lesson below is a few lines that you can take with you. Every figure that is printed was measured in this run: the
-most bytes that tensors held during a forward and a backward, above what was held before.
+Each lesson below is a few lines that can be copied. Every number printed is measured in this run: the peak bytes of
+tensors during a forward and a backward, above what was allocated before.
 """
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+if (Path(__file__).resolve().parents[1] / "efficient_densenet").is_dir():  # in a clone, its package comes first
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from efficient_densenet import DenseNet
 from efficient_densenet.checkpoint import checkpoint_wrapper
@@ -21,65 +26,65 @@ from efficient_densenet.memory import tensor_peak
 from efficient_densenet.training import command
 
 QUICK = os.environ.get("TOUR_QUICK", "") not in ("", "0")
-LAYERS, BATCH, SIDE = ((2, 2, 2), 8, 16) if QUICK else ((6, 6, 6), 64, 32)
-ROUNDS = 1 if QUICK else 3
+BLOCK_CONFIG, BATCH_SIZE, IMAGE_SIZE = ((2, 2, 2), 8, 16) if QUICK else ((6, 6, 6), 64, 32)
+REPETITIONS = 1 if QUICK else 3
 Lesson = tuple[DenseNet, Callable[[], None]]
-"""A network, and a forward and backward of it."""
+"""A network, and a function that runs its forward and backward."""
 
 
 def network(engine: str = "plain") -> DenseNet:
-    """The same network with the same weights in every lesson: only the way it is run differs."""
+    """The same network with the same weights in every lesson; only its execution differs."""
     torch.manual_seed(0)
-    return DenseNet(12, LAYERS, efficient=engine)
+    return DenseNet(12, BLOCK_CONFIG, efficient=engine)
 
 
-def pictures() -> tuple[torch.Tensor, torch.Tensor]:
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(BATCH, 3, SIDE, SIDE, generator=generator), torch.arange(BATCH) % 10
+    return torch.randn(BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator), torch.arange(BATCH_SIZE) % 10
 
 
 def whole_batch(model: DenseNet) -> Lesson:
-    images, labels = pictures()
+    images, labels = batch()
     return model, lambda: F.cross_entropy(model(images), labels).backward()
 
 
-def footprint() -> None:
-    """1. Parameters, their gradients and SGD's momentum are three times the weights, whatever the batch."""
+def parameter_memory() -> None:
+    """1. Parameters, their gradients and SGD's momentum take three times the weights, whatever the batch size."""
     weights = sum(p.numel() * p.element_size() for p in network().parameters())
     print(f"1. parameters {mib(weights)}, with gradients and momentum {mib(3 * weights)}: not where the memory goes")
 
 
 def plain() -> Lesson:
-    """2. What autograd keeps for the backward is: every concatenation, every norm's and every ReLU's output."""
+    """2. Autograd saves activations for the backward: the output of every concatenation, every norm, every ReLU."""
     return whole_batch(network())
 
 
-def accumulation(parts: int = 4) -> Lesson:
-    """3. Gradients add up, so a batch can be run in parts; a batch norm then sees one part at a time."""
-    model, (images, labels) = network(), pictures()
+def gradient_accumulation(micro_batches: int = 4) -> Lesson:
+    """3. Gradients accumulate, so a batch can be run as micro-batches; each batch norm then sees one of them."""
+    model, (images, labels) = network(), batch()
 
     def step() -> None:
-        for some, theirs in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-            (F.cross_entropy(model(some), theirs) / parts).backward()
+        for some_images, some_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+            (F.cross_entropy(model(some_images), some_labels) / micro_batches).backward()
 
     return model, step
 
 
-def checkpointing() -> Lesson:
-    """4. A block can keep its input alone and compute the rest again; ours updates batch norms once all the same."""
+def checkpointed_blocks() -> Lesson:
+    """4. A checkpointed block saves only its input and is recomputed; ours still updates batch norms once."""
     model = network()
-    for i in range(len(LAYERS)):
+    for i in range(len(BLOCK_CONFIG)):
         checkpoint_wrapper(getattr(model.features, f"denseblock{i + 1}"))
     return whole_batch(model)
 
 
-def per_layer() -> Lesson:
-    """5. Recomputed layer by layer, only one layer's inside is there at a time: for DenseNets that is better."""
+def checkpointed_layers() -> Lesson:
+    """5. Recomputing layer by layer needs the activations of only one layer at a time, which suits DenseNets better."""
     return whole_batch(network("checkpoint"))
 
 
 def offloading() -> Lesson:
-    """6. What is kept can wait elsewhere: here on disk, on a GPU in the host's memory (save_on_cpu)."""
+    """6. Saved tensors can be offloaded: to disk, as here, or from a GPU to host memory (save_on_cpu)."""
     model, step = whole_batch(network())
 
     def offloaded() -> None:
@@ -89,24 +94,24 @@ def offloading() -> Lesson:
     return model, offloaded
 
 
-def to_disk(tensor: torch.Tensor) -> "Stored | torch.Tensor":
-    # Parameters stay: they are held anyway.
-    return tensor if tensor.is_leaf or tensor.numel() < 1000 else Stored(tensor)
+def to_disk(tensor: torch.Tensor) -> "TensorOnDisk | torch.Tensor":
+    # Parameters are leaves, and stay in memory in any case.
+    return tensor if tensor.is_leaf or tensor.numel() < 1000 else TensorOnDisk(tensor)
 
 
-def from_disk(kept: "Stored | torch.Tensor") -> torch.Tensor:
-    return kept.read() if isinstance(kept, Stored) else kept
+def from_disk(saved: "TensorOnDisk | torch.Tensor") -> torch.Tensor:
+    return saved.load() if isinstance(saved, TensorOnDisk) else saved
 
 
-class Stored:
-    """A tensor in a temporary file, which goes when this object does."""
+class TensorOnDisk:
+    """A tensor in a temporary file, which is deleted with this object."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the tensor is wanted
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.file.write(tensor.contiguous().numpy().data)
 
-    def read(self) -> torch.Tensor:
+    def load(self) -> torch.Tensor:
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.file.seek(0)
         self.file.readinto(tensor.numpy().data)
@@ -114,27 +119,27 @@ class Stored:
 
 
 def shared() -> Lesson:
-    """7. Our engine: a block's features are kept once, nothing is joined, and what is computed again is cheap."""
+    """7. Our engine saves a block's features once, concatenates nothing, and recomputes what is cheap."""
     return whole_batch(network("shared"))
 
 
 LESSONS = {
     "plain": plain,
-    "gradient accumulation, 4 parts": accumulation,
-    "a checkpoint around each block": checkpointing,
-    "a checkpoint around each layer": per_layer,
-    "plain, what is kept on disk": offloading,
+    "gradient accumulation, 4 parts": gradient_accumulation,
+    "a checkpoint around each block": checkpointed_blocks,
+    "a checkpoint around each layer": checkpointed_layers,
+    "plain, offloaded to disk": offloading,
     "shared engine": shared,
 }
 
 
 def measure(lesson: Lesson) -> tuple[int, float, torch.Tensor]:
-    """Peak bytes, the least seconds of a step, and the gradient of the first convolution."""
+    """Peak bytes, the fastest step in seconds, and the gradient of the first convolution."""
     model, step = lesson
     step()
-    gradient = model.features.conv0.weight.grad.clone()
+    gradient = first_gradient(model)
     seconds = []
-    for _ in range(ROUNDS):
+    for _ in range(REPETITIONS):
         started = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - started)
@@ -146,8 +151,9 @@ def tour() -> None:
 
     TOUR_QUICK=1 in the environment makes it a check of a few seconds, on a smaller network. There are no options.
     """
-    footprint()
-    print(f"\nDenseNet-BC, blocks of {LAYERS} layers, {BATCH} pictures of {SIDE}×{SIDE}, float32, on the CPU")
+    parameter_memory()
+    size = f"{BATCH_SIZE} images of {IMAGE_SIZE}×{IMAGE_SIZE}"
+    print(f"\nDenseNet-BC, blocks of {BLOCK_CONFIG} layers, {size}, float32, on the CPU")
     print(f"{'':34}{'peak':>10}{'of plain':>10}{'time':>9}{'gradient off by':>18}")
     exact = exact_gradient()
     reference = None
@@ -156,19 +162,27 @@ def tour() -> None:
         reference = reference or (peak, seconds)
         error = ((gradient - exact).norm() / exact.norm()).item()
         print(f"{name:34}{mib(peak):>10}{peak / reference[0]:>10.2f}{seconds / reference[1]:>8.2f}×{error:>18.0e}")
-    print("\nGradients are compared with float64's. The accumulated ones differ in kind: each part of the batch was")
-    print("normalised by its own statistics. The others differ by float32's rounding.")
+    print(
+        "\nGradients are compared with float64's. Those of accumulation differ for another reason than rounding: each"
+    )
+    print("micro-batch was normalized by its own statistics. The others differ by float32's rounding.")
 
 
 def exact_gradient() -> torch.Tensor:
-    """That of the first convolution, which all rounding reaches, in float64."""
-    model, (images, labels) = network().double(), pictures()
+    """The gradient of the first convolution in float64; rounding errors of all layers reach this one."""
+    model, (images, labels) = network().double(), batch()
     F.cross_entropy(model(images.double()), labels).backward()
-    return model.features.conv0.weight.grad
+    return first_gradient(model)
 
 
-def mib(number: float) -> str:
-    return f"{number / 2**20:.1f} MiB"
+def first_gradient(model: DenseNet) -> torch.Tensor:
+    gradient = model.get_parameter("features.conv0.weight").grad
+    assert gradient is not None
+    return gradient.clone()
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 if __name__ == "__main__":

@@ -6,9 +6,14 @@ python demos/original_demo.py --data cifar --save model_official --batch_size 25
 --efficient True (the default) is torch.utils.checkpoint around each layer, --efficient False the plain network.
 """
 
+import sys
 from functools import partial
+from pathlib import Path
+
+if (Path(__file__).resolve().parents[1] / "efficient_densenet").is_dir():  # in a clone, its package comes first
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from efficient_densenet.training import Options, command, train
 
 if __name__ == "__main__":
-    command(partial(train, saving_engine="official"), Options, about=__doc__)
+    command(partial(train, efficient_engine="official"), Options, about=__doc__)

@@ -1,7 +1,13 @@
-"""Classify pictures with a model that a demo has trained.
+"""Classify images with a model that a demo has trained.
 
-python demos/predict.py picture.png another.jpg --model checkpoints/digits --top 3
+python demos/predict.py photo.png another.jpg --model checkpoints/digits --top 3
 """
+
+import sys
+from pathlib import Path
+
+if (Path(__file__).resolve().parents[1] / "efficient_densenet").is_dir():  # in a clone, its package comes first
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from efficient_densenet.training import command, predict
 

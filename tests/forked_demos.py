@@ -1,4 +1,7 @@
-"""Demos in forks of one process that has imported everything: words in, the fork's number and its status out."""
+"""Run demos in forks of one process that has imported everything.
+
+Reads a command line from each line of standard input; prints the process id of the fork, then its exit status.
+"""
 
 import os
 import runpy
@@ -11,19 +14,19 @@ from samples import DEMOS
 import efficient_densenet.training  # noqa: F401
 from efficient_densenet.engines import kernels
 
-kernels.runs_compiled(torch.empty(1))  # which imports Numba where it is installed, and has it make or find a program
+kernels.runs_compiled(torch.empty(1))  # imports Numba where it is installed, and compiles or loads a kernel
 
 for line in sys.stdin:
-    script, *words = line.split()
-    number = os.fork()
-    if number == 0:
+    script, *arguments = line.split()
+    pid = os.fork()
+    if pid == 0:
         sys.stdin.close()
-        printed = os.open("printed.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(printed, 1)
-        os.dup2(printed, 2)
-        sys.argv = [script, *words]
+        output = os.open("printed.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.argv = [script, *arguments]
         runpy.run_path(str(DEMOS / script), run_name="__main__")
         sys.stdout.flush()
         os._exit(0)
-    print(number, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), flush=True)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)

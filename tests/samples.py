@@ -1,4 +1,4 @@
-"""Small sets of pictures in the layouts that the demos read, and the demos themselves as processes."""
+"""Small image data sets in the layouts that the demos read, and the demos themselves, in this process or another."""
 
 import contextlib
 import csv
@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 
 from efficient_densenet import DenseNet
-from efficient_densenet.training.data.augment import Preparation
-from efficient_densenet.training.distributed import Team
+from efficient_densenet.training.data.augment import Transform
+from efficient_densenet.training.distributed import DistributedContext
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.options import parse
 
@@ -26,10 +26,11 @@ DEMOS = Path(__file__).parents[1] / "demos"
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 TIMES = ("seconds", "images_per_second", "peak_memory_mib")
 TINY = ("--depth", "10", "--growth_rate", "4")
+RUN = (*TINY, "--save", "run", "--batch_size", "128")
 
 
 def write_cifar10(folder: Path, each: int = 20) -> Path:
-    """Five training batches and a test batch of `each` pictures, as the originals are pickled."""
+    """Five training batches and a test batch of `each` images, pickled like the originals."""
     place = folder / "cifar-10-batches-py"
     place.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -62,7 +63,7 @@ def write_cifar100(folder: Path, each: int = 20) -> Path:
 def write_folder(
     folder: Path, classes: Sequence[str] = ("cat", "dog"), each: int = 12, splits: Sequence[str] = ("train", "test")
 ) -> Path:
-    """Pictures of many sizes, the first class dark and the last bright."""
+    """Images of many sizes, the first class dark and the last bright."""
     rng = np.random.default_rng(0)
     for split in splits:
         for number, name in enumerate(classes):
@@ -77,22 +78,22 @@ def write_folder(
 
 
 def demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
-    """A demo in this process, which saves the seconds that importing torch takes."""
+    """Run a demo in this process, which saves the seconds that importing torch takes."""
     printed, errors, code = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before, arguments = Path.cwd(), sys.argv
+    before, arguments, search_path = Path.cwd(), sys.argv, sys.path[:]
     os.chdir(cwd)
     sys.argv = [script, *words]
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
             runpy.run_path(str(DEMOS / script), run_name="__main__")
-    except SystemExit as exc:  # as the interpreter does: a message is printed, and its status is 1
+    except SystemExit as exc:  # like the interpreter: print a message, with exit status 1
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
         if isinstance(exc.code, str):
             errors.write(f"{exc.code}\n")
     finally:
         os.chdir(before)
-        sys.argv = arguments
+        sys.argv, sys.path[:] = arguments, search_path
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return subprocess.CompletedProcess(words, code, printed.getvalue(), errors.getvalue())
@@ -105,26 +106,31 @@ def demo_process(script: str, *words: str, cwd: Path, **environment: str) -> sub
     )
 
 
+def start_run(*words: str, cwd: Path) -> subprocess.Popen:
+    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, *words]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def refused(done: subprocess.CompletedProcess, message: str) -> None:
-    """One sentence, exit status 1, no traceback."""
+    """Check that the demo failed with one sentence, exit status 1 and no traceback."""
     assert done.returncode == 1, done.stderr
     assert message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.strip().count("\n") == 0, done.stderr
 
 
-def joined_batch() -> tuple[torch.Tensor, torch.Tensor]:
+def global_batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     images = torch.randint(256, (11, 3, 8, 8), generator=generator, dtype=torch.uint8)
     return images, torch.randint(10, (11,), generator=generator)
 
 
-def tiny_trainer(engine: str, team: Team, **given) -> Trainer:
+def tiny_trainer(engine: str, context: DistributedContext, **given) -> Trainer:
     """A small network in float64, the same in every process."""
     torch.manual_seed(0)
     model = DenseNet(3, (2, 1), num_init_features=4, efficient=True if engine == "best" else engine).double()
     options = parse({"batch_size": 11, **given}, engine)
-    return Trainer(model, Preparation((120.0,) * 3, (60.0,) * 3, distance=1, mirror=True), options, team)
+    return Trainer(model, Transform((120.0,) * 3, (60.0,) * 3, padding=1, horizontal_flip=True), options, context)
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:
@@ -134,24 +140,24 @@ def read_rows(folder: Path) -> list[dict[str, str]]:
 
 
 def same_run(ours: Path, theirs: Path) -> None:
-    """Bit for bit: tables, weights, optimizer."""
+    """Check that tables, weights and optimizer states are equal bit for bit."""
     assert read_rows(ours) == read_rows(theirs)
     for name in ("model.pt", "last.pt"):
-        found, expected = (torch.load(folder / name, weights_only=True) for folder in (ours, theirs))
-        found, expected = (s.get("state", s) for s in (found, expected))
-        _same(found, expected)
+        actual, expected = (torch.load(folder / name, weights_only=True) for folder in (ours, theirs))
+        actual, expected = (s.get("state", s) for s in (actual, expected))
+        _same(actual, expected)
 
 
-def _same(found, expected) -> None:
-    assert type(found) is type(expected)
-    if isinstance(found, dict):
-        assert found.keys() == expected.keys()
-        for key in found:
-            _same(found[key], expected[key])
-    elif isinstance(found, list):
-        for ours, theirs in zip(found, expected, strict=True):
+def _same(actual, expected) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            _same(actual[key], expected[key])
+    elif isinstance(actual, list):
+        for ours, theirs in zip(actual, expected, strict=True):
             _same(ours, theirs)
-    elif isinstance(found, torch.Tensor):
-        assert torch.equal(found, expected)
+    elif isinstance(actual, torch.Tensor):
+        assert torch.equal(actual, expected)
     else:
-        assert found == expected
+        assert actual == expected

@@ -1,5 +1,6 @@
-"""The demos as commands: their help, what they refuse, predicting, the tour, and the model that is committed."""
+"""The demos as commands: help, bad options, predicting, the tour, the committed model, running from a clone."""
 
+import configparser
 import hashlib
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from efficient_densenet.training.options import Options
 
 ROOT = DEMOS.parent
 DIGITS = ROOT / "checkpoints" / "digits"
+SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
 
 
 @pytest.mark.parametrize(
@@ -54,58 +57,58 @@ DIGITS = ROOT / "checkpoints" / "digits"
         (["--resume", "--overwrite"], "found --resume and --overwrite"),
         (["--resume", "maybe"], "resume is 'maybe', but must be True or False"),
         (["--save"], "save is True, but needs a value"),
-        (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 pictures to train on"),
+        (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 images to train on"),
         (["--evaluate", "nowhere"], "nowhere does not exist"),
         (["--sync_bn"], "found --sync_bn, but this is the only process: start several with torchrun"),
-        (["--resume"], "found --resume, but checkpoints/digits_densenet_bc_22_12 holds no run to go on with"),
+        (["--resume"], "found --resume, but checkpoints/digits_densenet_bc_22_12 contains no run to resume"),
         (["--device", "meta"], "device is 'meta', but cannot be used here"),
         (["--mirror", "3"], "mirror is 3, but must be True or False"),
         (["--stream", "maybe"], "stream is 'maybe', but must be True or False"),
         (["--evaluate", "0"], "0 does not exist"),
     ],
 )
-def test_bad_options_get_a_sentence_and_leave_nothing(words, message, tmp_path):
+def test_bad_options_give_a_sentence_and_write_nothing(words, message, tmp_path):
     refused(demo("cp_demo.py", *words, cwd=tmp_path), message)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["run#2", "a,b", "2024_01_15", "1.50", "(1)", "'quoted'"])
-def test_names_stay_as_they_were_typed(name, tmp_path):
+def test_names_are_used_as_typed(name, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / name).write_text("a file")
     refused(demo("cp_demo.py", "--save", name, "--overwrite", cwd=tmp_path), f"{name} is a file, but a run needs")
     refused(demo("cp_demo.py", "--data", name, cwd=tmp_path), f"{name} is a file, but --data needs a directory")
     refused(demo("cp_demo.py", "--evaluate", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
-    refused(demo("predict.py", name, "--model", str(DIGITS), cwd=tmp_path), f"{name} is not a picture that can")
+    refused(demo("predict.py", name, "--model", str(DIGITS), cwd=tmp_path), f"{name} is not an image that can")
     refused(demo("predict.py", name, "--model", f"{name}-", cwd=tmp_path), f"{name}- does not exist")
 
 
-def test_of_a_device_that_is_not_there_the_reason_is_one_sentence(tmp_path):
+def test_the_reason_why_a_device_cannot_be_used_is_one_sentence(tmp_path):
     done = demo("cp_demo.py", "--device", "mps", cwd=tmp_path)
     refused(done, "device is 'mps', but cannot be used here (")
     assert len(done.stderr) < 300
 
 
 @pytest.mark.parametrize("model", [{"dept": 22}, ["depth", 22]])
-def test_a_description_of_something_else_is_refused(model, tmp_path):
+def test_a_config_of_something_else_is_refused(model, tmp_path):
     shutil.copytree(DIGITS, tmp_path / "run")
     path = tmp_path / "run" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
     message = "run/config.json does not describe a model of these demos (channels, classes, dep"
     refused(demo("cp_demo.py", "--evaluate", "run", cwd=tmp_path), message)
-    picture = str(DEMOS / "pictures" / "digit_3.png")
-    refused(demo("predict.py", picture, "--model", "run", cwd=tmp_path), message)
+    image = str(DEMOS / "pictures" / "digit_3.png")
+    refused(demo("predict.py", image, "--model", "run", cwd=tmp_path), message)
 
 
 @pytest.mark.parametrize("engine", ["plain", "shared"])
-def test_a_step_of_one_picture_without_a_variance_ends_in_a_sentence(engine, tmp_path):
+def test_a_batch_of_one_image_without_a_variance_ends_with_a_sentence(engine, tmp_path):
     write_folder(tmp_path / "own", each=5)
     words = ["--data", "own", "--image_size", "4", "--batch_size", "1", "--engine", engine, "--device", "cpu"]
     done = demo("cp_demo.py", *TINY, *words, "--n_epochs", "1", "--save", "run", cwd=tmp_path)
-    refused(done, "found one picture at once, which leaves a batch norm a single value per channel")
+    refused(done, "found a batch of one image, which leaves a batch norm a single value per channel")
 
 
-def test_a_compiler_that_fails_is_told_in_a_sentence(tmp_path, monkeypatch):
+def test_a_compiler_error_is_reported_in_a_sentence(tmp_path, monkeypatch):
     def compile_nothing(graph, inputs):
         raise RuntimeError("no compiler here\nand more")
 
@@ -118,7 +121,7 @@ def test_a_compiler_that_fails_is_told_in_a_sentence(tmp_path, monkeypatch):
     assert "leave --compile out" in done.stderr
 
 
-def test_a_file_in_the_way_of_the_results(tmp_path):
+def test_a_file_where_the_results_belong(tmp_path):
     (tmp_path / "run").write_text("a file")
     refused(demo("cp_demo.py", "--save", "run", cwd=tmp_path), "run is a file, but a run needs a directory")
     assert (tmp_path / "run").read_text() == "a file"
@@ -136,12 +139,23 @@ def test_help_explains_every_option(script, tmp_path):
     assert f"python demos/{script}" in shown
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("words", [["--help"], ["--", "--help"]])
+def test_help_shows_options_only(script, words, tmp_path):
+    done = demo(script, *words, cwd=tmp_path)
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0
+    assert "NAME\n" in shown
+    assert "METADATA" not in shown.upper()
+    assert "GROUP" not in shown
+
+
 def test_help_of_predict(tmp_path):
     done = demo("predict.py", "--help", cwd=tmp_path)
-    assert all(word in done.stdout + done.stderr for word in ("PICTURES", "--model", "--top", "how many classes"))
+    assert all(word in done.stdout + done.stderr for word in ("IMAGES", "--model", "--top", "how many classes"))
 
 
-def test_the_committed_model_gives_the_stated_error(tmp_path):
+def test_the_committed_model_has_the_stated_error(tmp_path):
     stated = (ROOT / "checkpoints" / "README.md").read_text()
     assert hashlib.sha256((DIGITS / "model.pt").read_bytes()).hexdigest() in stated
     error = re.search(r"test error of ([\d.]+%)", stated)[1]
@@ -157,29 +171,29 @@ def test_the_predict_command_of_the_readme(tmp_path):
     line = re.search(r"python (demos/predict\.py .*)", (ROOT / "README.md").read_text())[1]
     done = demo("predict.py", *line.split()[1:], cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    for printed, picture in zip(done.stdout.splitlines(), re.findall(r"\S+\.png", line), strict=True):
-        digit = Path(picture).stem[-1]
-        assert re.match(rf"{picture}: {digit} \(\d+\.\d%\)", printed), printed
+    for printed, image in zip(done.stdout.splitlines(), re.findall(r"\S+\.png", line), strict=True):
+        digit = Path(image).stem[-1]
+        assert re.match(rf"{image}: {digit} \(\d+\.\d%\)", printed), printed
 
 
-def test_help_and_mistakes_of_the_tour(tmp_path):
+def test_help_and_bad_options_of_the_tour(tmp_path):
     done = demo("memory_tour.py", "--help", cwd=tmp_path)
     assert "TOUR_QUICK=1" in done.stdout + done.stderr
     refused(demo("memory_tour.py", "--quick", cwd=tmp_path), "unknown option --quick: there are none")
     refused(demo("memory_tour.py", "quick", cwd=tmp_path), "found 'quick' on its own, but there are no options")
 
 
-def test_predict_names_what_is_wrong(tmp_path):
-    (tmp_path / "a.png").write_text("no picture")
+def test_predict_reports_what_is_wrong(tmp_path):
+    (tmp_path / "a.png").write_text("not an image")
     model = ("--model", str(DIGITS))
-    refused(demo("predict.py", *model, cwd=tmp_path), "found no picture to classify")
+    refused(demo("predict.py", *model, cwd=tmp_path), "found no image to classify")
     refused(demo("predict.py", "b.png", *model, cwd=tmp_path), "b.png is not a file")
-    refused(demo("predict.py", "a.png", *model, cwd=tmp_path), "a.png is not a picture that can be decoded")
+    refused(demo("predict.py", "a.png", *model, cwd=tmp_path), "a.png is not an image that can be decoded")
     refused(demo("predict.py", "a.png", "--modle", "x", cwd=tmp_path), "unknown option --modle: did you mean --model?")
     refused(demo("predict.py", "a.png", "--model", "nowhere", cwd=tmp_path), "nowhere does not exist")
 
 
-def test_training_and_predicting_ones_own_pictures(tmp_path):
+def test_training_on_and_predicting_own_images(tmp_path):
     write_folder(tmp_path / "own", each=40)
     words = ["--data", "own", "--depth", "10", "--growth_rate", "4", "--n_epochs", "3", "--batch_size", "8"]
     done = demo("cp_demo.py", *words, "--recipe", "one_cycle", "--save", "run", cwd=tmp_path)
@@ -215,12 +229,12 @@ def test_the_memory_tour_as_a_quick_check():
     assert max(errors.values()) <= max(5 * errors["plain"], 1e-5)
 
 
-PICTURES = ROOT.parent / "shared" / "data" / "cifar10-jpeg.tar.xz"
+CIFAR10_JPEG = ROOT.parent / "shared" / "data" / "cifar10-jpeg.tar.xz"
 
 
 def _some_of_each_class(folder: Path, train: int, test: int) -> None:
     left = {"train": dict.fromkeys(CIFAR10_CLASSES, train), "test": dict.fromkeys(CIFAR10_CLASSES, test)}
-    with tarfile.open(PICTURES) as archive:
+    with tarfile.open(CIFAR10_JPEG) as archive:
         for member in archive:
             *_, split, name, file = ["", "", *Path(member.name).parts]
             if member.isfile() and left[split][name] > 0:
@@ -231,18 +245,18 @@ def _some_of_each_class(folder: Path, train: int, test: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PICTURES.exists(), reason="needs the JPEG copy of CIFAR-10 beside the project")
-def test_a_short_run_on_real_pictures_is_far_from_chance(tmp_path):
+@pytest.mark.skipif(not CIFAR10_JPEG.exists(), reason="needs the JPEG copy of CIFAR-10 beside the project")
+def test_a_short_run_on_real_images_is_far_from_chance(tmp_path):
     _some_of_each_class(tmp_path / "cifar", train=200, test=50)
     words = ["--depth", "22", "--n_epochs", "4", "--recipe", "one_cycle", "--batch_size", "32", "--device", "cpu"]
     done = demo("cp_demo.py", "--efficient", "True", "--data", "cifar", "--save", "model", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     error = float(re.search(r"test error ([\d.]+)%", done.stdout)[1])
-    assert error < 78, done.stdout  # chance is 90; five standard deviations of 500 pictures are 7
+    assert error < 78, done.stdout  # chance is 90; five standard deviations for 500 images are 7
 
 
 @pytest.mark.parametrize("save", ["file/run", "dangling", "/proc/run"])
-def test_where_nothing_can_be_written_is_told_at_once(save, tmp_path, monkeypatch):
+def test_an_unwritable_directory_is_reported_at_once(save, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("a file")
     Path("dangling").symlink_to("nowhere")
@@ -254,3 +268,39 @@ def test_where_nothing_can_be_written_is_told_at_once(save, tmp_path, monkeypatc
 def test_predicting_with_the_committed_model_from_anywhere(tmp_path):
     done = demo("predict.py", str(DEMOS / "pictures" / "digit_3.png"), cwd=tmp_path)
     assert "digit_3.png: 3 (" in done.stdout, done.stderr
+
+
+def _write_package(folder: Path, name: str) -> None:
+    """A package that ends the process that imports it, with its name."""
+    (folder / "efficient_densenet").mkdir(parents=True)
+    (folder / "efficient_densenet" / "__init__.py").write_text(f"raise SystemExit({name!r})")
+
+
+@pytest.mark.parametrize("cloned", [True, False])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_demo_prefers_the_package_beside_it_to_an_installed_one(script, cloned, tmp_path):
+    _write_package(tmp_path / "installed", "the installed package")
+    if cloned:
+        _write_package(tmp_path / "clone", "the package of the clone")
+    (tmp_path / "clone" / "demos").mkdir(parents=True)
+    shutil.copy(DEMOS / script, tmp_path / "clone" / "demos")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, f"clone/demos/{script}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.stderr.strip() == ("the package of the clone" if cloned else "the installed package")
+
+
+def test_a_demo_runs_in_a_clone_that_is_not_installed(tmp_path):
+    """Without `site`, which would process the .pth file of an editable installation; packages such as torch remain."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    }
+    command = [sys.executable, "-S", str(DEMOS / "predict.py"), str(DEMOS / "pictures" / "digit_3.png")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert "digit_3.png: 3 (" in done.stdout, done.stderr
+
+
+def test_the_demos_extra_brings_the_fast_kernels():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert "numba" in config["options.extras_require"]["demos"].split()

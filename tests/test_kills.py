@@ -1,4 +1,4 @@
-"""Runs that are killed, at any moment."""
+"""Runs that are killed at any moment."""
 
 import contextlib
 import os
@@ -16,20 +16,20 @@ from samples import TINY, same_run, write_cifar10
 
 
 @pytest.mark.slow
-def test_killed_at_thirty_moments_the_run_comes_to_the_same_end(tmp_path):
-    """Every restart goes on from what the last kill left. An epoch is a few steps, so that many kills hit a write; they
-    come within the time that a run of one epoch, up to its report, takes here."""
+def test_a_run_killed_thirty_times_ends_with_the_same_results(tmp_path):
+    """Every restart resumes what the last kill left. An epoch is a few steps, so that many kills hit a write; they come
+    within the time that a run of one epoch takes here."""
     words = f"cp_demo.py {' '.join(TINY)} --data {write_cifar10(tmp_path / 'cifar')} --batch_size 45".split()
     words += ["--recipe", "one_cycle", "--device", "cpu"]
     long = [*words, "--n_epochs", "150", "--save", "run"]
-    whole, killed = _made(tmp_path / "whole"), _made(tmp_path / "killed")
+    whole, killed = _make_directory(tmp_path / "whole"), _make_directory(tmp_path / "killed")
     with _forks(whole) as forks:
         assert forks(long) == 0, (whole / "printed.txt").read_text()
-    chance, epochs = random.Random(0), []
+    rng, epochs = random.Random(0), []
     with _forks(killed) as forks:
-        usual = min(_seconds(forks, [*words, "--n_epochs", "1", "--save", f"short{i}"]) for i in range(3))
+        epoch_seconds = min(_seconds(forks, [*words, "--n_epochs", "1", "--save", f"short{i}"]) for i in range(3))
         for _ in range(30):
-            assert forks([*long, "--resume"], kill_after=chance.uniform(0.15, 1.0) * usual) == -signal.SIGKILL
+            assert forks([*long, "--resume"], kill_after=rng.uniform(0.15, 1.0) * epoch_seconds) == -signal.SIGKILL
             for path in (killed / "run").glob("*.pt"):
                 torch.load(path, weights_only=True)
             if (killed / "run" / "last.pt").exists():
@@ -49,7 +49,7 @@ def _seconds(forks: Callable[[list[str]], int], words: list[str]) -> float:
 
 @contextlib.contextmanager
 def _forks(folder: Path):
-    """Run demos in `folder`, and tell their exit status."""
+    """A function that runs a demo in `folder` and returns its exit status."""
     script = Path(__file__).parent / "forked_demos.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
     pipe = subprocess.PIPE
@@ -60,16 +60,16 @@ def _forks(folder: Path):
         def run(words: list[str], kill_after: float | None = None) -> int:
             server.stdin.write(" ".join(words) + "\n")
             server.stdin.flush()
-            number = int(server.stdout.readline())
+            pid = int(server.stdout.readline())
             if kill_after is not None:
                 time.sleep(kill_after)
-                os.kill(number, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             return int(server.stdout.readline())
 
         yield run
         server.stdin.close()
 
 
-def _made(folder: Path) -> Path:
+def _make_directory(folder: Path) -> Path:
     folder.mkdir()
     return folder

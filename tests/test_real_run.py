@@ -1,4 +1,4 @@
-"""A short training run on real pictures: `shared` strays from plain no further than plain strays from itself."""
+"""A short training run on real images: `shared` deviates from plain no more than plain runs do from one another."""
 
 import tarfile
 from pathlib import Path
@@ -15,7 +15,7 @@ from efficient_densenet.training.data.digits import load_digits
 ARCHIVE = Path(__file__).parents[1] / "../shared/data/cifar10-jpeg.tar.xz"
 STEPS, BATCH = 60, 8
 FACTOR = 4
-"""How much further than the widest of the plain runs has strayed a step later."""
+"""Tolerance, relative to the largest deviation among the plain runs one step later."""
 
 
 def _batches() -> list[tuple[Tensor, Tensor]]:
@@ -30,7 +30,7 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def _cifar() -> tuple[Tensor, Tensor]:
-    """Every hundredth training picture of the JPEG copy of CIFAR-10."""
+    """Every hundredth training image of the JPEG copy of CIFAR-10."""
     pillow = pytest.importorskip("PIL.Image")
     images, folders = [], []
     with tarfile.open(ARCHIVE) as archive:
@@ -63,18 +63,18 @@ def _losses(engine: str, batches: list, order: Tensor | None = None, layout=torc
 
 
 @pytest.mark.slow
-def test_losses_stray_from_plain_s_no_further_than_plain_s_own(monkeypatch):
+def test_losses_deviate_from_plain_no_more_than_plain_runs_from_one_another(monkeypatch):
     """BC-100-12, batch 8, 60 steps of SGD, its rate growing from 0.001 to 0.06.
 
-    Three plain runs sum in other orders: of the pictures in a batch, twice, and of memory. So deep a network magnifies
-    rounding tenfold a step and more, until after some ten steps two plain runs have little in common but their course.
-    So each step is held against the widest that they have strayed one step later. In the first steps, at a low rate,
-    those are the last digits of a loss, which an engine with a wrong gradient misses by far: one that leaves out what
-    reaches features through their statistics is shown to.
+    Three plain runs sum in other orders: two with the images of each batch permuted, one in another memory format. So
+    deep a network amplifies rounding errors tenfold a step and more, until after some ten steps two plain runs agree in
+    their trend only. The deviation at each step is therefore compared with the largest among the plain runs one step
+    later. In the first steps, at a low learning rate, that is the last digits of a loss, which an engine with a wrong
+    gradient misses by far: the test shows it for one that omits the gradient through the batch statistics.
     """
     batches = _batches()
     reference = _losses("plain", batches)
-    strayed = [
+    deviations = [
         (_losses("plain", batches, **other) - reference).abs()
         for other in (
             {"order": torch.arange(BATCH).flip(0)},
@@ -82,11 +82,11 @@ def test_losses_stray_from_plain_s_no_further_than_plain_s_own(monkeypatch):
             {"layout": torch.channels_last},
         )
     ]
-    widest = torch.stack(strayed).amax(0).cummax(0).values
+    largest = torch.stack(deviations).amax(0).cummax(0).values
     one_rounding = torch.finfo(torch.float32).eps * reference.max()
-    allowed = FACTOR * torch.cat([widest[1:], widest[-1:]]).clamp_min(one_rounding)
+    allowed = FACTOR * torch.cat([largest[1:], largest[-1:]]).clamp_min(one_rounding)
     ours = (_losses("shared", batches) - reference).abs()
-    print(torch.stack([reference, *strayed, ours, ours / allowed]).T)
+    print(torch.stack([reference, *deviations, ours, ours / allowed]).T)
     assert (ours <= allowed).all()
     monkeypatch.setattr(SharedStatistics, "add_gradients", lambda *_: None)
     wrong = (_losses("shared", batches[:4]) - reference[:4]).abs()

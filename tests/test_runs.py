@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and what becomes of it when it is interrupted, killed or given something bad."""
+"""Runs: their files, interruption and resuming, damaged checkpoints, image folders, the terminal."""
 
 import contextlib
 import fcntl
@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import re
-import resource
 import shutil
 import signal
 import struct
@@ -18,23 +17,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import DEMOS, TINY, demo, demo_process, read_rows, refused, same_run, write_cifar10, write_folder
+from samples import (
+    DEMOS,
+    RUN,
+    TINY,
+    demo,
+    demo_process,
+    read_rows,
+    refused,
+    same_run,
+    start_run,
+    write_cifar10,
+    write_folder,
+)
 
-from efficient_densenet.training.data import sources as recognise
+from efficient_densenet.training.data import load
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.models import load_model
-
-RUN = (*TINY, "--save", "run", "--batch_size", "128")
-
-
-def _start(*words: str, cwd: Path) -> subprocess.Popen:
-    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, *words]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A run of two epochs that nothing interrupted."""
+    """A run of two epochs, never interrupted."""
     folder = tmp_path_factory.mktemp("finished")
     done = demo_process("cp_demo.py", *RUN, "--n_epochs", "2", "--drop_rate", "0.1", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -48,13 +52,15 @@ def _copy(finished: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_leaves_everything_and_says_where(finished):
+def test_a_run_writes_all_files_and_prints_where(finished):
     names = ["config.json", "curves.png", "last.pt", "model.pt", "results.csv"]
     assert sorted(path.name for path in (finished / "run").iterdir()) == names
     printed = (finished / "printed.txt").read_text()
-    assert "DenseNet-BC-10-4: 2,522 parameters, 0.0 MiB; engine best; c" in printed
+    assert re.search(
+        r"DenseNet-BC-10-4: 2,522 parameters, 0.0 MiB; engine shared \((Numba|Triton|portable)\); c", printed
+    )
     assert "expected memory of a step: about" in printed
-    assert "epoch 2/2: train loss" in printed  # a line an epoch, where there is no terminal
+    assert "epoch 2/2: train loss" in printed  # a line per epoch where there is no terminal
     assert "test error" in printed
     assert all(name in printed for name in names)
     header = (finished / "run" / "results.csv").read_text().splitlines()[0]
@@ -66,11 +72,11 @@ def test_a_run_leaves_everything_and_says_where(finished):
     assert rows[0]["test_error"] == "" != rows[1]["test_error"]
     assert (finished / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     config = json.loads((finished / "run" / "config.json").read_text())
-    assert config["options"]["depth"] == 10
+    assert (config["options"]["depth"], config["options"]["engine"]) == (10, "best")
     assert config["data"]["train_pictures"] == 1294
 
 
-def test_the_saved_model_gives_the_error_of_the_table(finished):
+def test_the_saved_model_has_the_error_in_the_table(finished):
     for words in (["--evaluate", "--save", "run"], ["--evaluate", "run/model.pt"]):
         done = demo("cp_demo.py", *words, cwd=finished)
         assert f"test error {float(read_rows(finished / 'run')[1]['test_error']):.2%}" in done.stdout, done.stderr
@@ -79,8 +85,8 @@ def test_the_saved_model_gives_the_error_of_the_table(finished):
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, finished, tmp_path):
-    process = _start("--n_epochs", "2", "--drop_rate", "0.1", cwd=tmp_path)
+def test_a_signal_saves_after_the_step_and_resuming_gives_the_same_run(number, finished, tmp_path):
+    process = start_run("--n_epochs", "2", "--drop_rate", "0.1", cwd=tmp_path)
     while not (tmp_path / "run" / "last.pt").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -88,17 +94,17 @@ def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, 
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
     assert f"stopped by {number.name} in epoch 1" in printed
-    assert "go on with --resume and --save run" in printed
+    assert "continue with --resume and --save run" in printed
     assert "Traceback" not in errors
     again = demo("cp_demo.py", *RUN, cwd=tmp_path)
-    refused(again, "run holds a run that stopped in epoch 1 of 2")
-    assert "give --resume to go on with it, --overwrite to start over" in again.stderr
+    refused(again, "run contains a run that stopped in epoch 1 of 2")
+    assert "give --resume to resume it, --overwrite to start over" in again.stderr
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     same_run(tmp_path / "run", finished / "run")
 
 
-def test_a_signal_to_all_processes_saves_too_though_it_ends_those_that_decode(tmp_path):
+def test_a_signal_to_the_process_group_saves_though_it_kills_the_workers(tmp_path):
     write_folder(tmp_path / "own")
     words = ["--data", "own", "--stream", "--depth", "10", "--growth_rate", "4", "--n_epochs", "10000", "--save", "run"]
     process = subprocess.Popen(
@@ -124,7 +130,7 @@ def test_a_signal_to_all_processes_saves_too_though_it_ends_those_that_decode(tm
 def test_a_finished_run_is_neither_overwritten_nor_trained_on(finished, tmp_path):
     folder = _copy(finished, tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    refused(demo("cp_demo.py", *RUN, cwd=tmp_path), "run holds a finished run of 2 epochs: give --resume")
+    refused(demo("cp_demo.py", *RUN, cwd=tmp_path), "run contains a finished run of 2 epochs: give --resume")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     done = demo("cp_demo.py", *RUN, "--resume", cwd=tmp_path)
     assert "test error" in done.stdout, done.stderr
@@ -145,12 +151,12 @@ def test_overwrite_starts_over(finished, tmp_path):
 def _truncate(folder: Path) -> str:
     path = folder / "last.pt"
     path.write_bytes(path.read_bytes()[:5000])
-    return "run/last.pt is truncated, damaged or not of tensors only"
+    return "run/last.pt is truncated, damaged or contains more than tensors and plain data"
 
 
 def _foreign(folder: Path) -> str:
     torch.save({"state_dict": {"a": torch.ones(1)}}, folder / "last.pt")
-    return "run/last.pt is no state of a run of these demos, and was left as it is"
+    return "run/last.pt is not the state of a run of these demos, and was left unchanged"
 
 
 class _Runs:
@@ -160,12 +166,12 @@ class _Runs:
 
 def _hostile(folder: Path) -> str:
     torch.save(_Runs(), folder / "last.pt")
-    return "run/last.pt is truncated, damaged or not of tensors only"
+    return "run/last.pt is truncated, damaged or contains more than tensors and plain data"
 
 
 def _missing(folder: Path) -> str:
     (folder / "last.pt").unlink()
-    return "run/last.pt is missing, but run/model.pt is there"
+    return "run/last.pt is missing, but run/model.pt exists"
 
 
 def _of_another_model(folder: Path) -> str:
@@ -176,7 +182,7 @@ def _of_another_model(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("harm", [_truncate, _foreign, _hostile, _missing, _of_another_model])
-def test_a_bad_checkpoint_is_refused_by_name_and_nothing_is_overwritten(harm, finished, tmp_path):
+def test_a_damaged_checkpoint_is_refused_by_name_and_nothing_is_overwritten(harm, finished, tmp_path):
     folder = _copy(finished, tmp_path)
     message = harm(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -186,25 +192,27 @@ def test_a_bad_checkpoint_is_refused_by_name_and_nothing_is_overwritten(harm, fi
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_resume_with_other_numbers_is_refused(finished, tmp_path):
+def test_resuming_with_another_learning_rate_is_refused(finished, tmp_path):
     _copy(finished, tmp_path)
     done = demo("cp_demo.py", "--save", "run", "--resume", "--lr", "0.2", cwd=tmp_path)
-    refused(done, "lr is 0.2, but the run was begun with 0.1: leave it out to go on")
+    refused(done, "lr is 0.2, but the run was started with 0.1: leave it out to resume")
 
 
 @pytest.mark.parametrize("mirror", [True, False])
-def test_mirroring_is_as_asked_for(mirror, tmp_path, monkeypatch):
+def test_images_are_flipped_as_the_option_says(mirror, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(Trainer, "step", lambda trainer, *_: seen.append(trainer.preparation.mirror) or [1.0, 0.0, 1.0])
+    monkeypatch.setattr(
+        Trainer, "step", lambda trainer, *_: seen.append(trainer.transform.horizontal_flip) or [1.0, 0.0, 1.0]
+    )
     write_folder(tmp_path / "own", each=5)
-    data = [] if mirror else ["--data", "own"]  # the other way round by default
+    data = [] if mirror else ["--data", "own"]  # where the default is the opposite
     done = demo("cp_demo.py", *RUN, *data, "--n_epochs", "1", "--mirror", str(mirror), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert set(seen) == {mirror}
 
 
-def test_a_run_of_an_earlier_version_is_gone_on_with(finished, tmp_path):
-    """It told less of itself: no fingerprint of its pictures, and fewer options."""
+def test_a_run_of_an_earlier_version_is_resumed(finished, tmp_path):
+    """It recorded no fingerprint of its images, and fewer options."""
     folder = _copy(finished, tmp_path)
     content = torch.load(folder / "last.pt", weights_only=True)
     del content["data"]["fingerprint"], content["options"]["mirror"]
@@ -214,73 +222,12 @@ def test_a_run_of_an_earlier_version_is_gone_on_with(finished, tmp_path):
     same_run(folder, finished / "run")
 
 
-def test_resume_where_nothing_was_begun_begins(tmp_path):
+def test_resuming_where_there_is_no_run_starts_one(tmp_path):
     done = demo("cp_demo.py", *RUN, "--n_epochs", "1", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "nothing to go on with in run: beginning" in done.stdout
-    assert "going on" not in done.stdout
+    assert "nothing to resume in run: starting" in done.stdout
+    assert "resuming" not in done.stdout
     assert len(read_rows(tmp_path / "run")) == 1
-
-
-def _limited(words: list[str], cwd: Path, most: int) -> subprocess.CompletedProcess:
-    """A disk that takes no file of more than `most` bytes."""
-    return subprocess.run(
-        [sys.executable, str(DEMOS / "cp_demo.py"), *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
-    )
-
-
-def test_a_disk_that_takes_no_more_is_reported_and_the_old_checkpoint_kept(tmp_path):
-    process = _start("--n_epochs", "3", cwd=tmp_path)
-    while not (tmp_path / "run" / "last.pt").exists():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    before = (tmp_path / "run" / "last.pt").read_bytes()
-    done = _limited(["--save", "run", "--resume"], tmp_path, most=len(before) // 2)
-    refused(done, "run/last.pt could not be written (File too large): what it held before is kept")
-    assert (tmp_path / "run" / "last.pt").read_bytes() == before
-    assert [path.name for path in (tmp_path / "run").glob(".*")] == []
-
-
-def test_a_loss_that_is_not_finite_keeps_the_last_good_state(tmp_path):
-    done = demo("cp_demo.py", *RUN, "--n_epochs", "3", "--lr", "1e30", "--recipe", "step", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "error: the loss became" in done.stderr
-    assert "start over with a smaller --lr; what was saved before is kept" in done.stderr
-    assert "Traceback" not in done.stderr
-    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["state"]
-    assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
-
-
-def test_a_validation_loss_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "evaluate", lambda *_: (float("nan"), 0.9))
-    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "error: the validation loss became nan in epoch 1, at a learning rate of" in done.stderr
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json", "last.pt"]
-    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["position"]["step"] == 0
-
-
-def test_out_of_memory_is_told_with_what_would_fit(tmp_path, monkeypatch):
-    """As on a GPU, whose allocator is played here: the engines' needs are measured."""
-
-    def step(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(Trainer, "step", step)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 * 2**20)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**20, 16 * 2**20))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**20)
-    words = [*RUN, "--batch_size", "100", "--efficient", "False", "--device", "cpu"]
-    done = demo("cp_demo.py", *words, cwd=tmp_path)
-    refused(done, "out of memory in a step of 100 pictures with engine plain: tensors had reached 7.0 MiB of 8.0 MiB;")
-    assert re.search(r"--micro_batch_size \d+ would fit, with about [\d.]+ MiB", done.stderr), done.stderr
-    assert "last.pt" in [path.name for path in (tmp_path / "run").iterdir()]
 
 
 def test_tensorboard_on_request(tmp_path):
@@ -291,7 +238,7 @@ def test_tensorboard_on_request(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "kind"),
+    ("script", "layout"),
     [
         ("cp_demo.py", "cifar10"),
         ("original_demo.py", "folder"),
@@ -299,9 +246,9 @@ def test_tensorboard_on_request(tmp_path):
         pytest.param("original_demo.py", "cifar10", marks=pytest.mark.slow),
     ],
 )
-def test_the_command_of_the_readme_on_a_directory_called_cifar(script, kind, tmp_path):
-    """Verbatim, until its first step is done."""
-    write_cifar10(tmp_path / "cifar", each=8) if kind == "cifar10" else write_folder(tmp_path / "cifar", each=8)
+def test_the_command_of_the_readme_on_a_directory_called_cifar(script, layout, tmp_path):
+    """Verbatim, until the first step is done."""
+    write_cifar10(tmp_path / "cifar", each=8) if layout == "cifar10" else write_folder(tmp_path / "cifar", each=8)
     words = ["--efficient", "True", "--data", "cifar", "--save", "model", "--batch_size", "256"]
     process = subprocess.Popen(
         [sys.executable, str(DEMOS / script), *words],
@@ -317,23 +264,23 @@ def test_the_command_of_the_readme_on_a_directory_called_cifar(script, kind, tmp
     printed, errors = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGTERM, errors
     assert "DenseNet-BC-100-12: 76" in printed
-    assert ("engine official" if script == "original_demo.py" else "engine best") in printed
-    if kind == "cifar10":
+    assert ("engine official;" if script == "original_demo.py" else "engine shared (") in printed
+    if layout == "cifar10":
         assert "note: not the original files" in printed
     position = torch.load(tmp_path / "model" / "last.pt", weights_only=True)["position"]
     assert position["step"] + position["epoch"] >= 2
 
 
-def test_on_a_terminal_there_is_a_bar(tmp_path):
+def test_a_terminal_shows_a_progress_bar(tmp_path):
     pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
+    terminal, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
     command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, "--n_epochs", "1"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=theirs)
-    os.close(theirs)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=child)
+    os.close(child)
     shown = b""
     with contextlib.suppress(OSError):  # the terminal is closed when the process ends
-        while part := os.read(ours, 65536):
+        while part := os.read(terminal, 65536):
             shown += part
     assert process.wait() == 0, shown
     assert re.search(rb"epoch 1/1: .*\d+/10 .*loss \d\.\d+, error [\d.]+%, [\d,]+ images/s, peak [\d,]+ MiB", shown), (
@@ -342,8 +289,8 @@ def test_on_a_terminal_there_is_a_bar(tmp_path):
 
 
 @pytest.fixture
-def of_a_folder(tmp_path) -> Path:
-    """A run on an image folder that came to its end, whose directory of pictures was given relative to another."""
+def folder_run(tmp_path) -> Path:
+    """A finished run on an image folder, which was given as a relative path."""
     write_folder(tmp_path / "own", each=8)
     words = ["--data", "own", "--n_epochs", "1", "--batch_size", "5", "--image_size", "8", "--save", "run"]
     done = demo("cp_demo.py", *TINY, *words, cwd=tmp_path)
@@ -352,28 +299,27 @@ def of_a_folder(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("words", [["--resume"], ["--evaluate"]])
-def test_a_run_finds_its_pictures_from_another_directory_and_never_downloads_them(words, of_a_folder):
-    (of_a_folder / "other").mkdir()
-    done = demo("cp_demo.py", *words, "--save", "../run", cwd=of_a_folder / "other")
+def test_a_run_finds_its_images_from_another_directory_and_never_downloads_them(words, folder_run):
+    (folder_run / "other").mkdir()
+    done = demo("cp_demo.py", *words, "--save", "../run", cwd=folder_run / "other")
     assert "test error" in done.stdout, done.stderr
-    (of_a_folder / "own").rename(of_a_folder / "moved")
-    done = demo("cp_demo.py", *words, "--save", "run", cwd=of_a_folder)
-    refused(done, f"{of_a_folder / 'own'} is absent or empty, but a run was begun with pictures there")
-    done = demo("cp_demo.py", *words, "--save", "run", "--data", "moved", "--stream", cwd=of_a_folder)
+    (folder_run / "own").rename(folder_run / "moved")
+    done = demo("cp_demo.py", *words, "--save", "run", cwd=folder_run)
+    refused(done, f"{folder_run / 'own'} is absent or empty, but the run was started with images there")
+    done = demo("cp_demo.py", *words, "--save", "run", "--data", "moved", "--stream", cwd=folder_run)
     assert "test error" in done.stdout, done.stderr
 
 
-def test_resume_with_as_many_other_pictures_is_refused(of_a_folder):
-    files = sorted((of_a_folder / "own" / "train").rglob("*.png"))
+def test_resuming_with_as_many_other_images_is_refused(folder_run):
+    files = sorted((folder_run / "own" / "train").rglob("*.png"))
     first, last = files[0].read_bytes(), files[-1].read_bytes()
     files[0].write_bytes(last)
     files[-1].write_bytes(first)
-    done = demo("cp_demo.py", "--resume", "--save", "run", cwd=of_a_folder)
-    refused(done, "found other pictures than the run was begun with, if as many: give the same --data")
+    done = demo("cp_demo.py", "--resume", "--save", "run", cwd=folder_run)
+    refused(done, "found other images than the run was started with, though as many: give the same --data")
 
 
-def test_pictures_with_a_digest_of_their_own(tmp_path):
-    load = recognise.load
+def test_the_fingerprint_depends_on_images_labels_and_splits(tmp_path):
     assert load(None).fingerprint == load(None).fingerprint != load(None).with_validation(9).fingerprint
     write_cifar10(tmp_path)
     before = load(str(tmp_path)).fingerprint

@@ -1,25 +1,26 @@
-"""The loop: what a step does, what a recipe gives, and that nothing but the seed decides."""
+"""The training loop: steps, learning rate schedules, evaluation, and that runs depend on their seed alone."""
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import assert_close, assert_same_gradients
 
 from efficient_densenet import DenseNet
-from efficient_densenet.training.data import Pictures, load
-from efficient_densenet.training.data.augment import preparation_for
-from efficient_densenet.training.distributed import Team
-from efficient_densenet.training.loop import Position, Trainer, batches
-from efficient_densenet.training.memory_estimate import StepMemory, advice
+from efficient_densenet.training.data import Images, load
+from efficient_densenet.training.data.augment import transform_for
+from efficient_densenet.training.distributed import DistributedContext
+from efficient_densenet.training.loop import Trainer, TrainingPosition, batches
+from efficient_densenet.training.memory_estimate import estimate_memory, out_of_memory_advice
 from efficient_densenet.training.options import parse
 from efficient_densenet.training.recipes import one_cycle, step
 
-ALONE = Team(0, 1, torch.device("cpu"))
+SINGLE = DistributedContext(0, 1, torch.device("cpu"))
 
 
-def _few(number: int = 64) -> Pictures:
+def _few(number: int = 64) -> Images:
     return load(None).train[:number]
 
 
@@ -27,13 +28,13 @@ def _trainer(engine: str = "plain", layers=(1, 1), growth_rate: int = 4, double:
     torch.manual_seed(0)
     model = DenseNet(growth_rate, layers, in_channels=1, efficient=engine, drop_rate=given.get("drop_rate", 0.0))
     options = parse({"batch_size": 16, "n_epochs": 2, **given}, "best")
-    return Trainer(model.double() if double else model, preparation_for(_few(), False), options, ALONE)
+    return Trainer(model.double() if double else model, transform_for(_few(), False), options, SINGLE)
 
 
 def _losses(trainer: Trainer, epochs: int = 2) -> torch.Tensor:
     losses = []
     for epoch in range(1, epochs + 1):
-        position = Position(epoch)
+        position = TrainingPosition(epoch)
         for _ in trainer.steps(_few(), position):
             losses.append(position.loss)
     return torch.tensor(losses, dtype=torch.double)
@@ -48,7 +49,7 @@ def test_every_engine_trains_alike(engine):
 def test_same_seed_same_run_exactly(drop_rate):
     runs = [_trainer("shared", drop_rate=drop_rate, double=False) for _ in range(2)]
     losses = [_losses(runs[0])]
-    torch.rand(3)  # what else draws random numbers does not matter
+    torch.rand(3)  # other use of the global generator does not matter
     losses.append(_losses(runs[1]))
     assert torch.equal(*losses)
     assert not torch.equal(losses[0], _losses(_trainer("shared", drop_rate=drop_rate, double=False, seed=1)))
@@ -56,25 +57,25 @@ def test_same_seed_same_run_exactly(drop_rate):
         assert torch.equal(ours, theirs)
 
 
-def test_an_epoch_gone_on_with_in_its_middle_is_the_same_epoch():
+def test_an_epoch_resumed_in_its_middle_is_the_same_epoch():
     whole, halves = _trainer(double=False, drop_rate=0.2), _trainer(double=False, drop_rate=0.2)
-    expected, found = Position(), Position()
+    expected, actual = TrainingPosition(), TrainingPosition()
     for _ in whole.steps(_few(), expected):
         pass
-    for _ in halves.steps(_few(), found):
-        if found.step == 2:
+    for _ in halves.steps(_few(), actual):
+        if actual.step == 2:
             break
     other = _trainer(double=False, drop_rate=0.2, seed=0)
     other.load_state(copy.deepcopy(halves.state()))
     torch.manual_seed(99)
-    for _ in other.steps(_few(), found):
+    for _ in other.steps(_few(), actual):
         pass
-    assert (found.step, found.loss, found.wrong) == (expected.step, expected.loss, expected.wrong)
+    assert (actual.step, actual.loss, actual.wrong) == (expected.step, expected.loss, expected.wrong)
     for ours, theirs in zip(other.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_an_epoch_takes_every_picture_once_in_full_batches():
+def test_an_epoch_takes_every_image_once_in_full_batches():
     order = batches(70, 16, seed=3, epoch=1)
     assert [len(index) for index in order] == [16] * 4
     assert len(set(torch.cat(order).tolist())) == 64
@@ -83,8 +84,8 @@ def test_an_epoch_takes_every_picture_once_in_full_batches():
 
 
 @pytest.mark.parametrize("engine", ["plain", "shared"])
-def test_micro_batches_add_up_to_the_whole_batch(engine):
-    """With frozen norms, exactly that; norms in training take each micro-batch's own statistics."""
+def test_micro_batches_accumulate_to_the_whole_batch(engine):
+    """With frozen norms: in training mode each micro-batch would have its own batch statistics."""
     whole, parts = _trainer(engine), _trainer(engine, micro_batch_size=5)
     for trainer in (whole, parts):
         for module in trainer.model.modules():
@@ -99,15 +100,17 @@ def test_micro_batches_add_up_to_the_whole_batch(engine):
         assert_close(ours, theirs, 1e-12)
 
 
-@pytest.mark.parametrize(("joined", "size", "most", "parts"), [(9, 2, 4, 2), (5, 2, 1, 2), (8, 2, 4, 1), (3, 1, 2, 2)])
-def test_the_largest_share_is_within_the_micro_batch(joined, size, most, parts):
-    """But for one picture at once, where a share of fewer would have to run an empty micro-batch."""
-    trainer = _trainer(micro_batch_size=most)
-    trainer.team = Team(0, size, torch.device("cpu"))
-    assert trainer._num_parts(joined) == parts
+@pytest.mark.parametrize(
+    ("batch_size", "world_size", "micro_batch_size", "count"), [(9, 2, 4, 2), (5, 2, 1, 2), (8, 2, 4, 1), (3, 1, 2, 2)]
+)
+def test_the_largest_local_batch_is_within_micro_batches(batch_size, world_size, micro_batch_size, count):
+    """Unless a rank with one image fewer would have an empty micro-batch."""
+    trainer = _trainer(micro_batch_size=micro_batch_size)
+    trainer.context = DistributedContext(0, world_size, torch.device("cpu"))
+    assert trainer._num_micro_batches(batch_size) == count
 
 
-def test_micro_batches_bound_what_runs_at_once():
+def test_micro_batches_bound_the_batch_of_a_forward():
     trainer, seen = _trainer(micro_batch_size=5), []
     trainer.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     trainer.step(_few(16).images, _few(16).labels, 16, 0.1, (0,))
@@ -115,53 +118,53 @@ def test_micro_batches_bound_what_runs_at_once():
     assert max(seen) <= 5
 
 
-def test_the_gradient_is_the_mean_losss():
+def test_the_gradient_is_that_of_the_mean_loss():
     trainer = _trainer()
     reference = copy.deepcopy(trainer.model).train()
-    pictures = _few(16)
-    draw = trainer.preparation.draw(16, torch.Generator().manual_seed(0))
-    trainer.preparation = type(trainer.preparation)(trainer.preparation.mean, trainer.preparation.std, 0, False)
-    trainer.step(pictures.images, pictures.labels, 16, 0.1, (0,))
-    images = trainer.preparation.normalise(pictures.images, torch.double)
-    torch.nn.functional.cross_entropy(reference(images), pictures.labels).backward()
+    few = _few(16)
+    params = trainer.transform.sample_params(16, torch.Generator().manual_seed(0))
+    trainer.transform = replace(trainer.transform, padding=0, horizontal_flip=False)
+    trainer.step(few.images, few.labels, 16, 0.1, (0,))
+    images = trainer.transform.normalize(few.images, torch.double)
+    torch.nn.functional.cross_entropy(reference(images), few.labels).backward()
     assert_same_gradients(trainer.model, reference)
-    assert draw.offsets.max() <= 8
+    assert params.offsets.max() <= 8
 
 
 @pytest.mark.parametrize("given", [{"amp": "bf16"}, {"channels_last": True}, {"amp": "fp16"}])
 @pytest.mark.filterwarnings("ignore:falling back")
-def test_other_precisions_and_layouts_train_alike(given):
+def test_other_precisions_and_memory_formats_train_alike(given):
     expected = _losses(_trainer("checkpoint", double=False), 1)
-    found = _losses(_trainer("checkpoint", double=False, **given), 1)
-    assert ((found - expected).abs() / expected).max() < 0.05
-    assert torch.isfinite(found).all()
+    actual = _losses(_trainer("checkpoint", double=False, **given), 1)
+    assert ((actual - expected).abs() / expected).max() < 0.05
+    assert torch.isfinite(actual).all()
 
 
-def test_training_learns_and_evaluation_leaves_the_model_alone():
-    source = load(None).with_validation(None)
+def test_training_lowers_the_error_and_evaluation_changes_nothing():
+    dataset = load(None).with_validation(None)
     trainer = _trainer("shared", (2, 2), 8, double=False, n_epochs=6)
     for epoch in range(1, 7):
-        for _ in trainer.steps(source.train[:512], Position(epoch)):
+        for _ in trainer.steps(dataset.train[:512], TrainingPosition(epoch)):
             pass
         if epoch == 1:
-            first = trainer.evaluate(source.valid)[1]
+            first = trainer.evaluate(dataset.valid)[1]
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    loss, last = trainer.evaluate(source.valid)
+    loss, last = trainer.evaluate(dataset.valid)
     assert last < 0.6 < 0.8 < first  # chance is 0.9
     assert math.isfinite(loss)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
 
 
-def test_evaluation_is_the_mean_over_all_pictures_whatever_the_batch():
-    pictures = _few(50)
+def test_evaluation_is_the_mean_over_all_images_whatever_the_batch_size():
+    few = _few(50)
     trainers = [_trainer(batch_size=size) for size in (7, 50)]
-    found = [torch.tensor(trainer.evaluate(pictures), dtype=torch.double) for trainer in trainers]
-    assert_close(*found, 1e-12)
+    results = [torch.tensor(trainer.evaluate(few), dtype=torch.double) for trainer in trainers]
+    assert_close(*results, 1e-12)
     with torch.no_grad():
-        outputs = trainers[0].model(trainers[0].preparation.normalise(pictures.images, torch.double))
-    loss = torch.nn.functional.cross_entropy(outputs, pictures.labels)
-    error = (outputs.argmax(1) != pictures.labels).double().mean()
-    assert_close(found[0], torch.stack([loss, error]), 1e-12)
+        outputs = trainers[0].model(trainers[0].transform.normalize(few.images, torch.double))
+    loss = torch.nn.functional.cross_entropy(outputs, few.labels)
+    error = (outputs.argmax(1) != few.labels).double().mean()
+    assert_close(results[0], torch.stack([loss, error]), 1e-12)
 
 
 def test_the_step_recipe_divides_at_half_and_three_quarters():
@@ -169,7 +172,7 @@ def test_the_step_recipe_divides_at_half_and_three_quarters():
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
 
 
-def test_the_one_cycle_recipe_goes_up_and_down_once():
+def test_the_one_cycle_recipe_rises_and_falls_once():
     rates = [one_cycle(0.1, 1 + i // 10, 10, i % 10 / 10) for i in range(100)]
     top = rates.index(max(rates))
     assert rates[0] == pytest.approx(0.004)
@@ -179,18 +182,18 @@ def test_the_one_cycle_recipe_goes_up_and_down_once():
     assert rates[-1] < 1e-4
 
 
-def test_a_loss_that_is_not_finite_stops_with_a_sentence():
+def test_a_loss_that_is_not_finite_ends_with_a_sentence():
     trainer = _trainer()
     trainer.model.classifier.weight.data.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match=r"the loss became nan in epoch 1, step 1, .* smaller --lr"):
-        next(trainer.steps(_few(), Position()))
+        next(trainer.steps(_few(), TrainingPosition()))
 
 
-def test_expected_memory_is_near_what_a_step_takes():
+def test_expected_memory_is_near_the_measured():
     from efficient_densenet.memory import tensor_peak
 
     trainer = _trainer("plain", (4, 4), 8, double=False)
-    memory = StepMemory(trainer.model, 32, trainer.options, "plain")
+    estimate = estimate_memory(trainer.model, 32, trainer.options, "plain")
     images, labels = _few(48).images, _few(48).labels
 
     def one_step() -> None:
@@ -198,18 +201,18 @@ def test_expected_memory_is_near_what_a_step_takes():
 
     one_step()
     measured = tensor_peak(one_step) + 3 * sum(p.numel() * 4 for p in trainer.model.parameters())
-    assert memory.of(48) == pytest.approx(measured, rel=0.15)
+    assert estimate.peak(48) == pytest.approx(measured, rel=0.15)
 
 
-def test_out_of_memory_names_the_least_change_that_fits():
+def test_out_of_memory_names_the_smallest_change_that_fits():
     plain = _trainer("plain", (8, 8), 12, double=False, efficient=False)
-    needs = {engine: StepMemory(plain.model, 32, plain.options, engine) for engine in ("plain", "best")}
-    between = (needs["plain"].of(64) + needs["best"].of(64)) // 2
-    words = advice(plain.model, 32, plain.options, 2**30, between, 64)
-    assert words.startswith("out of memory in a step of 64 pictures with engine plain: tensors had reached 1,024 MiB")
-    assert "--engine best would fit" in words
+    estimates = {engine: estimate_memory(plain.model, 32, plain.options, engine) for engine in ("plain", "best")}
+    between = (estimates["plain"].peak(64) + estimates["best"].peak(64)) // 2
+    advice = out_of_memory_advice(plain.model, 32, plain.options, 2**30, between, 64)
+    assert advice.startswith("out of memory in a step of 64 images with engine plain: tensors had reached 1,024 MiB")
+    assert "--engine best would fit" in advice
     options = parse({"engine": "best"}, "best")
-    words = advice(plain.model, 32, options, 2**30, needs["best"].of(40), 64)
-    assert "--micro_batch_size 32 would fit" in words
-    words = advice(plain.model, 32, options, 2**30, 10, 64)
-    assert "even one picture at a time needs" in words
+    advice = out_of_memory_advice(plain.model, 32, options, 2**30, estimates["best"].peak(40), 64)
+    assert "--micro_batch_size 32 would fit" in advice
+    advice = out_of_memory_advice(plain.model, 32, options, 2**30, 10, 64)
+    assert "even a single image needs" in advice

@@ -19,6 +19,7 @@ from .._torch_private import compilers_recompute_exactly, functorch_is_active, i
 from ..checkpoint.parameters import parameters_of
 from . import plain, recompute, stem
 from .eligibility import joined_consumer, must_be_called, shared_eligibility
+from .kernels import kernel_set_name
 from .parts import BlockParts
 from .shared import function as shared
 
@@ -73,9 +74,7 @@ def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> 
     if _is_tracing(block, x):
         return BlockPlan(Engine.PLAIN)
     if torch.compiler.is_compiling():
-        # A compiler knows torch's own checkpointing, and none of our autograd functions.
-        saving = block.engine is not Engine.PLAIN and compilers_recompute_exactly()
-        return BlockPlan(Engine.OFFICIAL if saving else Engine.PLAIN)
+        return _compiled_plan(block)
     if x.numel() == 0 or not _needs_grad(x, block):
         return BlockPlan(Engine.PLAIN)
     if block.engine is None:
@@ -87,6 +86,15 @@ def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> 
             "use another engine, or efficient=True, which finds one"
         )
     return plan
+
+
+def describe_plan(block: nn.Module, x: Tensor, compiled: bool = False) -> str:
+    """The engine that trains `block` on `x`, such as "checkpoint" or "shared (Numba)", for a report.
+
+    `x` may be any tensor of the block's input's shape, dtype and device; `compiled` is for a model in torch.compile.
+    """
+    engine = (_compiled_plan(block) if compiled else plan_block(block, x)).engine
+    return f"{engine.value} ({kernel_set_name(x)})" if engine is Engine.SHARED else engine.value
 
 
 def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
@@ -139,6 +147,12 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
 def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
     """Why `engine` cannot run `block` on `x`, or None where it can."""
     return _plan_by(engine, block, x)[1]
+
+
+def _compiled_plan(block: nn.Module) -> BlockPlan:
+    # A compiler knows torch's own checkpointing, and none of our autograd functions.
+    saving = block.engine is not Engine.PLAIN and compilers_recompute_exactly()
+    return BlockPlan(Engine.OFFICIAL if saving else Engine.PLAIN)
 
 
 def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:

@@ -1,4 +1,4 @@
-"""What the demos are made of: data, the training loop, and what a run leaves on disk."""
+"""What the demos are made of: data, the training loop, and the directory of a run."""
 
 from .command_line import command
 from .options import Options

@@ -1,4 +1,4 @@
-"""A function as a command: options from its arguments or from a dataclass, a sentence for what goes wrong."""
+"""A function as a command: options from its arguments or from a dataclass, and errors as one sentence."""
 
 import contextlib
 import difflib
@@ -10,22 +10,29 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from types import ModuleType
 from typing import Any, get_args
 
 from .._extras import need
 
 EXPECTED = (ValueError, OSError, FloatingPointError, MemoryError, ModuleNotFoundError)
+"""Errors that are reported as a sentence, without a traceback."""
 
 
 def command(function: Callable, options: type | None = None, about: str | None = None) -> None:
-    """Run `function` on the command line's words; with a dataclass of `options`, on a dict of those that were given."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that measures memory would tell of itself
+    """Call `function` with the arguments of the command line.
+
+    With a dataclass of `options`, it is called with a dict of the options that were given, and `about` is the
+    description that --help shows.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler that measures memory
     called = _with_options(function, options, about or "") if options else function
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with _short_warnings():
-            _refuse_unknown_words(called, sys.argv[1:])
-            need("fire", extra="demos").Fire(_keeping_texts(called))
+            _refuse_unknown_arguments(called, sys.argv[1:])
+            fire = need("fire", extra="demos")
+            fire.Fire(_keep_strings(called, fire))
     except EXPECTED as exc:
         sys.exit(f"error: {_process()}{exc}")
     except KeyboardInterrupt:
@@ -34,9 +41,9 @@ def command(function: Callable, options: type | None = None, about: str | None =
 
 @contextlib.contextmanager
 def _short_warnings() -> Iterator[None]:
-    """What is worth a warning, without the line of code that it came from."""
+    """Show warnings without the line of code that they came from."""
     usual = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_: f"note: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     try:
         yield
     finally:
@@ -48,61 +55,65 @@ def _with_options(function: Callable, options: type, about: str) -> Callable:
         function(given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    run.__signature__ = inspect.Signature(
-        inspect.Parameter(field.name, keyword, default=field.default, annotation=field.type)
-        for field in fields(options)
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(field.name, keyword, default=field.default, annotation=field.type)
+            for field in fields(options)
+        ]
     )
-    arguments = inspect.cleandoc(options.__doc__).partition("Args:\n")[2]
-    run.__doc__ = f"{inspect.cleandoc(about)}\n\nArgs:\n{textwrap.indent(textwrap.dedent(arguments), '    ')}"
+    arguments = inspect.cleandoc(options.__doc__ or "").partition("Args:\n")[2]
+    doc = f"{inspect.cleandoc(about)}\n\nArgs:\n{textwrap.indent(textwrap.dedent(arguments), '    ')}"
+    vars(run).update(__signature__=signature)
+    run.__doc__ = doc
     return run
 
 
-def _keeping_texts(function: Callable) -> Callable:
-    """Texts stay as they were typed: fire would read run#2 as run, a,b as a pair and 1.50 as a number."""
-    fire = need("fire", extra="demos")
+def _keep_strings(function: Callable, fire: ModuleType) -> Callable:
+    """Have fire leave strings as typed: it would parse run#2 as run, a,b as a tuple and 1.50 as a number."""
+    fire.decorators.FIRE_METADATA = "_fire_metadata"  # the attribute that it sets: --help lists public ones as groups
     named = {}
     for parameter in inspect.signature(function).parameters.values():
-        is_text = str in (parameter.annotation, *get_args(parameter.annotation))
-        named[parameter.name] = _text if is_text else fire.parser.DefaultParseValue
+        is_string = str in (parameter.annotation, *get_args(parameter.annotation))
+        named[parameter.name] = _string if is_string else fire.parser.DefaultParseValue
     function = fire.decorators.SetParseFns(**named)(function)
-    return fire.decorators.SetParseFn(_text)(function)  # words without a name: files
+    return fire.decorators.SetParseFn(_string)(function)  # positional arguments
 
 
-def _text(word: str) -> str | bool | None:
-    """What was typed; an option without a value reaches here as True, and None stands for its absence."""
-    return {"True": True, "False": False, "None": None}.get(word, word)
+def _string(argument: str) -> str | bool | None:
+    """The argument as typed; fire passes "True" for an option without a value, and "None" stands for its absence."""
+    return {"True": True, "False": False, "None": None}.get(argument, argument)
 
 
-def _refuse_unknown_words(function: Callable, words: list[str]) -> None:
-    """Before anything runs: fire itself would call the function first and complain afterwards."""
+def _refuse_unknown_arguments(function: Callable, arguments: list[str]) -> None:
+    """Raise before anything runs: fire itself would call the function first and complain afterwards."""
     parameters = inspect.signature(function).parameters
-    takes_words = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
+    takes_positional = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
     known = [name for name, p in parameters.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL]
-    may_be_value = takes_words
-    for word in words:
-        if word in ("-h", "--help", "--"):
+    may_be_value = takes_positional
+    for argument in arguments:
+        if argument in ("-h", "--help", "--"):
             continue
-        if word.startswith("--") or (len(word) == 2 and word[0] == "-" and word[1].isalpha()):
-            name, _, value = word.lstrip("-").partition("=")
-            short = [option for option in known if len(word) == 2 and option.startswith(word[1])]
+        if argument.startswith("--") or (len(argument) == 2 and argument[0] == "-" and argument[1].isalpha()):
+            name, _, value = argument.lstrip("-").partition("=")
+            short = [option for option in known if len(argument) == 2 and option.startswith(argument[1])]
             if len(short) != 1:
                 _refuse_unknown_option(name.replace("-", "_"), known)
-            may_be_value = takes_words or not value
+            may_be_value = takes_positional or not value
         elif may_be_value:
-            may_be_value = takes_words
+            may_be_value = takes_positional
         else:
-            hint = f"every option has a name: such as --{known[0]} {word}" if known else "there are no options"
-            raise ValueError(f"found {word!r} on its own, but {hint}")
+            hint = f"every option has a name: such as --{known[0]} {argument}" if known else "there are no options"
+            raise ValueError(f"found {argument!r} on its own, but {hint}")
 
 
 def _refuse_unknown_option(name: str, known: list[str]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean --{near[0]}?" if near else f"there are {', '.join(f'--{k}' for k in known) or 'none'}"
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean --{close[0]}?" if close else f"there are {', '.join(f'--{k}' for k in known) or 'none'}"
         raise ValueError(f"unknown option --{name}: {hint}")
 
 
 def _process() -> str:
-    """Which process of several found the error."""
+    """Under torchrun, the process that reports the error."""
     rank = os.environ.get("RANK")
     return f"process {rank} of {os.environ.get('WORLD_SIZE')}: " if rank is not None else ""

@@ -1,4 +1,4 @@
-"""Files written whole: beside their names, flushed to the disk and renamed, so that one sees the old or the new."""
+"""Atomic file writes: to a temporary file that is flushed to disk and renamed, so that a reader never sees a part."""
 
 import csv
 import io
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-_UNFINISHED = ".unfinished"
+_SUFFIX = ".unfinished"
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}{_UNFINISHED}")
+def write_atomic(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}{_SUFFIX}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -26,43 +26,43 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError as exc:
         temporary.unlink(missing_ok=True)
         raise OSError(
-            f"{path} could not be written ({exc.strerror or exc}): what it held before is kept; "
-            "make room or give another --save, then go on with --resume"
+            f"{path} could not be written ({exc.strerror or exc}): its previous content is kept; "
+            "free some space or give another --save, then continue with --resume"
         ) from exc
 
 
-def refuse_unwritable(folder: Path) -> None:
-    """Before there is anything to lose: by a nameless file in `folder`, or in the nearest place above that is there."""
+def check_writable(folder: Path) -> None:
+    """Raise unless `folder`, or its nearest existing parent, accepts files; tried with an unnamed temporary file."""
     try:
-        places = (folder, *folder.absolute().parents)
-        existing = next(place for place in places if place.exists() or place.is_symlink())
+        candidates = (folder, *folder.absolute().parents)
+        existing = next(path for path in candidates if path.exists() or path.is_symlink())
         if folder == existing and folder.is_file():
             raise FileExistsError(f"{folder} is a file, but a run needs a directory: give another --save")
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as exc:
         if exc.strerror is None:
             raise
-        raise _unwritable(folder, exc) from exc
+        raise _not_writable(folder, exc) from exc
 
 
-def make_folder(folder: Path) -> None:
+def make_directory(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        raise _unwritable(folder, exc) from exc
+        raise _not_writable(folder, exc) from exc
 
 
-def _unwritable(folder: Path, exc: OSError) -> OSError:
+def _not_writable(folder: Path, exc: OSError) -> OSError:
     return OSError(f"nothing can be written to {folder} ({exc.strerror}): give another --save")
 
 
-def remove_unfinished(folder: Path) -> None:
-    """What a killed process was writing."""
-    for path in folder.glob(f".*{_UNFINISHED}"):
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what a killed process left half written."""
+    for path in folder.glob(f".*{_SUFFIX}"):
         path.unlink(missing_ok=True)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> bytes:
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()
@@ -70,30 +70,30 @@ def table(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-def as_json(value: Any) -> bytes:
+def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def tensors(value: Any) -> bytes:
+def to_torch(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def read_tensors(path: Path) -> Any:
-    """What `torch.save` wrote, tensors and plain data only: no code in the file is run."""
+def load_torch(path: Path) -> Any:
+    """Load what `torch.save` wrote, tensors and plain data only: no code in the file is run."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: give the folder of a run, or a file of weights in one") from None
     except Exception as exc:  # a damaged archive can fail in any way
         raise ValueError(
-            f"{path} is truncated, damaged or not of tensors only ({type(exc).__name__}), and was left as it is: "
-            "copy it again, or give another --save"
+            f"{path} is truncated, damaged or contains more than tensors and plain data "
+            f"({type(exc).__name__}), and was left unchanged: copy it again, or give another --save"
         ) from exc
 
 
-def read_json(path: Path) -> Any:
+def load_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -103,8 +103,8 @@ def read_json(path: Path) -> Any:
 
 
 def _flush_directory(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""One training step, one epoch of them, and a judgement: what the numbers of a run come from."""
+"""The training step, an epoch of steps, and evaluation."""
 
 import contextlib
 import math
@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .data.augment import Preparation, generator_for
-from .data.images import Pictures, Streamed
-from .distributed import Team, joining
-from .options import Options
+from .data.augment import Transform, generator_for
+from .data.images import ImageSet
+from .distributed import DistributedContext, gradient_sync
+from .options import AMP_DTYPES, RunOptions
 from .recipes import RECIPES
-
-_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
-class Position:
-    """How far a run is: an epoch from 1, the steps of it that are done, and what they came to."""
+class TrainingPosition:
+    """How far a run is: the epoch, from 1, the steps done in it, and their sums.
+
+    last.pt contains a position as a dict: the field names are part of its format.
+    """
 
     epoch: int = 1
     step: int = 0
@@ -36,84 +37,104 @@ class Position:
 
 
 class Trainer:
-    """A model with its optimizer, and the team that trains it."""
+    """A model with its optimizer, on the devices and processes of `context`."""
 
-    def __init__(self, model: nn.Module, preparation: Preparation, options: Options, team: Team) -> None:
-        self.options, self.team, self.preparation = options, team, preparation
-        layout = torch.channels_last if options.channels_last else torch.preserve_format
-        self.model = model.to(team.device, memory_format=layout)
-        self.runner = team.wrap(self.model, options.sync_bn)
+    def __init__(
+        self, model: nn.Module, transform: Transform, options: RunOptions, context: DistributedContext
+    ) -> None:
+        self.options, self.context, self.transform = options, context, transform
+        self.model = model.to(context.device)
+        if options.channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        self.wrapped_model: Callable[..., Tensor] = context.wrap_model(self.model, options.sync_bn)
         if options.compile:
-            self.runner = torch.compile(self.runner)
+            self.wrapped_model = torch.compile(self.wrapped_model)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=options.lr, momentum=0.9, nesterov=True, weight_decay=1e-4
         )
-        self.scaler = torch.amp.GradScaler(team.device.type, enabled=options.amp == "fp16")
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=options.amp == "fp16")
         self.dtype = next(self.model.parameters()).dtype
 
-    def steps(self, pictures: Pictures | Streamed, position: Position) -> Iterator[None]:
-        """Train from `position` to the end of its epoch, moving it; yields after each step."""
+    def steps(self, images: ImageSet, position: TrainingPosition) -> Iterator[None]:
+        """Train from `position` to the end of its epoch; updates `position` and yields after each step."""
         options, epoch = self.options, position.epoch
-        order = batches(len(pictures), options.batch_size, options.seed, epoch)
-        shares = [index[self.team.share(len(index))] for index in order]
-        fetched = pictures.fetch(shares[position.step :])
-        for number, (images, labels) in enumerate(fetched, start=position.step):
-            within = number / len(order)
-            lr = RECIPES[options.recipe](options.lr, epoch, options.n_epochs, within)
-            sums = self.step(images, labels, len(order[number]), lr, (options.seed, epoch, number))
-            loss, wrong, seen = self.team.sum(sums)
+        order = batches(len(images), options.batch_size, options.seed, epoch)
+        local = [indices[self.context.rank_slice(len(indices))] for indices in order]
+        fetched = images.fetch(local[position.step :])
+        for number, (batch, labels) in enumerate(fetched, start=position.step):
+            lr = RECIPES[options.recipe](options.lr, epoch, options.n_epochs, number / len(order))
+            sums = self.step(batch, labels, len(order[number]), lr, (options.seed, epoch, number))
+            loss, wrong, seen = self.context.all_reduce_sum(sums)
             check_finite("loss", loss, f"epoch {epoch}, step {number + 1}", lr)
             position.add(loss, wrong, seen)
             yield
 
-    def step(self, images: Tensor, labels: Tensor, joined: int, lr: float, chance: tuple[int, ...]) -> list[float]:
-        """One update from this process's share of `joined` pictures: its sums of loss, wrong answers and pictures."""
-        draw = self.preparation.draw(joined, generator_for(*chance))[self.team.share(joined)]
-        images = self._input(self.preparation.vary(images, draw))
-        torch.manual_seed(generator_for(*chance, self.team.rank).initial_seed())  # for dropout
+    def step(
+        self, images: Tensor, labels: Tensor, global_batch_size: int, lr: float, key: tuple[int, ...]
+    ) -> list[float]:
+        """One update from this process's part of the global batch.
+
+        Args:
+            images: uint8 (N, C, H, W).
+            labels: class indices (N,).
+            global_batch_size: images of all processes together.
+            lr: learning rate.
+            key: what seeds the random numbers of the step, such as (seed, epoch, step).
+
+        Returns:
+            This process's sum of losses, number of wrong predictions, and number of images.
+        """
+        params = self.transform.sample_params(global_batch_size, generator_for(*key))
+        images = self._input(self.transform.augment(images, params[self.context.rank_slice(global_batch_size)]))
+        torch.manual_seed(generator_for(*key, self.context.rank).initial_seed())  # for dropout
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()
         self.optimizer.zero_grad()
         sums = torch.zeros(2, dtype=torch.float64, device=images.device)
-        num_parts = self._num_parts(joined)
-        parts = zip(images.tensor_split(num_parts), labels.tensor_split(num_parts), strict=True)
-        for i, (some, theirs) in enumerate(parts, start=1):
-            with joining(self.runner, last=i == num_parts):
-                sums += self._gradients(some, theirs, self.team.size / joined)
+        count = self._num_micro_batches(global_batch_size)
+        micro_batches = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
+        for i, (some_images, some_labels) in enumerate(micro_batches, start=1):
+            with gradient_sync(self.wrapped_model, last=i == count):
+                # DistributedDataParallel averages over processes, the loss over the global batch.
+                sums += self._backward(some_images, some_labels, self.context.world_size / global_batch_size)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return [*sums.tolist(), len(labels)]
 
-    def _num_parts(self, joined: int) -> int:
-        """In how many micro-batches each process runs its share: in as many as the others, none of them empty."""
-        smallest, largest = joined // self.team.size, -(-joined // self.team.size)
-        return min(-(-largest // (self.options.micro_batch_size or joined)), max(smallest, 1))
+    def _num_micro_batches(self, global_batch_size: int) -> int:
+        """The same number for every process, so that none has an empty micro-batch."""
+        smallest, largest = (
+            global_batch_size // self.context.world_size,
+            -(-global_batch_size // self.context.world_size),
+        )
+        return min(-(-largest // (self.options.micro_batch_size or global_batch_size)), max(smallest, 1))
 
-    def _gradients(self, images: Tensor, labels: Tensor, weight: float) -> Tensor:
-        with _sentences():
-            with self._precision():
-                outputs = self.runner(images)
-                loss = F.cross_entropy(outputs, labels, reduction="sum")
-            self.scaler.scale(loss * weight).backward()
-        return torch.stack([loss.detach(), (outputs.argmax(1) != labels).sum()]).double()
+    def _backward(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
+        """Accumulate gradients; returns the sum of losses and the number of wrong predictions."""
+        with _explain_failures():
+            with self.autocast():
+                logits = self.wrapped_model(images)
+                loss = F.cross_entropy(logits, labels, reduction="sum")
+            self.scaler.scale(loss * loss_scale).backward()
+        return torch.stack([loss.detach(), (logits.argmax(1) != labels).sum()]).double()
 
     @torch.no_grad()
-    def evaluate(self, pictures: Pictures | Streamed, check: Callable[[], None] | None = None) -> tuple[float, float]:
-        """Mean loss and share of wrong answers; `check` is called after each batch, and may raise."""
-        self.team.one_model(self.model)
+    def evaluate(self, images: ImageSet, after_batch: Callable[[], None] | None = None) -> tuple[float, float]:
+        """Mean loss and error rate; `after_batch` is called after each batch, and may raise."""
+        self.context.broadcast_buffers(self.model)
         self.model.eval()
-        order = torch.arange(len(pictures)).split(self.options.micro_batch_size or self.options.batch_size)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.team.device)
-        for images, labels in pictures.fetch(order[self.team.rank :: self.team.size]):
-            with self._precision():
-                outputs = self.model(self._input(images))
-                loss = F.cross_entropy(outputs, labels, reduction="sum")
-            sums += torch.stack([loss, (outputs.argmax(1) != labels).sum()]).double()
-            if check:
-                check()
-        loss, wrong = self.team.sum(sums.tolist())
-        return loss / len(pictures), wrong / len(pictures)
+        order = torch.arange(len(images)).split(self.options.micro_batch_size or self.options.batch_size)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.context.device)
+        for batch, labels in images.fetch(order[self.context.rank :: self.context.world_size]):
+            with self.autocast():
+                logits = self.model(self._input(batch))
+                loss = F.cross_entropy(logits, labels, reduction="sum")
+            sums += torch.stack([loss, (logits.argmax(1) != labels).sum()]).double()
+            if after_batch:
+                after_batch()
+        loss, wrong = self.context.all_reduce_sum(sums.tolist())
+        return loss / len(images), wrong / len(images)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -127,36 +148,36 @@ class Trainer:
             getattr(self, name).load_state_dict(part)
 
     def _input(self, images: Tensor) -> Tensor:
-        prepared = self.preparation.normalise(images, self.dtype)
-        return prepared.contiguous(memory_format=torch.channels_last) if self.options.channels_last else prepared
+        normalized = self.transform.normalize(images, self.dtype)
+        return normalized.contiguous(memory_format=torch.channels_last) if self.options.channels_last else normalized
 
-    def _precision(self) -> contextlib.AbstractContextManager:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.options.amp is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.team.device.type, _PRECISIONS[self.options.amp])
+        return torch.autocast(self.context.device.type, AMP_DTYPES[self.options.amp])
 
 
 @contextlib.contextmanager
-def _sentences() -> Iterator[None]:
-    """For the failures of a step that the options are the cause of; any other passes as it is."""
+def _explain_failures() -> Iterator[None]:
+    """Replace errors of a step that options have caused by a sentence; any other passes unchanged."""
     try:
         yield
     except (ValueError, RuntimeError) as exc:
         if "value per channel" in str(exc):
             raise ValueError(
-                "found one picture at once, which leaves a batch norm a single value per channel, without a variance: "
+                "found a batch of one image, which leaves a batch norm a single value per channel, without a variance: "
                 "give a larger --batch_size or --micro_batch_size, or a larger --image_size"
             ) from exc
         if not type(exc).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise
         reason = " ".join(str(exc).split("\n\n")[0].split())
-        raise ValueError(f"torch.compile failed here ({reason}): leave --compile out, or mend its compiler") from exc
+        raise ValueError(f"torch.compile failed here ({reason}): leave --compile out, or repair its compiler") from exc
 
 
-def batches(number: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
-    """The order of an epoch, shuffled, in full batches; fewer pictures than one batch are one batch."""
-    order = torch.randperm(number, generator=generator_for(seed, epoch))
-    return list(order[: num_steps(number, batch_size) * batch_size].split(batch_size))
+def batches(num_images: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:
+    """The shuffled indices of an epoch in full batches; fewer images than one batch are one batch."""
+    order = torch.randperm(num_images, generator=generator_for(seed, epoch))
+    return list(order[: num_steps(num_images, batch_size) * batch_size].split(batch_size))
 
 
 def check_finite(what: str, value: float, when: str, lr: float) -> None:
@@ -167,5 +188,5 @@ def check_finite(what: str, value: float, when: str, lr: float) -> None:
         )
 
 
-def num_steps(number: int, batch_size: int) -> int:
-    return max(number // batch_size, 1)
+def num_steps(num_images: int, batch_size: int) -> int:
+    return max(num_images // batch_size, 1)

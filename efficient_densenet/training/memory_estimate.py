@@ -1,68 +1,114 @@
-"""How much memory a step will take, told from two small ones; and what to do when it was too much."""
+"""The expected memory of a training step, extrapolated from two small ones, and advice when memory runs out."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ..memory import tensor_peak
 from ..models.densenet import DenseNet
-from .options import Options
+from .distributed import DistributedContext
+from .options import AMP_DTYPES, RunOptions
 from .report import mib
 
-_FEW, _MORE = 8, 16
-_STATE_OF_A_PARAMETER = 3  # itself, its gradient and its momentum
+_BATCH_SIZES = 8, 16
+_COPIES_OF_PARAMETERS = 3  # the parameter, its gradient and its momentum
 
 
-class StepMemory:
-    """The peak of a training step as a straight line in the number of pictures, on this device and by this engine."""
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Peak bytes of a training step as a linear function of the batch size.
 
-    def __init__(self, model: DenseNet, image_size: int, options: Options, engine: bool | str) -> None:
-        self.state = _STATE_OF_A_PARAMETER * sum(p.numel() * p.element_size() for p in model.parameters())
-        self.state += sum(b.numel() * b.element_size() for b in model.buffers())
-        trial = copy.deepcopy(model).set_engine(True if engine == "best" else engine)
-        few, more = (_peak(trial, number, image_size, options) for number in (_FEW, _MORE))
-        self.each = max(more - few, 0) / (_MORE - _FEW)
-        self.fixed = max(few - _FEW * self.each, 0)
+    `persistent` are parameters, gradients, momentum and buffers; `fixed` and `per_image` describe the rest.
+    """
 
-    def of(self, number: int) -> int:
-        return round(self.state + self.fixed + self.each * number)
+    persistent: int
+    fixed: float
+    per_image: float
+
+    def peak(self, batch_size: int) -> int:
+        return round(self.persistent + self.fixed + self.per_image * batch_size)
 
 
-def _peak(model: DenseNet, number: int, size: int, options: Options) -> int:
+def estimate_memory(model: DenseNet, image_size: int, options: RunOptions, engine: str) -> MemoryEstimate:
+    """Measure two small steps of a copy of `model`, on its device, by `engine`."""
+    persistent = _COPIES_OF_PARAMETERS * sum(p.numel() * p.element_size() for p in model.parameters())
+    persistent += sum(b.numel() * b.element_size() for b in model.buffers())
+    trial = copy.deepcopy(model).set_engine(True if engine == "best" else engine)
+    small, large = _BATCH_SIZES
+    small_peak, large_peak = (_step_peak(trial, batch_size, image_size, options) for batch_size in _BATCH_SIZES)
+    per_image = max(large_peak - small_peak, 0) / (large - small)
+    return MemoryEstimate(persistent, max(small_peak - small * per_image, 0), per_image)
+
+
+def _step_peak(model: DenseNet, batch_size: int, image_size: int, options: RunOptions) -> int:
     parameter = next(model.parameters())
-    images = torch.zeros(number, model.in_channels, size, size, dtype=parameter.dtype, device=parameter.device)
-    labels = torch.zeros(number, dtype=torch.long, device=parameter.device)
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.amp)
+    shape = batch_size, model.in_channels, image_size, image_size
+    images = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    labels = torch.zeros(batch_size, dtype=torch.long, device=parameter.device)
+    amp_dtype = None if options.amp is None else AMP_DTYPES[options.amp]
 
     def step() -> None:
-        with torch.autocast(parameter.device.type, kind, enabled=kind is not None):
+        with torch.autocast(parameter.device.type, amp_dtype, enabled=amp_dtype is not None):
             loss = F.cross_entropy(model(images), labels)
         loss.backward()
 
-    step()  # gradients are there from now on, and counted with the parameters
+    step()  # allocates the gradients, which are counted with the parameters
     return tensor_peak(step, parameter.device)
 
 
-def advice(model: nn.Module, image_size: int, options: Options, peak: int, available: int, pictures: int) -> str:
-    """What was too much, and the least change that fits: another engine first, then smaller micro-batches."""
+def largest_batch(options: RunOptions, num_images: int, context: DistributedContext) -> int:
+    """The most images that one device computes at once."""
+    devices = context.world_size * max(context.num_gpus, 1)
+    per_device = -(-min(options.batch_size, num_images) // devices)
+    return min(per_device, options.micro_batch_size or per_device)
+
+
+def describe_expected_memory(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
+    """The expected peak; an engine that cannot run here is reported as an error, before anything is written."""
+    try:
+        estimate = estimate_memory(model, image_size, options, options.engine)
+    except OSError as exc:  # the profiler writes a temporary file
+        return f"not measured ({exc.strerror})"
+    except torch.OutOfMemoryError as exc:
+        device = next(model.parameters()).device
+        raise MemoryError(f"out of memory on {device} before the first step: use a smaller model") from exc
+    except RuntimeError as exc:
+        raise ValueError(str(exc)) from exc
+    return f"about {mib(estimate.peak(batch_size))} for {batch_size} images at once on a device"
+
+
+def advice_now(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
+    """Advice after an out-of-memory error on the GPU of `model`; frees the gradients and the allocator's cache."""
+    device = next(model.parameters()).device
+    peak = torch.cuda.max_memory_allocated(device)
+    model.zero_grad()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    available = free + torch.cuda.memory_reserved(device)
+    return out_of_memory_advice(model, image_size, options, peak, available, batch_size)
+
+
+def out_of_memory_advice(
+    model: DenseNet, image_size: int, options: RunOptions, peak: int, available: int, batch_size: int
+) -> str:
+    """What ran out, and the smallest change that fits: another engine first, then smaller micro-batches."""
     found = (
-        f"out of memory in a step of {pictures} pictures with engine {options.engine}: tensors had reached {mib(peak)} "
+        f"out of memory in a step of {batch_size} images with engine {options.engine}: tensors had reached {mib(peak)} "
         f"of {mib(available)}"
     )
-    here = StepMemory(model, image_size, options, options.engine)
-    choices = {options.engine: here}
+    estimates = {options.engine: estimate_memory(model, image_size, options, options.engine)}
     if options.engine != "best":
-        choices["best"] = best = StepMemory(model, image_size, options, "best")
-        if best.of(pictures) <= available:
-            return f"{found}; --engine best would fit, with about {mib(best.of(pictures))}"
-    for engine, memory in choices.items():
-        fitting = [2**i for i in range(pictures.bit_length()) if 2**i < pictures and memory.of(2**i) <= available]
+        estimates["best"] = best = estimate_memory(model, image_size, options, "best")
+        if best.peak(batch_size) <= available:
+            return f"{found}; --engine best would fit, with about {mib(best.peak(batch_size))}"
+    for engine, estimate in estimates.items():
+        sizes = [2**i for i in range(batch_size.bit_length()) if 2**i < batch_size]
+        fitting = [size for size in sizes if estimate.peak(size) <= available]
         if fitting:
-            named = "" if engine == options.engine else f"--engine {engine} "
-            need = mib(memory.of(fitting[-1]))
-            return f"{found}; {named}--micro_batch_size {fitting[-1]} would fit, with about {need}"
-    return (
-        f"{found}, and even one picture at a time needs about {mib(here.of(1))}: use a smaller model or a larger device"
-    )
+            engine_option = "" if engine == options.engine else f"--engine {engine} "
+            expected = mib(estimate.peak(fitting[-1]))
+            return f"{found}; {engine_option}--micro_batch_size {fitting[-1]} would fit, with about {expected}"
+    single = mib(estimates[options.engine].peak(1))
+    return f"{found}, and even a single image needs about {single}: use a smaller model or a larger device"

@@ -1,24 +1,26 @@
-"""The model of a run, from the few words that describe it; the same words are kept with its weights."""
+"""The model of a run, rebuilt from its config, and its weights."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
-from ..models.densenet import DenseNet
+from ..engines.dispatch import describe_choice
+from ..engines.eligibility import compute_dtype
+from ..models.densenet import DenseBlock, DenseNet
 from ..models.zoo import VARIANTS, create_model
 from . import files
-from .data.augment import Preparation
-from .options import Options, layers_in_blocks
+from .data import Dataset
+from .data.augment import Transform
+from .options import Options, block_config_for
 
-WEIGHTS, DESCRIPTION = "model.pt", "config.json"
+WEIGHTS, CONFIG = "model.pt", "config.json"
 
 
 @dataclass(frozen=True)
-class Description:
-    """What it takes to build a model again and to prepare pictures for it."""
+class ModelConfig:
+    """What building a trained model again needs, and preparing images for it. config.json has these names as keys."""
 
     model: str | None
     depth: int | None
@@ -35,84 +37,102 @@ class Description:
         return self.model or f"DenseNet-BC-{self.depth}-{self.growth_rate}"
 
     def build(self, engine: bool | str = True) -> DenseNet:
-        efficient = True if engine == "best" else engine
-        shared = {
+        arguments: dict[str, Any] = {
             "drop_rate": self.drop_rate,
             "num_classes": len(self.classes),
             "in_channels": self.channels,
-            "efficient": efficient,
+            "efficient": True if engine == "best" else engine,
         }
         if self.model is not None:
-            return create_model(self.model, **shared)
-        blocks, k = layers_in_blocks(self.depth), self.growth_rate
-        return DenseNet(k, blocks, num_init_features=2 * k, **shared)
+            return create_model(self.model, **arguments)
+        if self.depth is None or self.growth_rate is None:
+            raise ValueError(f"found depth {self.depth} and growth rate {self.growth_rate}, but a model needs both")
+        block_config = block_config_for(self.depth)
+        return DenseNet(self.growth_rate, block_config, num_init_features=2 * self.growth_rate, **arguments)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
-def describe(
-    options: Options, channels: int, classes: Sequence[str], preparation: Preparation, size: int
-) -> Description:
-    return Description(
+def config_for(options: Options, dataset: Dataset, transform: Transform) -> ModelConfig:
+    return ModelConfig(
         options.model,
         options.depth,
         options.growth_rate,
         options.drop_rate,
-        channels,
-        size,
-        tuple(classes),
-        preparation.mean,
-        preparation.std,
+        dataset.channels,
+        dataset.image_size,
+        tuple(dataset.classes),
+        transform.mean,
+        transform.std,
     )
 
 
-def usual_image_size(model: str | None) -> int:
+def default_image_size(model: str | None) -> int:
     return 224 if model in VARIANTS and not VARIANTS[model]["small_inputs"] else 32
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    config = files.read_json(folder / DESCRIPTION)
+    config = files.load_json(folder / CONFIG)
     if not isinstance(config, dict) or not {"options", "model", "data"} <= config.keys():
-        raise ValueError(f"{folder / DESCRIPTION} does not describe a run of these demos: give the folder of one")
+        raise ValueError(f"{folder / CONFIG} does not describe a run of these demos: give the folder of one")
     return config
 
 
-def load_model(path: Path) -> tuple[DenseNet, Description]:
-    """The trained model in a run's folder, or in a file of weights that lies in one."""
+def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:
+    """The trained model, in eval mode, of a run's folder or of a file of weights in one."""
     weights, folder = (path / WEIGHTS, path) if path.is_dir() else (path, path.parent)
     if not weights.exists():
         raise ValueError(f"{weights} does not exist: give the folder of a run, or a file of weights in one")
-    description = _described(read_config(folder)["model"], folder / DESCRIPTION)
-    model = description.build()
-    load_into(model, files.read_tensors(weights), weights)
-    return model.eval(), description
+    config = _parse_config(read_config(folder)["model"], folder / CONFIG)
+    model = config.build()
+    load_weights(model, files.load_torch(weights), weights)
+    return model.eval(), config
 
 
-def _described(words: Any, path: Path) -> Description:
-    names = {field.name for field in fields(Description)}
-    words = words if isinstance(words, dict) else {}
-    if words.keys() != names:
-        differing = sorted(names.symmetric_difference(words))
+def _parse_config(entries: Any, path: Path) -> ModelConfig:
+    names = {field.name for field in fields(ModelConfig)}
+    entries = entries if isinstance(entries, dict) else {}
+    if entries.keys() != names:
+        differing = sorted(names.symmetric_difference(entries))
         raise ValueError(
             f"{path} does not describe a model of these demos ({', '.join(differing[:3])}): give the folder of a run"
         )
-    return Description(**{name: tuple(value) if isinstance(value, list) else value for name, value in words.items()})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
+    return ModelConfig(**values)
 
 
-def load_into(model: DenseNet, weights: Any, path: Path) -> None:
+def load_weights(model: nn.Module, weights: Any, path: Path) -> None:
     expected = model.state_dict()
-    fits = isinstance(weights, dict) and weights.keys() == expected.keys()
-    if not fits or any(weights[k].shape != expected[k].shape for k in expected):
+    matches = isinstance(weights, dict) and weights.keys() == expected.keys()
+    if not matches or any(weights[k].shape != expected[k].shape for k in expected):
         raise ValueError(
-            f"{path} holds other tensors than this model has, and was left as it is: give the folder that it was "
+            f"{path} contains other tensors than this model has, and was left unchanged: give the folder that it was "
             "trained in, with its config.json"
         )
     model.load_state_dict(weights)
 
 
-def as_config(description: Description) -> dict[str, Any]:
-    return asdict(description)
-
-
-def count(model: torch.nn.Module) -> tuple[int, int]:
-    """The number of the parameters, and their bytes."""
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """The number of parameters, and their bytes."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
+
+
+def describe_engines(model: DenseNet, batch_size: int, image_size: int, compiled: bool = False) -> str:
+    """The engine of the dense blocks, such as "shared (Numba)"; of each block where they differ.
+
+    Asks the dispatcher about a training step on `batch_size` images, under the autocast that is active now.
+    """
+    parameter = next(model.parameters())
+    images = parameter.new_empty(()).expand(batch_size, model.in_channels, image_size, image_size)
+    engines = {}
+    for name, block in model.features.named_children():
+        if isinstance(block, DenseBlock):
+            layer: Any = next(block.children())
+            shape = batch_size, layer.norm1.num_features, *images.shape[2:]
+            features = images.new_empty((), dtype=compute_dtype(images)).expand(shape)
+            engines[name] = describe_choice(block, features, compiled)
+    if len(set(engines.values())) == 1:
+        return next(iter(engines.values()))
+    return ", ".join(f"{engine} in {name}" for name, engine in engines.items())

@@ -1,22 +1,27 @@
-"""What a run can be told, and what it takes where it is not told."""
+"""The options of a run: what a user may give, and the defaults that depend on other options."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+import torch
 
 from .._checks import check_between, check_choice, check_whole
 from ..models.zoo import create_model, list_models
 from .data import DATASETS
 from .recipes import RECIPES
 
+ENGINES = ("best", "plain", "official", "checkpoint", "shared")
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a training run.
+    """The options of a training run as a user gives them; None stands for a default that depends on other options.
 
     Args:
-        efficient: True for the saving engine of this script, False for the plain network.
-        data: directory of pictures: CIFAR-10 or -100 as torchvision lays them out, or train/ and test/ (or val/) with a
-            folder of pictures for each class. An absent or empty one is filled by a download; without any,
+        efficient: True for the memory-saving engine of this script, False for the plain network.
+        data: directory of images: CIFAR-10 or -100 in torchvision's layout, or train/ and test/ (or val/) with a folder
+            of images for each class. An absent or empty directory is filled by a download; without this option,
             training is on the handwritten digits that ship with the package.
         save: directory of the results; by default checkpoints/ and a name made of data, model and engine.
         dataset: what to download into an absent directory: cifar10, cifar100, svhn or fashion_mnist.
@@ -24,30 +29,29 @@ class Options:
         depth: convolutions and classifier, 6n + 4; by default 100, and 22 on the digits.
         growth_rate: channels that each layer adds; by default 12.
         drop_rate: dropout after each layer's last convolution.
-        engine: plain, official, checkpoint, shared or best; in the place of what `efficient` means.
-        n_epochs: passes over the training pictures; by default 300, and 20 on the digits.
-        batch_size: pictures in an update, those of all processes together.
-        micro_batch_size: the most pictures that a process runs at once; an update adds up their gradients. Batch norms
-            normalise each micro-batch by its own statistics.
-        recipe: step (lr divided by 10 at 50% and 75% of the epochs) or one_cycle (up and down once, for short runs); by
-            default step, and one_cycle on the digits.
+        engine: plain, official, checkpoint, shared or best; takes precedence over `efficient`.
+        n_epochs: passes over the training images; by default 300, and 20 on the digits.
+        batch_size: images in an update, over all processes together.
+        micro_batch_size: the most images that a process runs at once; an update accumulates their gradients. Batch
+            norms normalize each micro-batch by its own statistics.
+        recipe: step (lr divided by 10 at 50% and 75% of the epochs) or one_cycle (warm-up and cosine decay, for short
+            runs); by default step, and one_cycle on the digits.
         lr: the highest learning rate.
-        valid_size: training pictures set aside to choose the best epoch by; by default 5000, or a tenth of a
-            smaller set.
-        image_size: side that the pictures of an image folder are brought to; by default 32, and 224 for models of the
-            zoo's ImageNet family.
-        mirror: whether half of the pictures are mirrored in training; by default in CIFAR and image folders, and not
-            where it would make another sign, as in digits.
+        valid_size: training images held out to choose the best epoch by; by default 5000, or a tenth of a smaller set.
+        image_size: height and width that the images of an image folder are resized to; by default 32, and 224 for
+            models of the zoo's ImageNet family.
+        mirror: whether half of the training images are flipped horizontally; by default in CIFAR and image folders, and
+            not where a flip changes the class, as in digits.
         seed: the same seed gives the same run, exactly on a CPU.
-        amp: bf16 or fp16 for mixed precision.
-        channels_last: keep pictures and weights in the channels-last layout.
+        amp: bf16 or fp16 for automatic mixed precision.
+        channels_last: use the channels-last memory format for images and weights.
         compile: run the model through torch.compile.
-        device: cpu, cuda (all visible GPUs), cuda:1, …; by default cuda where there is one.
-        sync_bn: batch norms take their statistics over the pictures of all processes that torchrun started.
-        workers: processes that decode pictures of folders too large for the memory.
-        stream: True leaves the pictures of a folder in their files, False reads them all first; by default by size.
-        resume: go on with the run in the directory of the results, from its options where none are given.
-        overwrite: start over in a directory that holds a run.
+        device: cpu, cuda (all visible GPUs), cuda:1, …; by default cuda if available.
+        sync_bn: synchronize the statistics of batch norms over all processes that torchrun started.
+        workers: processes that decode the images of folders too large for memory.
+        stream: True decodes the images of a folder batch by batch, False all of them first; by default by size.
+        resume: resume the run in the directory of the results, with its options where none are given.
+        overwrite: start over in a directory that contains a run.
         evaluate: no training: test loss and error of the model in the directory of the results, or in one named here.
         tensorboard: write TensorBoard's event files too.
     """
@@ -82,24 +86,22 @@ class Options:
     evaluate: bool | str = False
     tensorboard: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+@dataclass(frozen=True)
+class RunOptions(Options):
+    """Checked options, with their defaults filled in. `depth` and `growth_rate` are None for a model of the zoo."""
+
+    engine: str = "best"
+    n_epochs: int = 300
+    recipe: str = "step"
 
 
-FREE = {"efficient", "engine", "data", "dataset", "save", "channels_last", "compile", "device", "workers", "stream"} | {
-    "resume",
-    "overwrite",
-    "evaluate",
-    "tensorboard",
-}
-"""Options that may change when a run is gone on with: they change no number, or only its rounding."""
-
-_DIGITS = {"depth": 22, "n_epochs": 20, "recipe": "one_cycle"}
-_OTHERWISE = {"depth": 100, "n_epochs": 300, "recipe": "step"}
+_DIGITS_DEFAULTS = {"depth": 22, "n_epochs": 20, "recipe": "one_cycle"}
+_DEFAULTS = {"depth": 100, "n_epochs": 300, "recipe": "step"}
 
 
-def parse(given: dict[str, Any], saving_engine: str) -> Options:
-    """Options from what was given, checked, with the defaults that depend on nothing but other options."""
+def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
+    """Check the `given` options and fill in the defaults; `efficient_engine` is what --efficient True means."""
     given = dict(given)
     for name in ("data", "save", "device", "model", "engine"):
         if given.get(name) is not None:
@@ -110,19 +112,21 @@ def parse(given: dict[str, Any], saving_engine: str) -> Options:
             f"found --model {options.model} with --depth or --growth_rate, but a model of the zoo has its own: "
             "leave out one or the other"
         )
-    defaults = dict(_DIGITS if options.data is None else _OTHERWISE)
+    defaults: dict[str, Any] = dict(_DIGITS_DEFAULTS if options.data is None else _DEFAULTS)
     defaults["growth_rate"] = 12
     if options.model is not None:
         defaults["depth"] = defaults["growth_rate"] = None
-    options = replace(options, **{k: v for k, v in defaults.items() if getattr(options, k) is None})
-    options = replace(options, engine=options.engine or _engine(options.efficient, saving_engine))
-    _check(options)
-    return options
+    values = asdict(options)
+    values |= {name: default for name, default in defaults.items() if values[name] is None}
+    values["engine"] = options.engine or _engine(options.efficient, efficient_engine)
+    resolved = RunOptions(**values)
+    _check(resolved)
+    return resolved
 
 
-def _engine(efficient: bool | str, saving_engine: str) -> str:
+def _engine(efficient: bool | str, efficient_engine: str) -> str:
     if isinstance(efficient, bool):
-        return saving_engine if efficient else "plain"
+        return efficient_engine if efficient else "plain"
     return _text("efficient", efficient)
 
 
@@ -132,9 +136,9 @@ def _text(name: str, value: Any) -> str:
     return str(value)
 
 
-def _check(options: Options) -> None:
+def _check(options: RunOptions) -> None:
     check_choice("dataset", options.dataset, DATASETS)
-    check_choice("engine", options.engine, ("best", "plain", "official", "checkpoint", "shared"))
+    check_choice("engine", options.engine, ENGINES)
     check_choice("recipe", options.recipe, tuple(RECIPES))
     check_whole("batch_size", options.batch_size, at_least=1)
     check_whole("n_epochs", options.n_epochs, at_least=1)
@@ -146,22 +150,24 @@ def _check(options: Options) -> None:
         if getattr(options, name) is not None:
             check_whole(name, getattr(options, name), at_least=1)
     if options.amp is not None:
-        check_choice("amp", options.amp, ("bf16", "fp16"))
+        check_choice("amp", options.amp, tuple(AMP_DTYPES))
     if options.model is not None and options.model not in list_models():
-        create_model(options.model)  # says which names there are
+        create_model(options.model)  # raises an error that lists the names
     if options.depth is not None:
-        layers_in_blocks(options.depth)
+        block_config_for(options.depth)
     for field in fields(options):
-        flag = field.type is bool or (field.type == bool | None and getattr(options, field.name) is not None)
-        if flag and not isinstance(getattr(options, field.name), bool):
-            raise ValueError(f"{field.name} is {getattr(options, field.name)!r}, but must be True or False")
+        value = getattr(options, field.name)
+        if (field.type is bool or (field.type == bool | None and value is not None)) and not isinstance(value, bool):
+            raise ValueError(f"{field.name} is {value!r}, but must be True or False")
     if options.resume and options.overwrite:
-        raise ValueError("found --resume and --overwrite, but a run is gone on with or started over: give one of them")
+        raise ValueError(
+            "found --resume and --overwrite, but a run is either resumed or started over: give one of them"
+        )
 
 
-def layers_in_blocks(depth: int) -> tuple[int, int, int]:
+def block_config_for(depth: int) -> tuple[int, int, int]:
     """Three equal blocks of two-convolution layers; the stem, two transitions and the classifier are the other four."""
     layers, rest = divmod(depth - 4, 6)
     if rest or layers < 1:
         raise ValueError(f"depth is {depth}, but must be 6n + 4, such as 22, 40 or 100")
-    return (layers,) * 3
+    return layers, layers, layers

@@ -1,11 +1,11 @@
-"""Classify pictures with a saved model."""
+"""Classifying images with a saved model."""
 
 from pathlib import Path
 
 import torch
 
 from .._checks import check_whole
-from .data.augment import Preparation
+from .data.augment import Transform
 from .data.decode import decode
 from .models import load_model
 
@@ -13,25 +13,25 @@ DIGITS = Path(__file__).parents[2] / "checkpoints" / "digits"
 
 
 @torch.no_grad()
-def predict(*pictures: str, model: str | None = None, top: int = 1) -> None:
-    """Say what pictures show, a line each: the likeliest classes and their probabilities.
+def predict(*images: str, model: str | None = None, top: int = 1) -> None:
+    """Classify images: print the likeliest classes of each and their probabilities, one line per image.
 
     Args:
-        pictures: files, of any size; they are brought to the size that the model was trained on.
+        images: files, of any size; they are resized to the size that the model was trained on.
         model: directory of a run, or a file of weights in one; by default checkpoints/digits of this repository.
-        top: how many classes to name.
+        top: how many classes to print.
     """
     check_whole("top", top, at_least=1)
-    if not pictures:
-        raise ValueError("found no picture to classify: name one or more files")
-    network, description = load_model(DIGITS if model is None else Path(str(model)))
-    images = []
-    for picture in pictures:
-        if not Path(str(picture)).is_file():
-            raise ValueError(f"{picture} is not a file: give the path of a picture")
-        images.append(decode(Path(str(picture)), description.image_size, description.channels))
-    prepare = Preparation(description.mean, description.std, distance=0, mirror=False).normalise
-    for picture, image in zip(pictures, images, strict=True):
-        probabilities = network(prepare(image[None])).softmax(1)[0]
+    if not images:
+        raise ValueError("found no image to classify: name one or more files")
+    network, config = load_model(DIGITS if model is None else Path(str(model)))
+    decoded = []
+    for name in images:
+        if not Path(str(name)).is_file():
+            raise ValueError(f"{name} is not a file: give the path of an image")
+        decoded.append(decode(Path(str(name)), config.image_size, config.channels))
+    normalize = Transform(config.mean, config.std, padding=0, horizontal_flip=False).normalize
+    for name, image in zip(images, decoded, strict=True):
+        probabilities = network(normalize(image[None])).softmax(1)[0]
         likeliest = probabilities.argsort(descending=True)[:top].tolist()
-        print(f"{picture}: {', '.join(f'{description.classes[i]} ({probabilities[i]:.1%})' for i in likeliest)}")
+        print(f"{name}: {', '.join(f'{config.classes[i]} ({probabilities[i]:.1%})' for i in likeliest)}")

@@ -1,4 +1,4 @@
-"""The table of a run and its picture."""
+"""The results of a run as files: results.csv, curves.png and TensorBoard's events."""
 
 import io
 from pathlib import Path
@@ -19,45 +19,46 @@ COLUMNS = (
     "peak_memory_mib",
     "lr",
 )
-"""`test_error` stands in the last epoch's row alone: the best epoch's model is tested once, when all is done."""
+"""`test_error` is empty but in the last row: only the best epoch's model is tested, at the end of the run."""
 
 Row = dict[str, Any]
 
 
-def save_table(folder: Path, rows: list[Row]) -> None:
-    files.write_whole(folder / "results.csv", files.table([{c: row[c] for c in COLUMNS} for row in rows]))
+def save_csv(folder: Path, rows: list[Row]) -> None:
+    files.write_atomic(folder / "results.csv", files.to_csv([{c: row[c] for c in COLUMNS} for row in rows]))
 
 
-def draw_curves(folder: Path, rows: list[Row], title: str) -> None:
+def plot_curves(folder: Path, rows: list[Row], title: str) -> None:
     need("matplotlib", extra="demos")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     epochs = [row["epoch"] for row in rows]
-    for axes, what, unit in zip(figure.subplots(1, 2), ("loss", "error"), ("nats", "% of the pictures"), strict=True):
-        scale = 100 if what == "error" else 1
-        for name, colour in (("train", "tab:blue"), ("valid", "tab:orange")):
-            values = [scale * row[f"{name}_{what}"] for row in rows]
-            axes.plot(epochs, values, color=colour, label=name, marker="." if len(rows) < 40 else None)
-        axes.set(xlabel="epoch", ylabel=f"{what}, {unit}", yscale="log" if what == "loss" else "linear")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes, metric, unit in zip(figure.subplots(1, 2), ("loss", "error"), ("nats", "% of the images"), strict=True):
+        scale = 100 if metric == "error" else 1
+        for split, color in (("train", "tab:blue"), ("valid", "tab:orange")):
+            values = [scale * row[f"{split}_{metric}"] for row in rows]
+            axes.plot(epochs, values, color=color, label=split, marker="." if len(rows) < 40 else None)
+        axes.set(xlabel="epoch", ylabel=f"{metric}, {unit}", yscale="log" if metric == "loss" else "linear")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
-    tested = rows[-1]["test_error"]
-    figure.suptitle(title if tested == "" else f"{title}: test error {tested:.2%}")
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    files.write_whole(folder / "curves.png", drawn.getvalue())
+    test_error = rows[-1]["test_error"]
+    figure.suptitle(title if test_error == "" else f"{title}: test error {test_error:.2%}")
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    files.write_atomic(folder / "curves.png", png.getvalue())
 
 
-class Events:
-    """TensorBoard's files, where they are asked for."""
+class TensorBoardWriter:
+    """Writes rows as TensorBoard scalars; does nothing unless `enabled`."""
 
-    def __init__(self, folder: Path, wanted: bool, next_epoch: int) -> None:
+    def __init__(self, folder: Path, enabled: bool, next_epoch: int) -> None:
         self.writer = None
-        if wanted:
+        if enabled:
             need("tensorboard", extra="tensorboard")
             from torch.utils.tensorboard import SummaryWriter
 

@@ -1,4 +1,8 @@
-"""The directory of a run: whose it is, and how a run in it is gone on with."""
+"""The state of a run on disk: last.pt, what it must agree with when the run is resumed, and what overwriting removes.
+
+last.pt is a dict with the keys "format", "options", "model", "data", "position", "rows" and "state". These keys, and
+those inside them, stay as they are, such as "train_pictures": earlier versions wrote them, and their runs are resumed.
+"""
 
 import math
 from dataclasses import asdict
@@ -6,104 +10,134 @@ from pathlib import Path
 from typing import Any
 
 from . import files
-from .loop import Position, Trainer
-from .options import FREE, Options
+from .data import SplitDataset
+from .loop import Trainer, TrainingPosition
+from .models import CONFIG, WEIGHTS, ModelConfig
+from .options import Options, RunOptions
 from .results import Row
 
 LAST = "last.pt"
 FORMAT = "efficient_densenet run 1"
-OF_THE_CALL = {"efficient", "engine", "device", "resume", "overwrite", "evaluate"}
-"""Options that a run which is gone on with takes from the call, and not from how it was begun."""
-OURS = (LAST, "model.pt", "results.csv", "config.json")
+RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
+
+PER_CALL = {"efficient", "engine", "device", "resume", "overwrite", "evaluate"}
+"""Options that a resumed run takes from the present call; the engine only if it is given."""
+CHANGEABLE = PER_CALL | {"data", "dataset", "save", "channels_last", "compile", "workers", "stream", "tensorboard"}
+"""Options that may change when a run is resumed: they change no number, or only its rounding."""
 
 
-def refuse_occupied(folder: Path, options: Options) -> None:
-    """One that holds a run is left alone unless it is to be gone on with or started over."""
-    files.refuse_unwritable(folder)
-    if options.resume or options.overwrite or not any((folder / name).exists() for name in OURS):
+def check_save_directory(folder: Path, options: RunOptions) -> None:
+    """Raise if `folder` contains a run that is neither resumed nor overwritten."""
+    files.check_writable(folder)
+    if options.resume or options.overwrite or not any((folder / name).exists() for name in RUN_FILES):
         return
-    how_far = "a run"
-    if (folder / LAST).exists():
-        how_far = _how_far(read(folder))
+    state = read(folder) if (folder / LAST).exists() else None
+    found = "a run" if state is None else _describe_progress(state)
     raise FileExistsError(
-        f"{folder} holds {how_far}: give --resume to go on with it, --overwrite to start over, or another --save"
+        f"{folder} contains {found}: give --resume to resume it, --overwrite to start over, or another --save"
     )
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The last state of the run in `folder`; None where none was begun."""
+    """The state of the run in `folder`, or None if there is no run."""
     path = folder / LAST
     if not path.exists():
-        foreign = next((name for name in ("model.pt", "results.csv") if (folder / name).exists()), None)
-        if foreign:
+        other = next((name for name in (WEIGHTS, "results.csv") if (folder / name).exists()), None)
+        if other:
             raise ValueError(
-                f"{path} is missing, but {folder / foreign} is there: copy it back, or start over with --overwrite"
+                f"{path} is missing, but {folder / other} exists: copy it back, or start over with --overwrite"
             )
         return None
-    saved = files.read_tensors(path)
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+    state = files.load_torch(path)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(
-            f"{path} is no state of a run of these demos, and was left as it is: give another --save, or --overwrite"
+            f"{path} is not the state of a run of these demos, and was left unchanged: give another --save, "
+            "or --overwrite"
         )
-    return saved
+    return state
 
 
-def _how_far(saved: dict[str, Any]) -> str:
-    position, n_epochs = saved["position"], saved["options"]["n_epochs"]
+def _describe_progress(state: dict[str, Any]) -> str:
+    position, n_epochs = state["position"], state["options"]["n_epochs"]
     if position["epoch"] > n_epochs:
         return f"a finished run of {n_epochs} epochs"
     after = f" after step {position['step']}" if position["step"] else ""
     return f"a run that stopped in epoch {position['epoch']} of {n_epochs}{after}"
 
 
-def write(folder: Path, trainer: Trainer, position: Position, rows: list[Row], facts: dict[str, Any]) -> None:
-    """Everything needed to go on. The learning rate and every random number follow from the seed and the position."""
+def run_record(options: RunOptions, config: ModelConfig, dataset: SplitDataset) -> dict[str, Any]:
+    """What describes a run in config.json and last.pt."""
+    data = options.data and str(Path(options.data).absolute())  # so that it can be resumed from any directory
+    return {
+        "options": asdict(options) | {"data": data},
+        "model": config.as_dict(),
+        "data": {
+            "name": dataset.name,
+            "train_pictures": len(dataset.train),
+            "valid_pictures": len(dataset.valid),
+            "test_pictures": len(dataset.test),
+            "image_size": dataset.image_size,
+            "classes": list(dataset.classes),
+            "note": dataset.note,
+            "fingerprint": dataset.fingerprint,
+        },
+    }
+
+
+def write(folder: Path, trainer: Trainer, position: TrainingPosition, rows: list[Row], record: dict[str, Any]) -> None:
+    """Save all that resuming needs. Learning rates and random numbers follow from the seed and the position."""
     content = {
         "format": FORMAT,
-        **facts,
+        **record,
         "position": asdict(position),
         "rows": rows,
         "state": trainer.state(),
     }
-    files.write_whole(folder / LAST, files.tensors(content))
+    files.write_atomic(folder / LAST, files.to_torch(content))
 
 
-def restore(saved: dict[str, Any], trainer: Trainer, folder: Path) -> tuple[Position, list[Row]]:
+def update_rows(folder: Path, rows: list[Row]) -> None:
+    """Replace the rows in last.pt, and nothing else: its weights remain those of the last epoch."""
+    state = files.load_torch(folder / LAST)
+    files.write_atomic(folder / LAST, files.to_torch(state | {"rows": rows}))
+
+
+def restore(state: dict[str, Any], trainer: Trainer, folder: Path) -> tuple[TrainingPosition, list[Row]]:
     try:
-        trainer.load_state(saved["state"])
-        return Position(**saved["position"]), list(saved["rows"])
+        trainer.load_state(state["state"])
+        return TrainingPosition(**state["position"]), list(state["rows"])
     except (KeyError, TypeError, RuntimeError, ValueError) as exc:
         raise ValueError(
-            f"{folder / LAST} does not fit this run ({str(exc).splitlines()[0]}), and was left as it is: "
-            "give the options that it was begun with, or another --save"
+            f"{folder / LAST} does not fit this run ({str(exc).splitlines()[0]}), and was left unchanged: "
+            "give the options that it was started with, or another --save"
         ) from exc
 
 
-def options_of(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What the run was begun with, and in the place of it what is given now where that changes no number."""
-    begun = Options().as_dict() | saved["options"]  # earlier versions had fewer
+def merge_options(state: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The options that the run was started with, overridden by those `given` now; raises if one must not change."""
+    started = asdict(Options()) | state["options"]  # earlier versions had fewer options
     for name, value in given.items():
-        if name not in FREE and name in begun and value != begun[name]:
+        if name not in CHANGEABLE and name in started and value != started[name]:
             raise ValueError(
-                f"{name} is {value!r}, but the run was begun with {begun[name]!r}: leave it out to go on, "
+                f"{name} is {value!r}, but the run was started with {started[name]!r}: leave it out to resume, "
                 "or start over with --overwrite"
             )
-    kept = {name: value for name, value in begun.items() if name not in OF_THE_CALL}
-    engine = {} if given.keys() & {"efficient", "engine"} else {"engine": begun["engine"]}
-    return kept | engine | given
+    inherited = {name: value for name, value in started.items() if name not in PER_CALL}
+    engine = {} if given.keys() & {"efficient", "engine"} else {"engine": started["engine"]}
+    return inherited | engine | given
 
 
-def check_same_data(saved: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Counts, classes and the like; then the pictures themselves, by their colours and their fingerprint."""
+def check_same_data(state: dict[str, Any], record: dict[str, Any]) -> None:
+    """Raise unless sizes, classes, mean, std and fingerprint are those of the run's data."""
     remedy = "give the same --data, or start over with --overwrite"
-    begun = {"fingerprint": facts["data"]["fingerprint"]} | saved["data"]  # runs of earlier versions have none
-    for name, value in facts["data"].items():
-        if name not in ("name", "fingerprint") and begun.get(name) != value:
+    started = {"fingerprint": record["data"]["fingerprint"]} | state["data"]  # earlier versions had no fingerprint
+    for name, value in record["data"].items():
+        if name not in ("name", "fingerprint") and started.get(name) != value:
+            words = name.replace("_pictures", " images").replace("_", " ")
             raise ValueError(
-                f"found {value!r} for {name.replace('_', ' ')} of the data, but the run was begun with "
-                f"{begun.get(name)!r}: {remedy}"
+                f"found {value!r} for {words} of the data, but the run was started with {started.get(name)!r}: {remedy}"
             )
-    colours = (zip(facts["model"][name], saved["model"][name], strict=False) for name in ("mean", "std"))
-    alike = all(math.isclose(now, then, rel_tol=1e-6) for pairs in colours for now, then in pairs)
-    if not alike or begun["fingerprint"] != facts["data"]["fingerprint"]:
-        raise ValueError(f"found other pictures than the run was begun with, if as many: {remedy}")
+    statistics = (zip(record["model"][name], state["model"][name], strict=False) for name in ("mean", "std"))
+    same = all(math.isclose(now, then, rel_tol=1e-6) for pairs in statistics for now, then in pairs)
+    if not same or started["fingerprint"] != record["data"]["fingerprint"]:
+        raise ValueError(f"found other images than the run was started with, though as many: {remedy}")

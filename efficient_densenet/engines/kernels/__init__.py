@@ -26,6 +26,11 @@ def kernels_for(values: Tensor) -> ModuleType:
     return portable
 
 
+def kernel_set_name(values: Tensor) -> str:
+    """The kernels that `kernels_for` returns, for a report."""
+    return "Triton" if runs_fused(values) else "Numba" if runs_compiled(values) else "portable"
+
+
 def runs_fused(values: Tensor) -> bool:
     """Subclasses of tensors, which may have no memory of their own, are left to PyTorch."""
     usual = values.is_cuda and type(values) is Tensor and values.dtype in _FUSED_DTYPES

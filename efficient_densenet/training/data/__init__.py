@@ -1,6 +1,6 @@
-"""Pictures to train on: what a directory holds, how it is read, and how batches are made of it."""
+"""Training data: recognizing and reading data sets, decoding images, making augmented batches."""
 
-from .images import Pictures, Streamed
-from .sources import DATASETS, Source, load
+from .images import Images, ImageSet, StreamedImages
+from .sources import DATASETS, Dataset, SplitDataset, load
 
-__all__ = ["DATASETS", "Pictures", "Source", "Streamed", "load"]
+__all__ = ["DATASETS", "Dataset", "ImageSet", "Images", "SplitDataset", "StreamedImages", "load"]

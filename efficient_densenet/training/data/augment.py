@@ -1,7 +1,8 @@
-"""Batches of pictures made ready where they lie: cropped, mirrored and normalised, all of a batch at once.
+"""Augmentation and normalization of whole batches, on the device that holds the images.
 
-Random numbers are drawn on the CPU for a whole step at a time and depend on nothing but the seed, the epoch and the
-step. So a run goes on after an interruption as if there had been none, on any device and in any number of processes.
+The random parameters of a step are drawn on the CPU, for the global batch at once, from a generator that is seeded by
+the seed of the run, the epoch and the step alone. A resumed run therefore repeats them exactly, on any device and with
+any number of processes.
 """
 
 import hashlib
@@ -11,69 +12,81 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .images import Pictures, Streamed
+from .images import ImageSet
 
 
-def generator_for(*numbers: int) -> torch.Generator:
-    """A random stream of its own for these numbers (a seed, an epoch, …)."""
-    digest = hashlib.sha256(repr(numbers).encode()).digest()
+def generator_for(*key: int) -> torch.Generator:
+    """A generator seeded by a hash of `key`, such as (seed, epoch, step)."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What chance decides about the pictures of a step: where each is cropped (2 × N) and whether it is mirrored."""
+class AugmentationParams:
+    """The random parameters of a batch: crop offsets (2, N) and whether each image is flipped (N,)."""
 
     offsets: Tensor
-    mirrored: Tensor
+    flips: Tensor
 
-    def __getitem__(self, part: slice) -> "Draw":
-        return Draw(self.offsets[:, part], self.mirrored[part])
+    def __getitem__(self, part: slice) -> "AugmentationParams":
+        return AugmentationParams(self.offsets[:, part], self.flips[part])
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """How pictures become a model's input: the colours' mean and spread, of 255, and what training varies."""
+class Transform:
+    """From uint8 images to the input of a model: random crop and horizontal flip in training, normalization always.
+
+    Args:
+        mean: mean of each channel, of 0 to 255.
+        std: standard deviation of each channel.
+        padding: pixels that are padded on each side before a random crop of the original size.
+        horizontal_flip: whether half of the training images are flipped.
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    distance: int
-    mirror: bool
+    padding: int
+    horizontal_flip: bool
 
-    def draw(self, number: int, generator: torch.Generator) -> Draw:
-        offsets = torch.randint(2 * self.distance + 1, (2, number), generator=generator)
-        mirrored = torch.rand(number, generator=generator) < 0.5
-        return Draw(offsets, mirrored & self.mirror)
+    def sample_params(self, batch_size: int, generator: torch.Generator) -> AugmentationParams:
+        offsets = torch.randint(2 * self.padding + 1, (2, batch_size), generator=generator)
+        flips = torch.rand(batch_size, generator=generator) < 0.5
+        return AugmentationParams(offsets, flips & self.horizontal_flip)
 
-    def vary(self, images: Tensor, draw: Draw) -> Tensor:
-        """Each picture moved by up to `distance` pixels, what comes in black, and mirrored or not."""
-        cropped = crop(images, draw.offsets, self.distance)
-        if not self.mirror:
+    def augment(self, images: Tensor, params: AugmentationParams) -> Tensor:
+        """Crop each zero-padded image at its own offset, and flip it or not."""
+        cropped = crop(images, params.offsets, self.padding)
+        if not self.horizontal_flip:
             return cropped
-        mirrored = draw.mirrored.to(images.device)[:, None, None, None]
-        return torch.where(mirrored, cropped.flip(3), cropped)
+        flips = params.flips.to(images.device)[:, None, None, None]
+        return torch.where(flips, cropped.flip(3), cropped)
 
-    def normalise(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def normalize(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         mean = torch.tensor(self.mean, dtype=dtype, device=images.device)[:, None, None]
         std = torch.tensor(self.std, dtype=dtype, device=images.device)[:, None, None]
         return images.to(dtype).sub_(mean).div_(std)
 
 
-def crop(images: Tensor, offsets: Tensor, distance: int) -> Tensor:
-    """Each picture of the batch after a border of `distance` black pixels, cut from its own row and column."""
+def crop(images: Tensor, offsets: Tensor, padding: int) -> Tensor:
+    """Pad `images` (N, C, H, W) with zeros and crop each to H × W at its own row and column of `offsets` (2, N)."""
     height, width = images.shape[2:]
-    windows = F.pad(images, (distance,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+    windows = F.pad(images, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     rows, columns = offsets.to(images.device)
     return windows[torch.arange(len(images), device=images.device), :, rows, columns]
 
 
-def preparation_for(pictures: Pictures | Streamed, mirror: bool, most: int = 10_000) -> Preparation:
-    """Normalisation by the pictures' own colours (by `most` of them, evenly spread), and crops by an eighth."""
-    chosen = torch.linspace(0, len(pictures) - 1, min(len(pictures), most)).round().long()
-    sums = squares = count = 0
-    for images, _ in pictures.fetch(chosen.split(100)):
-        values = images.cpu().double().transpose(0, 1).flatten(1)
+def transform_for(images: ImageSet, horizontal_flip: bool, max_images: int = 10_000) -> Transform:
+    """A transform with the mean and std of `images`, and crops that shift by up to an eighth of the width.
+
+    The statistics are those of at most `max_images` evenly spaced images.
+    """
+    indices = torch.linspace(0, len(images) - 1, min(len(images), max_images)).round().long()
+    sums = squares = torch.zeros(1, dtype=torch.float64)
+    count = width = 0
+    for batch, _ in images.fetch(indices.split(100)):
+        values = batch.cpu().double().transpose(0, 1).flatten(1)
         sums, squares, count = sums + values.sum(1), squares + values.square().sum(1), count + values.shape[1]
+        width = batch.shape[-1]
     mean = sums / count
-    std = (squares / count - mean.square()).clamp(min=1).sqrt()  # one grey everywhere is centred and not enlarged
-    return Preparation(tuple(mean.tolist()), tuple(std.tolist()), images.shape[-1] // 8, mirror)
+    std = (squares / count - mean.square()).clamp(min=1).sqrt()  # at least 1: a constant channel is not amplified
+    return Transform(tuple(mean.tolist()), tuple(std.tolist()), width // 8, horizontal_flip)

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 as torchvision lays them out: pickled batches, of which only plain data is read."""
+"""CIFAR-10 and CIFAR-100 in torchvision's layout: pickled batches, from which only plain data is read."""
 
 import hashlib
 import pickle
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from ..._extras import need
-from .images import Pictures
+from .images import Images
 
 SIDE = 32
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a version of CIFAR keeps what."""
+    """File names and keys of a version of CIFAR."""
 
     name: str
     folder: str
@@ -46,37 +46,37 @@ LAYOUTS = {
 
 
 def find(folder: Path) -> tuple[Path, Layout] | None:
-    """The folder with a CIFAR's batches: one below `folder`, or `folder` itself."""
+    """The folder that contains the batches of a CIFAR: below `folder`, or `folder` itself."""
     for layout in LAYOUTS.values():
-        for place in (folder / layout.folder, folder):
-            batches = any((place / name).is_file() for name in (*layout.train, *layout.test))
-            if (place.name == layout.folder and place.is_dir()) or ((place / layout.meta).is_file() and batches):
-                return place, layout
+        for path in (folder / layout.folder, folder):
+            batches = any((path / name).is_file() for name in (*layout.train, *layout.test))
+            if (path.name == layout.folder and path.is_dir()) or ((path / layout.meta).is_file() and batches):
+                return path, layout
     return None
 
 
-def read(place: Path, layout: Layout) -> tuple[Pictures, Pictures, tuple[str, ...]]:
-    """Training pictures, test pictures and class names."""
-    classes = _entry(place / layout.meta, layout.classes)
-    sets = []
+def read(path: Path, layout: Layout) -> tuple[Images, Images, tuple[str, ...]]:
+    """Training images, test images and class names."""
+    classes = _entry(path / layout.meta, layout.classes)
+    splits = []
     for names in (layout.train, layout.test):
-        batches = [_read_batch(place / name, layout, len(classes)) for name in names]
-        sets.append(Pictures(*(torch.cat(parts) for parts in zip(*batches, strict=True))))
-    return sets[0], sets[1], tuple(map(str, classes))
+        batches = [_read_batch(path / name, layout, len(classes)) for name in names]
+        splits.append(Images(*(torch.cat(parts) for parts in zip(*batches, strict=True))))
+    return splits[0], splits[1], tuple(map(str, classes))
 
 
-def altered_files(place: Path, layout: Layout) -> list[str]:
-    """The files whose checksums are not the originals'."""
-    theirs = getattr(need("torchvision", extra="demos").datasets, layout.torchvision)
-    known = dict(map(tuple, [*theirs.train_list, *theirs.test_list]))
-    return [name for name in (*layout.train, *layout.test) if _md5(place / name) != known[name]]
+def modified_files(path: Path, layout: Layout) -> list[str]:
+    """The files whose checksums differ from the published ones."""
+    published = getattr(need("torchvision", extra="demos").datasets, layout.torchvision)
+    known = dict(map(tuple, [*published.train_list, *published.test_list]))
+    return [name for name in (*layout.train, *layout.test) if _md5(path / name) != known[name]]
 
 
 def _read_batch(path: Path, layout: Layout, num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     data, labels = _entry(path, "data"), _entry(path, layout.labels)
     array = need("numpy", extra="demos").asarray(data)
     if array.dtype != "uint8" or array.ndim != 2 or array.shape[1] != 3 * SIDE**2 or len(labels) != len(array):
-        raise _damaged(path, f"pictures of {array.dtype} {array.shape} with {len(labels)} labels")
+        raise _damaged(path, f"images of {array.dtype} {array.shape} with {len(labels)} labels")
     if not all(isinstance(label, int) and 0 <= label < num_classes for label in labels):
         raise _damaged(path, f"labels other than 0 to {num_classes - 1}")
     return torch.from_numpy(array.copy()).view(-1, 3, SIDE, SIDE), torch.tensor(labels, dtype=torch.long)
@@ -85,7 +85,7 @@ def _read_batch(path: Path, layout: Layout, num_classes: int) -> tuple[torch.Ten
 def _entry(path: Path, key: str) -> Any:
     if not path.is_file():
         raise ValueError(
-            f"{path} is missing, but torchvision's layout has it: copy it there, or remove {path.parent} "
+            f"{path} is missing, but torchvision's layout includes it: copy it there, or remove {path.parent} "
             "so that it is downloaded"
         )
     try:
@@ -104,7 +104,7 @@ def _damaged(path: Path, found: str) -> ValueError:
 
 
 class _PlainData(pickle.Unpickler):
-    """Reads arrays, lists and strings, and no class or function besides."""
+    """An unpickler that allows arrays, lists and strings, and no other class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
         numpy = need("numpy", extra="demos")
@@ -118,7 +118,7 @@ class _PlainData(pickle.Unpickler):
         }
         last = module.removeprefix("numpy._core.").removeprefix("numpy.core.")
         if (last, name) not in allowed:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of pictures needs")
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of images needs")
         return allowed[last, name]
 
 

@@ -1,4 +1,4 @@
-"""The UCI handwritten digits that ship with the package: 1,797 pictures, one channel, enlarged to 32×32."""
+"""The UCI handwritten digits that ship with the package: 1,797 images, one channel, enlarged to 32×32."""
 
 import csv
 import gzip
@@ -7,16 +7,16 @@ from importlib import resources
 import torch
 import torch.nn.functional as F
 
-from .images import Pictures
+from .images import Images
 
 NAME = "UCI handwritten digits"
 CLASSES = tuple("0123456789")
 
 
-def load_digits() -> Pictures:
+def load_digits() -> Images:
     source = resources.files("efficient_densenet.training") / "digits.csv.gz"
-    with source.open("rb") as packed, gzip.open(packed, "rt", newline="") as text:
+    with source.open("rb") as compressed, gzip.open(compressed, "rt", newline="") as text:
         rows = torch.tensor([[int(value) for value in row] for row in csv.reader(text)])
     images = rows[:, :-1].reshape(-1, 1, 8, 8).float() * (255 / 16)
     images = F.interpolate(images, size=(32, 32), mode="bilinear", align_corners=False)
-    return Pictures(images.round().to(torch.uint8), rows[:, -1])
+    return Images(images.round().to(torch.uint8), rows[:, -1])

@@ -1,81 +1,94 @@
-"""A folder of class folders with pictures of any size: `train/`, and `test/` or `val/` or both."""
+"""Image folders: `train/`, and `test/` or `val/` or both, with a folder of images of any size for each class."""
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from ..._extras import need
 from .decode import decode
-from .images import Pictures, Streamed, digest
+from .images import Images, ImageSet, StreamedImages, digest
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
-IN_MEMORY = 2**30
-"""Sets of up to this many bytes are read once and kept on the device."""
+MAX_BYTES_IN_MEMORY = 2**30
+"""Data sets of up to this many bytes are decoded once and held on the device."""
 
 
-def is_one(folder: Path) -> bool:
+class ImageFolder(NamedTuple):
+    """Splits by name ("train", "test" and perhaps "val"), class names, and a digest of the files' names and sizes."""
+
+    splits: dict[str, ImageSet]
+    classes: tuple[str, ...]
+    file_digest: str
+
+
+def is_image_folder(folder: Path) -> bool:
     return (folder / "train").is_dir()
 
 
-def read(folder: Path, image_size: int, workers: int, stream: bool | None) -> tuple[dict, tuple[str, ...], str]:
-    """The sets by name ("train", "test" and perhaps "val"), the class names, a digest of the files' names and sizes."""
+def read(folder: Path, image_size: int, workers: int, stream: bool | None) -> ImageFolder:
     classes = _class_names(folder / "train")
     names = [name for name in ("train", "val", "test") if (folder / name).is_dir()]
     if names == ["train"]:
         raise ValueError(
             f"{folder} has train/ but neither test/ nor val/: make test/, "
-            "with some pictures of each class in class folders"
+            "with some images of each class in class folders"
         )
-    listed = {name: _list_pictures(folder / name, classes) for name in names}
+    listed = {name: _list_images(folder / name, classes) for name in names}
     num_bytes = sum(len(paths) for paths, _ in listed.values()) * 3 * image_size**2
-    stream = num_bytes > IN_MEMORY if stream is None else stream
-    sets = {}
-    for name, (paths, numbers) in listed.items():
-        labels = torch.tensor(numbers)
-        files = Streamed(paths, labels, image_size, workers)
-        sets[name] = files if stream else read_all(files)
-    if "test" not in sets:
-        sets["test"] = sets.pop("val")
-    files = (path for paths, _ in listed.values() for path in paths)
-    return sets, classes, digest(f"{path.relative_to(folder)}:{path.stat().st_size}\n".encode() for path in files)
+    stream = num_bytes > MAX_BYTES_IN_MEMORY if stream is None else stream
+    splits: dict[str, ImageSet] = {}
+    for name, (paths, labels) in listed.items():
+        streamed = StreamedImages(paths, torch.tensor(labels), image_size, workers)
+        splits[name] = streamed if stream else read_all(streamed)
+    if "test" not in splits:
+        splits["test"] = splits.pop("val")
+    return ImageFolder(splits, classes, _file_digest(folder, (path for paths, _ in listed.values() for path in paths)))
 
 
-def read_all(files: Streamed) -> Pictures:
-    """The pictures themselves, decoded in threads."""
-    images = torch.empty(len(files), 3, files.image_size, files.image_size, dtype=torch.uint8)
-    bar = need("tqdm", extra="demos").tqdm
+def read_all(streamed: StreamedImages) -> Images:
+    """Decode all images, in threads."""
+    size = streamed.image_size
+    images = torch.empty(len(streamed), 3, size, size, dtype=torch.uint8)
+    tqdm = need("tqdm", extra="demos").tqdm
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        decoded = threads.map(lambda path: decode(path, files.image_size), files.paths)
-        shown = bar(decoded, total=len(files), desc="reading", unit="picture", leave=False, disable=None)
-        for i, image in enumerate(shown):
+        decoded = threads.map(lambda path: decode(path, size), streamed.paths)
+        progress = tqdm(decoded, total=len(streamed), desc="reading", unit="image", leave=False, disable=None)
+        for i, image in enumerate(progress):
             images[i] = image
-    return Pictures(images, files.labels)
+    return Images(images, streamed.labels)
+
+
+def _file_digest(folder: Path, paths: Iterable[Path]) -> str:
+    return digest(f"{path.relative_to(folder)}:{path.stat().st_size}\n".encode() for path in paths)
 
 
 def _class_names(train: Path) -> tuple[str, ...]:
     names = tuple(sorted(path.name for path in train.iterdir() if path.is_dir() and not path.name.startswith(".")))
     if len(names) < 2:
         raise ValueError(
-            f"{train} has {len(names)} class folders, but a classifier needs at least two: make one a class"
+            f"{train} has {len(names)} class folders, but a classifier needs at least two: make a folder for each class"
         )
     return names
 
 
-def _list_pictures(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], list[int]]:
+def _list_images(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], list[int]]:
+    """The paths of all images, and their class indices."""
     unknown = [p.name for p in folder.iterdir() if p.is_dir() and p.name not in classes and p.name[0] != "."]
     if unknown:
         raise ValueError(f"{folder / unknown[0]} is a class that train/ does not have: rename it, or add it to train/")
-    paths, numbers = [], []
-    for number, name in enumerate(classes):
+    paths, labels = [], []
+    for label, name in enumerate(classes):
         found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES and p.name[0] != ".")
         if not found:
             if (folder / name).is_dir():
-                next((folder / name).iterdir(), None)  # raises where it may not be read, which rglob passes over
+                next((folder / name).iterdir(), None)  # raises PermissionError, which rglob ignores
             raise ValueError(
-                f"{folder / name} holds no pictures: put some there, or remove the class from every folder"
+                f"{folder / name} contains no images: put some there, or remove the class from every folder"
             )
         paths += found
-        numbers += [number] * len(found)
-    return paths, numbers
+        labels += [label] * len(found)
+    return paths, labels

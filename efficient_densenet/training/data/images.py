@@ -1,4 +1,4 @@
-"""Sets of labelled pictures: small ones as one uint8 tensor on the device, large ones read from their files."""
+"""Sets of labelled images: small ones as one uint8 tensor on the device, large ones decoded from their files."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .prefetch import decoded
+from .prefetch import decode_batches
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """`images` are uint8, N × channels × height × width; `labels` are class numbers."""
+class Images:
+    """Images in memory: `images` are uint8 (N, C, H, W), `labels` class indices (N,)."""
 
     images: Tensor
     labels: Tensor
@@ -21,22 +21,22 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: Tensor | slice) -> "Pictures":
-        return Pictures(self.images[index], self.labels[index])
+    def __getitem__(self, index: Tensor | slice) -> "Images":
+        return Images(self.images[index], self.labels[index])
 
-    def to(self, device: torch.device) -> "Pictures":
-        return Pictures(self.images.to(device), self.labels.to(device))
+    def to(self, device: torch.device) -> "Images":
+        return Images(self.images.to(device), self.labels.to(device))
 
-    def fetch(self, indices: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels for each index in turn."""
-        for index in indices:
-            index = index.to(self.labels.device)
-            yield self.images[index], self.labels[index]
+    def fetch(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of each batch of indices."""
+        for indices in batches:
+            indices = indices.to(self.labels.device)
+            yield self.images[indices], self.labels[indices]
 
 
 @dataclass(frozen=True)
-class Streamed:
-    """Pictures that stay in their files until a batch needs them; `workers` processes decode ahead."""
+class StreamedImages:
+    """Images that are decoded from their files batch by batch; `workers` processes prefetch them."""
 
     paths: Sequence[Path]
     labels: Tensor
@@ -47,30 +47,32 @@ class Streamed:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: Tensor | slice) -> "Streamed":
-        numbers = torch.arange(len(self))[index]
-        return replace(self, paths=[self.paths[i] for i in numbers], labels=self.labels[index])
+    def __getitem__(self, index: Tensor | slice) -> "StreamedImages":
+        indices = torch.arange(len(self))[index]
+        return replace(self, paths=[self.paths[i] for i in indices.tolist()], labels=self.labels[index])
 
-    def to(self, device: torch.device) -> "Streamed":
+    def to(self, device: torch.device) -> "StreamedImages":
         return replace(self, device=device)
 
-    def fetch(self, indices: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels for each index in turn, decoded in the order they are asked for."""
-        decoding = decoded(self.paths, self.image_size, indices, self.workers)
-        for index, images in zip(indices, decoding, strict=True):
-            yield images.to(self.device, copy=True), self.labels[index].to(self.device)
+    def fetch(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of each batch of indices, in order."""
+        decoded = decode_batches(self.paths, self.image_size, batches, self.workers)
+        for indices, images in zip(batches, decoded, strict=True):
+            yield images.to(self.device, copy=True), self.labels[indices].to(self.device)
+
+
+ImageSet = Images | StreamedImages
 
 
 def digest(parts: Iterable[bytes | Tensor]) -> str:
-    """A few letters that stand for these contents."""
-    digested = hashlib.blake2b(digest_size=8)
+    """A short hash of these contents, in hexadecimal."""
+    hashed = hashlib.blake2b(digest_size=8)
     for part in parts:
-        digested.update(part.cpu().contiguous().numpy() if isinstance(part, Tensor) else part)
-    return digested.hexdigest()
+        hashed.update(part.cpu().flatten().numpy().data if isinstance(part, Tensor) else part)
+    return hashed.hexdigest()
 
 
-def split_off(pictures: Pictures | Streamed, number: int, seed: int) -> tuple:
-    """The rest and `number` pictures set aside; the seed alone decides which."""
-    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(seed))
-    aside, rest = order[:number], order[number:]
-    return pictures[rest], pictures[aside]
+def random_split(images: ImageSet, held_out: int, seed: int) -> tuple[ImageSet, ImageSet]:
+    """The rest and `held_out` images, chosen by the seed alone."""
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    return images[order[held_out:]], images[order[:held_out]]

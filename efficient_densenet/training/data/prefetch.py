@@ -1,7 +1,8 @@
-"""Pictures decoded ahead of their use, by processes that share memory with this one.
+"""Decoding batches of image files ahead of their use, in processes that share memory with this one.
 
-A process may be ended by the system at any moment, most often for want of memory. PyTorch's DataLoader then raises from
-a signal handler, wherever the main thread is just then; where that was taking a lock, the run stands still for good.
+The operating system may kill a process at any moment, most often for lack of memory. PyTorch's DataLoader then raises
+from a signal handler, wherever the main thread happens to be; if that is in the middle of acquiring a lock, the run
+hangs. A ProcessPoolExecutor reports the loss as an exception of the pending result instead.
 """
 
 import multiprocessing
@@ -22,85 +23,93 @@ from torch import Tensor
 from .decode import decode
 
 Task = tuple[int, list[int]]
-"""A place for a batch, and the numbers of its pictures."""
+"""The buffer for a batch, and the indices of its images."""
 
-Filled = tuple[int, int]
-"""The place, and how many pictures are there."""
+DecodedBatch = tuple[int, int]
+"""The buffer that was filled, and the number of images in it."""
 
 
-def decoded(paths: Sequence[Path], image_size: int, batches: Sequence[Tensor], workers: int) -> Iterator[Tensor]:
-    """Each batch in turn, decoded by so many processes, or by this one. Who wants to keep it copies it: a later batch
-    takes its place."""
-    places = max(1, 2 * workers)
-    largest = max((len(batch) for batch in batches), default=0)
-    room = torch.empty(places, largest, 3, image_size, image_size, dtype=torch.uint8)
-    over = torch.zeros(1, dtype=torch.bool)
-    tasks = ((number % places, batch.tolist()) for number, batch in enumerate(batches))
+def decode_batches(paths: Sequence[Path], image_size: int, batches: Sequence[Tensor], workers: int) -> Iterator[Tensor]:
+    """Decode each batch of indices, in order, in `workers` processes, or in this one if there are none.
+
+    Yields views of buffers that are reused: a caller that keeps a batch copies it.
+    """
+    num_buffers = max(1, 2 * workers)
+    batch_size = max((len(batch) for batch in batches), default=0)
+    buffers = torch.empty(num_buffers, batch_size, 3, image_size, image_size, dtype=torch.uint8)
+    cancelled = torch.zeros(1, dtype=torch.bool)
+    tasks = ((number % num_buffers, batch.tolist()) for number, batch in enumerate(batches))
     if workers:
-        filled = _filled_by_processes(workers, (paths, _shared_by_all(room), _shared_by_all(over)), tasks)
+        decoded = _decode_in_processes(
+            workers, (paths, _to_shared_memory(buffers), _to_shared_memory(cancelled)), tasks
+        )
     else:
-        filled = (_fill(paths, room, over, *task) for task in tasks)
-    for place, count in filled:
-        yield room[place, :count]
+        decoded = (_decode_batch(paths, buffers, cancelled, *task) for task in tasks)
+    for buffer, count in decoded:
+        yield buffers[buffer, :count]
 
 
-def _shared_by_all(tensor: Tensor) -> Tensor:
+def _to_shared_memory(tensor: Tensor) -> Tensor:
     try:
         return tensor.share_memory_()
     except RuntimeError as exc:
         raise MemoryError(
-            f"found too little shared memory for {tensor.nbytes >> 20} MiB of pictures that are decoded ahead: "
-            "give fewer --workers or none (0), or a container more of it (--shm-size)"
+            f"found too little shared memory for {tensor.nbytes >> 20} MiB of prefetched images: "
+            "give fewer --workers or none (0), or a container with more of it (--shm-size)"
         ) from exc
 
 
-def _filled_by_processes(
+def _decode_in_processes(
     workers: int, shared: tuple[Sequence[Path], Tensor, Tensor], tasks: Iterator[Task]
-) -> Iterator[Filled]:
-    """The places that were filled; asked for the next, it gives the last away."""
-    _, room, over = shared
-    processes = ProcessPoolExecutor(workers, initializer=_begin, initargs=shared)
+) -> Iterator[DecodedBatch]:
+    """Decode `tasks` in order. A yielded buffer may be refilled as soon as the next one is requested."""
+    _, buffers, cancelled = shared
+    executor = ProcessPoolExecutor(workers, initializer=_init_worker, initargs=shared)
     try:
-        asked = deque(processes.submit(_fill_shared, *task) for task in islice(tasks, len(room)))
-        while asked:
-            yield asked.popleft().result()
-            asked.extend(processes.submit(_fill_shared, *task) for task in islice(tasks, 1))
+        pending = deque(executor.submit(_run_task, *task) for task in islice(tasks, len(buffers)))
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(executor.submit(_run_task, *task) for task in islice(tasks, 1))
     except BrokenProcessPool as exc:
         raise ChildProcessError(
-            "a process that decodes pictures was ended from outside, perhaps for want of memory: "
-            "give fewer --workers, and go on with --resume"
+            "a process that decodes images was killed, perhaps for lack of memory: "
+            "give fewer --workers, and continue with --resume"
         ) from exc
     finally:
-        over[0] = True
-        processes.shutdown(cancel_futures=True)
+        cancelled[0] = True
+        executor.shutdown(cancel_futures=True)
 
 
-def _fill(paths: Sequence[Path], room: Tensor, over: Tensor, place: int, numbers: list[int]) -> Filled:
-    for image, number in zip(room[place, : len(numbers)], numbers, strict=True):
-        if not over:  # or nobody waits for them any more
-            image.copy_(decode(paths[number], room.shape[-1]))
-    return place, len(numbers)
+def _decode_batch(
+    paths: Sequence[Path], buffers: Tensor, cancelled: Tensor, buffer: int, indices: list[int]
+) -> DecodedBatch:
+    for image, index in zip(buffers[buffer, : len(indices)], indices, strict=True):
+        if not cancelled:
+            image.copy_(decode(paths[index], buffers.shape[-1]))
+    return buffer, len(indices)
 
 
 _shared: tuple[Sequence[Path], Tensor, Tensor]
-"""In a process that decodes: all paths, where the pictures go, and whether it is over."""
+"""In a worker process: all paths, the buffers, and whether decoding was cancelled."""
 
 
-def _fill_shared(place: int, numbers: list[int]) -> Filled:
-    return _fill(*_shared, place, numbers)
+def _run_task(buffer: int, indices: list[int]) -> DecodedBatch:
+    return _decode_batch(*_shared, buffer, indices)
 
 
-def _begin(*shared: Any) -> None:
-    """Ctrl-C reaches every process of a terminal, and the main one decides what becomes of the others. They end with
-    it, however it ends."""
+def _init_worker(*shared: Any) -> None:
+    """Ignore Ctrl-C, which reaches every process of a terminal: the main process ends its workers, and they end with
+    it even if it is killed."""
     global _shared
     _shared = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)  # there are many of them, and PyTorch's own threads do not outlive a fork
-    threading.Thread(target=_end_with_the_main_process, daemon=True).start()
+    torch.set_num_threads(1)  # one thread per worker: PyTorch's thread pool does not survive a fork
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_the_main_process() -> None:
-    multiprocessing.parent_process().join()
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
     os._exit(1)

@@ -1,62 +1,78 @@
-"""What a directory of pictures holds, told from what lies in it."""
+"""Loading a directory of images as a data set, whose kind is recognized by its contents."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..._extras import need
 from . import cifar, digits, folder, idx
 from .download import TITLES, download
-from .images import Pictures, Streamed, digest, split_off
+from .images import Images, ImageSet, digest, random_split
 
 DATASETS = tuple(TITLES)
 SPLIT_SEED = 0
-"""Validation pictures are the same in every run, whatever its seed, so that runs can be compared."""
+"""The validation split is the same in every run, whatever its seed, so that runs can be compared."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """What a run trains on, chooses its best epoch by, and is judged by in the end."""
+class Dataset:
+    """Training, validation and test images, with the names of their classes."""
 
     name: str
-    train: Pictures | Streamed
-    valid: Pictures | Streamed | None
-    test: Pictures | Streamed
+    train: ImageSet
+    valid: ImageSet | None
+    test: ImageSet
     classes: tuple[str, ...]
-    mirror: bool
+    horizontal_flip: bool
+    """Whether training flips images by default."""
     note: str = ""
-    listed: str = ""
-    """What the names and sizes of an image folder's files digest to."""
+    file_digest: str = ""
+    """Of an image folder: a digest of the names and sizes of its files."""
 
     @property
     def channels(self) -> int:
-        return self.train.images.shape[1] if isinstance(self.train, Pictures) else 3
+        return self.train.images.shape[1] if isinstance(self.train, Images) else 3
 
     @property
     def image_size(self) -> int:
-        return self.train.images.shape[-1] if isinstance(self.train, Pictures) else self.train.image_size
+        return self.train.images.shape[-1] if isinstance(self.train, Images) else self.train.image_size
 
     @property
     def fingerprint(self) -> str:
-        """Tells these pictures from others: by their files, or by pixels and labels where they share files."""
-        sets = [pictures for pictures in (self.train, self.valid, self.test) if pictures is not None]
-        return self.listed or digest(part for pictures in sets for part in (pictures.images, pictures.labels))
+        """Identifies the images: the digest of their files, or of pixels and labels where files hold many images."""
+        splits = [split for split in (self.train, self.valid, self.test) if isinstance(split, Images)]
+        return self.file_digest or digest(part for split in splits for part in (split.images, split.labels))
 
-    def to(self, device: torch.device) -> "Source":
-        return replace(self, **{name: getattr(self, name).to(device) for name in ("train", "valid", "test")})
+    def with_validation(self, valid_size: int | None) -> "SplitDataset":
+        """Hold out `valid_size` training images for validation, unless there is a validation set.
 
-    def with_validation(self, valid_size: int | None) -> "Source":
-        """Set `valid_size` training pictures aside, at most a tenth where it is None, unless a set was made for it."""
+        None holds out a tenth, at most 5,000.
+        """
         if self.valid is not None:
             if valid_size is not None:
                 raise ValueError(f"valid_size is {valid_size}, but {self.name} has val/ to validate by: leave it out")
-            return self
+            return self._split(self.train, self.valid)
         size = min(5000, round(len(self.train) / 10)) if valid_size is None else valid_size
         if not 0 < size < len(self.train):
-            raise ValueError(f"valid_size is {size}, but must leave some of the {len(self.train)} pictures to train on")
-        rest, aside = split_off(self.train, size, SPLIT_SEED)
-        return replace(self, train=rest, valid=aside)
+            raise ValueError(f"valid_size is {size}, but must leave some of the {len(self.train)} images to train on")
+        return self._split(*random_split(self.train, size, SPLIT_SEED))
+
+    def _split(self, train: ImageSet, valid: ImageSet) -> "SplitDataset":
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values.update(train=train, valid=valid)
+        return SplitDataset(**values)
+
+
+@dataclass(frozen=True)
+class SplitDataset(Dataset):
+    """A data set that has validation images."""
+
+    valid: ImageSet
+
+    def to(self, device: torch.device) -> "SplitDataset":
+        return replace(self, train=self.train.to(device), valid=self.valid.to(device), test=self.test.to(device))
 
 
 def load(
@@ -66,59 +82,64 @@ def load(
     workers: int = 2,
     stream: bool | None = None,
     may_download: bool = True,
-) -> Source:
-    """The pictures in the directory `data`, downloaded there if it is absent or empty; without one the digits."""
+) -> Dataset:
+    """The data set in the directory `data`, or the digits if it is None.
+
+    Where the directory is absent or empty, `dataset` is downloaded into it.
+    """
     if data is None:
-        rest, test = split_off(digits.load_digits(), 359, SPLIT_SEED)
-        return Source(digits.NAME, rest, None, test, digits.CLASSES, mirror=False)
+        train, test = random_split(digits.load_digits(), 359, SPLIT_SEED)
+        return Dataset(digits.NAME, train, None, test, digits.CLASSES, horizontal_flip=False)
     try:
         return _load(Path(data), dataset, image_size, workers, stream, may_download)
     except PermissionError as exc:
         raise PermissionError(
-            f"{exc.filename or data} may not be read: change its permissions, or give another --data"
+            f"{exc.filename or data} cannot be read: change its permissions, or give another --data"
         ) from exc
 
 
-def _load(place: Path, dataset: str, image_size: int, workers: int, stream: bool | None, may_download: bool) -> Source:
-    if place.exists() and not place.is_dir():
-        raise ValueError(f"{place} is a file, but --data needs a directory of pictures")
-    if not place.exists() or not any(place.iterdir()):
+def _load(path: Path, dataset: str, image_size: int, workers: int, stream: bool | None, may_download: bool) -> Dataset:
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file, but --data needs a directory of images")
+    if not path.exists() or not any(path.iterdir()):
         if not may_download:
             raise ValueError(
-                f"{place} is absent or empty, but a run was begun with pictures there: say where they lie with --data"
+                f"{path} is absent or empty, but the run was started with images there: give their place with --data"
             )
-        download(place, dataset)
-    return _recognised(place, image_size, workers, stream)
+        download(path, dataset)
+    return _recognize(path, image_size, workers, stream)
 
 
-def _recognised(place: Path, image_size: int, workers: int, stream: bool | None) -> Source:
-    found = cifar.find(place)
+def _recognize(path: Path, image_size: int, workers: int, stream: bool | None) -> Dataset:
+    found = cifar.find(path)
     if found:
         train, test, classes = cifar.read(*found)
-        altered = cifar.altered_files(*found)
-        note = f"not the original files: the checksums of {', '.join(altered)} differ" if altered else ""
-        return Source(found[1].name, train, None, test, classes, mirror=True, note=note)
-    if folder.is_one(place):
-        sets, classes, listed = folder.read(place, image_size, workers, stream)
-        name = f"image folder {place}"
-        return Source(name, sets["train"], sets.get("val"), sets["test"], classes, mirror=True, listed=listed)
-    if idx.find(place):
-        train, test = idx.read(idx.find(place))
-        return Source("Fashion-MNIST", train, None, test, idx.CLASSES, mirror=True)
-    if (place / "train_32x32.mat").exists():
-        return _svhn(place)
-    names = sorted(path.name for path in place.iterdir())
+        modified = cifar.modified_files(*found)
+        note = f"not the original files: the checksums of {', '.join(modified)} differ" if modified else ""
+        return Dataset(found[1].name, train, None, test, classes, horizontal_flip=True, note=note)
+    if folder.is_image_folder(path):
+        splits, classes, file_digest = folder.read(path, image_size, workers, stream)
+        train, valid, test = splits["train"], splits.get("val"), splits["test"]
+        name = f"image folder {path}"
+        return Dataset(name, train, valid, test, classes, horizontal_flip=True, file_digest=file_digest)
+    idx_folder = idx.find(path)
+    if idx_folder:
+        train, test = idx.read(idx_folder)
+        return Dataset("Fashion-MNIST", train, None, test, idx.CLASSES, horizontal_flip=True)
+    if (path / "train_32x32.mat").exists():
+        return _load_svhn(path)
+    names = sorted(entry.name for entry in path.iterdir())
     raise ValueError(
-        f"{place} holds {', '.join(names[:3])}{', …' if len(names) > 3 else ''}, but a directory of pictures needs "
-        "torchvision's CIFAR files, or train/ and test/ with a folder of pictures for each class: give another --data"
+        f"{path} contains {', '.join(names[:3])}{', …' if len(names) > 3 else ''}, but a directory of images needs "
+        "torchvision's CIFAR files, or train/ and test/ with a folder of images for each class: give another --data"
     )
 
 
-def _svhn(place: Path) -> Source:
+def _load_svhn(path: Path) -> Dataset:
     need("scipy", extra="svhn")
     try:
-        sets = [need("torchvision", extra="demos").datasets.SVHN(place, split=split) for split in ("train", "test")]
+        splits = [need("torchvision", extra="demos").datasets.SVHN(path, split=split) for split in ("train", "test")]
     except (RuntimeError, OSError, ValueError) as exc:
-        raise ValueError(f"{place} is damaged ({exc}): remove it so that SVHN is downloaded again") from exc
-    train, test = (Pictures(torch.from_numpy(s.data), torch.from_numpy(s.labels).long()) for s in sets)
-    return Source("SVHN", train, None, test, tuple("0123456789"), mirror=False)
+        raise ValueError(f"{path} is damaged ({exc}): remove it so that SVHN is downloaded again") from exc
+    train, test = (Images(torch.from_numpy(s.data), torch.from_numpy(s.labels).long()) for s in splits)
+    return Dataset("SVHN", train, None, test, tuple("0123456789"), horizontal_flip=False)

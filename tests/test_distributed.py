@@ -1,4 +1,4 @@
-"""Several processes and several devices: the same numbers as one, results written once, failures told."""
+"""Several processes and several devices: the same numbers as one, results written once, failures reported."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_close
-from samples import DEMOS, TINY, demo, joined_batch, tiny_trainer
+from samples import DEMOS, TINY, demo, global_batch, tiny_trainer
 from torch import nn
 
 from efficient_densenet.training.data.augment import generator_for
-from efficient_densenet.training.distributed import Team
+from efficient_densenet.training.distributed import DistributedContext
 
 ENGINES = ("plain", "official", "checkpoint", "shared", "best")
-ALONE = Team(0, 1, torch.device("cpu"))
+SINGLE = DistributedContext(0, 1, torch.device("cpu"))
 
 
 def _torchrun(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.Popen:
@@ -42,8 +42,8 @@ def _run(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.Com
 
 
 @pytest.fixture(scope="module")
-def joined_steps(tmp_path_factory) -> dict:
-    """The first step of 11 pictures in two processes, with synchronised norms, by every engine."""
+def distributed_steps(tmp_path_factory) -> dict:
+    """The first step of 11 images in two processes, with synchronized norms, by every engine."""
     folder = tmp_path_factory.mktemp("steps")
     script = Path(__file__).parent / "distributed_step.py"
     done = _run(2, script, ",".join(ENGINES), "steps.pt", "sync_bn=True", cwd=folder)
@@ -52,37 +52,37 @@ def joined_steps(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_processes_with_synchronised_norms_step_as_one(engine, joined_steps):
-    trainer = tiny_trainer(engine, ALONE)
-    images, labels = joined_batch()
+def test_a_step_of_two_processes_with_synchronized_norms_equals_that_of_one(engine, distributed_steps):
+    trainer = tiny_trainer(engine, SINGLE)
+    images, labels = global_batch()
     sums = trainer.step(images, labels, len(labels), 0.1, (0, 1, 0))
-    found = joined_steps[engine]
-    assert_close(torch.tensor(found["sums"]), torch.tensor(sums), 1e-8)
-    for ours, parameter in zip(found["gradients"], trainer.model.parameters(), strict=True):
+    actual = distributed_steps[engine]
+    assert_close(torch.tensor(actual["sums"]), torch.tensor(sums), 1e-8)
+    for ours, parameter in zip(actual["gradients"], trainer.model.parameters(), strict=True):
         assert_close(ours, parameter.grad, 1e-8)
-    for ours, buffer in zip(found["buffers"], trainer.model.buffers(), strict=True):
+    for ours, buffer in zip(actual["buffers"], trainer.model.buffers(), strict=True):
         assert_close(ours, buffer, 0 if buffer.dtype == torch.long else 1e-8)
 
 
-def test_micro_batches_in_two_processes_add_up_as_in_one(joined_steps):
-    """Shares of 5 and 6 pictures, each in two parts that their norms take by themselves."""
-    trainer = tiny_trainer("plain", ALONE)
-    images, labels = joined_batch()
-    prepare = trainer.preparation
-    varied = prepare.vary(images, prepare.draw(len(labels), generator_for(0, 1, 0)))
-    inputs = prepare.normalise(varied, torch.double)
+def test_micro_batches_in_two_processes_accumulate_as_in_one(distributed_steps):
+    """The ranks have 5 and 6 images, each in two micro-batches with batch statistics of their own."""
+    trainer = tiny_trainer("plain", SINGLE)
+    images, labels = global_batch()
+    transform = trainer.transform
+    augmented = transform.augment(images, transform.sample_params(len(labels), generator_for(0, 1, 0)))
+    inputs = transform.normalize(augmented, torch.double)
     trainer.model.train()
     for part in (slice(0, 3), slice(3, 5), slice(5, 8), slice(8, 11)):
         outputs = trainer.model(inputs[part])
         nn.functional.cross_entropy(outputs, labels[part], reduction="sum").div(len(labels)).backward()
-    for ours, parameter in zip(joined_steps["micro"]["gradients"], trainer.model.parameters(), strict=True):
+    for ours, parameter in zip(distributed_steps["micro"]["gradients"], trainer.model.parameters(), strict=True):
         assert_close(ours, parameter.grad, 1e-10)
 
 
-def test_a_run_in_two_processes_is_written_once_and_gone_on_with_by_one(tmp_path):
+def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "3", "--batch_size", "256", "--device", "cpu"]
     process = _torchrun(2, DEMOS / "cp_demo.py", *words, "--sync_bn", "--efficient", "False", cwd=tmp_path)
-    lines = [process.stdout.readline() for _ in range(4)]  # until the first epoch is done
+    lines = [process.stdout.readline() for _ in range(4)]  # until the first epoch is finished
     assert "2 processes, this one on cpu" in lines[0]
     assert lines[3].startswith("epoch 1/3"), lines
     process.send_signal(signal.SIGTERM)
@@ -96,7 +96,7 @@ def test_a_run_in_two_processes_is_written_once_and_gone_on_with_by_one(tmp_path
     assert len((tmp_path / "run" / "results.csv").read_text().splitlines()) == 4
 
 
-def test_a_failed_process_ends_the_run_with_a_cause(tmp_path):
+def test_a_killed_process_ends_the_run_with_a_cause(tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
     process = _torchrun(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
     while "epoch 1/300" not in process.stdout.readline():
@@ -108,23 +108,23 @@ def test_a_failed_process_ends_the_run_with_a_cause(tmp_path):
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     assert time.monotonic() - started < 60
-    assert "SIGKILL" in errors  # torchrun's own account of the first cause
+    assert "SIGKILL" in errors  # torchrun's own report of the first cause
     assert "process 0 of 2: lost another process" in errors or "Signal 15 (SIGTERM)" in errors, errors
     torch.load(tmp_path / "run" / "last.pt", weights_only=True)
 
 
 @pytest.mark.slow
-def test_more_processes_than_pictures_are_refused(tmp_path):
+def test_more_processes_than_images_are_refused(tmp_path):
     done = _run(2, DEMOS / "cp_demo.py", *TINY, "--batch_size", "1", "--save", "run", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 1
-    assert "found a batch of 1 pictures for 2 processes, but each needs at least one" in done.stderr
+    assert "found a batch of 1 images for 2 processes, but each needs at least one" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def _replica(module: nn.Module, number: int) -> nn.Module:
-    """What `nn.DataParallel` makes of a module: parameters that are results of a broadcast, buffers that are copies.
+    """A replica as `nn.DataParallel` makes it: its parameters are results of a broadcast, its buffers copies.
 
-    The first replica's buffers are the module's own, so that its running statistics are kept.
+    The first replica's buffers are the module's own, so that its running statistics are updated.
     """
     replica = module._replicate_for_data_parallel()
     replica._modules = {name: _replica(child, number) for name, child in module._modules.items()}
@@ -140,7 +140,7 @@ def _replica(module: nn.Module, number: int) -> nn.Module:
 
 
 class ThreadedReplicas(nn.Module):
-    """`nn.DataParallel` without GPUs: a replica in a thread for each part of the batch, outputs joined."""
+    """`nn.DataParallel` without GPUs: a replica in a thread for each part of the batch, outputs concatenated."""
 
     def __init__(self, module: nn.Module, number: int) -> None:
         super().__init__()
@@ -162,8 +162,8 @@ class ThreadedReplicas(nn.Module):
         return torch.cat(outputs)
 
 
-class _Parts(nn.Module):
-    """The same parts one after the other, without replicas."""
+class _SequentialParts(nn.Module):
+    """The same parts of the batch one after another, without replicas."""
 
     def __init__(self, module: nn.Module, number: int) -> None:
         super().__init__()
@@ -174,24 +174,24 @@ class _Parts(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["plain", "official", "checkpoint", "shared"])
-def test_replicas_in_threads_step_as_their_parts_in_turn(engine):
-    images, labels = joined_batch()
+def test_replicas_in_threads_equal_the_parts_in_sequence(engine):
+    images, labels = global_batch()
     trainers = []
-    for wrapper, kind in ((ThreadedReplicas, engine), (_Parts, "plain")):
-        trainer = tiny_trainer(kind, ALONE)
-        trainer.runner = wrapper(trainer.model, 2)
+    for wrapper, trainer_engine in ((ThreadedReplicas, engine), (_SequentialParts, "plain")):
+        trainer = tiny_trainer(trainer_engine, SINGLE)
+        trainer.wrapped_model = wrapper(trainer.model, 2)
         trainer.sums = trainer.step(images, labels, len(labels), 0.1, (0, 1, 0))
         trainers.append(trainer)
     ours, theirs = trainers
     assert_close(torch.tensor(ours.sums), torch.tensor(theirs.sums), 1e-10)
-    for found, expected in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        assert_close(found.grad, expected.grad, 1e-10)
+    for actual, expected in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert_close(actual.grad, expected.grad, 1e-10)
 
 
-def test_several_gpus_are_driven_by_data_parallel(monkeypatch):
+def test_several_gpus_are_used_by_data_parallel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nn, "DataParallel", lambda model: ("DataParallel", model))
-    team = Team(0, 1, torch.device("cuda"))
-    assert team.wrap("model", sync_bn=False) == ("DataParallel", "model")
-    assert team.describe() == "2 GPUs"
-    assert Team(0, 1, torch.device("cuda:1")).wrap("model", sync_bn=False) == "model"
+    context = DistributedContext(0, 1, torch.device("cuda"))
+    assert context.wrap_model("model", sync_bn=False) == ("DataParallel", "model")
+    assert context.describe() == "2 GPUs"
+    assert DistributedContext(0, 1, torch.device("cuda:1")).wrap_model("model", sync_bn=False) == "model"

@@ -1,0 +1,41 @@
+"""Evaluating a saved model on the test images of a data set."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from .data import Dataset, load
+from .data.augment import transform_for
+from .distributed import DistributedContext
+from .loop import Trainer
+from .models import ModelConfig, load_model, read_config
+from .options import RunOptions
+
+
+def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> tuple[float, float]:
+    """Test loss and error of the model in `path`, on its own data or on --data with the same classes."""
+    model, config = load_model(path)
+    dataset = _load_dataset(path, options, config)
+    transform = replace(transform_for(dataset.test, False), mean=config.mean, std=config.std)
+    trainer = Trainer(model, transform, replace(options, sync_bn=False), context)
+    loss, error = trainer.evaluate(dataset.test.to(context.device))
+    if context.is_main_process:
+        print(f"{path}: {config.name} on {len(dataset.test):,} test images of {dataset.name}")
+        print(f"test loss {loss:.4f}, test error {error:.2%}")
+    return loss, error
+
+
+def _load_dataset(path: Path, options: RunOptions, config: ModelConfig) -> Dataset:
+    data = options.data
+    if data is None:
+        data = read_config(path if path.is_dir() else path.parent)["options"]["data"]
+    dataset = load(data, options.dataset, config.image_size, options.workers, options.stream, may_download=False)
+    if dataset.classes != config.classes or dataset.channels != config.channels:
+        raise ValueError(
+            f"{dataset.name} has {_list(dataset.classes)} in {dataset.channels} channels, but {path} was trained on "
+            f"{_list(config.classes)} in {config.channels}: give --data with the same"
+        )
+    return dataset
+
+
+def _list(classes: tuple[str, ...]) -> str:
+    return f"{len(classes)} classes ({', '.join(classes[:3])}{', …' if len(classes) > 3 else ''})"
