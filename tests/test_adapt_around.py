@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
-from test_team import ThreadedReplicas
+from test_distributed import ThreadedReplicas
 from third_party_models import CLASSES, assert_same_training, build, image_batch, loss_of, plain_reference
 from torch import Tensor, nn
 
