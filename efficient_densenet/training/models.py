@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from ..engines.dispatch import describe_choice
-from ..engines.eligibility import compute_dtype
-from ..models.densenet import DenseBlock, DenseNet
+from ..engines.dispatch import describe_plan
+from ..engines.precision import compute_dtype
+from ..models.densenet import DenseNet
+from ..models.layers import DenseBlock
 from ..models.zoo import VARIANTS, create_model
 from . import files
 from .data import Dataset
@@ -132,7 +133,7 @@ def describe_engines(model: DenseNet, batch_size: int, image_size: int, compiled
             layer: Any = next(block.children())
             shape = batch_size, layer.norm1.num_features, *images.shape[2:]
             features = images.new_empty((), dtype=compute_dtype(images)).expand(shape)
-            engines[name] = describe_choice(block, features, compiled)
+            engines[name] = describe_plan(block, features, compiled)
     if len(set(engines.values())) == 1:
         return next(iter(engines.values()))
     return ", ".join(f"{engine} in {name}" for name, engine in engines.items())
