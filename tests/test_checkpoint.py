@@ -1,4 +1,4 @@
-"""Recomputation of anything gives the plain call's values, gradients, random streams and buffers."""
+"""A checkpointed call has the values, gradients, RNG states and buffers of the plain call."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ def network() -> nn.Module:
 
 
 def outcome(call, inputs, seed: int = 1) -> dict[str, Any]:
-    """The value, the gradients of the inputs, and where the random stream stands after forward and after backward."""
+    """The outputs, the gradients of the inputs, and the RNG state after the forward and after the backward."""
     torch.manual_seed(seed)
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     outputs = call(*leaves)
@@ -51,33 +51,33 @@ def outcome(call, inputs, seed: int = 1) -> dict[str, Any]:
     loss.backward()
     return {
         "outputs": flat,
-        "needs": [o.requires_grad for o in flat],
+        "requires_grad": [o.requires_grad for o in flat],
         "grads": [x.grad for x in leaves],
-        "streams": [after_forward, torch.get_rng_state()],
+        "rng_states": [after_forward, torch.get_rng_state()],
     }
 
 
-def assert_same_outcome(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["needs"] == expected["needs"]
-    for a, b in zip(found["outputs"], expected["outputs"], strict=True):
+def assert_same_outcome(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["requires_grad"] == expected["requires_grad"]
+    for a, b in zip(actual["outputs"], expected["outputs"], strict=True):
         assert_close(a, b)
-    for a, b in zip(found["grads"], expected["grads"], strict=True):
+    for a, b in zip(actual["grads"], expected["grads"], strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             assert_close(a, b)
-    for a, b in zip(found["streams"], expected["streams"], strict=True):
+    for a, b in zip(actual["rng_states"], expected["rng_states"], strict=True):
         assert torch.equal(a, b)
 
 
 def assert_like_plain(function, *inputs) -> None:
-    """`function(*inputs)` through `checkpoint`, as a closure that needs no further parameters."""
+    """Compare `checkpoint(function, *inputs)` with `function(*inputs)`, for a function without parameters."""
     assert_same_outcome(outcome(functools.partial(checkpoint, function), inputs), outcome(function, inputs))
 
 
-# The Function itself
+# CheckpointFunction
 
 
-def test_the_function_of_the_original_repository():
+def test_checkpoint_function_as_in_the_original_repository():
     """`import checkpoint as cp` becomes `from efficient_densenet import checkpoint as cp`."""
     norm, relu, conv = nn.BatchNorm2d(5).double(), nn.ReLU(inplace=True), nn.Conv2d(5, 2, 1).double()
     plain = nn.Sequential(norm, relu, conv)
@@ -90,15 +90,15 @@ def test_the_function_of_the_original_repository():
         args = inputs + tuple(norm.parameters()) + tuple(conv.parameters())
         return cp.CheckpointFunction.apply(bn_function, len(inputs), *args)
 
-    found = outcome(ours, features)
+    actual = outcome(ours, features)
     grads = [p.grad.clone() for p in plain.parameters()]
     plain.zero_grad()
-    assert_same_outcome(found, outcome(bn_function, features))
+    assert_same_outcome(actual, outcome(bn_function, features))
     for grad, parameter in zip(grads, plain.parameters(), strict=True):
         assert_close(grad, parameter.grad)
 
 
-def test_the_function_returns_a_tensor_or_a_tuple():
+def test_checkpoint_function_returns_a_tensor_or_a_tuple():
     x = tensor(3).requires_grad_()
     assert isinstance(CheckpointFunction.apply(torch.sin, 1, x), torch.Tensor)
     pair = CheckpointFunction.apply(lambda x: (x.sin(), x.argmax()), 1, x)
@@ -134,12 +134,12 @@ def test_modules_methods_and_closures_find_their_parameters(call, needs_grad):
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
-def test_a_closure_s_forgotten_parameter_is_an_error(needs_grad):
+def test_an_unlisted_parameter_of_a_closure_is_an_error(needs_grad):
     net = nn.Linear(4, 3).double()
     x = tensor(2, 4).requires_grad_(needs_grad)
-    with pytest.raises(RuntimeError, match=r"computes with 2 tensor\(s\) that need a gradient.*parameters=\[\.\.\.\]"):
+    with pytest.raises(RuntimeError, match=r"uses 2 tensor\(s\) that require a gradient.*parameters=\[\.\.\.\]"):
         checkpoint(lambda x: net(x), x)
-    with pytest.raises(RuntimeError, match=r"1 tensor\(s\) that need a gradient.*of shape \(3,\)"):
+    with pytest.raises(RuntimeError, match=r"1 tensor\(s\) that require a gradient.*of shape \(3,\)"):
         checkpoint(lambda x: net(x), x, parameters=[net.weight])
     hidden = (x @ net.weight.t()).detach().requires_grad_()
     computed = hidden * 2
@@ -147,7 +147,7 @@ def test_a_closure_s_forgotten_parameter_is_an_error(needs_grad):
         checkpoint(lambda x: x.sum() * computed, x)
 
 
-def test_a_module_s_tensor_from_elsewhere_gets_its_gradient():
+def test_a_tensor_outside_the_module_gets_its_gradient():
     class Tied(nn.Module):
         def forward(self, x):
             return x @ elsewhere
@@ -194,8 +194,8 @@ class Named(NamedTuple):
     b: int
 
 
-def test_an_input_list_or_dict_keeps_its_gradient():
-    assert_like_plain(lambda a, b, c: _nested([a, {"k": (b, 3)}], key={"z": [c, None, "s"]}), *_three())
+def test_tensors_in_input_lists_and_dicts_get_gradients():
+    assert_like_plain(lambda a, b, c: _nested([a, {"k": (b, 3)}], key={"z": [c, None, "s"]}), *_three_inputs())
 
 
 def _nested(first, key):
@@ -205,19 +205,19 @@ def _nested(first, key):
     return {"sum": [a * b + c], "n": 7, "none": None, "t": (a.exp(), "x")}
 
 
-def _three():
+def _three_inputs():
     return [tensor(2, 3).requires_grad_() for _ in range(3)]
 
 
-def test_nested_results_keep_their_shape():
-    a, b, c = _three()
+def test_nested_results_keep_their_structure():
+    a, b, c = _three_inputs()
     result = checkpoint(_nested, [a, {"k": (b, 3)}], key={"z": [c, None, "s"]})
     assert list(result) == ["sum", "n", "none", "t"]
     assert isinstance(result["sum"], list)
     assert (result["n"], result["none"], result["t"][1]) == (7, None, "x")
 
 
-def test_dataclasses_are_opened():
+def test_dataclasses_are_flattened():
     def function(x: Frozen, y: Pair) -> Frozen:
         return Frozen(Pair(x.inner.left * y.right[0], {"k": x.more[1].sin()}, note=y.note), [1, x.more[1] + 1])
 
@@ -230,7 +230,7 @@ def test_dataclasses_are_opened():
         assert frozen.inner.note == "kept"
         return frozen.inner.left, frozen.inner.right["k"], frozen.more[1]
 
-    inputs = _three()
+    inputs = _three_inputs()
     plain = call(lambda function, *args, **kwargs: function(*args, **kwargs))
     assert_same_outcome(outcome(call(checkpoint), inputs), outcome(plain, inputs))
 
@@ -254,7 +254,7 @@ CASES = {
     "an unused input": lambda a, b, c: a * c,
     "a scalar": lambda a, b, c: (a * b * c).sum(),
     "complex numbers": lambda a, b, c: torch.view_as_real(torch.complex(a, b) * c),
-    "writing into its own tensors": lambda a, b, c: (a * b).add_(c).relu_(),
+    "in-place operations on its own tensors": lambda a, b, c: (a * b).add_(c).relu_(),
 }
 
 
@@ -264,17 +264,17 @@ def _shared(x, y, rest):
 
 @pytest.mark.parametrize("case", CASES)
 def test_results_behave_as_in_the_plain_call(case):
-    assert_like_plain(CASES[case], *_three())
+    assert_like_plain(CASES[case], *_three_inputs())
 
 
-@pytest.mark.parametrize("needing", [(True, False, False), (False, True, True), (False, False, True)])
+@pytest.mark.parametrize("requires_grad", [(True, False, False), (False, True, True), (False, False, True)])
 @pytest.mark.parametrize("case", ["a shared tensor", "an input as a result", "a scalar"])
-def test_gradients_for_a_subset_of_the_inputs(case, needing):
-    inputs = [x.requires_grad_(need) for x, need in zip([tensor(2, 3) for _ in range(3)], needing, strict=True)]
+def test_gradients_for_a_subset_of_the_inputs(case, requires_grad):
+    inputs = [tensor(2, 3).requires_grad_(needed) for needed in requires_grad]
     assert_like_plain(CASES[case], *inputs)
 
 
-def test_an_argument_that_is_returned_is_the_very_argument():
+def test_a_returned_argument_is_the_same_object():
     x, y = tensor(3).requires_grad_(), torch.arange(3)
     first, (second, third) = checkpoint(lambda x, y: (x, (y, x * 2)), x, y)
     assert first is x
@@ -282,7 +282,7 @@ def test_an_argument_that_is_returned_is_the_very_argument():
     assert third is not x
 
 
-def test_one_tensor_given_twice_arrives_as_one():
+def test_one_tensor_passed_twice_is_one_object():
     seen = []
     x = tensor(3).requires_grad_()
     checkpoint(lambda a, b: (seen.append(a is b), a * b)[1], x, x).sum().backward()
@@ -300,26 +300,26 @@ def test_views_of_one_tensor_as_inputs():
     assert_same_outcome(outcome(ours, [x]), outcome(plain, [x]))
 
 
-def test_nothing_that_needs_a_gradient():
+def test_no_input_requires_a_gradient():
     x = tensor(3)
     result = checkpoint(torch.sin, x)
     assert not result.requires_grad
     assert torch.equal(result, x.sin())
 
 
-def test_writing_into_an_input_is_refused():
+def test_changing_an_input_in_place_is_an_error():
     base = tensor(3).requires_grad_()
     for call in (checkpoint, lambda function, x: CheckpointFunction.apply(function, 1, x)):
         for x in (base * 1, tensor(3)):
             if call is not checkpoint and not x.requires_grad:
                 continue
-            with pytest.raises(RuntimeError, match=r"writes into a tensor it was given.*give it a clone"):
+            with pytest.raises(RuntimeError, match=r"changes an input in place.*pass a clone"):
                 call(lambda x: x.mul_(2) * base, x) if call is not checkpoint else checkpoint(
                     lambda x: x.mul_(2) * base, x, parameters=[base]
                 )
 
 
-def test_an_input_written_into_before_the_backward_raises_autograd_s_own_error():
+def test_an_input_changed_in_place_before_the_backward_raises_autograd_s_error():
     for options in ({}, {"offload": True}):
         x = tensor(3).requires_grad_()
         y = x * 1
@@ -341,12 +341,12 @@ def test_autograd_grad_and_several_backwards():
         two = torch.autograd.grad(output[0].sum(), [x], retain_graph=True)
         output.square().sum().backward(retain_graph=True)
         output.square().sum().backward()
-        found = [*one, *two, x.grad, *(p.grad for p in net.parameters())]
+        actual = [*one, *two, x.grad, *(p.grad for p in net.parameters())]
         if run is net:
-            expected = [t.clone() for t in found]
+            expected = [t.clone() for t in actual]
         x.grad = None
         net.zero_grad()
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert_close(a, b)
 
 
@@ -377,7 +377,7 @@ def test_a_second_backward_without_retaining_raises_as_plain_does():
     ],
 )
 def test_gradient_penalty(wrap):
-    """create_graph=True: the loss contains the gradient."""
+    """The loss contains a gradient, which needs create_graph=True."""
     plain, ours = network(), network()
     ours.load_state_dict(plain.state_dict())
     plain[3].p = ours[3].p = 0.0
@@ -418,8 +418,8 @@ def test_inputs_computed_from_one_another_under_create_graph():
     assert_close(second, expected[1])
 
 
-def test_a_gradient_taken_inside():
-    """As in a network that gives forces, the gradient of an energy that it computes itself."""
+def test_a_gradient_computed_inside():
+    """As in a network that returns forces, which are the gradient of an energy that it computes."""
     net = network().eval()
 
     def function(x):
@@ -431,8 +431,8 @@ def test_a_gradient_taken_inside():
     expected = outcome(function, [x])
     grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     net.zero_grad()
-    found = outcome(lambda x: checkpoint(function, x, parameters=net), [x])
-    assert_same_outcome(found, expected)
+    actual = outcome(lambda x: checkpoint(function, x, parameters=net), [x])
+    assert_same_outcome(actual, expected)
     for grad, parameter in zip(grads, (p for p in net.parameters() if p.grad is not None), strict=True):
         assert_close(parameter.grad, grad)
     assert_same_buffers(net, plain)
@@ -460,11 +460,11 @@ def test_dropout_repeats_its_mask(preserve):
     assert torch.equal(x.grad, output.detach()) == preserve
 
 
-def test_the_random_stream_goes_on_as_if_nothing_had_been_recomputed():
+def test_the_rng_state_is_the_plain_call_s_after_a_recomputation():
     assert_like_plain(lambda x: F.dropout(x, 0.5) * torch.rand_like(x), tensor(50).requires_grad_())
 
 
-def test_a_generator_named_by_the_caller():
+def test_a_generator_passed_by_the_caller():
     states = []
     for run in (lambda function, x, **_: function(x), checkpoint):
         generator = torch.Generator().manual_seed(3)
@@ -477,11 +477,11 @@ def test_a_generator_named_by_the_caller():
     assert torch.equal(*states)
 
 
-def test_a_function_that_draws_nothing_keeps_no_random_state():
+def test_a_function_without_random_numbers_saves_no_rng_state():
     x = tensor(3).requires_grad_()
     sine, dropped = (CheckpointFunction.apply(function, 1, x) for function in (torch.sin, lambda x: F.dropout(x, 0.5)))
-    assert sine.grad_fn.recomputation.random is None
-    assert dropped.grad_fn.recomputation.random is not None
+    assert sine.grad_fn.recomputation.rng_state is None
+    assert dropped.grad_fn.recomputation.rng_state is not None
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -512,7 +512,7 @@ def test_autocast_is_restored(inside):
         assert torch.equal(a, b)
 
 
-def test_no_autocast_in_the_first_run_means_none_in_the_second():
+def test_no_autocast_in_the_forward_means_none_in_the_recomputation():
     x = torch.randn(2, 4, requires_grad=True)
     seen = []
     output = checkpoint(lambda x: (seen.append(torch.is_autocast_enabled("cpu")), x.sin())[1], x)
@@ -528,21 +528,21 @@ def test_no_autocast_in_the_first_run_means_none_in_the_second():
         lambda net, x: CheckpointFunction.apply(net, 1, x, *net.parameters()),
     ],
 )
-def test_autocast_s_weight_cache_is_shared_with_nobody(run):
-    """A weight cast in the first run has no graph; code that uses it afterwards must cast it anew."""
+def test_autocast_s_weight_cache_is_not_shared(run):
+    """A weight cast in the forward has no grad_fn. Code that uses the weight afterwards must cast it again."""
     net, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     grads = []
-    for first in (lambda net, x: net(x), run):
+    for call in (lambda net, x: net(x), run):
         net.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = net(first(net, x)).square().sum()
+            loss = net(call(net, x)).square().sum()
         loss.backward()
         grads.append(net.weight.grad.clone())
-    # Plain adds the two uses' gradients in bfloat16, since they share one cast; ours in float32.
+    # Plain accumulates the gradients of the two uses in bfloat16, since they share one cast; ours in float32.
     torch.testing.assert_close(grads[1], grads[0], rtol=2e-2, atol=2e-2)
 
 
-def test_switching_to_eval_mode_before_the_backward_changes_nothing():
+def test_eval_mode_set_before_the_backward_changes_nothing():
     plain, ours = network(), network()
     ours.load_state_dict(plain.state_dict())
     x = tensor(5, 4)
@@ -559,7 +559,7 @@ def test_switching_to_eval_mode_before_the_backward_changes_nothing():
 
 
 class Fickle:
-    """Gives its results in turn."""
+    """Calls another function each time."""
 
     def __init__(self, *functions):
         self.functions = list(functions)
@@ -569,17 +569,17 @@ class Fickle:
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    ("recomputed", "message"),
     [
-        (lambda x: x[:2].sin(), r"Fickle gave 1 tensor \(\(2,\) float64\) when .* but 1 tensor \(\(3,\) float64\)"),
-        (lambda x: x.sin().float(), r"Fickle gave 1 tensor \(\(3,\) float32\)"),
-        (lambda x: (x.sin(), x.cos()), r"Fickle gave 2 tensors \(\(3,\) float64, \(3,\) float64\)"),
-        (lambda x: (), r"Fickle gave 0 tensors"),
+        (lambda x: x[:2].sin(), r"Fickle returned 1 tensor \(\(2,\) float64\) in .* but 1 tensor \(\(3,\) float64\)"),
+        (lambda x: x.sin().float(), r"Fickle returned 1 tensor \(\(3,\) float32\)"),
+        (lambda x: (x.sin(), x.cos()), r"Fickle returned 2 tensors \(\(3,\) float64, \(3,\) float64\)"),
+        (lambda x: (), r"Fickle returned 0 tensors"),
     ],
 )
 @pytest.mark.parametrize("call", [checkpoint, lambda function, x: CheckpointFunction.apply(function, 1, x)])
-def test_a_different_second_run_is_an_error_that_names_the_difference(call, second, message):
-    output = call(Fickle(torch.sin, second), tensor(3).requires_grad_())
+def test_a_recomputation_that_differs_is_an_error_that_names_the_difference(call, recomputed, message):
+    output = call(Fickle(torch.sin, recomputed), tensor(3).requires_grad_())
     with pytest.raises(RuntimeError, match=message):
         output.sum().backward()
 
@@ -600,15 +600,15 @@ def test_nested_checkpoints():
         return nets[1][3:](checkpoint(inner, x, parameters=nets[1][:3]).sin())
 
     x = tensor(5, 4).requires_grad_()
-    found = outcome(lambda x: checkpoint(outer, x, parameters=nets[1]), [x])
+    actual = outcome(lambda x: checkpoint(outer, x, parameters=nets[1]), [x])
     expected = outcome(lambda x: nets[0][3:](nets[0][:3](x).sin()), [x])
-    assert_same_outcome(found, expected)
+    assert_same_outcome(actual, expected)
     assert_same_gradients(nets[1], nets[0])
     assert_same_buffers(nets[1], nets[0])
     assert runs == [(True, False), (False, True), (False, True)]
 
 
-def test_the_queries_tell_the_runs_apart_and_let_a_counter_rest():
+def test_is_checkpointing_and_is_recomputing_in_a_module_that_counts_its_calls():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -632,7 +632,7 @@ def test_the_queries_tell_the_runs_apart_and_let_a_counter_rest():
     assert (is_checkpointing(), is_recomputing()) == nothing
 
 
-def test_the_queries_are_right_after_an_error():
+def test_is_checkpointing_and_is_recomputing_after_an_error():
     with pytest.raises(ZeroDivisionError):
         checkpoint(lambda x: x / (1 // 0), tensor(2).requires_grad_())
     output = checkpoint(Fickle(torch.sin, lambda x: x / (1 // 0)), tensor(2).requires_grad_())
@@ -641,7 +641,7 @@ def test_the_queries_are_right_after_an_error():
     assert (is_checkpointing(), is_recomputing()) == (False, False)
 
 
-def test_disabling_is_a_thread_s_own():
+def test_disable_checkpointing_concerns_one_thread():
     seen = []
     with disable_checkpointing():
         thread = threading.Thread(
@@ -654,8 +654,8 @@ def test_disabling_is_a_thread_s_own():
     assert seen == [True]
 
 
-def test_two_threads_give_the_sequential_results():
-    """As nn.DataParallel does, 200 rounds: forward and backward of two networks, and of one shared network, at once."""
+def test_two_threads_compute_what_one_thread_computes():
+    """200 rounds of forward and backward of two networks and of a shared one in two threads, as in nn.DataParallel."""
     nets = [nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double() for _ in range(3)]
     for net in nets[:2]:
         checkpoint_wrapper(net)
@@ -679,8 +679,8 @@ def test_two_threads_give_the_sequential_results():
             thread.start()
         for thread in threads:
             thread.join()
-        for found, right in zip(results, expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+        for actual, right in zip(results, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(actual, right, strict=True))
     assert queries == [[False, True] * 201] * 2
     assert nets[0][1].num_batches_tracked == nets[1][1].num_batches_tracked == 201
 
@@ -710,7 +710,7 @@ def _replica(module: nn.Module) -> nn.Module:
     return replica
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's own remarks
+@pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.parametrize("run", [checkpoint, lambda net, x: checkpoint_wrapper(net)(x)])
 def test_under_torch_compile(run):
     plain, ours = network(), network()
@@ -775,7 +775,7 @@ def test_forward_hooks_fire_once():
 HOOKS = {
     "returns another output": lambda m: m.register_forward_hook(lambda m, a, o: o * 3),
     "returns other arguments": lambda m: m.register_forward_pre_hook(lambda m, a: (a[0] * 3,)),
-    "writes into the output": lambda m: m.register_forward_hook(lambda m, a, o: _none(o.mul_(3))),
+    "changes the output in place": lambda m: m.register_forward_hook(lambda m, a, o: _none(o.mul_(3))),
 }
 
 
@@ -784,7 +784,7 @@ def _none(_: Any) -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_that_take_part_fire_again(hook):
+def test_hooks_that_affect_the_computation_fire_again(hook):
     plain, ours = network(), network()
     ours.load_state_dict(plain.state_dict())
     HOOKS[hook](plain[0]), HOOKS[hook](ours[0])
@@ -795,7 +795,7 @@ def test_hooks_that_take_part_fire_again(hook):
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 def test_hooks_that_set_a_weight_fire_again():
-    """Weight norm by hook, and pruning."""
+    """Weight norm by hooks, and pruning."""
     for prepare in (nn.utils.weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)):
         plain, ours = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
         ours.load_state_dict(plain.state_dict())
@@ -816,7 +816,7 @@ def test_full_backward_hooks_inside_fire_once():
 # The wrapper
 
 
-def test_the_wrapper_changes_nothing_that_can_be_seen():
+def test_the_wrapper_changes_nothing_visible():
     module = network()
     module.note = "mine"
     names = list(module.state_dict())
@@ -842,7 +842,7 @@ def test_the_wrapper_changes_nothing_that_can_be_seen():
     assert unwrap(restored) is restored
 
 
-def test_the_wrapper_keeps_little():
+def test_the_wrapper_saves_little():
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     x = torch.randn(512, 64, requires_grad=True)
     plain = saved_bytes(lambda: net(x))
@@ -857,7 +857,7 @@ class Keyworded(nn.Module):
         self.linear = nn.Linear(4, 4).double()
 
     def forward(self, x, *, offload=False, parameters=None, scale: float = 1.0):
-        """Its keyword arguments have the names of checkpoint's."""
+        """The keyword arguments have the names of those of `checkpoint`."""
         return {"y": self.linear(x) * scale, "offload": offload, "parameters": parameters, "text": "t"}
 
 
@@ -870,7 +870,7 @@ def test_keyword_arguments_and_results_that_are_no_tensors():
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copied_wrapped_module_computes_with_its_own_weights(copier):
+def test_a_copy_of_a_wrapped_module_uses_its_own_weights(copier):
     module = checkpoint_wrapper(network().eval())
     copied = copier(module)
     with torch.no_grad():
@@ -883,7 +883,7 @@ def test_a_copied_wrapped_module_computes_with_its_own_weights(copier):
     assert saved_bytes(lambda: copied(x.requires_grad_())) < saved_bytes(lambda: unwrap(copied)(x))
 
 
-def test_no_reference_cycle_keeps_memory():
+def test_no_reference_cycle_in_wrapped_modules():
     gc.collect()
     gc.disable()
     try:
@@ -899,7 +899,7 @@ def test_no_reference_cycle_keeps_memory():
         gc.enable()
 
 
-def test_no_reference_cycle_through_checkpoint():
+def test_no_reference_cycle_in_checkpoint():
     gc.collect()
     gc.disable()
     try:
@@ -912,7 +912,7 @@ def test_no_reference_cycle_through_checkpoint():
         gc.enable()
 
 
-def test_a_norm_can_be_wrapped_in_either_order():
+def test_a_norm_can_be_wrapped_and_converted_in_any_order():
     for prepare in (
         lambda norm: convert_batchnorm(checkpoint_wrapper(norm)),
         lambda norm: checkpoint_wrapper(convert_batchnorm(norm)),
@@ -924,7 +924,7 @@ def test_a_norm_can_be_wrapped_in_either_order():
         assert norm.num_batches_tracked == 1
 
 
-def test_a_forward_set_on_the_instance_is_refused():
+def test_a_forward_set_on_the_instance_is_an_error():
     module = network()
     module.forward = lambda x: x
     with pytest.raises(ValueError, match=r"found a Sequential whose forward .* was set on the instance"):
@@ -932,7 +932,7 @@ def test_a_forward_set_on_the_instance_is_refused():
 
 
 class Holder:
-    """A plain object with a method and a call that run a module."""
+    """An object that is no module, with methods that call a module."""
 
     def __init__(self, net):
         self.inner = [{"net": net}]
@@ -963,7 +963,7 @@ def _reached(net, x, how):
 @pytest.mark.parametrize(
     "how", ["an attribute", "another function", "an argument", "a method", "a callable object", "a sequence"]
 )
-def test_norms_reached_through_other_things_update_once(how):
+def test_indirectly_referenced_norms_update_once(how):
     net = network()
     _reached(net, tensor(5, 4).requires_grad_(), how).sum().backward()
     assert net[1].num_batches_tracked == 1
@@ -976,7 +976,7 @@ def test_reading_a_saved_tensor_outside_a_backward_updates_nothing():
     assert net[1].num_batches_tracked == 1
 
 
-def test_a_parameter_changed_before_the_backward_raises_autograd_s_own_error():
+def test_a_parameter_changed_before_the_backward_raises_autograd_s_error():
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     output = checkpoint(net, tensor(5, 4))
@@ -986,15 +986,15 @@ def test_a_parameter_changed_before_the_backward_raises_autograd_s_own_error():
         output.sum().backward()
 
 
-def test_parameters_swapped_for_the_call_are_noticed():
+def test_parameters_replaced_before_the_backward_are_an_error():
     net = network()
     swapped = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
     output = torch.func.functional_call(checkpoint_wrapper(net), swapped, (tensor(5, 4),))
-    with pytest.raises(RuntimeError, match="recomputed with other parameters than in its first run"):
+    with pytest.raises(RuntimeError, match="recomputed with other parameters than in the forward"):
         output.sum().backward()
 
 
-def test_an_inner_gradient_keeps_nothing_after_it():
+def test_an_inner_gradient_leaves_no_recomputed_tensors():
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6))).double()
 
     def forces(x):
@@ -1002,12 +1002,12 @@ def test_an_inner_gradient_keeps_nothing_after_it():
 
     x = tensor(256, 32).requires_grad_()
     output = checkpoint(forces, x, parameters=layers)
-    frames = {id(f): f for f in gc.get_objects() if type(f).__name__ == "Frame" and f.function is forces}
-    assert [frame.handing_out for frame in frames.values()] == [{}]
+    frames = {id(f): f for f in gc.get_objects() if type(f).__name__ == "CheckpointFrame" and f.function is forces}
+    assert [frame.recomputed_tensors for frame in frames.values()] == [{}]
     output.sum().backward()
 
 
-def test_a_leaf_made_inside_is_no_forgotten_parameter():
+def test_a_leaf_created_inside_is_not_an_unlisted_parameter():
     def function(x):
         z = x.detach().requires_grad_()
         return torch.autograd.grad((z**3).sum(), z, create_graph=True)[0] * x
@@ -1036,7 +1036,7 @@ class Derived:
         self.cached = "kept"
 
 
-def test_a_dataclass_keeps_what_it_holds_besides_its_fields():
+def test_a_dataclass_keeps_attributes_that_are_not_fields():
     x = tensor(3).requires_grad_()
     result = checkpoint(lambda d: Derived(d.x.sin(), d.cached), Derived(x))
     assert (result.later, result.cached) == ("kept", "kept")
@@ -1044,17 +1044,17 @@ def test_a_dataclass_keeps_what_it_holds_besides_its_fields():
     assert_close(x.grad, x.detach().cos())
 
 
-def test_generators_without_preserving_are_refused():
+def test_generators_without_preserve_rng_state_are_an_error():
     with pytest.raises(ValueError, match="generators with preserve_rng_state=False"):
         checkpoint(torch.sin, tensor(3), preserve_rng_state=False, generators=[torch.Generator()])
 
 
-def test_the_function_takes_tensors_only():
+def test_checkpoint_function_takes_only_tensors():
     with pytest.raises(TypeError, match="found a NoneType among the inputs and parameters of"):
         CheckpointFunction.apply(torch.add, 2, tensor(3).requires_grad_(), None)
 
 
-def test_a_slice_of_a_wrapped_sequence_and_unwrapping_before_the_backward():
+def test_a_slice_of_a_wrapped_sequential_and_unwrapping_before_the_backward():
     net = checkpoint_wrapper(network().eval())
     x = tensor(5, 4).requires_grad_()
     expected = unwrap(copy.deepcopy(net))[:2](x)
@@ -1074,7 +1074,7 @@ def test_weight_norm_and_pruning_can_still_be_removed():
     assert not prune.is_pruned(module)
 
 
-def test_a_class_changed_after_wrapping_is_named_when_unwrapping():
+def test_unwrapping_a_class_changed_after_wrapping_is_an_error():
     module = checkpoint_wrapper(nn.Linear(4, 3))
     nn.utils.parametrizations.weight_norm(module)
     with pytest.raises(RuntimeError, match=r"changed again since .* undo that first"):
@@ -1091,7 +1091,7 @@ def test_lazy_modules_can_be_wrapped():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_forward_mode_derivatives_go_through():
+def test_forward_mode_derivatives():
     x, t = tensor(3), tensor(3)
     with torch.autograd.forward_ad.dual_level():
         dual = checkpoint(torch.sin, torch.autograd.forward_ad.make_dual(x, t))
@@ -1099,7 +1099,7 @@ def test_forward_mode_derivatives_go_through():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_wrapped_module_compiles_whole_and_exports():
+def test_a_wrapped_module_compiles_as_one_graph_and_exports():
     net = checkpoint_wrapper(network().eval())
     x = tensor(5, 4)
     with torch.no_grad():
@@ -1120,19 +1120,19 @@ def test_segments_out_of_range(segments):
         checkpoint_sequential(network(), segments, tensor(5, 4))
 
 
-def test_more_segments_keep_less_up_to_a_point():
+def test_more_segments_save_less_up_to_a_point():
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(9)))
     x = torch.randn(512, 64, requires_grad=True)
-    kept = [saved_bytes(lambda s=s: checkpoint_sequential(net, s, x)) for s in (1, 2, 3)]
-    assert kept[0] > kept[1] > kept[2]
-    assert kept[0] == saved_bytes(lambda: net(x))
+    saved = [saved_bytes(lambda s=s: checkpoint_sequential(net, s, x)) for s in (1, 2, 3)]
+    assert saved[0] > saved[1] > saved[2]
+    assert saved[0] == saved_bytes(lambda: net(x))
 
 
 @pytest.mark.parametrize(
     "run",
     [lambda net, x: checkpoint(net, x, offload=True), lambda net, x: checkpoint_wrapper(net, offload_to_cpu=True)(x)],
 )
-def test_offloading_gives_the_same_numbers(run):
+def test_offloading_changes_no_number(run):
     plain, ours = network(), network()
     ours.load_state_dict(plain.state_dict())
     x = tensor(5, 4).requires_grad_()
@@ -1142,9 +1142,9 @@ def test_offloading_gives_the_same_numbers(run):
 
 
 @pytest.mark.parametrize("offloading", [True, False])
-def test_offloaded_inputs_are_copies_and_the_originals_are_free(offloading, monkeypatch):
-    """With every tensor taken for one of another device: what a GPU would hold is gone, and the gradients are right."""
-    monkeypatch.setattr(offload, "lives_elsewhere", lambda tensor: True)
+def test_offloaded_inputs_are_copies_and_the_originals_are_freed(offloading, monkeypatch):
+    """All tensors are treated as tensors of a GPU: their memory is freed, and the gradients are right."""
+    monkeypatch.setattr(offload, "is_not_on_cpu", lambda tensor: True)
     net = network()
     plain = copy.deepcopy(net)
     x = tensor(5, 4).requires_grad_()
@@ -1154,10 +1154,10 @@ def test_offloaded_inputs_are_copies_and_the_originals_are_free(offloading, monk
     del y
     assert (held() is None) == offloading
     torch.manual_seed(1)
-    found = outcome(lambda x: checkpoint(net, x * 2, offload=offloading), [x])
+    actual = outcome(lambda x: checkpoint(net, x * 2, offload=offloading), [x])
     net.zero_grad()
     plain(x * 2)
-    assert_same_outcome(found, outcome(lambda x: plain(x * 2), [x]))
+    assert_same_outcome(actual, outcome(lambda x: plain(x * 2), [x]))
     assert_same_buffers(net, plain)
     loss.backward()
     assert x.grad is not None

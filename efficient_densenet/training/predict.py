@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from .._checks import check_whole
+from .._checks import check_integer
 from .data.augment import Preparation
 from .data.decode import decode
 from .models import load_model
@@ -21,7 +21,7 @@ def predict(*pictures: str, model: str | None = None, top: int = 1) -> None:
         model: directory of a run, or a file of weights in one; by default checkpoints/digits of this repository.
         top: how many classes to name.
     """
-    check_whole("top", top, at_least=1)
+    check_integer("top", top, at_least=1)
     if not pictures:
         raise ValueError("found no picture to classify: name one or more files")
     network, description = load_model(DIGITS if model is None else Path(str(model)))

@@ -124,7 +124,7 @@ def load_published(
     model: nn.Module, name: str, weights: Any, skip: Sequence[str] = (), adapt_input: str | None = None
 ) -> WeightsReport:
     """Give `model` the weights that torchvision's registry has for the variant called `name`."""
-    chosen = published(name, weights)
+    chosen = published_weights(name, weights)
     try:
         found = chosen.get_state_dict(progress=True, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as exc:
@@ -138,10 +138,10 @@ def load_published(
 
 def weights_transforms(name: str, weights: Any = "DEFAULT") -> Callable[[Any], Tensor]:
     """The transforms that torchvision says these weights were measured with: a picture in, a normalised tensor out."""
-    return published(name, weights).transforms()
+    return published_weights(name, weights).transforms()
 
 
-def published(name: str, weights: Any) -> Any:
+def published_weights(name: str, weights: Any) -> Any:
     """torchvision's entry for the weights that a user means: one itself, or its name with or without its class."""
     if name not in PUBLISHED:
         raise ValueError(f"torchvision has no weights for {name!r}, but for {', '.join(PUBLISHED)}: leave weights out")
