@@ -1,4 +1,4 @@
-"""Weights of every layout go in with the numbers they had, and what does not fit is refused as a whole."""
+"""Weights of every known layout are loaded unchanged; if something does not fit, the model is unchanged."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ KERAS_VARIABLES = {"bias": "beta", "running_mean": "moving_mean", "running_var":
 
 
 def _keras_name(key: str, sep: str) -> str | None:
-    """As keras.applications names the variable: its layer's name, a slash and its own."""
+    """Return the name of the variable in keras.applications: that of its layer, the separator, and its own."""
     *modules, kind = key.removeprefix("features.").split(".")
     is_norm = any("norm" in module for module in modules)
     variable = {**KERAS_VARIABLES, "weight": "gamma"}.get(kind) if is_norm else {"weight": "kernel"}.get(kind, kind)
@@ -36,7 +36,7 @@ def _keras_name(key: str, sep: str) -> str | None:
 
 
 def _as_keras(state: dict[str, Tensor], sep: str, suffix: str = "", torch_s: bool = False) -> dict[str, np.ndarray]:
-    found = {}
+    renamed = {}
     for key, tensor in state.items():
         name = _keras_name(key, sep)
         if name is None:
@@ -45,18 +45,18 @@ def _as_keras(state: dict[str, Tensor], sep: str, suffix: str = "", torch_s: boo
             name = name.rpartition(sep)[0] + sep + key.rpartition(".")[2]
         elif name.endswith("kernel"):
             tensor = tensor.permute(2, 3, 1, 0) if tensor.dim() == 4 else tensor.t()
-        found[name + suffix] = tensor.numpy().copy()
-    return found
+        renamed[name + suffix] = tensor.numpy().copy()
+    return renamed
 
 
 def _renamed(*pairs):
     def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
+        renamed = {}
         for key, tensor in state.items():
             for old, new in pairs:
                 key = key.replace(old, new)
-            found[key] = tensor
-        return found
+            renamed[key] = tensor
+        return renamed
 
     return rename
 
@@ -113,7 +113,7 @@ def test_every_layout_loads_and_computes_the_same(layout):
 
 
 def _trained(family: str, **overrides) -> DenseNet:
-    """With statistics and counts that no new model has."""
+    """A model after one forward, whose running statistics differ from a new model's."""
     model = small_model(family, efficient=False, **overrides)
     with torch.no_grad():
         model(picture(family, batch=2))
@@ -142,7 +142,7 @@ def _their_models():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("library", ["torchvision", "timm", "MONAI"])
-def test_the_libraries_own_models_there_and_back(library):
+def test_weights_of_other_libraries_models_both_ways(library):
     theirs = _their_models()[library]().double()
     for norm in (m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)):
         for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
@@ -160,7 +160,7 @@ def test_the_libraries_own_models_there_and_back(library):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_keras_s_own_model(monkeypatch):
+def test_weights_of_keras_s_model(monkeypatch):
     monkeypatch.setitem(os.environ, "KERAS_BACKEND", "torch")
     keras = pytest.importorskip("keras")
     keras.config.set_floatx("float64")
@@ -183,7 +183,7 @@ def test_keras_s_own_model(monkeypatch):
 # Files
 
 
-def test_files_of_both_kinds(tmp_path):
+def test_files_of_torch_save_and_safetensors(tmp_path):
     save_file = pytest.importorskip("safetensors.torch").save_file
     source = _trained("bc").state_dict()
     torch.save({"state_dict": source}, tmp_path / "weights.pth")
@@ -219,13 +219,13 @@ def _saved(value, path) -> bytes:
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_a_bad_file_gets_a_sentence(kind, suffix, tmp_path):
+def test_a_bad_file_is_an_error_of_one_sentence(kind, suffix, tmp_path):
     pytest.importorskip("safetensors")
     path = tmp_path / f"weights{suffix}"
     BAD_FILES[kind](path)
     model = small_model("bc")
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"is no file|is truncated, damaged or not of tensors only") as error:
+    with pytest.raises(ValueError, match=r"is no file|is truncated, damaged or contains more than tensors") as error:
         load_weights(model, path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
@@ -234,13 +234,13 @@ def test_a_bad_file_gets_a_sentence(kind, suffix, tmp_path):
 
 
 @pytest.mark.parametrize("content", [{}, {"epoch": 3}, {"state_dict": {"a": 1}}, [1, 2], torch.ones(3)])
-def test_a_file_without_tensors_by_name_gets_a_sentence(content, tmp_path):
+def test_a_file_without_a_state_dict_is_an_error(content, tmp_path):
     torch.save(content, tmp_path / "weights.pth")
     with pytest.raises(ValueError, match=r"weights.pth holds no tensors by name.*give a model's state dict"):
         load_weights(small_model("bc"), tmp_path / "weights.pth")
 
 
-def test_without_safetensors_the_message_says_how_to_get_it(tmp_path, monkeypatch):
+def test_without_safetensors_the_message_names_the_extra(tmp_path, monkeypatch):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "safetensors", None)
@@ -248,7 +248,7 @@ def test_without_safetensors_the_message_says_how_to_get_it(tmp_path, monkeypatc
         load_weights(small_model("bc"), path)
 
 
-# Refusals
+# Errors
 
 
 def _unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
@@ -263,7 +263,7 @@ def test_one_missing_one_extra_and_one_misshapen_tensor_are_listed_together():
     state["module.classifier.bias"] = torch.ones(8)
     del state["classifier.bias"]
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"the dict does not fit the model, which was left as it is") as error:
+    with pytest.raises(ValueError, match=r"the dict does not fit the model, which is unchanged") as error:
         load_weights(model, state)
     message = str(error.value)
     assert "missing: features.transition1.conv.weight;" in message
@@ -273,19 +273,19 @@ def test_one_missing_one_extra_and_one_misshapen_tensor_are_listed_together():
     _unchanged(model, before)
 
 
-def test_a_long_list_is_cut():
+def test_a_long_list_of_names_is_truncated():
     with pytest.raises(ValueError, match=r"missing: .* and \d+ more; not in the model: x\. ") as error:
         load_weights(small_model("bc", block_config=(9,)), {"x": torch.ones(1)})
     assert len(str(error.value)) < 2500
 
 
-def test_what_is_no_tensor_is_told():
+def test_values_that_are_no_tensors_are_listed():
     state = _trained("bc").state_dict() | {"classifier.bias": "none", "epoch": 3}
     with pytest.raises(ValueError, match=r"not in the model: epoch; of another shape: classifier.bias \(str, and"):
         load_weights(small_model("bc"), state)
 
 
-def test_two_names_for_one_tensor_are_refused():
+def test_two_names_for_one_tensor_are_an_error():
     state = _trained("bc").state_dict()
     state["features.norm_final.weight"] = state["features.norm5.weight"]
     with pytest.raises(ValueError, match=r"both 'features.norm5.weight' and 'features.norm_final.weight'"):
@@ -306,7 +306,7 @@ def test_another_number_of_classes(num_classes, skip):
     assert_close(model.eval().features(x), source.eval().features(x))
 
 
-def test_what_is_to_be_skipped_may_be_a_part_or_a_name_of_theirs():
+def test_skip_takes_prefixes_and_names_of_the_source():
     model, state = small_model("bc"), _trained("bc").state_dict()
     del state["features.norm5.weight"]
     state["op_threshs"] = torch.ones(18)
@@ -318,7 +318,7 @@ def test_what_is_to_be_skipped_may_be_a_part_or_a_name_of_theirs():
     assert not set(report.used) & {*report.skipped, *report.kept}
 
 
-def test_precision_and_wrapping_of_the_model_stay():
+def test_dtype_and_wrapper_of_the_model_stay():
     source = _trained("bc")
     model = nn.DataParallel(small_model("bc").half())
     report = load_weights(model, source.state_dict())
@@ -342,17 +342,17 @@ def test_other_input_channels(channels, how, layout):
     _unchanged(model, before)
     report = load_weights(model, state, adapt_input=how)
     assert report.adapted == ["features.conv0.weight"]
-    grey = torch.randn(2, 1, 69, 75, dtype=torch.double)
-    found, expected = (m.eval()(grey.expand(-1, n, -1, -1)) for m, n in ((model, channels), (source, 3)))
+    gray = torch.randn(2, 1, 69, 75, dtype=torch.double)
+    actual, expected = (m.eval()(gray.expand(-1, n, -1, -1)) for m, n in ((model, channels), (source, 3)))
     if how == "sum" or channels % 3 == 0:
-        assert_close(found, expected)
+        assert_close(actual, expected)
     old, new = source.features.conv0.weight, model.features.conv0.weight
     if how == "repeat":
         for i in range(channels):
             assert_close(new[:, i], old[:, i % 3] * 3 / channels)
 
 
-def test_three_channels_need_no_adapting():
+def test_three_channels_are_not_adapted():
     source, model = _trained("bc"), small_model("bc")
     assert load_weights(model, source.state_dict(), adapt_input="sum").adapted == []
     assert torch.equal(model.features.conv0.weight, source.features.conv0.weight)
@@ -365,7 +365,7 @@ def test_three_channels_need_no_adapting():
 
 @pytest.fixture
 def registry(monkeypatch):
-    """torchvision's, with random weights in the place of the download; what was asked for."""
+    """Replaces torchvision's download by random weights; returns the list of requested entries."""
     asked = []
 
     def get_state_dict(self, *args, **kwargs):
@@ -391,11 +391,13 @@ def test_published_weights_by_name(name, registry):
     assert len(report.used) + len(report.skipped) == len(model.state_dict())
 
 
-@pytest.mark.parametrize("word", ["IMAGENET1K_V1", "DenseNet121_Weights.IMAGENET1K_V1", "DenseNet121_Weights.DEFAULT"])
-def test_words_for_published_weights(word, registry):
+@pytest.mark.parametrize(
+    "weights_name", ["IMAGENET1K_V1", "DenseNet121_Weights.IMAGENET1K_V1", "DenseNet121_Weights.DEFAULT"]
+)
+def test_names_of_published_weights(weights_name, registry):
     entry = torchvision.models.DenseNet121_Weights.IMAGENET1K_V1
     with torch.device("meta"):
-        densenet121(weights=word)
+        densenet121(weights=weights_name)
         densenet121(weights=entry)
         densenet121(weights=torchvision.models.get_weight("DenseNet121_Weights.IMAGENET1K_V1"))
     assert registry == [entry] * 3
@@ -424,7 +426,7 @@ def test_the_transforms_are_torchvision_s():
     assert torch.equal(weights_transforms("densenet169", "IMAGENET1K_V1")(x), expected)
 
 
-def test_weights_that_there_are_not(registry):
+def test_unknown_published_weights(registry):
     with pytest.raises(ValueError, match=r"torchvision has no weights for 'densenet264', but for densenet121"):
         create_model("densenet264", weights="DEFAULT")
     message = "weights is {}, but must be one of 'IMAGENET1K_V1', 'DEFAULT' for densenet121"
@@ -439,14 +441,14 @@ def test_weights_that_there_are_not(registry):
 @pytest.mark.parametrize(
     "failure", [URLError("no route to host"), TimeoutError("timed out"), RuntimeError("invalid hash value (…)")]
 )
-def test_without_a_network_there_is_one_sentence(failure, monkeypatch):
+def test_a_failed_download_is_an_error_of_one_sentence(failure, monkeypatch):
     def get_state_dict(self, *args, **kwargs):
         raise failure
 
     monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", get_state_dict)
     with (
         torch.device("meta"),
-        pytest.raises(OSError, match=r"could not be fetched from https://.*load_weights") as error,
+        pytest.raises(OSError, match=r"could not be downloaded from https://.*load_weights") as error,
     ):
         densenet121(weights="DEFAULT")
     assert "\n" not in str(error.value)

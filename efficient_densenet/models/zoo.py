@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..weights.load import load_published, published_weights
+from ..weights.published import load_published, published_weights
 from .densenet import DenseNet
 
 _CIFAR = {"compression": 0.5, "bn_size": 4, "small_inputs": True, "num_classes": 10}
