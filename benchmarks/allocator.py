@@ -1,4 +1,4 @@
-"""Finding a memory allocator to preload: plain is at its best where the allocator keeps its pages."""
+"""Find a memory allocator's library to preload. Plain is fastest with an allocator that keeps its pages."""
 
 import glob
 import sys
@@ -8,17 +8,20 @@ FOLDERS = ("/usr/lib/*", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/opt/homeb
 
 
 def find(name: str) -> str:
-    """The path of the library called `name`, such as "tcmalloc", or `name` itself where it is a path; "" for none."""
+    """Return the path of the library called `name`, such as "tcmalloc". A path is returned as it is.
+
+    Returns "" for "system" and "", which preload nothing.
+    """
     if not name or name == "system":
         return ""
     if "/" in name:
         if not Path(name).is_file():
             raise ValueError(f"no file at {name}: --allocator takes a name such as tcmalloc, or the path of a library")
         return name
-    found = [path for folder in FOLDERS for path in glob.glob(f"{folder}/lib{name}*.so*") if "debug" not in path]
-    if not found:
+    paths = [path for folder in FOLDERS for path in glob.glob(f"{folder}/lib{name}*.so*") if "debug" not in path]
+    if not paths:
         raise ValueError(
             f"no lib{name}*.so in {', '.join(FOLDERS)}: install it (Debian and Ubuntu: apt-get install "
             f"libtcmalloc-minimal4, or libjemalloc2) or give its path, --allocator /where/it/is/lib{name}.so"
         )
-    return min(found, key=len)
+    return min(paths, key=len)

@@ -1,4 +1,4 @@
-"""The ways to train a DenseNet that are compared: ours, torchvision's, timm's, and torch.compile of the plain one."""
+"""The methods that are compared: DenseNets of this package, torchvision and timm, and `torch.compile` of plain."""
 
 import importlib
 import importlib.util
@@ -15,6 +15,8 @@ from efficient_densenet.engines import kernels
 
 
 class Method(NamedTuple):
+    """A label for the table, a function from `DenseNet` arguments to a model, and the package that it needs."""
+
     label: str
     build: Callable[[dict[str, Any]], nn.Module]
     package: str = "efficient_densenet"
@@ -24,19 +26,20 @@ def _ours(arguments: dict[str, Any], **overrides: Any) -> nn.Module:
     return DenseNet(**(arguments | overrides))
 
 
-def _without_numba(arguments: dict[str, Any]) -> nn.Module:
-    kernels.runs_compiled = lambda values: False  # of this process, which measures nothing else
+def _portable(arguments: dict[str, Any]) -> nn.Module:
+    kernels.runs_compiled = lambda values: False  # this process measures nothing else
     return _ours(arguments, efficient="shared")
 
 
 def _compiled(arguments: dict[str, Any]) -> nn.Module:
-    return torch.compile(_ours(arguments, efficient="plain"))
+    compiled: Any = torch.compile(_ours(arguments, efficient="plain"))
+    return compiled
 
 
 def _torchvision(arguments: dict[str, Any], memory_efficient: bool) -> nn.Module:
     shape = {name: arguments[name] for name in ("growth_rate", "block_config", "num_init_features", "num_classes")}
     model = importlib.import_module("torchvision.models").DenseNet(**shape, memory_efficient=memory_efficient)
-    return _with_stem_for(arguments, model)
+    return _with_small_stem(arguments, model)
 
 
 def _torchvision_converted(arguments: dict[str, Any]) -> nn.Module:
@@ -48,11 +51,11 @@ def _torchvision_converted(arguments: dict[str, Any]) -> nn.Module:
 def _timm(arguments: dict[str, Any], memory_efficient: bool) -> nn.Module:
     shape = {name: arguments[name] for name in ("growth_rate", "block_config", "num_classes")}
     model = importlib.import_module("timm.models.densenet").DenseNet(**shape, memory_efficient=memory_efficient)
-    return _with_stem_for(arguments, model)
+    return _with_small_stem(arguments, model)
 
 
-def _with_stem_for(arguments: dict[str, Any], model: nn.Module) -> nn.Module:
-    """Both libraries know the stem for ImageNet only: for small pictures a single 3×3 convolution takes its place."""
+def _with_small_stem(arguments: dict[str, Any], model: Any) -> nn.Module:
+    """For small inputs, replace the ImageNet stem, the only one of both libraries, by a single 3×3 convolution."""
     if arguments["small_inputs"]:
         model.features.conv0 = nn.Conv2d(3, arguments["num_init_features"], 3, padding=1, bias=False)
         for name in {"norm0", "relu0", "pool0"} & set(model.features._modules):
@@ -64,7 +67,7 @@ METHODS: dict[str, Method] = {
     "plain": Method("torch modules, everything kept", partial(_ours, efficient="plain")),
     "shared": Method("the features once, nothing concatenated", partial(_ours, efficient="shared")),
     "shared_keep": Method("the same, bottlenecks kept", partial(_ours, efficient="shared", keep_bottleneck=True)),
-    "shared_portable": Method("`shared` without Numba", _without_numba),
+    "shared_portable": Method("`shared` without Numba", _portable),
     "checkpoint": Method("our recomputation of each layer", partial(_ours, efficient="checkpoint")),
     "official": Method("torch.utils.checkpoint around each layer", partial(_ours, efficient="official")),
     "torchvision": Method("torchvision's DenseNet", partial(_torchvision, memory_efficient=False), "torchvision"),
@@ -79,26 +82,26 @@ METHODS: dict[str, Method] = {
 
 
 def choose(names: list[str], model: str) -> list[str]:
-    """`names`, plain first since all are compared with it, less those that cannot run here: a line says why."""
+    """Return the methods `names` that can run here, plain first, and print the reason for each that cannot."""
     for name in names:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}: there are {', '.join(METHODS)}")
     chosen = ["plain", *(name for name in METHODS if name in names and name != "plain")]
-    reasons = {name: reason for name in chosen if (reason := hindrance(name, model))}
+    reasons = {name: reason for name in chosen if (reason := unavailable_reason(name, model))}
     for name, reason in reasons.items():
         print(f"{name} left out: {reason}")
     return [name for name in chosen if name not in reasons]
 
 
-def hindrance(name: str, model: str) -> str | None:
-    """Why this method cannot train `model` here."""
+def unavailable_reason(name: str, model: str) -> str | None:
+    """Return why the method `name` cannot train `model` here, or None if it can."""
     package = METHODS[name].package
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
-    shape = architecture(model)
-    usual = shape["bn_size"] == 4 and shape["compression"] == 0.5
-    if package in ("torchvision", "timm") and not usual:
+    arguments = architecture(model)
+    is_standard = arguments["bn_size"] == 4 and arguments["compression"] == 0.5
+    if package in ("torchvision", "timm") and not is_standard:
         return f"{package} has no DenseNet without bottlenecks or compression, as {model} is"
-    if package == "timm" and shape["num_init_features"] != 2 * shape["growth_rate"]:
-        return f"timm's stem has twice the growth rate of channels, that of {model} has not"
+    if package == "timm" and arguments["num_init_features"] != 2 * arguments["growth_rate"]:
+        return f"timm's stem has 2 × growth_rate channels, and that of {model} has not"
     return None

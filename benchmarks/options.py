@@ -1,4 +1,4 @@
-"""A benchmark's function as a command, with fire where it is installed and without it on a bare GPU machine."""
+"""Run a benchmark's function as a command: with fire if it is installed, otherwise with argparse."""
 
 import argparse
 import ast
@@ -11,35 +11,36 @@ from typing import Any
 from efficient_densenet.training.command_line import EXPECTED, command
 
 
-def start(function: Callable) -> None:
+def run_command(function: Callable) -> None:
+    """Call `function` with the arguments of the command line."""
     if importlib.util.find_spec("fire"):
         command(function)
         return
-    print("fire is not installed: options are read by argparse")
+    print("fire is not installed: options are parsed by argparse")
     try:
-        words, options = read(function, sys.argv[1:])
-        function(*words, **options)
+        positional, options = parse_arguments(function, sys.argv[1:])
+        function(*positional, **options)
     except EXPECTED as exc:
         sys.exit(f"error: {exc}")
 
 
-def read(function: Callable, words: list[str]) -> tuple[list[Any], dict[str, Any]]:
-    """A function's arguments from a command line: the words that belong to no option, and the options."""
+def parse_arguments(function: Callable, argv: list[str]) -> tuple[list[Any], dict[str, Any]]:
+    """Parse `argv` by the signature of `function`; return its positional arguments, and its options by name."""
     parser = argparse.ArgumentParser(description=inspect.getdoc(function))
-    listed = []
+    positional = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            listed.append(name)
+            positional.append(name)
             parser.add_argument(name, nargs="*")
         else:
             parser.add_argument(f"--{name}", default=parameter.default, type=_value)
-    options = vars(parser.parse_args(words))
-    return [word for name in listed for word in options.pop(name)], options
+    options = vars(parser.parse_args(argv))
+    return [value for name in positional for value in options.pop(name)], options
 
 
-def _value(word: str) -> Any:
-    """As fire reads it: a number, a tuple or True where the word is one, otherwise the word."""
+def _value(text: str) -> Any:
+    """Parse a value as fire does: a Python literal such as a number, a tuple or True, otherwise a string."""
     try:
-        return ast.literal_eval(word)
+        return ast.literal_eval(text)
     except (SyntaxError, ValueError):
-        return word
+        return text

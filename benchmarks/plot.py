@@ -1,10 +1,10 @@
-"""The figures, each drawn from one committed CSV file and named after it.
+"""Draw the figures. Each is drawn from one CSV file of measurements and named after it.
 
-    python benchmarks/plot.py                                                    every file that has a figure
+    python benchmarks/plot.py                                                    all files of measurements
     python benchmarks/plot.py cpu_torch2.15.0_depth_sweep.csv --methods plain,shared
 
-A depth sweep shows memory against depth, a batch sweep memory against the batch, any other file time against memory.
-Lines and letters are of a middle grey and middle colours on no background, to be read on white and on black.
+A depth sweep shows memory against depth, a batch sweep memory against batch size, any other file time against memory.
+Text is gray, colors are of medium brightness, and the background is transparent, so that light and dark pages suit.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import rows as results
-from options import start
-from settings import many
+from options import run_command
+from settings import as_list
 
 from efficient_densenet._extras import need
 
 FIGURES = results.ROOT / "benchmarks" / "figures"
-GREY = "#808080"
-COLOURS = {
+GRAY = "#808080"
+COLORS = {
     "plain": "#d9534f",
     "shared": "#2e9e5b",
     "shared_keep": "#7a9a01",
@@ -40,26 +40,26 @@ STYLE = {
     "svg.hashsalt": "efficient_densenet",
     "font.family": "sans-serif",
     "font.size": 10,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GRAY),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
 }
 
 
 def plot(*files: str, methods: str | list[str] | None = None, folder: str = "") -> None:
-    """Draw the figures of CSV files in benchmarks/results, as SVG in benchmarks/figures.
+    """Draw the figures of CSV files in benchmarks/results as SVG files in benchmarks/figures.
 
     Args:
-        files: their names in benchmarks/results, or paths; every file of measurements there unless given.
-        methods: which of them; all unless given.
-        folder: where the figures go instead.
+        files: their names in benchmarks/results, or paths. Default: all files of measurements there.
+        methods: names of methods. Default: all.
+        folder: where to write the figures. Default: benchmarks/figures.
     """
     paths = [Path(file) if "/" in file else results.RESULTS / file for file in files]
     for path in paths or sorted(path for path in results.RESULTS.glob("*.csv") if results.read(path)):
-        save(path, Path(folder) if folder else FIGURES, many(methods) if methods else None)
+        save(path, Path(folder) if folder else FIGURES, as_list(methods) if methods else None)
 
 
 def save(path: Path, folder: Path, methods: list[str] | None = None) -> None:
-    """Draw a file's figure; its metadata tie it to the data."""
+    """Draw the figure of a file. Its metadata contains the fingerprint of the file."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{path.stem}.svg"
     with need("matplotlib", extra="bench").rc_context(STYLE):
@@ -68,23 +68,24 @@ def save(path: Path, folder: Path, methods: list[str] | None = None) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """What ties a figure to the data it was drawn from."""
+    """Return the name and the hash of a file, which a figure contains as the source of its data."""
     return f"{path.name} sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def draw(path: Path, methods: list[str] | None = None) -> Any:
+    """Return the matplotlib figure of a file."""
     rows = [row for row in results.read(path) if not row["note"] and (not methods or row["method"] in methods)]
     if not rows:
-        raise ValueError(f"nothing to draw in {path}: make measurements with python benchmarks/run.py, or name others")
+        raise ValueError(f"nothing to draw in {path}: measure with python benchmarks/run.py, or give other methods")
     if path.stem.endswith("_depth_sweep"):
-        return _lines(rows, depth, "depth (layers)")
+        return _plot_sweep(rows, depth, "depth (layers)")
     if path.stem.endswith("_batch_sweep"):
-        return _lines(rows, lambda row: int(row["batch_size"]), "batch (pictures)")
-    return _times(rows)
+        return _plot_sweep(rows, lambda row: int(row["batch_size"]), "batch size (images)")
+    return _plot_times(rows)
 
 
 def depth(row: results.Row) -> int:
-    """The layers of a model whose name tells them: densenet_bc_100_12 has 100."""
+    """Return the number of layers that a model's name contains: 100 for densenet_bc_100_12."""
     return int(re.findall(r"\d+", row["model"])[0])
 
 
@@ -92,65 +93,65 @@ def _figure(width: float) -> Any:
     return need("matplotlib.figure", extra="bench").Figure(figsize=(width, 3.6), layout="constrained")
 
 
-def _lines(rows: list[results.Row], position: Callable[[results.Row], int], label: str) -> Any:
-    """Memory against what the sweep ranges over: a line for each method, its name at the end."""
+def _plot_sweep(rows: list[results.Row], position: Callable[[results.Row], int], label: str) -> Any:
+    """Plot memory against depth or batch size: one line for each method, labeled at its end."""
     rows = [row for row in rows if _properties(row) == _properties(rows[0])]
     figure = _figure(6.4)
     axes = figure.subplots()
     ends = {}
     for method in dict.fromkeys(row["method"] for row in rows):
         points = sorted((position(row), _mib(row)) for row in rows if row["method"] == method)
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=COLOURS[method])
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=COLORS[method])
         ends[method] = points[-1]
     axes.set(xlabel=label, ylabel="tensor peak of a step, MiB")
     axes.set_title(_title(rows), fontsize=10, loc="left")
-    axes.grid(alpha=0.2, color=GREY)
+    axes.grid(alpha=0.2, color=GRAY)
     _label(axes, ends)
     return figure
 
 
-def _times(rows: list[results.Row]) -> Any:
-    """Time against memory: a panel for each precision, layout and allocator, a point for each method."""
+def _plot_times(rows: list[results.Row]) -> Any:
+    """Plot time against memory: one panel for each precision, layout and allocator, one point for each method."""
     panels: dict[tuple[str, ...], list[results.Row]] = {}
     for row in rows:
         if row["step_s_median"]:
             panels.setdefault(_properties(row), []).append(row)
     if not panels:
-        raise ValueError("no times among the measurements: take some with python benchmarks/run.py --rounds 9")
+        raise ValueError("the measurements contain no times: measure them with python benchmarks/run.py --rounds 9")
     figure = _figure(1.2 + 4.6 * len(panels))
     grid = figure.subplots(1, len(panels), squeeze=False, sharex=True)
-    for axes, (names, shown) in zip(grid[0], panels.items(), strict=True):
-        for row in shown:
+    for axes, (properties, panel) in zip(grid[0], panels.items(), strict=True):
+        for row in panel:
             spread = [[abs(_seconds(row) - float(row[f"step_s_{q}"]))] for q in ("q1", "q3")]
-            axes.errorbar(_mib(row), _seconds(row), yerr=spread, marker="o", color=COLOURS[row["method"]])
+            axes.errorbar(_mib(row), _seconds(row), yerr=spread, marker="o", color=COLORS[row["method"]])
         axes.set(xlabel="tensor peak of a step, MiB", ylabel="time of a step, s")
-        axes.set_title(_title(shown) + f"\n{', '.join(names)}", fontsize=10, loc="left")
-        axes.grid(alpha=0.2, color=GREY)
-        _label(axes, {row["method"]: (_mib(row), _seconds(row)) for row in shown})
+        axes.set_title(_title(panel) + f"\n{', '.join(properties)}", fontsize=10, loc="left")
+        axes.grid(alpha=0.2, color=GRAY)
+        _label(axes, {row["method"]: (_mib(row), _seconds(row)) for row in panel})
     return figure
 
 
 def _label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
-    """Each method's name beside its point, moved up where it would cover one below."""
+    """Write each method's name beside its point, moved up if it would overlap with the name below."""
     axes.margins(y=0.15)
     axes.set(xlim=(0, None), ylim=(0, None))
     width, line = axes.get_xlim()[1] / 3, axes.get_ylim()[1] / 15
     placed: list[tuple[float, float]] = []
     for method, (x, y) in sorted(points.items(), key=lambda item: item[1][1]):
-        height = max([y, *(below + line for at, below in placed if abs(at - x) < width)])
+        height = max([y, *(other_y + line for other_x, other_y in placed if abs(other_x - x) < width)])
         placed.append((x, height))
-        name, beside = method.replace("_", " "), {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(name, (x, height), **beside, color=COLOURS[method], annotation_clip=False)
+        name, offset = method.replace("_", " "), {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(name, (x, height), **offset, color=COLORS[method], annotation_clip=False)
 
 
 def _title(rows: list[results.Row]) -> str:
     first = rows[0]
-    where = f"{first['threads']} CPU threads" if first["device"] == "cpu" else first["device_name"]
-    return f"{', '.join(_shared_by(rows))}, {where}, PyTorch {first['torch'].split('+')[0]}"
+    device = f"{first['threads']} CPU threads" if first["device"] == "cpu" else first["device_name"]
+    return f"{', '.join(_common_settings(rows))}, {device}, PyTorch {first['torch'].split('+')[0]}"
 
 
-def _shared_by(rows: Iterable[results.Row]) -> list[str]:
-    """What all rows have in common and a reader wants to know."""
+def _common_settings(rows: Iterable[results.Row]) -> list[str]:
+    """Return the model and the batch size that all rows have in common."""
     models, batches = ({row[name] for row in rows} for name in ("model", "batch_size"))
     model = models.pop() if len(models) == 1 else "DenseNet-BC, growth rate 12"
     return [model, f"batch {batches.pop()}"] if len(batches) == 1 else [model]
@@ -169,4 +170,4 @@ def _seconds(row: results.Row) -> float:
 
 
 if __name__ == "__main__":
-    start(plot)
+    run_command(plot)

@@ -1,4 +1,4 @@
-"""What was measured as rows with their provenance, and the CSV files that hold them."""
+"""Measurements as rows with their provenance, in CSV files."""
 
 import csv
 import datetime
@@ -8,14 +8,13 @@ import subprocess
 from pathlib import Path
 
 import torch
+from comparison import Measurement
 from settings import Setting
-from turns import Measured
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, str]
 
-# A row measured again takes the place of the one that agrees with it in these.
 KEY = (
     "model",
     "method",
@@ -28,6 +27,7 @@ KEY = (
     "device_name",
     "threads",
 )
+"""The columns that identify a configuration. A new row replaces the old one with the same values in them."""
 COLUMNS = (
     *("model", "method", "batch_size", "image_size", "precision", "layout", "allocator"),
     *("tensor_peak_mib", "tensor_peak_over_plain", "process_peak_mib", "process_peak_over_plain"),
@@ -37,11 +37,13 @@ COLUMNS = (
 )
 
 
-def make(setting: Setting, measured: dict[str, Measured]) -> list[Row]:
-    return [_row(setting, method, it, measured["plain"]) for method, it in measured.items()]
+def make(setting: Setting, measurements: dict[str, Measurement]) -> list[Row]:
+    """Return one row for each method."""
+    plain = measurements["plain"]
+    return [_row(setting, method, measurement, plain) for method, measurement in measurements.items()]
 
 
-def _row(setting: Setting, method: str, it: Measured, plain: Measured) -> Row:
+def _row(setting: Setting, method: str, measurement: Measurement, plain: Measurement) -> Row:
     values = {
         "model": setting.model,
         "method": method,
@@ -49,18 +51,18 @@ def _row(setting: Setting, method: str, it: Measured, plain: Measured) -> Row:
         "image_size": setting.image_size,
         "precision": setting.precision,
         "layout": setting.layout,
-        "allocator": it.allocator or plain.allocator,
-        "tensor_peak_mib": _mib(it.tensor_peak),
-        "tensor_peak_over_plain": _ratio(it.tensor_peak, plain.tensor_peak),
-        "process_peak_mib": _mib(it.process_peak),
-        "process_peak_over_plain": _ratio(it.process_peak, plain.process_peak),
-        **_quartiles("step_s", it.times, 5),
-        **_quartiles("time_over_plain", it.ratios, 3),
-        "rounds": len(it.times),
-        "first_step_s": "" if it.first_step_s is None else f"{it.first_step_s:.2f}",
-        "note": it.note,
+        "allocator": measurement.allocator or plain.allocator,
+        "tensor_peak_mib": _mib(measurement.tensor_peak),
+        "tensor_peak_over_plain": _ratio(measurement.tensor_peak, plain.tensor_peak),
+        "process_peak_mib": _mib(measurement.process_peak),
+        "process_peak_over_plain": _ratio(measurement.process_peak, plain.process_peak),
+        **_quartiles("step_s", measurement.times, 5),
+        **_quartiles("time_over_plain", measurement.ratios, 3),
+        "rounds": len(measurement.times),
+        "first_step_s": "" if measurement.first_step_s is None else f"{measurement.first_step_s:.2f}",
+        "note": measurement.note,
         "device": setting.device.split(":")[0],
-        "device_name": it.device_name or plain.device_name,
+        "device_name": measurement.device_name or plain.device_name,
         "threads": setting.threads,
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
@@ -78,14 +80,14 @@ def _ratio(ours: int | None, plain: int | None) -> str:
 
 
 def _quartiles(name: str, values: list[float], digits: int) -> Row:
-    """The three quartiles, by linear interpolation between what was measured."""
-    found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    shown = [f"{value:.{digits}f}" for value in found] or ["", "", ""]
-    return dict(zip((f"{name}_q1", f"{name}_median", f"{name}_q3"), shown, strict=True))
+    """Return the three quartiles of `values`, by linear interpolation."""
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    texts = [f"{value:.{digits}f}" for value in quartiles] or ["", "", ""]
+    return dict(zip((f"{name}_q1", f"{name}_median", f"{name}_q3"), texts, strict=True))
 
 
 def commit() -> str:
-    """The commit of the code that was measured, with a plus sign where the code has changed since."""
+    """Return the commit of the measured code, with a plus sign if there are uncommitted changes."""
     try:
         head = _git("rev-parse", "--short", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--", "efficient_densenet", "benchmarks/*.py") else "")
@@ -93,12 +95,12 @@ def commit() -> str:
         return "unknown"
 
 
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def file_name(setting: Setting, device_name: str, sweep: str = "") -> str:
-    """<device>_torch<version>_<model>_<batch>.csv; a sweep has a file of its own, whatever it ranges over."""
+    """Return <device>_torch<version>_<model>_<batch size>.csv, or a name of its own for a sweep."""
     device = "cpu" if setting.device == "cpu" else re.sub(r"\W+", "_", device_name).lower()
     subject = {"depth": "depth_sweep", "batch": f"{setting.model}_batch_sweep"}.get(sweep)
     version = torch.__version__.split("+")[0]
@@ -106,20 +108,20 @@ def file_name(setting: Setting, device_name: str, sweep: str = "") -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """A file's rows; none where it holds something else."""
+    """Return the rows of a file, or no rows if it is not a file of measurements."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        table = csv.DictReader(file)
-        return list(table) if tuple(table.fieldnames or ()) == COLUMNS else []
+        reader = csv.DictReader(file)
+        return list(reader) if tuple(reader.fieldnames or ()) == COLUMNS else []
 
 
 def merge(path: Path, rows: list[Row]) -> None:
-    """Write `rows` to the file, in the place of those of the same configuration and beside all others."""
+    """Write `rows` to the file. They replace rows of the same configuration; other rows stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {tuple(row[name] for name in KEY): row for row in read(path)}
-    kept |= {tuple(row[name] for name in KEY): row for row in rows}
+    merged = {tuple(row[name] for name in KEY): row for row in read(path)}
+    merged |= {tuple(row[name] for name in KEY): row for row in rows}
     with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        table.writeheader()
-        table.writerows(kept.values())
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(merged.values())

@@ -1,13 +1,14 @@
-"""What a training step holds and takes with each method, as ratios to plain in the same round.
+"""Measure memory and time of a training step with each method, relative to plain.
 
     python benchmarks/run.py --model densenet_bc_100_12 --batch_size 64,256
-    python benchmarks/run.py --allocator tcmalloc                      with pages kept, where plain is at its best
+    python benchmarks/run.py --allocator tcmalloc                      an allocator that keeps its pages, best for plain
     python benchmarks/run.py --precision float32,bf16 --layout channels_last --methods plain,shared
     python benchmarks/run.py --sweep depth                             memory only, for the figures
 
-Every method runs in a fresh process. They take turns, a step each, so that a drift of the machine's speed meets them
-alike. Memory is measured before the rounds; DESIGN: the tensor peak is the most that tensors held during a step above
-what they held before it, the process peak the growth of the fresh process's high-water mark.
+Each method runs in a fresh process. First its memory is measured: the tensor peak is the maximum of allocated tensor
+memory during a step, minus what was allocated before the step; the process peak is the growth of the process's
+high-water mark. Then, in each round, every method takes one timed step. A ratio of times compares two steps of the same
+round, so that all methods are affected alike if the machine becomes faster or slower.
 """
 
 import signal
@@ -17,10 +18,10 @@ from pathlib import Path
 import allocator as allocators
 import rows as results
 import torch
+from comparison import Comparison, Measurement
 from methods import METHODS, choose
-from options import start
-from settings import Setting, expand, many
-from turns import Comparison, Measured
+from options import run_command
+from settings import Setting, as_list, expand
 
 SWEEPS = {
     "depth": {
@@ -47,33 +48,33 @@ def run(
     patience: float = 300,
     folder: str = "",
 ) -> None:
-    """Measure every method in every combination of the settings, and write a CSV file for each model and batch size.
+    """Measure all methods in all combinations of the options, and write a CSV file for each model and batch size.
 
     Args:
-        model: a zoo model, or densenet_bc_<depth>_<growth rate>; like the others, one or several joined by commas.
-        batch_size: pictures in a batch.
-        image_size: their height and width; 32 for CIFAR's models and 224 for ImageNet's unless given.
-        precision: float32, tf32 (on CUDA), bf16 or fp16 (both by autocast).
+        model: a zoo model, or densenet_bc_<depth>_<growth rate>. Several values of an option are joined by commas.
+        batch_size: number of images in a batch.
+        image_size: height and width of the images. Default: 32 for models for CIFAR, 224 for ImageNet.
+        precision: float32, tf32 (on CUDA), bf16 or fp16 (both with autocast).
         layout: contiguous or channels_last.
-        methods: all of them unless given; plain is always there, since the others are compared with it.
-        rounds: steps that are timed; 0 measures memory only, as sweeps do unless it is given.
-        device: the first GPU where there is one, otherwise the CPU.
-        threads: of the CPU; PyTorch's own number unless given.
-        allocator: of the CPU's memory: tcmalloc, jemalloc or a library's path, preloaded in the workers.
-        sweep: depth or batch, for the figures: fills in models or batch sizes, and methods.
-        patience: seconds after which a method that has not answered is given up.
-        folder: where the files go; benchmarks/results unless given.
+        methods: names of methods. Default: all. Plain is always measured, because the others are compared with it.
+        rounds: number of timed steps. 0 measures only memory. Default: 9, or 0 for a sweep.
+        device: cpu or cuda. Default: cuda if there is a GPU.
+        threads: number of CPU threads. Default: PyTorch's.
+        allocator: allocator of CPU memory to preload in the workers: tcmalloc, jemalloc or the path of a library.
+        sweep: depth or batch, for the figures. It sets the default models or batch sizes, and methods.
+        patience: timeout of a method's answer, in seconds.
+        folder: where to write the files. Default: benchmarks/results.
     """
     if sweep and sweep not in SWEEPS:
         raise ValueError(f"unknown sweep {sweep!r}: there are {', '.join(SWEEPS)}")
-    usual = {"model": "densenet_bc_100_12", "batch_size": 64} | SWEEPS.get(sweep, {})
+    defaults = {"model": "densenet_bc_100_12", "batch_size": 64} | SWEEPS.get(sweep, {})
     device = _device(device)
     settings = expand(
-        usual["model"] if model is None else model,
-        usual["batch_size"] if batch_size is None else batch_size,
+        defaults["model"] if model is None else model,
+        defaults["batch_size"] if batch_size is None else batch_size,
         *(image_size, precision, layout, device, threads),
     )
-    names = many(methods) if methods else list(SWEEP_METHODS if sweep else METHODS)
+    names = as_list(methods) if methods else list(SWEEP_METHODS if sweep else METHODS)
     rounds = (0 if sweep else 9) if rounds is None else rounds
     preload = allocators.find(allocator)
     for setting in settings:
@@ -81,38 +82,39 @@ def run(
 
 
 def _measure(
-    setting: Setting, names: list[str], rounds: int, preload: str, patience: float, sweep: str, folder: Path
+    setting: Setting, names: list[str], rounds: int, preload: str, timeout: float, sweep: str, folder: Path
 ) -> None:
     print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, {setting.device}")
     comparison = Comparison(choose(names, setting.model), rounds)
     try:
-        comparison.run(setting, preload, patience)
-    finally:  # what is known is written too when a limit of time ends the run
-        measured = comparison.measured
-        if preload and measured["plain"].allocator == "system":
-            raise ValueError(f"{preload} was to be preloaded but is not in the workers: is it an allocator's library?")
-        _write(setting, measured, folder / results.file_name(setting, measured["plain"].device_name, sweep))
+        comparison.run(setting, preload, timeout)
+    finally:  # if a time limit ends the run, what has been measured is written too
+        measurements = comparison.measurements
+        plain = measurements["plain"]
+        if preload and plain.allocator == "system":
+            raise ValueError(f"{preload} was preloaded, but the workers do not use it: is it an allocator's library?")
+        _write(setting, measurements, folder / results.file_name(setting, plain.device_name, sweep))
 
 
-def _write(setting: Setting, measured: dict[str, Measured], path: Path) -> None:
-    for it in measured.values():
-        if it.tensor_peak is None and not it.note:
-            it.note = "not measured: the run was ended before"
-    rows = results.make(setting, measured)
+def _write(setting: Setting, measurements: dict[str, Measurement], path: Path) -> None:
+    for measurement in measurements.values():
+        if measurement.tensor_peak is None and not measurement.note:
+            measurement.note = "not measured: the run was ended before"
+    rows = results.make(setting, measurements)
     for row in rows:
-        print(f"  {_line(row)}", flush=True)
+        print(f"  {_summary(row)}", flush=True)
     results.merge(path, rows)
     print(f"  wrote {path}", flush=True)
 
 
-def _line(row: results.Row) -> str:
+def _summary(row: results.Row) -> str:
     if row["note"]:
         return f"{row['method']}: {row['note']}"
-    line = f"{row['method']}: tensors {row['tensor_peak_mib']} MiB ({row['tensor_peak_over_plain']} of plain), "
-    line += f"process {row['process_peak_mib']} MiB, first step {row['first_step_s']} s"
+    text = f"{row['method']}: tensors {row['tensor_peak_mib']} MiB ({row['tensor_peak_over_plain']} of plain), "
+    text += f"process {row['process_peak_mib']} MiB, first step {row['first_step_s']} s"
     if row["rounds"] == "0":
-        return line
-    return f"{line}, step {row['step_s_median']} s ({row['time_over_plain_median']} of plain)"
+        return text
+    return f"{text}, step {row['step_s_median']} s ({row['time_over_plain_median']} of plain)"
 
 
 def _device(name: str) -> str:
@@ -122,5 +124,5 @@ def _device(name: str) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what is known is written
-    start(run)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` writes
+    run_command(run)

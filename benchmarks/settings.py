@@ -1,7 +1,8 @@
-"""What is measured: the setting that all methods share in one comparison, and the lists of options that make many."""
+"""The configurations to measure, and the architectures of their models."""
 
 import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 @dataclass(frozen=True)
 class Setting:
+    """The configuration that all methods of one comparison share."""
+
     model: str
     batch_size: int
     image_size: int
@@ -33,49 +36,49 @@ def expand(
     device: str = "cpu",
     threads: int = 0,
 ) -> list[Setting]:
-    """Every combination of what `model`, `batch_size`, `precision` and `layout` list."""
-    for name in many(precision):
+    """Return all combinations of the given models, batch sizes, precisions and layouts."""
+    for name in as_list(precision):
         _check("precision", name, PRECISIONS)
         if name == "tf32" and not device.startswith("cuda"):
             raise ValueError(f"precision 'tf32' needs a CUDA device, found {device!r}: take 'float32' or 'bf16'")
-    for name in many(layout):
+    for name in as_list(layout):
         _check("layout", name, LAYOUTS)
-    sizes = {name: image_size or usual_image_size(name) for name in many(model)}
+    sizes = {name: image_size or default_image_size(name) for name in as_list(model)}
     threads = threads or torch.get_num_threads()
-    combinations = itertools.product(sizes, many(batch_size), many(precision), many(layout))
+    combinations = itertools.product(sizes, as_list(batch_size), as_list(precision), as_list(layout))
     return [Setting(name, int(batch), sizes[name], p, at, device, threads) for name, batch, p, at in combinations]
 
 
-def many(value: Any) -> list[Any]:
-    """The values of an option: fire makes a tuple of `8,64` and leaves `8` a number."""
+def as_list(value: Any) -> list[Any]:
+    """Return the values of an option. fire parses `8,64` as a tuple, and `8` as a number."""
     if isinstance(value, str):
-        return [word.strip() for word in value.split(",") if word.strip()]
+        return [name.strip() for name in value.split(",") if name.strip()]
     return list(value) if isinstance(value, tuple | list) else [value]
 
 
 def architecture(model: str) -> dict[str, Any]:
-    """The arguments of `DenseNet` for a zoo model, or for any densenet_bc_<depth>_<growth rate>."""
+    """Return the arguments of `DenseNet` for a zoo model, or for any densenet_bc_<depth>_<growth rate>."""
     if model in VARIANTS:
         return VARIANTS[model]
-    found = re.fullmatch(r"densenet_bc_(\d+)_(\d+)", model)
-    depth, growth = (int(number) for number in found.groups()) if found else (0, 0)
-    if depth < 10 or (depth - 4) % 6 or not growth:
+    match = re.fullmatch(r"densenet_bc_(\d+)_(\d+)", model)
+    depth, growth_rate = (int(number) for number in match.groups()) if match else (0, 0)
+    if depth < 10 or (depth - 4) % 6 or not growth_rate:
         raise ValueError(
             f"unknown model {model!r}: take one of the zoo's ({', '.join(VARIANTS)}) or "
             "densenet_bc_<depth>_<growth rate> with a depth of 6n + 4"
         )
-    blocks = ((depth - 4) // 6,) * 3
     return VARIANTS["densenet_bc_100_12"] | {
-        "growth_rate": growth,
-        "block_config": blocks,
-        "num_init_features": 2 * growth,
+        "growth_rate": growth_rate,
+        "block_config": ((depth - 4) // 6,) * 3,
+        "num_init_features": 2 * growth_rate,
     }
 
 
-def usual_image_size(model: str) -> int:
+def default_image_size(model: str) -> int:
+    """Return the height and width of the images of CIFAR or ImageNet, whichever the model is for."""
     return 32 if architecture(model)["small_inputs"] else 224
 
 
-def _check(what: str, name: str, known: Any) -> None:
-    if name not in known:
-        raise ValueError(f"unknown {what} {name!r}: there are {', '.join(known)}")
+def _check(option: str, name: str, allowed: Iterable[str]) -> None:
+    if name not in allowed:
+        raise ValueError(f"unknown {option} {name!r}: there are {', '.join(allowed)}")

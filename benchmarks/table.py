@@ -1,9 +1,9 @@
-"""The README's table, from the CSV files: what it shows is what was measured.
+"""Print a table of measurements from the CSV files, and check the tables of a document against the files.
 
     python benchmarks/table.py cpu_torch2.15.0_densenet_bc_100_12_64.csv --allocator system
     python benchmarks/table.py --check README.md
 
-In a README the command stands in a comment above its table, and --check tells whether they still agree.
+In a document, a comment above each table contains its command. --check lists the commands whose tables differ.
 """
 
 import re
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import rows as results
+from comparison import OUT_OF_MEMORY
 from methods import METHODS
-from options import read, start
-from settings import many
-from turns import OUT_OF_MEMORY
+from options import parse_arguments, run_command
+from settings import as_list
 
 HEADER = ("| method | devices | batch | memory | time |", "|---|---|---:|---:|---:|")
 COMMAND = re.compile(r"<!-- python benchmarks/table\.py (.+?) -->\n+((?:\|.*\n?)*)")
@@ -31,20 +31,20 @@ def table(
     allocator: str | list[str] | None = None,
     check: str = "",
 ) -> None:
-    """Print the rows of CSV files in benchmarks/results as the README's table: all, or those with the given properties.
+    """Print rows of CSV files in benchmarks/results as a Markdown table: all rows, or those that the options select.
 
     Args:
         files: their names in benchmarks/results, or paths.
-        methods: which of them.
-        precision: float32, tf32, bf16, fp16.
+        methods: names of methods. Default: all.
+        precision: float32, tf32, bf16 or fp16. Default: all.
         layout: contiguous or channels_last.
-        allocator: system, tcmalloc or jemalloc.
-        check: a README, to be compared with what its table's command gives now.
+        allocator: system, tcmalloc or jemalloc. Default: all.
+        check: a document whose tables are compared with the output of their commands.
     """
     if check:
-        different = outdated(Path(check).read_text())
-        if different:
-            sys.exit("\n".join(f"{check} differs from: python benchmarks/table.py {command}" for command in different))
+        commands = outdated(Path(check).read_text())
+        if commands:
+            sys.exit("\n".join(f"{check} differs from: python benchmarks/table.py {command}" for command in commands))
         return
     print(render(files, methods, precision, layout, allocator))
 
@@ -52,12 +52,13 @@ def table(
 def render(
     files: Iterable[str], methods: Any = None, precision: Any = None, layout: Any = "contiguous", allocator: Any = None
 ) -> str:
-    wanted = {"method": methods, "precision": precision, "layout": layout, "allocator": allocator}
-    wanted = {name: many(values) for name, values in wanted.items() if values}
-    rows = [row for file in files for row in _read(file) if all(row[name] in wanted[name] for name in wanted)]
+    """Return the table of the selected rows."""
+    selected = {"method": methods, "precision": precision, "layout": layout, "allocator": allocator}
+    selected = {name: as_list(values) for name, values in selected.items() if values}
+    rows = [row for file in files for row in _read(file) if all(row[name] in selected[name] for name in selected)]
     if not rows:
         raise ValueError(
-            f"no row with {wanted} in {', '.join(files) or 'no file'}: name files and properties they have"
+            f"no row with {selected} in {', '.join(files) or 'no file'}: give files and values that are in them"
         )
     groups = list(dict.fromkeys(map(_group, rows)))
     rows.sort(key=lambda row: (groups.index(_group(row)), list(METHODS).index(row["method"])))
@@ -66,14 +67,14 @@ def render(
 
 
 def outdated(text: str) -> list[str]:
-    """The table commands in a README's text whose tables are not what they give."""
-    different = []
-    for words, shown in COMMAND.findall(text):
-        files, options = read(table, shlex.split(words))
+    """Return the table commands in a document whose tables differ from their output."""
+    commands = []
+    for command, printed in COMMAND.findall(text):
+        files, options = parse_arguments(table, shlex.split(command))
         options.pop("check")
-        if render(files, **options) != shown.strip():
-            different.append(words)
-    return different
+        if render(files, **options) != printed.strip():
+            commands.append(command)
+    return commands
 
 
 def _group(row: results.Row) -> tuple[str, ...]:
@@ -91,13 +92,13 @@ def _read(file: str) -> list[results.Row]:
 def _line(row: results.Row, with_model: bool) -> str:
     name = f"`{row['method']}`: {METHODS[row['method']].label}" + (f" ({row['model']})" if with_model else "")
     peak = row["tensor_peak_mib"] and f"{round(float(row['tensor_peak_mib'])):,} MiB"
-    taken = row["step_s_median"] and _seconds(float(row["step_s_median"]))
+    seconds = row["step_s_median"] and _seconds(float(row["step_s_median"]))
     cells = [
         name,
         devices(row),
         row["batch_size"],
         _failure(row["note"]) or _with_ratio(peak, row["tensor_peak_over_plain"]),
-        _with_ratio(taken, row["time_over_plain_median"]),
+        _with_ratio(seconds, row["time_over_plain_median"]),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -107,13 +108,15 @@ def _failure(note: str) -> str:
 
 
 def devices(row: results.Row) -> str:
-    """Such as "2 CPU threads, tcmalloc" or "1 NVIDIA H200, bf16"."""
+    """Return a text such as "2 CPU threads, tcmalloc" or "1 NVIDIA H200, bf16"."""
     on_cpu = row["device"] == "cpu"
     threads = "1 CPU thread" if row["threads"] == "1" else f"{row['threads']} CPU threads"
     parts = [threads if on_cpu else f"1 {row['device_name']}"]
     if on_cpu and row["allocator"] != "system":
         parts.append(row["allocator"])
-    parts += [row[name] for name, usual in (("precision", "float32"), ("layout", "contiguous")) if row[name] != usual]
+    parts += [
+        row[name] for name, default in (("precision", "float32"), ("layout", "contiguous")) if row[name] != default
+    ]
     return ", ".join(parts)
 
 
@@ -126,4 +129,4 @@ def _with_ratio(value: str, ratio: str) -> str:
 
 
 if __name__ == "__main__":
-    start(table)
+    run_command(table)

@@ -1,7 +1,7 @@
-"""One method in a process of its own: prepares when told, then takes a training step whenever it is told to.
+"""The process that runs one method. On command, it prepares a model or takes one training step.
 
-Started by turns.py. Commands come line by line on the standard input, each answered by a line of JSON; between them the
-process waits in a read and computes nothing.
+comparison.py starts it with a method and a setting. Commands are lines on the standard input, each answered by a line
+of JSON on the standard output. Between commands, the process blocks in a read and uses no CPU.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from comparison import OUT_OF_MEMORY
 from methods import METHODS
 from settings import LAYOUTS, Setting, architecture
-from turns import OUT_OF_MEMORY
 
 from efficient_densenet.memory import measure
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SHORT = 0.3  # seconds
+SHORT_STEP = 0.3  # seconds
 
 
 class Training:
@@ -34,32 +34,33 @@ class Training:
         torch.set_num_threads(setting.threads)
         torch.set_float32_matmul_precision("high" if setting.precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = setting.precision == "tf32"
-        torch.backends.cudnn.benchmark = True  # plain is to be at its best
-        self.last = 0.0
-        layout = LAYOUTS[setting.layout]
-        model = METHODS[method].build(architecture(setting.model))
-        self.model = model.to(self.device, memory_format=layout)
+        torch.backends.cudnn.benchmark = True  # plain's best configuration
+        self.last_seconds = 0.0
+        memory_format = LAYOUTS[setting.layout]
+        model: Any = METHODS[method].build(architecture(setting.model))
+        self.model = model.to(self.device, memory_format=memory_format)
         shape = (setting.batch_size, 3, setting.image_size, setting.image_size)
-        self.images = torch.randn(shape, device=self.device).contiguous(memory_format=layout)
+        self.images = torch.randn(shape, device=self.device).contiguous(memory_format=memory_format)
         self.labels = torch.zeros(setting.batch_size, dtype=torch.long, device=self.device)
 
     def step(self) -> None:
+        """Run the forward and backward of one batch."""
         with self._autocast():
             loss = F.cross_entropy(self.model(self.images), self.labels)
         loss.backward()
 
-    def seconds(self) -> float:
-        """The time of a step. A short one is preceded by an untimed one, as waking up would be a visible part of it."""
-        if self.last < SHORT:
+    def time_step(self) -> float:
+        """Return the seconds of one step. A short step comes after an untimed one, so that the threads are awake."""
+        if self.last_seconds < SHORT_STEP:
             self.step()
-        self.last = self._seconds(self.step)
-        return self.last
+        self.last_seconds = self._time(self.step)
+        return self.last_seconds
 
     def prepare(self) -> dict[str, Any]:
-        """The first steps in this process: what they hold, and how long the very first takes."""
+        """Run the first two steps, and return their memory peaks and the time of the first."""
         durations: list[float] = []
-        peaks = measure(lambda: durations.append(self._seconds(self.step)), self.device)
-        self.last = durations[-1]
+        peaks = measure(lambda: durations.append(self._time(self.step)), self.device)
+        self.last_seconds = durations[-1]
         return {
             "tensor_peak": peaks.tensor,
             "process_peak": peaks.process,
@@ -68,14 +69,14 @@ class Training:
             "allocator": allocator(),
         }
 
-    def _seconds(self, function: Callable[[], None]) -> float:
-        self._wait()
+    def _time(self, function: Callable[[], None]) -> float:
+        self._synchronize()
         start = time.perf_counter()
         function()
-        self._wait()
+        self._synchronize()
         return time.perf_counter() - start
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -86,6 +87,7 @@ class Training:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the CPU where the system has it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
@@ -96,7 +98,7 @@ def device_name(device: torch.device) -> str:
 
 
 def allocator() -> str:
-    """What serves this process's memory: named by the library that is really mapped, not by what was asked for."""
+    """Return the name of the memory allocator whose library is mapped into this process."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as file:
         mapped = file.read()
         for name in ("tcmalloc", "jemalloc", "mimalloc"):
@@ -106,7 +108,7 @@ def allocator() -> str:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What is left to other processes on the device; None where the system does not tell."""
+    """Return the free memory of the device, or None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
@@ -117,25 +119,27 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for the errors that PyTorch and Python raise if an allocation fails."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def main() -> None:
+    """Answer commands until the standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed does not get among the answers
+    os.dup2(2, 1)  # other output goes to stderr, not among the answers
     method, setting = sys.argv[1], Setting(**json.loads(sys.argv[2]))
-    training = None
-    print(json.dumps({}), file=answers, flush=True)  # imported and ready
+    training: Any = None
+    print(json.dumps({}), file=answers, flush=True)  # imports are done
     for line in sys.stdin:
         try:
             if line.strip() == "prepare":
                 training = Training(method, setting)
                 answer = training.prepare()
             elif line.strip() == "step":
-                answer = {"seconds": training.seconds()}
+                answer = {"seconds": training.time_step()}
             else:
                 answer = {"free": free_bytes(torch.device(setting.device))}
-        except Exception as exc:  # whatever a method does wrong is its own row's affair
+        except Exception as exc:  # any error of a method is reported in its row
             first = (str(exc).strip().splitlines() or [""])[0]
             answer = {"error": OUT_OF_MEMORY if is_out_of_memory(exc) else f"{type(exc).__name__}: {first}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -36,7 +36,8 @@ from .norms.batch_norm import (
     restore_batchnorm,
 )
 from .weights.key_names import rename_keys
-from .weights.load import WeightsReport, load_weights, weights_transforms
+from .weights.load import WeightsReport, load_weights
+from .weights.published import weights_transforms
 
 __all__ = [
     "CheckpointFunction",

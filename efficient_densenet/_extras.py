@@ -1,11 +1,11 @@
-"""Packages that only parts of this one need, imported when those parts run."""
+"""Optional dependencies, imported where they are used."""
 
 import importlib
 from types import ModuleType
 
 
 def need(name: str, extra: str) -> ModuleType:
-    """Import `name`, or say how to install it."""
+    """Import the module `name`. If it is not installed, raise an error that names the extra to install."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as exc:

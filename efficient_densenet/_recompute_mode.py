@@ -1,67 +1,71 @@
-"""Which of a checkpointed function's two runs this thread is in, and whether checkpointing is wanted at all."""
+"""Per-thread state of checkpointing: forward, recomputation, or disabled."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Modes(threading.local):
-    first_runs = 0
-    second_runs = 0
-    disabled = 0
+class _ThreadState(threading.local):
+    forward_depth = 0
+    recomputation_depth = 0
+    disable_depth = 0
 
 
-_modes = _Modes()
+_state = _ThreadState()
 
 
 def is_checkpointing() -> bool:
-    """True in the first run of a checkpointed function: what is computed now will be computed again."""
-    return _modes.first_runs > 0 and _modes.second_runs == 0
+    """Return True in the forward of a checkpointed function, whose operations will be recomputed in the backward."""
+    return _state.forward_depth > 0 and _state.recomputation_depth == 0
 
 
 def is_recomputing() -> bool:
-    """True in the second run: what is computed now has been computed before, so a module's counters should rest.
+    """Return True in a recomputation. A module that counts its calls should not count this one.
 
-    A checkpoint inside a checkpoint makes its own first run within the outer one's second; that counts as a second run.
+    If checkpoints are nested, the inner forward that runs within the outer recomputation is part of the recomputation.
     """
-    return _modes.second_runs > 0
+    return _state.recomputation_depth > 0
 
 
 @contextmanager
 def disable_checkpointing() -> Iterator[None]:
-    """Let `checkpoint` and wrapped modules call straight through, in this thread."""
-    _modes.disabled += 1
+    """Make `checkpoint` and wrapped modules call their functions without checkpointing, in this thread."""
+    _state.disable_depth += 1
     try:
         yield
     finally:
-        _modes.disabled -= 1
+        _state.disable_depth -= 1
 
 
-def is_disabled() -> bool:
-    return _modes.disabled > 0
+def is_checkpointing_disabled() -> bool:
+    """Return True inside `disable_checkpointing()`."""
+    return _state.disable_depth > 0
 
 
-def is_in_a_run() -> bool:
-    """True inside any checkpointed function, in either run."""
-    return _modes.first_runs + _modes.second_runs > 0
+def is_inside_checkpoint() -> bool:
+    """Return True inside any checkpointed function, in its forward or its recomputation."""
+    return _state.forward_depth + _state.recomputation_depth > 0
 
 
 @contextmanager
-def first_run() -> Iterator[None]:
-    _modes.first_runs += 1
+def checkpointed_forward() -> Iterator[None]:
+    """Mark the forward of a checkpointed function."""
+    _state.forward_depth += 1
     try:
         yield
     finally:
-        _modes.first_runs -= 1
+        _state.forward_depth -= 1
 
 
 @contextmanager
-def second_run() -> Iterator[None]:
-    # What was checkpointed in the first run is checkpointed in the second, wherever its backward is called.
-    disabled, _modes.disabled = _modes.disabled, 0
-    _modes.second_runs += 1
+def recomputing() -> Iterator[None]:
+    """Mark the recomputation of a checkpointed function."""
+    # The recomputation must checkpoint what the forward checkpointed, even if the backward is called inside
+    # `disable_checkpointing()`.
+    disable_depth, _state.disable_depth = _state.disable_depth, 0
+    _state.recomputation_depth += 1
     try:
         yield
     finally:
-        _modes.second_runs -= 1
-        _modes.disabled = disabled
+        _state.recomputation_depth -= 1
+        _state.disable_depth = disable_depth

@@ -1,65 +1,72 @@
-"""The private PyTorch calls the package needs, each behind a name of its own.
+"""The private PyTorch APIs that the package uses, one function for each.
 
-A test per function (`tests/test_torch_private.py`) notices when a torch release changes one of them.
+`tests/test_torch_private.py` tests each function, so that a PyTorch release that changes one of them fails there.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.utils.parametrize
+from torch import Tensor
 
 
 def in_backward() -> bool:
-    """True while autograd executes a backward graph in the calling thread, whatever started it."""
-    return graph_task() != -1
+    """Return True while autograd executes a backward graph in the calling thread."""
+    return graph_task_id() != -1
 
 
-def graph_task() -> int:
-    """A number for the backward that the calling thread is executing, -1 outside of one."""
+def graph_task_id() -> int:
+    """Return the id of the backward that the calling thread executes, or -1 outside of a backward."""
     return torch._C._current_graph_task_id()
 
 
 def functorch_is_active() -> bool:
-    """True under `torch.func` transforms (vmap, grad, jvp and their compositions)."""
+    """Return True under a `torch.func` transform (vmap, grad, jvp and their compositions)."""
     return torch._C._are_functorch_transforms_active()
 
 
-def tensor_hooks(tensor: torch.Tensor) -> dict | None:
-    """The live dict of a tensor's `register_hook` callables; emptying it silences them."""
+def tensor_hooks(tensor: Tensor) -> dict | None:
+    """Return the dict of a tensor's `register_hook` hooks. Clearing the dict disables the hooks."""
     return tensor._backward_hooks
 
 
-def is_leaf_node(node: torch.autograd.graph.Node) -> bool:
-    """True for the node that accumulates a leaf's gradient; the leaf is its `variable`."""
+def is_accumulate_grad(node: torch.autograd.graph.Node) -> bool:
+    """Return True for an AccumulateGrad node, which accumulates the gradient of a leaf tensor."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
-def hooks_watch_all_modules() -> bool:
-    """True while a hook is registered for every module at once, as `register_module_forward_hook` does."""
+def leaf_of(node: Any) -> Tensor:
+    """Return the leaf tensor of an AccumulateGrad node."""
+    return node.variable
+
+
+def has_global_module_hooks() -> bool:
+    """Return True if a hook is registered for all modules, as by `register_module_forward_hook`."""
     kinds = "forward_pre", "forward", "backward_pre", "backward"
     return any(getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
 
 
-def caches_parametrizations() -> bool:
-    """True inside `torch.nn.utils.parametrize.cached()`."""
+def parametrization_cache_enabled() -> bool:
+    """Return True inside `torch.nn.utils.parametrize.cached()`."""
     return bool(torch.nn.utils.parametrize._cache_enabled)
 
 
-def at_the_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the backward that the calling thread is executing is done."""
+def queue_backward_callback(callback: Callable[[], Any]) -> None:
+    """Call `callback` at the end of the backward that the calling thread executes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_exporting(training: bool) -> bool:
-    """True in tracing and export, of a model that is in training mode or not."""
-    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+    """Return True while a model is traced or exported. `training` is the training mode of the model."""
+    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():  # pyright: ignore[reportPrivateImportUsage] (public)
         return True
     if hasattr(torch.compiler, "is_exporting"):
         return torch.compiler.is_exporting()
-    # torch 2.6 does not tell export from compilation: what it exports is untraced by dynamo, or in eval mode.
+    # PyTorch 2.6 has no such query. There, a compilation without dynamo, or of a model in eval mode, is an export.
     return torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() and training)
 
 
-def compilers_recompute_exactly() -> bool:
-    """Whether a compiled torch.utils.checkpoint leaves running statistics alone in its second run."""
+def compiled_checkpoint_updates_once() -> bool:
+    """Return True if a compiled `torch.utils.checkpoint` updates running statistics in the forward only."""
     return torch.__version__ >= "2.11"

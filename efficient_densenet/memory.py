@@ -1,4 +1,4 @@
-"""Measuring memory: what autograd keeps, the most that tensors hold, and how far a process grows."""
+"""Measuring memory: bytes saved for backward, the peak of tensor memory, and the peak of process memory."""
 
 import itertools
 import json
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class Peaks(NamedTuple):
-    """The most memory that a function needed, in bytes.
+    """The peak memory of a function, in bytes.
 
     Attributes:
-        tensor: the most that tensors held while it ran, above what they held before.
-        process: the growth of the process's high-water mark: of its resident memory, or of what PyTorch has reserved
-            on a GPU. None where the system does not tell.
+        tensor: the maximum of allocated tensor memory while it ran, minus what was allocated before.
+        process: the growth of the process's high-water mark of resident memory or, on CUDA, of the memory that PyTorch
+            reserved. None if the system has no such mark.
     """
 
     tensor: int
@@ -26,11 +26,11 @@ class Peaks(NamedTuple):
 
 
 def measure(function: Callable[[], Any], device: torch.device | str = "cpu") -> Peaks:
-    """Run `function` twice and tell how much memory on `device` it needed.
+    """Call `function` twice and return its peak memory on `device`.
 
-    The first run gives the process peak, and is the warm-up in which gradients are allocated; the second gives the
-    tensor peak. A high-water mark never falls: the process peak means something in a fresh process only, in which
-    nothing larger has run before.
+    The first call measures the process peak, and is the warm-up in which gradients are allocated. The second call
+    measures the tensor peak. A high-water mark never falls, so the process peak is valid only in a fresh process that
+    has not used more memory before.
     """
     before = high_water_mark(device)
     function()
@@ -40,13 +40,16 @@ def measure(function: Callable[[], Any], device: torch.device | str = "cpu") -> 
 
 
 def high_water_mark(device: torch.device | str = "cpu") -> int | None:
-    """The most bytes this process ever had resident or, on CUDA, PyTorch reserved; None where the system keeps none."""
+    """Return the process's maximum of resident memory so far or, on CUDA, of reserved memory, in bytes.
+
+    Returns None if the system has no such mark.
+    """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_reserved(device)
     status = Path("/proc/self/status")
     if status.exists():
-        # Not getrusage's figure, which on Linux a process inherits from the one that started it.
+        # Not getrusage: on Linux, a process inherits its ru_maxrss from the parent process.
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -59,28 +62,28 @@ def high_water_mark(device: torch.device | str = "cpu") -> int | None:
 
 
 def saved_bytes(function: Callable[[], Any]) -> int:
-    """The bytes that autograd holds for the backward of what `function` computes.
+    """Return the bytes that autograd saves for the backward of `function`.
 
-    Counted by saved-tensor hooks, each storage once, parameters and inputs that are saved included. Works on the meta
-    device, where a model of any size costs nothing to count.
+    Saved-tensor hooks count each storage once, including saved parameters and inputs. On the meta device, this counts
+    a model of any size without allocating it.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
-    def note(tensor: Tensor) -> Tensor:
-        parts = (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else (tensor,)
-        for storage in (part.untyped_storage() for part in parts):
-            storages[storage._cdata] = storage  # kept alive, so that no later storage takes its address
+    def pack(tensor: Tensor) -> Tensor:
+        tensors = (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else (tensor,)
+        for storage in (each.untyped_storage() for each in tensors):
+            storages[storage._cdata] = storage  # keeps the storage alive, so that no other gets its address
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         function()
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """The most bytes that tensors on `device` hold while `function` runs, above what they held before.
+    """Return the maximum of allocated tensor memory while `function` runs, minus what was allocated before, in bytes.
 
-    On CUDA the allocator's own count; on the CPU the sum of the allocator's events as the profiler records them.
+    On CUDA, the caching allocator counts. On the CPU, the allocation events of the profiler are accumulated.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -90,7 +93,7 @@ def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu")
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    # One cycle only, so accumulating its events changes nothing but the warning that PyTorch 2.11 gives without it.
+    # There is only one profiling cycle, so acc_events only avoids a warning of PyTorch 2.11.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         function()
@@ -99,5 +102,5 @@ def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu")
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     changes = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Id"] == -1]
-    held = itertools.accumulate(event["args"]["Bytes"] for event in sorted(changes, key=lambda event: event["ts"]))
-    return max(held, default=0)
+    allocated = itertools.accumulate(event["args"]["Bytes"] for event in sorted(changes, key=lambda event: event["ts"]))
+    return max(allocated, default=0)

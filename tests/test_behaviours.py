@@ -1,35 +1,26 @@
-"""The README's comparison: ours behaves as it says there, and every cell is one that the benchmark wrote."""
+"""The probes of checkpointing: ours behaves as the plain call, and the documented cells are those of the benchmark."""
 
 import csv
-import importlib.util
 from pathlib import Path
 
+import checkpointing as benchmark
 import pytest
+from checkpointing_probes import PROBES, WRAPPERS, a_second_run_that_differs_is_an_error
 
 ROOT = Path(__file__).parents[1]
 
 
-def _benchmark():
-    spec = importlib.util.spec_from_file_location("checkpointing", ROOT / "benchmarks" / "checkpointing.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCHMARK = _benchmark()
-
-
-@pytest.mark.parametrize("probe", BENCHMARK.PROBES)
+@pytest.mark.parametrize("probe", PROBES)
 def test_ours_behaves_as_the_plain_call(probe):
-    if probe is not BENCHMARK.a_second_run_that_differs_is_an_error:  # the plain call has no second run
+    if probe is not a_second_run_that_differs_is_an_error:  # the plain call has no recomputation
         assert probe(lambda module: module)
-    assert probe(BENCHMARK.WRAPPERS["ours"])
+    assert probe(WRAPPERS["ours"])
 
 
 def test_the_readme_s_cells_are_the_benchmark_s():
     with (ROOT / "benchmarks/results/checkpointing_behaviours_torch2.15.0.csv").open() as file:
         rows = list(csv.reader(file))
-    assert [row[0] for row in rows[1:]] == [probe.__name__.replace("_", " ") for probe in BENCHMARK.PROBES]
+    assert [row[0] for row in rows[1:]] == [probe.__name__.replace("_", " ") for probe in PROBES]
     page = (ROOT / "docs" / "checkpoint.md").read_text()
     for row in rows[1:]:
         assert f"| {' | '.join(row)} |" in page
@@ -43,13 +34,14 @@ def test_the_readme_s_costs_are_the_benchmark_s():
     assert f"peak of tensor memory ({float(ours['peak_over_torch']):.2f}×;" in page
 
 
-def test_the_benchmark_is_a_command(monkeypatch):
-    done = []
-    monkeypatch.setattr(BENCHMARK, "costs", done.append)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # it would stay
+def test_the_benchmark_is_a_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "measure_costs", lambda rounds: [{"implementation": "ours", "rounds": rounds}])
+    monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # which nothing would undo
     monkeypatch.setattr("sys.argv", ["checkpointing.py", "costs", "--rounds", "7"])
-    BENCHMARK.command(BENCHMARK.measure)
-    assert done == [7]
+    benchmark.command(benchmark.measure)
+    (path,) = tmp_path.glob("checkpointing_costs_torch*.csv")
+    assert path.read_text().split() == ["implementation,rounds", "ours,7"]
     monkeypatch.setattr("sys.argv", ["checkpointing.py", "cost"])
     with pytest.raises(SystemExit, match="error: found cost: give behaviours or costs"):
-        BENCHMARK.command(BENCHMARK.measure)
+        benchmark.command(benchmark.measure)

@@ -1,4 +1,4 @@
-"""A long run in every engine and of many batch sizes leaves nothing behind."""
+"""Many steps with every engine and changing batch sizes leak no tensors and no memory."""
 
 import ctypes
 import gc
@@ -16,7 +16,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def _a_layer_at_a_time(monkeypatch):
-    """Small networks would go a stage at a time, in one node of the graph."""
+    """Small networks would otherwise run a whole stage in one autograd node."""
     monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", 0)
 
 
@@ -25,17 +25,17 @@ def _live_tensors() -> int:
 
 
 def _resident_bytes() -> int:
-    """With what the C library keeps for later given back, where it can be asked to."""
+    """Resident memory, after the C library has returned its free memory to the system, if it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell resident memory")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm")
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_steps_in_changing_batches_and_engines_leave_nothing(steps):
-    """Tensors are counted without a garbage collection in between: none may wait for one in a cycle."""
+def test_steps_with_changing_batch_sizes_and_engines_do_not_leak(steps):
+    """Tensors are counted without garbage collection, so that reference cycles are detected too."""
     model = small_model("bc", block_config=(3, 2), growth_rate=8, drop_rate=0.1).float()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     engines = (*SAVING, "shared", "plain", True)

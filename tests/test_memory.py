@@ -1,4 +1,4 @@
-"""What autograd keeps, as arithmetic with models on the meta device; and the peaks, measured on real tensors."""
+"""Bytes saved for backward, counted on the meta device and compared with formulas; and measured peaks of memory."""
 
 import subprocess
 import sys
@@ -19,27 +19,27 @@ MIB = 2**20
 
 def _saved(engine: str, batch: int = 256, **overrides) -> int:
     model = create_model("densenet_bc_100_12", efficient=engine, **overrides).to("meta")
-    pictures, labels = torch.empty(batch, 3, 32, 32, device="meta"), torch.empty(batch, dtype=torch.long, device="meta")
-    return saved_bytes(lambda: F.cross_entropy(model(pictures), labels))
+    images, labels = torch.empty(batch, 3, 32, 32, device="meta"), torch.empty(batch, dtype=torch.long, device="meta")
+    return saved_bytes(lambda: F.cross_entropy(model(images), labels))
 
 
-def test_plain_keeps_what_the_well_known_code_keeps():
-    """8,507 MiB is the figure of gpleiss/efficient_densenet_pytorch, so the reference is not a wasteful one."""
+def test_plain_saves_what_the_well_known_code_saves():
+    """gpleiss/efficient_densenet_pytorch saves 8,507 MiB, so the reference is not wasteful."""
     assert _saved("plain") == pytest.approx(8507 * MIB, rel=0.01)
 
 
 @pytest.mark.parametrize("engine", ["official", "checkpoint"])
-def test_recomputation_keeps_less_than_half(engine):
+def test_recomputation_saves_less_than_half(engine):
     assert _saved(engine) <= 0.45 * _saved("plain")
 
 
 @pytest.mark.parametrize("engine", ["official", "checkpoint"])
 def test_growth_with_depth_is_linear(engine):
-    """A layer costs its k new features and twice its 4k-wide bottleneck, whatever came before it."""
+    """A layer saves its k new channels and twice its bottleneck of 4k channels, whatever its number of inputs."""
     sizes = [_saved(engine, block_config=(depth,)) for depth in (8, 16, 24, 32)]
     steps = [later - earlier for earlier, later in pairwise(sizes)]
     pixels, k = 256 * 32 * 32 * 4, 12
-    # A layer's features are counted once more where the block's output joins them for the last norm and its ReLU.
+    # The output of the block, and the last norm's output, save each layer's channels once more.
     expected = 8 * pixels * (k + 2 * 4 * k + 2 * k)
     assert steps == pytest.approx([expected] * 3, rel=0.01)
 
@@ -57,7 +57,7 @@ def test_each_storage_counts_once():
     assert saved_bytes(lambda: x + 1) == 0
 
 
-def test_the_tensor_peak_is_the_most_held_at_once():
+def test_the_tensor_peak_is_the_maximum_of_allocated_memory():
     before = [torch.empty(1000, 250)]
 
     def function():
@@ -71,7 +71,7 @@ def test_the_tensor_peak_is_the_most_held_at_once():
     assert tensor_peak(lambda: (before.clear(), torch.empty(1000, 250))) == 10**6
 
 
-def test_checkpointing_s_peak_is_torch_s():
+def test_the_peak_of_checkpoint_is_that_of_torch_s():
     layers = [nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh()]
     chain = [nn.Sequential(*layers) for _ in range(8)]
     x = torch.randn(1024, 256, requires_grad=True)
@@ -104,19 +104,19 @@ print(*measure(lambda: torch.ones(10**7).sum()), *measure(lambda: torch.ones(10*
     assert process_again < 10**7  # the mark was there already
 
 
-def test_the_first_run_is_the_warm_up():
+def test_the_first_call_is_the_warm_up():
     held = []
     peaks = measure(lambda: held or held.append(torch.ones(10**6)))
     assert peaks.tensor == 0
     assert peaks == (peaks.tensor, peaks.process)
 
 
-def test_no_process_peak_where_the_system_does_not_tell(monkeypatch):
+def test_no_process_peak_without_a_high_water_mark(monkeypatch):
     monkeypatch.setattr(memory, "high_water_mark", lambda device: None)
     assert measure(lambda: torch.ones(1000)).process is None
 
 
-def test_without_a_proc_file_system_the_high_water_mark_is_getrusage_s(monkeypatch):
+def test_without_proc_the_high_water_mark_is_getrusage_s(monkeypatch):
     monkeypatch.setattr(memory.Path, "exists", lambda path: False)
     assert 10**7 < memory.high_water_mark() < 10**12
     monkeypatch.setitem(sys.modules, "resource", None)

@@ -1,4 +1,4 @@
-"""Weights go between this package, torchvision, and older layouts, strictly and both ways."""
+"""State dicts of this package, torchvision and older layouts load strictly into each other."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_other_layouts_load_strictly(layout):
 
 
 def test_gpleiss_s_constructor_call_and_weights():
-    """Arguments by position as in that code, and the final norm's name as it has it."""
+    """Positional arguments, and the name of the final norm, as in that code."""
     ours = DenseNet(12, [2, 2, 2], 0.5, 24, 4, 0, 10, True, True)
     keys = {key.replace("norm5", "norm_final"): tensor for key, tensor in ours.state_dict().items()}
     assert "features.norm_final.weight" in keys
@@ -90,7 +90,7 @@ def test_gpleiss_s_constructor_call_and_weights():
     assert_close(copied(x), ours(x), 1e-5)
 
 
-def test_two_names_for_one_tensor_are_refused():
+def test_two_names_for_one_tensor_are_an_error():
     weight = torch.ones(3)
     with pytest.raises(ValueError, match=r"both 'features.norm5.weight' and 'features.norm_final.weight'.*drop one"):
         rename_keys({"features.norm5.weight": weight, "features.norm_final.weight": weight})

@@ -1,4 +1,4 @@
-"""The private calls still mean what the package takes them to mean."""
+"""The private PyTorch APIs still do what the package expects."""
 
 import threading
 
@@ -7,17 +7,19 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet._torch_private import (
-    caches_parametrizations,
     functorch_is_active,
-    hooks_watch_all_modules,
+    has_global_module_hooks,
     in_backward,
-    is_leaf_node,
+    is_accumulate_grad,
+    leaf_of,
+    parametrization_cache_enabled,
+    queue_backward_callback,
     tensor_hooks,
 )
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_in_backward_tells_a_recomputation_from_a_first_run(use_reentrant):
+def test_in_backward_is_true_in_a_recomputation_only(use_reentrant):
     seen = []
 
     def function(x):
@@ -29,7 +31,7 @@ def test_in_backward_tells_a_recomputation_from_a_first_run(use_reentrant):
     assert not in_backward()
 
 
-def test_in_backward_is_a_thread_s_own():
+def test_in_backward_concerns_one_thread():
     other = []
 
     def hook(grad):
@@ -44,6 +46,14 @@ def test_in_backward_is_a_thread_s_own():
     assert other == [False, True]
 
 
+def test_a_queued_callback_is_called_at_the_end_of_the_backward():
+    calls = []
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: queue_backward_callback(lambda: calls.append((x.grad, y.grad))))
+    (x * 2 + y).sum().backward()
+    assert [[grad.tolist() for grad in grads] for grads in calls] == [[[2, 2], [1, 1]]]
+
+
 def test_functorch_is_active():
     seen = [functorch_is_active()]
     torch.func.grad(lambda x: (seen.append(functorch_is_active()), x.sum())[1])(torch.ones(2))
@@ -51,38 +61,38 @@ def test_functorch_is_active():
     assert seen == [False, True, True]
 
 
-def test_emptying_a_tensor_s_hooks_silences_them():
+def test_clearing_the_hooks_of_a_tensor_disables_them():
     x = torch.ones(2, requires_grad=True)
     assert not tensor_hooks(x)
     x.register_hook(lambda grad: grad * 2)
     hooks = tensor_hooks(x)
-    kept = dict(hooks)
+    saved = dict(hooks)
     hooks.clear()
     x.sum().backward()
     assert x.grad.tolist() == [1, 1]
-    hooks.update(kept)
+    hooks.update(saved)
     x.sum().backward()
     assert x.grad.tolist() == [3, 3]
 
 
-def test_caches_parametrizations():
+def test_parametrization_cache_enabled():
     with torch.nn.utils.parametrize.cached():
-        assert caches_parametrizations()
-    assert not caches_parametrizations()
+        assert parametrization_cache_enabled()
+    assert not parametrization_cache_enabled()
 
 
-def test_is_leaf_node():
+def test_accumulate_grad_nodes():
     x = torch.ones(2, requires_grad=True)
     node = (x * 2).grad_fn
-    assert not is_leaf_node(node)
-    assert is_leaf_node(node.next_functions[0][0])
-    assert node.next_functions[0][0].variable is x
+    assert not is_accumulate_grad(node)
+    assert is_accumulate_grad(node.next_functions[0][0])
+    assert leaf_of(node.next_functions[0][0]) is x
 
 
 @pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
-def test_hooks_watch_all_modules(kind):
-    assert not hooks_watch_all_modules()
+def test_has_global_module_hooks(kind):
+    assert not has_global_module_hooks()
     handle = getattr(torch.nn.modules.module, f"register_module_{kind}")(lambda *_: None)
-    assert hooks_watch_all_modules()
+    assert has_global_module_hooks()
     handle.remove()
-    assert not hooks_watch_all_modules()
+    assert not has_global_module_hooks()

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._mixins import ModuleMixin, add_mixin, remove_mixin
-from ..checkpoint.call import run_twice
+from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import fire_always
 from ..engines import dispatch, plain, recompute
 from ..engines.dispatch import Engine
@@ -75,7 +75,9 @@ class ConvertedBlock(ModuleMixin):
             return run_layers(parts, x, run_first_half)
         if run_first_half is recompute.run_first_half_official:
             return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
-        return super().forward(x) if run_first_half is plain.run_first_half else run_twice(super().forward, (x,), {})
+        if run_first_half is plain.run_first_half:
+            return super().forward(x)
+        return checkpoint_call(super().forward, (x,), {})
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls it before anything else
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")

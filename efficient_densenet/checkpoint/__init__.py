@@ -1,4 +1,4 @@
-"""Recompute anything: run a function without keeping its intermediate tensors, and run it again for its gradient."""
+"""Activation checkpointing for any function: its intermediate tensors are recomputed in the backward, not saved."""
 
 from .._recompute_mode import disable_checkpointing, is_checkpointing, is_recomputing
 from .call import checkpoint, checkpoint_sequential

@@ -1,8 +1,9 @@
-"""One checkpointed call in autograd's graph: it keeps its inputs, and the call is made again when more is asked for.
+"""The autograd side of one checkpointed call.
 
-The call's own operations stand in the graph, as in the plain call; only the tensors that they save are replaced by
-numbers. When the backward asks for the first of them, the call is made again, and what is saved then is handed out by
-number. So views, hooks, closures, second derivatives and partial backwards need no thought here: autograd sees to them.
+The operations of the call are in the autograd graph, as without checkpointing. Saved-tensor hooks replace each tensor
+that they save for backward by an index. When the backward unpacks the first index, the call is recomputed, and the
+tensors that the recomputation saves are returned by index. Views, hooks, closures, second derivatives and partial
+backwards need no code here, because autograd handles them.
 """
 
 import threading
@@ -14,20 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._recompute_mode import is_in_a_run
-from .._torch_private import at_the_end_of_backward, graph_task
+from .._recompute_mode import is_inside_checkpoint
+from .._torch_private import graph_task_id, queue_backward_callback
 from ..norms.batch_norm import update_once
-from .offload import resting_in_cpu_memory
-from .recomputation import Description, Recomputation, described, name_of
+from .offload import offload_to_cpu
+from .recomputation import Recomputation, TensorMetadata, function_name, metadata_of
 from .trees import flatten, unflatten
 
 
-class Frame:
+class CheckpointFrame:
+    """The inputs of a checkpointed call, and the tensors recomputed from them for each backward."""
+
     def __init__(
         self,
         function: Callable,
         args: tuple,
-        kwargs: dict,
+        kwargs: dict[str, Any],
         modules: Sequence[nn.Module],
         preserve_rng_state: bool = True,
         generators: Iterable[torch.Generator] = (),
@@ -36,92 +39,94 @@ class Frame:
         self.function, self.modules = function, modules
         leaves, self.spec = flatten((args, kwargs))
         self.inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-        places = {id(tensor): i for i, tensor in enumerate(self.inputs)}
-        self.leaves = [_Place(places[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.needing = [tensor.requires_grad for tensor in self.inputs]
+        indices = {id(tensor): i for i, tensor in enumerate(self.inputs)}
+        self.leaves = [_InputIndex(indices[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.requires_grad = [tensor.requires_grad for tensor in self.inputs]
         self.offload = offload
-        self.recomputation = Recomputation(name_of(function), self.inputs, modules, preserve_rng_state, generators)
-        self.saved: Description = []
+        name = function_name(function)
+        self.recomputation = Recomputation(name, self.inputs, modules, preserve_rng_state, generators)
+        self.saved_metadata: TensorMetadata = []
         self.versions: list[int] = []
-        self.handing_out: dict[int, dict[int, Tensor]] = {}
+        self.recomputed_tensors: dict[int, dict[int, Tensor]] = {}
 
-    def first_run(self, *args: Any, **kwargs: Any) -> Any:
-        # A checkpoint within a checkpoint keeps its inputs through the outer one's hooks, which must see them.
-        offloading = self.offload and not is_in_a_run()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and save its tensor arguments in place of everything that it saves for backward."""
+        # In a nested checkpoint, the hooks of the outer one must see the inputs, so they are not offloaded here.
+        offload = self.offload and not is_inside_checkpoint()
         inputs, self.inputs = self.inputs, []
-        self.given = _storages(inputs)
-        with resting_in_cpu_memory(offloading):
-            self.keeper = _Keep.apply(torch.empty(0, requires_grad=True), *inputs)
-        with saved_tensors_hooks(self._number, self._saved_tensor):
-            return self.recomputation.first(self.function, inputs, *args, **kwargs)
+        self.input_storages = _storages(inputs)
+        with offload_to_cpu(offload):
+            self.saved_inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return self.recomputation.forward(self.function, inputs, *args, **kwargs)
 
-    def _number(self, tensor: Tensor) -> int:
-        self.saved.append((tensor.shape, tensor.dtype))
-        self.versions.append(_version(tensor, self.given))
-        return len(self.saved) - 1
+    def _pack(self, tensor: Tensor) -> int:
+        self.saved_metadata.append((tensor.shape, tensor.dtype))
+        self.versions.append(_version(tensor, self.input_storages))
+        return len(self.saved_metadata) - 1
 
-    def _saved_tensor(self, number: int) -> Tensor:
-        """The tensor that was saved under `number`, recomputed once for each backward that asks."""
-        task = graph_task()
+    def _unpack(self, index: int) -> Tensor:
+        """Return saved tensor number `index`. The function is recomputed once for each backward that unpacks."""
+        task = graph_task_id()
         backward = task if task != -1 else -2 - threading.get_ident()
-        if number not in self.handing_out.get(backward, ()):
-            if task != -1 and backward not in self.handing_out:
-                # What this backward does not ask for is not kept after it; nor is this frame, until then.
-                at_the_end_of_backward(partial(self.handing_out.pop, backward, None))
-            self.handing_out[backward] = dict(enumerate(self._second_run()))
-        tensor = self.handing_out[backward].pop(number)
-        if not self.handing_out[backward]:
-            del self.handing_out[backward]
+        if index not in self.recomputed_tensors.get(backward, ()):
+            if task != -1 and backward not in self.recomputed_tensors:
+                # Free the tensors that this backward does not unpack. The callback keeps the frame alive until then.
+                queue_backward_callback(partial(self.recomputed_tensors.pop, backward, None))
+            self.recomputed_tensors[backward] = dict(enumerate(self._recompute()))
+        tensor = self.recomputed_tensors[backward].pop(index)
+        if not self.recomputed_tensors[backward]:
+            del self.recomputed_tensors[backward]
         return tensor
 
-    def _second_run(self) -> list[Tensor]:
+    def _recompute(self) -> list[Tensor]:
         for module in self.modules:
-            update_once(module)  # a lazy norm has become one since
-        kept = self.keeper.grad_fn.saved_tensors[1:]
-        inputs = [t.detach().requires_grad_(need) for t, need in zip(kept, self.needing, strict=True)]
-        leaves = [inputs[leaf] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
+            update_once(module)  # a lazy norm becomes a batch norm in the forward
+        saved_inputs = self.saved_inputs.grad_fn.saved_tensors[1:]
+        inputs = [t.detach().requires_grad_(needed) for t, needed in zip(saved_inputs, self.requires_grad, strict=True)]
+        leaves = [inputs[leaf] if isinstance(leaf, _InputIndex) else leaf for leaf in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
-        given = _storages(inputs)
-        saved: list[Tensor] = []
+        input_storages = _storages(inputs)
+        recomputed: list[Tensor] = []
         versions: list[int] = []
 
-        def note(tensor: Tensor) -> Tensor:
-            saved.append(tensor.detach())
-            versions.append(_version(tensor, given))
-            return saved[-1]
+        def pack(tensor: Tensor) -> Tensor:
+            recomputed.append(tensor.detach())
+            versions.append(_version(tensor, input_storages))
+            return recomputed[-1]
 
-        with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-            self.recomputation.again(self.function, *args, **kwargs)
-        self.recomputation.refuse_difference("saved", described(saved), self.saved)
-        if self.recomputation.given is not None and versions != self.versions:
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.recomputation.recompute(self.function, *args, **kwargs)
+        self.recomputation.check_metadata("saved", metadata_of(recomputed), self.saved_metadata)
+        if self.recomputation.output_metadata is not None and versions != self.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor that {self.recomputation.name} computes with is at another version than in its first run"
+                f"tensor that {self.recomputation.name} uses has another version than in the forward"
             )
-        return saved
+        return recomputed
 
 
 def _storages(tensors: Sequence[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
 
 
-def _version(tensor: Tensor, given: set[int]) -> int:
-    """How often a parameter has been written into.
+def _version(tensor: Tensor, input_storages: set[int]) -> int:
+    """Return the version counter of a parameter, and 0 for other tensors.
 
-    Of what needs no gradient, buffers may change between the runs, as statistics do. Inputs are minded by `_Keep`, and
-    come back as other tensors where they rested in CPU memory.
+    Tensors that require no gradient may change between forward and recomputation, as running statistics do. Autograd
+    checks the versions of the inputs, which `_SaveInputs` saves; offloaded inputs come back as other tensors.
     """
     if not tensor.requires_grad or tensor.layout != torch.strided:
         return 0
-    return 0 if tensor.untyped_storage().data_ptr() in given else tensor._version
+    return 0 if tensor.untyped_storage().data_ptr() in input_storages else tensor._version
 
 
-class _Place(int):
-    """The place of a tensor among the inputs."""
+class _InputIndex(int):
+    """Stands for a tensor among the leaves of the arguments: its index in the inputs."""
 
 
-class _Keep(torch.autograd.Function):
-    """Saves its arguments, so that autograd notices writes into them and an outer checkpoint can recompute them."""
+class _SaveInputs(torch.autograd.Function):
+    """Saves its arguments for backward: autograd detects in-place changes, and an outer checkpoint recomputes them."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -129,9 +134,9 @@ class _Keep(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        raise AssertionError("nothing is computed from what is kept")
+    def backward(ctx: Any, *grad_outputs: Tensor) -> None:
+        raise AssertionError("no output depends on the saved inputs, so no backward reaches this node")

@@ -1,4 +1,4 @@
-"""`CheckpointFunction`: recomputation as one node of the graph."""
+"""`CheckpointFunction`: a recomputed function as one node of the autograd graph."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,80 +9,81 @@ from torch import Tensor
 
 from .._torch_private import tensor_hooks
 from .parameters import modules_of
-from .recomputation import Recomputation, name_of, tensors_in
+from .recomputation import Recomputation, function_name, tensors_in
 
 
 class CheckpointFunction(torch.autograd.Function):
     """`CheckpointFunction.apply(function, n, *inputs, *parameters)` is `function(*inputs)`, recomputed in the backward.
 
-    The first `n` arguments after `n` are handed to `function`; the rest are the parameters that `function` uses
-    without being handed them, listed so that they get their gradients. The recomputation differentiates with
-    `torch.autograd.grad`: there is no nested `backward()`, so gradients reach parameters once, through the outer graph,
-    and replicas made by `nn.DataParallel` do not wait for each other.
+    There are `n` inputs. The parameters are the other tensors that `function` uses; they are listed so that they get
+    their gradients. The recomputation is differentiated by `torch.autograd.grad`, not by a nested `backward()`:
+    gradients reach the parameters once, through the outer graph, and the replicas of `nn.DataParallel` do not block
+    each other.
 
-    Outputs are a tensor or a tuple of tensors. Next to `checkpoint`, which is for any function, this has least to do
-    in Python and needs the most care: a parameter that is not listed gets no gradient.
+    `function` returns a tensor or a tuple of tensors. This class has less Python overhead than `checkpoint`, but a
+    parameter that is not listed silently gets no gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, function: Callable, n: int, *args: Tensor) -> Tensor | tuple[Tensor, ...]:
-        strange = [type(value).__name__ for value in args if not isinstance(value, Tensor)]
-        if strange:
+        other_types = [type(value).__name__ for value in args if not isinstance(value, Tensor)]
+        if other_types:
             raise TypeError(
-                f"found a {strange[0]} among the inputs and parameters of {name_of(function)}, which must "
-                "be tensors: bind it with functools.partial, or use checkpoint, which takes anything"
+                f"found a {other_types[0]} among the inputs and parameters of {function_name(function)}, which must "
+                "be tensors: bind it with functools.partial, or use checkpoint, which accepts arguments of any type"
             )
-        modules = (inside for module in modules_of(function) for inside in module.modules())
-        # Weights cast in this run carry no graph: autocast must not keep them for the code around.
-        ctx.recomputation = Recomputation(name_of(function), args, modules, cache_casts=False)
+        modules = (submodule for module in modules_of(function) for submodule in module.modules())
+        # Autocast must not cache the weights cast in this forward: they have no grad_fn, and later code would use them.
+        ctx.recomputation = Recomputation(function_name(function), args, modules, cache_casts=False)
         ctx.function, ctx.n = function, n
-        outputs = ctx.recomputation.first(function, args[:n], *args[:n])
+        outputs = ctx.recomputation.forward(function, args[:n], *args[:n])
         ctx.save_for_backward(*args)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in tensors_in(outputs) if not (t.is_floating_point() or t.is_complex())))
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        again_differentiable = torch.is_grad_enabled()
-        needed = ctx.needs_input_grad[2:]
-        saved = ctx.saved_tensors  # once: each reading unpacks, and an outer checkpoint hands out once
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        create_graph = torch.is_grad_enabled()
+        needs_grad = ctx.needs_input_grad[2:]
+        saved = ctx.saved_tensors  # read once, because each read unpacks, and an outer checkpoint unpacks only once
         inputs, parameters = saved[: ctx.n], saved[ctx.n :]
         with torch.enable_grad():
-            if again_differentiable:
-                # In views: one input may have been computed from another, and the path between them is not ours.
+            if create_graph:
+                # Views: if one input was computed from another, the path between them belongs to the outer graph.
                 inputs = [t.view_as(t) for t in inputs]
             else:
-                inputs = [t.detach().requires_grad_(need) for t, need in zip(inputs, needed, strict=False)]
-            outputs = tensors_in(ctx.recomputation.again(ctx.function, *inputs))
-        pairs = [(o, g) for o, g in zip(outputs, output_grads, strict=True) if g is not None and o.requires_grad]
-        wanted = [t for t, need in zip([*inputs, *parameters], needed, strict=True) if need]
-        if not pairs or not wanted:
-            return None, None, *(None for _ in needed)
-        with _silenced_hooks(parameters):
-            found = iter(
+                inputs = [t.detach().requires_grad_(needed) for t, needed in zip(inputs, needs_grad, strict=False)]
+            outputs = tensors_in(ctx.recomputation.recompute(ctx.function, *inputs))
+        pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
+        targets = [t for t, needed in zip([*inputs, *parameters], needs_grad, strict=True) if needed]
+        if not pairs or not targets:
+            return None, None, *(None for _ in needs_grad)
+        with _disabled_hooks(parameters):
+            grads = iter(
                 torch.autograd.grad(
                     [output for output, _ in pairs],
-                    wanted,
+                    targets,
                     [grad for _, grad in pairs],
                     allow_unused=True,
-                    create_graph=again_differentiable,
+                    create_graph=create_graph,
                 )
             )
-        return None, None, *(next(found) if need else None for need in needed)
+        return None, None, *(next(grads) if needed else None for needed in needs_grad)
 
 
 @contextmanager
-def _silenced_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Keep `register_hook` callables from firing on the inner gradient: the outer graph fires them, once.
+def _disabled_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Disable `register_hook` hooks for the inner gradient. They fire once, in the outer graph.
 
-    Threads that run backwards through one model at the same time, whose leaves have such hooks, want `checkpoint`.
+    The hooks are disabled for all threads. If several threads run a backward through one model at the same time, and
+    its leaf tensors have hooks, use `checkpoint`.
     """
-    silenced = [(hooks, dict(hooks)) for hooks in map(tensor_hooks, tensors) if hooks]
-    for hooks, _ in silenced:
+    disabled = [(hooks, dict(hooks)) for hooks in map(tensor_hooks, tensors) if hooks]
+    for hooks, _ in disabled:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, kept in silenced:
-            hooks.update(kept)
+        for hooks, saved in disabled:
+            hooks.update(saved)

@@ -1,4 +1,4 @@
-"""Forward hooks inside what is recomputed fire once, unless the computation needs them twice."""
+"""Forward hooks inside a checkpointed function fire once, unless the recomputation needs them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,54 +11,58 @@ from .._recompute_mode import is_recomputing
 from .trees import flatten
 
 
-class FiresOnce:
-    """A hook that rests in the second run if all it did in the first was to look.
+class FireOnceHook:
+    """Wraps a hook. It does not fire in the recomputation if it only observed in the forward.
 
-    One that returned something, wrote into a tensor it was shown, set something on its module (as weight norm and
-    pruning do) or drew a random number is part of the computation and fires again. It passes for the hook it holds.
+    A hook affects the computation if it returns a value, changes a tensor among its arguments in place, sets an
+    attribute of its module (as weight norm and pruning do) or draws a random number. Such a hook fires in the
+    recomputation too. `isinstance` and attribute access see the wrapped hook.
     """
 
     def __init__(self, hook: Callable) -> None:
         self.hook = hook
-        self.takes_part = False
+        self.affects_computation = False
 
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] (a proxy has no setter)
         return type(self.hook)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("hook", "takes_part") or name.startswith("__"):
-            raise AttributeError(name)  # not there yet, while a copy is being made
+        if name in ("hook", "affects_computation") or name.startswith("__"):
+            raise AttributeError(name)  # copy and pickle ask for attributes before they are set
         return getattr(self.hook, name)
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         if is_recomputing():
-            return self.hook(module, *args) if self.takes_part else None
-        before = _state(module, args)
+            return self.hook(module, *args) if self.affects_computation else None
+        before = _snapshot(module, args)
         result = self.hook(module, *args)
-        if result is not None or _state(module, args) != before:
-            self.takes_part = True
+        if result is not None or _snapshot(module, args) != before:
+            self.affects_computation = True
         return result
 
 
 def fire_once(module: nn.Module) -> None:
-    """Put the forward hooks of `module` under this rule."""
+    """Wrap the forward hooks and forward pre-hooks of `module` in `FireOnceHook`."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
-            if type(hook) is not FiresOnce:
-                hooks[key] = FiresOnce(hook)
+            if type(hook) is not FireOnceHook:
+                hooks[key] = FireOnceHook(hook)
 
 
 def fire_always(module: nn.Module) -> None:
-    """Give the hooks back as they were."""
+    """Undo `fire_once`."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
-            if type(hook) is FiresOnce:
-                hooks[key] = hook.hook
+            hooks[key] = _unwrapped(hook)
 
 
-def _state(module: nn.Module, args: tuple) -> tuple:
-    """What the module and the arguments hold, how often each tensor has been written into, and the random stream."""
-    held = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *flatten(args)[0])
-    tensors = [(v.data_ptr(), v._version) for v in held if isinstance(v, Tensor) and not is_lazy(v)]
-    return [id(value) for value in held], tensors, torch.default_generator.get_state().tolist()[:5]
+def _unwrapped(hook: Any) -> Callable:
+    return hook.hook if type(hook) is FireOnceHook else hook
+
+
+def _snapshot(module: nn.Module, args: tuple) -> tuple:
+    """Return the identities of all values of the module and the arguments, tensor versions, and the RNG state."""
+    values = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *flatten(args)[0])
+    tensors = [(v.data_ptr(), v._version) for v in values if isinstance(v, Tensor) and not is_lazy(v)]
+    return [id(value) for value in values], tensors, torch.default_generator.get_state().tolist()[:5]

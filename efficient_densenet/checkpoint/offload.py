@@ -1,4 +1,4 @@
-"""Saved tensors that wait in CPU memory between the forward and the backward."""
+"""Saved tensors in CPU memory between the forward and the backward."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,31 +7,33 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def resting_in_cpu_memory(wanted: bool) -> AbstractContextManager:
-    """Copy every tensor that is saved in this context, and that lives elsewhere, to CPU memory."""
-    return saved_tensors_hooks(_Resting, _Resting.woken) if wanted else nullcontext()
+def offload_to_cpu(enabled: bool) -> AbstractContextManager:
+    """Copy every tensor that is saved for backward in this context to CPU memory, if it is on another device."""
+    return saved_tensors_hooks(_OffloadedTensor, _OffloadedTensor.restore) if enabled else nullcontext()
 
 
-def lives_elsewhere(tensor: Tensor) -> bool:
+def is_not_on_cpu(tensor: Tensor) -> bool:
+    """Return True if offloading copies `tensor`."""
     return tensor.device.type != "cpu"
 
 
-class _Resting:
-    """From a CUDA device the copy goes to pinned memory without waiting, and comes back the same way.
+class _OffloadedTensor:
+    """A saved tensor, packed in CPU memory.
 
-    Both copies are queued on the stream that computes, so that nothing reads a tensor before it has arrived. A tensor
-    of the CPU rests as it is, under the eye that autograd has on tensors that it saves itself.
+    From a CUDA device, the tensor is copied to pinned memory and back without blocking. Both copies are queued on the
+    current stream, so that no kernel reads a tensor before it is copied. A tensor that is already on the CPU is not
+    copied; `restore` checks its version, as autograd does for tensors that it saves itself.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.device, self.version = tensor.device, tensor._version
-        self.is_copy = lives_elsewhere(tensor)
+        self.is_copy = is_not_on_cpu(tensor)
         self.tensor = tensor
         if self.is_copy:
             pinned = self.device.type == "cuda" and tensor.layout == torch.strided
             self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor, non_blocking=pinned)
 
-    def woken(self) -> Tensor:
+    def restore(self) -> Tensor:
         if self.is_copy:
             return self.tensor.to(self.device, non_blocking=True)
         if self.tensor._version != self.version:

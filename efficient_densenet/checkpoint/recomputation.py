@@ -1,4 +1,4 @@
-"""The two runs of a function: what the first one was made in, the second one is made in again, and they must agree."""
+"""The forward and the recomputation of a function, under the same state, and the check that both compute the same."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._recompute_mode import first_run, second_run
-from .states import AutocastState, RandomState
+from .._recompute_mode import checkpointed_forward, recomputing
+from .states import AutocastState, RngState
 from .trees import flatten
 
-Description = list[tuple[torch.Size, torch.dtype]]
+TensorMetadata = list[tuple[torch.Size, torch.dtype]]
 
 
 class Recomputation:
-    """`tensors` are all that the function computes with, `modules` all that it runs."""
+    """Runs a function that uses `tensors` and `modules`, and recomputes it in the same state.
+
+    The state is autocast, the RNG state, and the training mode and parameters of each module.
+    """
 
     def __init__(
         self,
@@ -29,87 +32,93 @@ class Recomputation:
     ) -> None:
         self.name = name
         self.autocast = AutocastState(tensors, cache_casts)
-        self.random = RandomState(tensors, generators) if preserve_rng_state else None
-        self.modes = [(module, module.training, _parameter_ids(module)) for module in modules]
-        self.given: Description | None = None
+        self.rng_state = RngState(tensors, generators) if preserve_rng_state else None
+        self.module_states = [(module, module.training, _parameter_ids(module)) for module in modules]
+        self.output_metadata: TensorMetadata | None = None
 
-    def first(self, function: Callable, inputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run `function`, whose tensor arguments are `inputs`."""
+    def forward(self, function: Callable, inputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Run `function`. `inputs` are the tensors among its arguments."""
         versions = [tensor._version for tensor in inputs]
-        with first_run(), self.autocast.restored():
+        with checkpointed_forward(), self.autocast.restored():
             result = function(*args, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
             raise RuntimeError(
-                f"{self.name} writes into a tensor it was given, in place, so it cannot be run again from what it was "
-                "given: make its first operation an out-of-place one, or give it a clone"
+                f"{self.name} changes an input in place, so it cannot be recomputed from its inputs: make its first "
+                "operation an out-of-place one, or pass a clone"
             )
-        if self.random is not None and not self.random.has_moved():
-            self.random = None  # A function that drew nothing needs nothing restored.
-        self.given = described(tensors_in(result))
+        if self.rng_state is not None and not self.rng_state.has_changed():
+            self.rng_state = None  # the function drew no random numbers
+        self.output_metadata = metadata_of(tensors_in(result))
         return result
 
-    def again(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_swapped_parameters()
-        replayed = nullcontext() if self.random is None else self.random.replayed()
-        with second_run(), self.autocast.restored(), self._modes_restored(), replayed:
+    def recompute(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Run `function` again in the state of the forward."""
+        self._check_same_parameters()
+        rng_state = nullcontext() if self.rng_state is None else self.rng_state.restored()
+        with recomputing(), self.autocast.restored(), self._training_modes_restored(), rng_state:
             result = function(*args, **kwargs)
-        self.refuse_difference("gave", described(tensors_in(result)), self.given)
+        self.check_metadata("returned", metadata_of(tensors_in(result)), self.output_metadata)
         return result
 
-    def refuse_difference(self, verb: str, found: Description, expected: Description | None) -> None:
-        """`expected` is None, or not all there yet, where a gradient is taken inside the first run."""
-        if self.given is not None and found != expected:
+    def check_metadata(self, verb: str, recomputed: TensorMetadata, expected: TensorMetadata | None) -> None:
+        """Raise RuntimeError if the recomputation returned or saved other tensors than the forward.
+
+        If a gradient is computed inside the function, the forward is not finished, and nothing is checked.
+        """
+        if self.output_metadata is not None and expected is not None and recomputed != expected:
             raise RuntimeError(
-                f"{self.name} {verb} {_in_words(found)} when it was recomputed, but {_in_words(expected)} in its first "
-                "run: a checkpointed function must do the same both times"
+                f"{self.name} {verb} {_format_metadata(recomputed)} in the recomputation, but "
+                f"{_format_metadata(expected)} in the forward: a checkpointed function must compute the same in both"
             )
 
-    def _refuse_swapped_parameters(self) -> None:
-        for module, _, ids in self.modes:
+    def _check_same_parameters(self) -> None:
+        for module, _, ids in self.module_states:
             if _parameter_ids(module) != ids:
                 raise RuntimeError(
-                    f"{self.name} is recomputed with other parameters than in its first run: those of a "
-                    f"{type(module).__name__} have been replaced since, as torch.func.functional_call does when it is "
-                    "done; run the backward before that, or do not checkpoint"
+                    f"{self.name} is recomputed with other parameters than in the forward: those of a "
+                    f"{type(module).__name__} have been replaced since then, as torch.func.functional_call does when "
+                    "it returns; run the backward before that, or do not checkpoint"
                 )
 
     @contextmanager
-    def _modes_restored(self) -> Iterator[None]:
-        """Training mode as in the first run, for a model that has been switched to eval mode before its backward."""
-        switched = [(module, mode) for module, mode, _ in self.modes if module.training is not mode]
-        for module, mode in switched:
-            module.training = mode
+    def _training_modes_restored(self) -> Iterator[None]:
+        """Restore the training mode of the forward, if the model was switched to eval mode before its backward."""
+        switched = [(module, training) for module, training, _ in self.module_states if module.training is not training]
+        for module, training in switched:
+            module.training = training
         try:
             yield
         finally:
-            for module, mode in switched:
-                module.training = not mode
+            for module, training in switched:
+                module.training = not training
 
 
 def _parameter_ids(module: nn.Module) -> list[int]:
     return [id(parameter) for parameter in module._parameters.values()]
 
 
-def name_of(function: Callable) -> str:
-    """What to call a function in a message."""
+def function_name(function: Callable) -> str:
+    """Return the name of `function` for a message."""
     if isinstance(function, nn.Module):
         return type(function).__name__
     if isinstance(function, functools.partial):
-        carried = ", ".join(name_of(value) for value in function.args if isinstance(value, nn.Module))
-        return f"{name_of(function.func)}({carried})" if carried else name_of(function.func)
+        modules = ", ".join(function_name(value) for value in function.args if isinstance(value, nn.Module))
+        return f"{function_name(function.func)}({modules})" if modules else function_name(function.func)
     return getattr(function, "__qualname__", type(function).__name__)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in a tree of arguments or results."""
     if isinstance(tree, Tensor):
         return [tree]
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def described(tensors: Iterable[Tensor]) -> Description:
+def metadata_of(tensors: Iterable[Tensor]) -> TensorMetadata:
+    """Return the shape and dtype of each tensor."""
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def _in_words(tensors: Description) -> str:
-    each = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors)
-    return f"{len(tensors)} tensor{'' if len(tensors) == 1 else 's'} ({each})"
+def _format_metadata(metadata: TensorMetadata) -> str:
+    tensors = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in metadata)
+    return f"{len(metadata)} tensor{'' if len(metadata) == 1 else 's'} ({tensors})"

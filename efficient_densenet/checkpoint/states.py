@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments, noted in its first run and restored for its second."""
+"""Global state that a function depends on: saved in the forward, restored for the recomputation."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,68 +8,75 @@ import torch
 from torch import Tensor
 
 
-class RandomState:
-    """Where the generators stand: the CPU's, those of every device that `tensors` live on, and those given."""
+class RngState:
+    """The RNG state of the CPU, of the device of each tensor, and of the given generators."""
 
     def __init__(self, tensors: Iterable[Any], generators: Iterable[torch.Generator] = ()) -> None:
         devices = {t.device for t in tensors if isinstance(t, Tensor)}
-        self.sources = [torch.default_generator, *generators, *(_generator_of(d) for d in devices if _draws(d))]
-        self.states = [source.get_state() for source in self.sources]
+        device_generators = (_device_generator(device) for device in devices if _has_own_generator(device))
+        self.generators = [torch.default_generator, *generators, *device_generators]
+        self.states = [generator.get_state() for generator in self.generators]
 
-    def has_moved(self) -> bool:
-        """Whether anything has been drawn since."""
-        return not all(torch.equal(s.get_state(), noted) for s, noted in zip(self.sources, self.states, strict=True))
+    def has_changed(self) -> bool:
+        """Return True if a random number has been drawn since the state was saved."""
+        pairs = zip(self.generators, self.states, strict=True)
+        return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Draw again what was drawn from here, then go on from where the generators were."""
-        present = [source.get_state() for source in self.sources]
+    def restored(self) -> Iterator[None]:
+        """Restore the saved state in this context. After it, the generators continue from where they were before."""
+        current = [generator.get_state() for generator in self.generators]
         self._set(self.states)
         try:
             yield
         finally:
-            self._set(present)
+            self._set(current)
 
     def _set(self, states: list[Tensor]) -> None:
-        for source, state in zip(self.sources, states, strict=True):
-            source.set_state(state)
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
 
 
-def _draws(device: torch.device) -> bool:
+def _has_own_generator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def _generator_of(device: torch.device) -> Any:
+def _device_generator(device: torch.device) -> Any:
     module = torch.get_device_module(device)
-    return module.default_generators[device.index] if hasattr(module, "default_generators") else _Device(module)
+    if hasattr(module, "default_generators"):
+        return module.default_generators[device.index]
+    return _DeviceGenerator(module)
 
 
-class _Device:
-    """A device with a single generator of its own, such as MPS, seen as one."""
+class _DeviceGenerator:
+    """The single generator of a device type such as MPS, with the methods of `torch.Generator`."""
 
     def __init__(self, module: Any) -> None:
         self.get_state, self.set_state = module.get_rng_state, module.set_rng_state
 
 
 class AutocastState:
-    """Autocast as it is now, for the CPU and for every device type among `tensors`; casts are cached as it is now too.
+    """The autocast state of the CPU and of the device type of each tensor.
 
-    Without `cache_casts` they are not, so that no cast weight is shared with the code around.
+    Whether autocast caches casts is saved too. If `cache_casts` is False, `restored()` disables that cache, so that
+    cast weights are not shared with the code outside.
     """
 
     def __init__(self, tensors: Iterable[Any], cache_casts: bool = True) -> None:
-        self.cached = cache_casts and torch.is_autocast_cache_enabled()
-        types = {"cpu", *(t.device.type for t in tensors if isinstance(t, Tensor))}
+        self.cache_enabled = cache_casts and torch.is_autocast_cache_enabled()
+        device_types = {"cpu", *(t.device.type for t in tensors if isinstance(t, Tensor))}
         self.states = {
-            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in types
-            if torch.amp.is_autocast_available(kind)
+            device_type: (torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+            for device_type in device_types
+            if torch.amp.is_autocast_available(device_type)
         }
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        """Restore the saved state in this context."""
+        cache_enabled = self.cache_enabled
         with ExitStack() as stack:
-            for kind, (dtype, enabled) in self.states.items():
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
+            for device_type, (dtype, enabled) in self.states.items():
+                if enabled or torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
             yield

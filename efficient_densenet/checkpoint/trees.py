@@ -1,7 +1,8 @@
-"""Arguments and results of any shape as flat lists, by torch's own pytrees; dataclasses are opened as well."""
+"""Arguments and results of any structure as flat lists, by PyTorch's pytrees, extended by dataclasses."""
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -10,46 +11,46 @@ from torch import Tensor, nn
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of `tree`, and the spec from which `unflatten` rebuilds it."""
     leaves, spec = pytree.tree_flatten(tree)
-    if any(map(_is_opened, leaves)):
-        leaves, spec = pytree.tree_flatten(_open(tree))
+    if any(map(_is_dataclass_instance, leaves)):
+        leaves, spec = pytree.tree_flatten(_wrap_dataclasses(tree))
     return leaves, spec
 
 
 unflatten = pytree.tree_unflatten
 
 
-class _Opened:
-    """A dataclass instance on its way to being flattened; what is unflattened is an instance again."""
+class _DataclassNode:
+    """A dataclass instance as a node that pytrees can flatten. Unflattening returns an instance of the dataclass."""
 
     def __init__(self, instance: Any) -> None:
         names = (f.name for f in dataclasses.fields(instance))
         self.fields = {name: getattr(instance, name) for name in names if hasattr(instance, name)}
-        self.blank = copy.copy(instance)  # with what it holds besides its fields
+        self.template = copy.copy(instance)  # has the attributes that are not fields
         for name in self.fields:
-            with suppress(AttributeError):  # a default of the class, not of the instance
-                object.__delattr__(self.blank, name)
+            with suppress(AttributeError):  # the field's value is the class's default
+                object.__delattr__(self.template, name)
 
 
-def _is_opened(leaf: Any) -> bool:
-    """Whether a leaf is a dataclass instance, one that pytrees do not know by themselves."""
+def _is_dataclass_instance(leaf: Any) -> bool:
     return dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, nn.Module, Tensor))
 
 
-def _open(tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: _Opened(leaf) if _is_opened(leaf) else leaf, tree)
+def _wrap_dataclasses(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: _DataclassNode(leaf) if _is_dataclass_instance(leaf) else leaf, tree)
 
 
-def _flatten_opened(opened: _Opened) -> tuple[list[Any], Any]:
-    return [_open(value) for value in opened.fields.values()], (opened.blank, tuple(opened.fields))
+def _flatten_dataclass(node: _DataclassNode) -> tuple[list[Any], Any]:
+    return [_wrap_dataclasses(value) for value in node.fields.values()], (node.template, tuple(node.fields))
 
 
-def _unflatten_opened(values: Any, context: Any) -> Any:
-    blank, names = context
-    instance = copy.copy(blank)
+def _unflatten_dataclass(values: Iterable[Any], context: Any) -> Any:
+    template, names = context
+    instance = copy.copy(template)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(instance, name, value)  # frozen ones included
+        object.__setattr__(instance, name, value)  # works for frozen dataclasses too
     return instance
 
 
-pytree.register_pytree_node(_Opened, _flatten_opened, _unflatten_opened)
+pytree.register_pytree_node(_DataclassNode, _flatten_dataclass, _unflatten_dataclass)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx import Proxy
 
-from .._torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
+from .._torch_private import compiled_checkpoint_updates_once, functorch_is_active, is_exporting
 from ..checkpoint.parameters import parameters_of
 from . import plain, recompute, stem
 from .eligibility import joined_consumer, must_be_called, shared_eligibility
@@ -151,7 +151,7 @@ def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
 
 def _compiled_plan(block: nn.Module) -> BlockPlan:
     # A compiler knows torch's own checkpointing, and none of our autograd functions.
-    saving = block.engine is not Engine.PLAIN and compilers_recompute_exactly()
+    saving = block.engine is not Engine.PLAIN and compiled_checkpoint_updates_once()
     return BlockPlan(Engine.OFFICIAL if saving else Engine.PLAIN)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import hooks_watch_all_modules
+from .._torch_private import has_global_module_hooks
 from ..checkpoint.parameters import parameters_of
 from ..norms.batch_norm import torch_class
 from ..norms.sync_batch_norm import sync_group
@@ -29,7 +29,7 @@ class Eligibility(NamedTuple):
 
 def shared_eligibility(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> Eligibility:
     """Whether the shared engine can run `block` on `x`; `parts` are the block's, if they have been read already."""
-    if hooks_watch_all_modules():
+    if has_global_module_hooks():
         return Eligibility(None, "found a hook on all modules, and the shared engine does not call those in a layer")
     try:
         parts = parts or parts_of(block)

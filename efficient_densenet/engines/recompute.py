@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .._torch_private import caches_parametrizations
+from .._torch_private import parametrization_cache_enabled
 from ..checkpoint import CheckpointFunction
 from ..checkpoint.hooks import fire_once
 from ..checkpoint.parameters import parameters_of
@@ -27,7 +27,7 @@ def why_not_recompute(block: nn.Module) -> str | None:
     for module in block.modules():
         if "parametrizations" not in module._modules:
             continue
-        if caches_parametrizations():
+        if parametrization_cache_enabled():
             return "found parametrizations whose results are being cached, which a recomputation would not repeat"
         if module.training and any(True for _ in module.parametrizations.buffers()):
             return f"found a parametrization of a {type(module).__name__} that changes its own state when it is run"

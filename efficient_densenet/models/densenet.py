@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from .._checks import check_between, check_choice, check_whole
+from .._checks import check_between, check_choice, check_integer
 from ..engines import dispatch
 from .dimensions import CONVOLUTIONS, modules_for
 from .features import block_strides, build_features, dilate
@@ -68,8 +68,8 @@ class DenseNet(nn.Module):
         efficient = efficient if memory_efficient is None else memory_efficient
         _check_architecture(growth_rate, block_config, compression, num_init_features, bn_size)
         check_between("drop_rate", drop_rate, 0, 1, "[)")
-        check_whole("num_classes", num_classes, at_least=0)
-        check_whole("in_channels", in_channels, at_least=1)
+        check_integer("num_classes", num_classes, at_least=0)
+        check_integer("in_channels", in_channels, at_least=1)
         check_choice("init", init, ("fan_out", "fan_in"))
         self.in_channels, self.num_classes = in_channels, num_classes
         self.small_inputs, self.dims = small_inputs, dims
@@ -152,7 +152,7 @@ class DenseNet(nn.Module):
     def reset_classifier(self, num_classes: int) -> None:
         """Replace the classifier; 0 for none, so that the model returns pooled features."""
         self._refuse_backbone("reset_classifier")
-        check_whole("num_classes", num_classes, at_least=0)
+        check_integer("num_classes", num_classes, at_least=0)
         like = self.features.norm5.weight
         self.num_classes, self.classifier = num_classes, nn.Identity()
         if num_classes:
@@ -207,13 +207,13 @@ class DenseNet(nn.Module):
 def _check_architecture(
     growth_rate: Any, block_config: Any, compression: Any, num_init_features: Any, bn_size: Any
 ) -> None:
-    check_whole("growth_rate", growth_rate, at_least=1)
+    check_integer("growth_rate", growth_rate, at_least=1)
     if not isinstance(block_config, Sequence) or isinstance(block_config, str) or not block_config:
         raise ValueError(
             f"block_config is {block_config!r}, but must list the layers of each block, such as (16, 16, 16)"
         )
     for layers in block_config:
-        check_whole("a number of layers in block_config", layers, at_least=1)
+        check_integer("a number of layers in block_config", layers, at_least=1)
     check_between("compression", compression, 0, 1, "(]")
-    check_whole("num_init_features", num_init_features, at_least=1)
-    check_whole("bn_size", bn_size, at_least=0)
+    check_integer("num_init_features", num_init_features, at_least=1)
+    check_integer("bn_size", bn_size, at_least=0)

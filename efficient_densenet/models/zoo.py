@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..weights.load import load_published, published
+from ..weights.published import load_published, published_weights
 from .densenet import DenseNet
 
 _CIFAR = {"compression": 0.5, "bn_size": 4, "small_inputs": True, "num_classes": 10}
@@ -61,7 +61,7 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
     if unknown:
         raise TypeError(f"unknown argument {unknown[0]!r} for {name}: DenseNet takes {', '.join(allowed)}")
     if weights is not None:
-        published(name, weights)  # raises for a wrong name before anything is built
+        published_weights(name, weights)  # raises for a wrong name before anything is built
     model = DenseNet(**(VARIANTS[name] | overrides))
     if weights is not None:
         model.weights_report = load_published(model, name, weights, _unused(model, name), adapt_input)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .._checks import check_between, check_choice, check_whole
+from .._checks import check_between, check_choice, check_integer
 from ..models.zoo import create_model, list_models
 from .data import DATASETS
 from .recipes import RECIPES
@@ -140,15 +140,15 @@ def _check(options: RunOptions) -> None:
     check_choice("dataset", options.dataset, DATASETS)
     check_choice("engine", options.engine, ENGINES)
     check_choice("recipe", options.recipe, tuple(RECIPES))
-    check_whole("batch_size", options.batch_size, at_least=1)
-    check_whole("n_epochs", options.n_epochs, at_least=1)
-    check_whole("seed", options.seed, at_least=0)
-    check_whole("workers", options.workers, at_least=0)
+    check_integer("batch_size", options.batch_size, at_least=1)
+    check_integer("n_epochs", options.n_epochs, at_least=1)
+    check_integer("seed", options.seed, at_least=0)
+    check_integer("workers", options.workers, at_least=0)
     check_between("lr", options.lr, 0, float("inf"), "()")
     check_between("drop_rate", options.drop_rate, 0, 1, "[)")
     for name in ("depth", "growth_rate", "micro_batch_size", "valid_size", "image_size"):
         if getattr(options, name) is not None:
-            check_whole(name, getattr(options, name), at_least=1)
+            check_integer(name, getattr(options, name), at_least=1)
     if options.amp is not None:
         check_choice("amp", options.amp, tuple(AMP_DTYPES))
     if options.model is not None and options.model not in list_models():

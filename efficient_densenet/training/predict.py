@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from .._checks import check_whole
+from .._checks import check_integer
 from .data.augment import Transform
 from .data.decode import decode
 from .models import load_model
@@ -21,7 +21,7 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
         model: directory of a run, or a file of weights in one; by default checkpoints/digits of this repository.
         top: how many classes to print.
     """
-    check_whole("top", top, at_least=1)
+    check_integer("top", top, at_least=1)
     if not images:
         raise ValueError("found no image to classify: name one or more files")
     network, config = load_model(DIGITS if model is None else Path(str(model)))

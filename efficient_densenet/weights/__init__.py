@@ -1,6 +1,7 @@
-"""Other libraries' weights: files and state dicts, under whatever names, into a model."""
+"""Loading weights of this and other libraries, from files and state dicts of any known layout."""
 
 from .key_names import rename_keys
-from .load import WeightsReport, load_weights, weights_transforms
+from .load import WeightsReport, load_weights
+from .published import weights_transforms
 
 __all__ = ["WeightsReport", "load_weights", "rename_keys", "weights_transforms"]

@@ -1,4 +1,4 @@
-"""Reading the key layouts of other libraries and of older versions."""
+"""The state-dict keys of other libraries and of older versions, renamed to this package's."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,8 +7,8 @@ from torch import Tensor
 
 _WRAPPERS = r"module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
 _RENAMES = (
-    (rf"(?:(?<=^)|(?<=\.))(?:{_WRAPPERS})\.", ""),  # nn.DataParallel, torch.compile, sharding, wherever they wrapped
-    (r"^model\.(?=features\.|class)", ""),  # a Lightning module's
+    (rf"(?:(?<=^)|(?<=\.))(?:{_WRAPPERS})\.", ""),  # nn.DataParallel, torch.compile, FSDP, checkpoint
+    (r"^model\.(?=features\.|class)", ""),  # Lightning modules
     (r"^features_(?=conv|norm|denseblock|transition)", "features."),  # timm with features_only
     (r"^features\.norm_final\.", "features.norm5."),  # gpleiss/efficient_densenet_pytorch
     (r"\.(norm|relu|conv)\.([12])\.", r".\1\2."),  # torchvision before 0.3: denselayer1.norm.1.weight
@@ -26,17 +26,17 @@ _KERAS_VARIABLES = {
 _KERAS_KEY = re.compile(
     rf"(.+)[/._]({'|'.join(_KERAS_VARIABLES)}|weight|bias|running_mean|running_var|num_batches_tracked)(?::0)?"
 )
-_IN_A_LAYER = {"0_bn": "norm1", "1_conv": "conv1", "1_bn": "norm2", "2_conv": "conv2"}
+_KERAS_TO_OURS = {"0_bn": "norm1", "1_conv": "conv1", "1_bn": "norm2", "2_conv": "conv2"}
 
 
 def rename_keys(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under this package's names, which are torchvision's; names already right stay as they are."""
+    """Rename the keys of a state dict to this package's, which are torchvision's. Keys that are right stay."""
     names = new_names(state_dict)
     return {names[key]: tensor for key, tensor in state_dict.items()}
 
 
 def new_names(keys: Iterable[str]) -> dict[str, str]:
-    """This package's name for each key of any of the layouts."""
+    """Map each key of any known layout to this package's name."""
     names: dict[str, str] = {}
     sources: dict[str, str] = {}
     for key in keys:
@@ -48,7 +48,7 @@ def new_names(keys: Iterable[str]) -> dict[str, str]:
 
 
 def is_keras_kernel(key: str) -> bool:
-    """Whether this is a convolution or a matrix in Keras's own layout: height × width × in × out, in × out."""
+    """Return True for a weight in Keras's layout: (height, width, in, out) or (in, out)."""
     return re.search(r"[/._]kernel(?::0)?$", key) is not None
 
 
@@ -60,7 +60,7 @@ def _new_name(key: str) -> str:
 
 
 def _from_keras(key: str) -> str | None:
-    """The name for a variable of a layer of keras.applications: `conv2_block1_0_bn/gamma`."""
+    """Return the name for a variable of keras.applications, such as `conv2_block1_0_bn/gamma`."""
     parts = _KERAS_KEY.fullmatch(key)
     if parts is None:
         return None
@@ -70,15 +70,15 @@ def _from_keras(key: str) -> str | None:
 
 def _keras_layer(layer: str) -> str | None:
     half = len(layer) // 2
-    if layer[:half] == layer[half + 1 :]:  # a group and its variables, as HDF5 files have them: bn/bn/gamma:0
+    if layer[:half] == layer[half + 1 :]:  # HDF5 files repeat the group: bn/bn/gamma:0
         layer = layer[:half]
     if layer in ("conv1_conv", "conv1_bn"):
         return "features.conv0" if layer == "conv1_conv" else "features.norm0"
-    if found := re.fullmatch(r"conv(\d+)_block(\d+)_([012]_(?:bn|conv))", layer):
-        part = _IN_A_LAYER.get(found[3])
-        return part and f"features.denseblock{int(found[1]) - 1}.denselayer{found[2]}.{part}"
-    if found := re.fullmatch(r"pool(\d+)_(bn|conv)", layer):
-        return f"features.transition{int(found[1]) - 1}.{'norm' if found[2] == 'bn' else 'conv'}"
+    if match := re.fullmatch(r"conv(\d+)_block(\d+)_([012]_(?:bn|conv))", layer):
+        part = _KERAS_TO_OURS.get(match[3])
+        return part and f"features.denseblock{int(match[1]) - 1}.denselayer{match[2]}.{part}"
+    if match := re.fullmatch(r"pool(\d+)_(bn|conv)", layer):
+        return f"features.transition{int(match[1]) - 1}.{'norm' if match[2] == 'bn' else 'conv'}"
     if layer == "bn":
         return "features.norm5"
     return "classifier" if re.fullmatch(r"predictions|fc\d*", layer) else None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch_private import at_the_end_of_backward, graph_task
+from ..._torch_private import graph_task_id, queue_backward_callback
 from ..kernels import scratch
 from ..parts import BlockParts, ConsumerParts
 from ..precision import autocast_disabled
@@ -52,12 +52,12 @@ class RunningBackwards:
         self._by_graph_task: dict[int, Backward] = {}
 
     def hand_on(self, backward: Backward) -> None:
-        task = graph_task()
+        task = graph_task_id()
         self._by_graph_task[task] = backward
-        at_the_end_of_backward(partial(self._by_graph_task.pop, task, None))  # if no earlier node runs
+        queue_backward_callback(partial(self._by_graph_task.pop, task, None))  # if no earlier node runs
 
     def take(self) -> Backward:
-        return self._by_graph_task.pop(graph_task())
+        return self._by_graph_task.pop(graph_task_id())
 
 
 class SharedStage(torch.autograd.Function):

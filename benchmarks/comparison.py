@@ -1,0 +1,179 @@
+"""Interleaved measurement of methods: each runs in a process of its own, and the processes take one step each in turn.
+
+All methods are then affected alike if the machine becomes faster or slower during the measurement.
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from settings import Setting
+
+WORKER = Path(__file__).parent / "worker.py"
+PAUSE = 0.05
+"""Seconds between steps. OpenMP threads spin for some milliseconds after their work, which would slow the next step."""
+OUT_OF_MEMORY = "out of memory"
+SLOW_TO_PREPARE = ("compile",)
+"""Methods whose preparation can take minutes. They are prepared after the others have been measured."""
+
+
+class MethodError(Exception):
+    """A method could not be measured. The message becomes the note of its row."""
+
+
+class WorkerProcess:
+    """The process that runs one method. It answers each command by one line of JSON, and ends with the context."""
+
+    def __init__(self, method: str, setting: Setting, preload: str = "", timeout: float = 300) -> None:
+        self.timeout = timeout
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by stop)
+        preloaded = " ".join(filter(None, (preload, os.environ.get("LD_PRELOAD", ""))))
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER), method, json.dumps(asdict(setting))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            text=True,
+            env=os.environ | ({"LD_PRELOAD": preloaded} if preloaded else {}),
+        )
+
+    def __enter__(self) -> "WorkerProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self.stderr.closed:
+            return
+        self.process.kill()
+        self.process.communicate()
+        self.stderr.close()
+
+    def request(self, command: str) -> dict[str, Any]:
+        """Send a command and return its answer."""
+        stdin = _pipe(self.process.stdin)
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(command + "\n")
+            stdin.flush()
+        return self.receive()
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next answer. `select` works on a buffered pipe here, because each answer is a single line."""
+        stdout = _pipe(self.process.stdout)
+        if not select.select([stdout], [], [], self.timeout)[0]:
+            raise MethodError(f"no answer within {self.timeout:g} s")
+        line = stdout.readline()
+        if not line:
+            raise MethodError(self._exit_reason())
+        answer = json.loads(line)
+        if "error" in answer:
+            raise MethodError(answer["error"])
+        return answer
+
+    def _exit_reason(self) -> str:
+        code = self.process.wait()
+        self.stderr.seek(0)
+        lines = self.stderr.read().strip().splitlines() or ["it printed nothing"]
+        if code == -9:
+            return OUT_OF_MEMORY  # killed by the system
+        return f"the process ended with code {code}: {lines[-1]}"
+
+
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+@dataclass
+class Measurement:
+    """The measurements of one method. `ratios` are its times divided by plain's in the same round."""
+
+    tensor_peak: int | None = None
+    process_peak: int | None = None
+    first_step_s: float | None = None
+    device_name: str = ""
+    allocator: str = ""
+    times: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+class Comparison:
+    """Measures several methods relative to plain.
+
+    Plain's process lives throughout. The other methods are measured in groups that fit in memory together, because
+    some allocators never return memory to the system.
+    """
+
+    def __init__(self, methods: list[str], rounds: int) -> None:
+        self.measurements = {method: Measurement() for method in methods}
+        self.rounds = rounds
+        self.workers: dict[str, WorkerProcess] = {}
+
+    def run(self, setting: Setting, preload: str = "", timeout: float = 300) -> dict[str, Measurement]:
+        with contextlib.ExitStack() as stack:
+            for method in self.measurements:
+                self.workers[method] = stack.enter_context(WorkerProcess(method, setting, preload, timeout))
+            for method in self.measurements:  # the workers import in parallel; after this, one computes at a time
+                self._try(method, WorkerProcess.receive)
+            self._prepare("plain")
+            waiting = [method for method in self.measurements if method != "plain"]
+            while True:
+                group = []
+                while waiting and (not group or (waiting[0] not in SLOW_TO_PREPARE and self._fits_another())):
+                    group.append(waiting.pop(0))
+                    self._prepare(group[-1])
+                self._run_rounds(["plain", *group])
+                for method in group:
+                    self._stop(method)
+                if not waiting:
+                    return self.measurements
+
+    def _prepare(self, method: str) -> None:
+        for name, value in self._try(method, lambda worker: worker.request("prepare")).items():
+            setattr(self.measurements[method], name, value)
+
+    def _run_rounds(self, methods: list[str]) -> None:
+        for _ in range(self.rounds):
+            times = {method: self._step(method) for method in methods}
+            plain = times["plain"]
+            for method, seconds in times.items():
+                if seconds is not None:
+                    self.measurements[method].times.append(seconds)
+                if seconds is not None and plain is not None:
+                    self.measurements[method].ratios.append(seconds / plain)
+
+    def _step(self, method: str) -> float | None:
+        time.sleep(PAUSE)
+        return self._try(method, lambda worker: worker.request("step")).get("seconds")
+
+    def _fits_another(self) -> bool:
+        """Return True if another method fits in memory. No method is known to need more than plain."""
+        plain = self.measurements["plain"]
+        free = self._try("plain", lambda worker: worker.request("free")).get("free")
+        return free is None or free > 1.1 * max(plain.process_peak or 0, plain.tensor_peak or 0)
+
+    def _try(self, method: str, action: Callable[[WorkerProcess], dict[str, Any]]) -> dict[str, Any]:
+        """Return the answer of a method's worker. If the method fails, note why, stop it, and return an empty dict."""
+        if method not in self.workers:
+            return {}
+        try:
+            return action(self.workers[method])
+        except MethodError as exc:
+            self.measurements[method].note = str(exc)
+            self._stop(method)
+            return {}
+
+    def _stop(self, method: str) -> None:
+        if method in self.workers:
+            self.workers.pop(method).stop()

@@ -1,0 +1,72 @@
+"""Reading a state dict from a file, or from a dict that may have other content too."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._extras import need
+
+Source = str | os.PathLike | Mapping[str, Any]
+
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model_state", "model", "state", "weights")
+"""The keys of a checkpoint under which training programs save the model's state dict, in order of preference."""
+
+_MAX_NAMES = 30
+
+
+def read_state_dict(source: Source) -> Mapping[str, Any]:
+    """Return the model's state dict in a file, or in a dict that may have other content too."""
+    content = source if isinstance(source, Mapping) else _read_file(Path(source))
+    state_dict = _find_state_dict(content)
+    if state_dict is None:
+        keys = f", but {join_names(list(map(str, content)))}" if isinstance(content, Mapping) else ""
+        raise ValueError(
+            f"{source_name(source)} holds no tensors by name{keys}: give a model's state dict, or a dict with one "
+            f"inside as {', '.join(map(repr, STATE_DICT_KEYS))}"
+        )
+    return state_dict
+
+
+def is_array(value: Any) -> bool:
+    """Return True for a tensor, or an array that can become one."""
+    return isinstance(value, Tensor) or hasattr(value, "__array__")
+
+
+def source_name(source: Source) -> str:
+    """Return what to call `source` in a message."""
+    return "the dict" if isinstance(source, Mapping) else str(source)
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Join names for a message, at most 30 of them."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
+
+
+def _read_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: give one that torch.save or safetensors wrote")
+    load: Callable[[Path], Any] = partial(torch.load, map_location="cpu", weights_only=True)
+    if path.suffix == ".safetensors":
+        need("safetensors", extra="weights")
+        load = need("safetensors.torch", extra="weights").load_file
+    try:
+        return load(path)
+    except Exception as exc:  # a damaged archive raises errors of any type
+        raise ValueError(
+            f"{path} is truncated, damaged or contains more than tensors ({type(exc).__name__}): copy it again, or "
+            "save the model's state_dict() alone"
+        ) from None
+
+
+def _find_state_dict(value: Any) -> Mapping[str, Any] | None:
+    if not isinstance(value, Mapping):
+        return None
+    nested = (_find_state_dict(value.get(key)) for key in STATE_DICT_KEYS)
+    is_state_dict = any(map(is_array, value.values())) and all(isinstance(key, str) for key in value)
+    return next((state_dict for state_dict in nested if state_dict is not None), value if is_state_dict else None)

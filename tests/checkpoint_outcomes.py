@@ -1,0 +1,64 @@
+"""What the tests of checkpointing share: a network, and the outcome of a call to compare."""
+
+import functools
+from typing import Any
+
+import torch
+from helpers import assert_close
+from torch import nn
+
+from efficient_densenet.checkpoint import (
+    checkpoint,
+)
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.double)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 4)).double()
+
+
+def outcome(call, inputs, seed: int = 1) -> dict[str, Any]:
+    """The outputs, the gradients of the inputs, and the RNG state after the forward and after the backward."""
+    torch.manual_seed(seed)
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    outputs = call(*leaves)
+    after_forward = torch.get_rng_state()
+    flat = [o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor)]
+    loss = sum((o * (o.detach() + 1.5)).sum() for o in flat if o.requires_grad)
+    loss.backward()
+    return {
+        "outputs": flat,
+        "requires_grad": [o.requires_grad for o in flat],
+        "grads": [x.grad for x in leaves],
+        "rng_states": [after_forward, torch.get_rng_state()],
+    }
+
+
+def assert_same_outcome(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["requires_grad"] == expected["requires_grad"]
+    for a, b in zip(actual["outputs"], expected["outputs"], strict=True):
+        assert_close(a, b)
+    for a, b in zip(actual["grads"], expected["grads"], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(a, b)
+    for a, b in zip(actual["rng_states"], expected["rng_states"], strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_like_plain(function, *inputs) -> None:
+    """Compare `checkpoint(function, *inputs)` with `function(*inputs)`, for a function without parameters."""
+    assert_same_outcome(outcome(functools.partial(checkpoint, function), inputs), outcome(function, inputs))
+
+
+class Fickle:
+    """Calls another function each time."""
+
+    def __init__(self, *functions):
+        self.functions = list(functions)
+
+    def __call__(self, x):
+        return self.functions.pop(0)(x)

@@ -1,0 +1,221 @@
+"""RNG state, autocast, training mode, running statistics and hooks in a recomputation."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoint_outcomes import assert_like_plain, assert_same_outcome, network, outcome, tensor
+from helpers import assert_same_buffers, assert_same_gradients
+from torch import nn
+from torch.nn.utils import prune
+
+from efficient_densenet.checkpoint import (
+    CheckpointFunction,
+    checkpoint,
+    checkpoint_sequential,
+    checkpoint_wrapper,
+)
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_dropout_repeats_its_mask(preserve):
+    x = torch.ones(1000, dtype=torch.double, requires_grad=True)
+    output = checkpoint(lambda x: F.dropout(x, 0.5), x, preserve_rng_state=preserve)
+    torch.rand(3)
+    output.sum().backward()
+    assert torch.equal(x.grad, output.detach()) == preserve
+
+
+def test_the_rng_state_is_the_plain_call_s_after_a_recomputation():
+    assert_like_plain(lambda x: F.dropout(x, 0.5) * torch.rand_like(x), tensor(50).requires_grad_())
+
+
+def test_a_generator_passed_by_the_caller():
+    states = []
+    for run in (lambda function, x, **_: function(x), checkpoint):
+        generator = torch.Generator().manual_seed(3)
+        x = torch.ones(100, dtype=torch.double, requires_grad=True)
+        noise = functools.partial(torch.rand, 100, generator=generator, dtype=torch.double)
+        output = run(lambda x, noise=noise: x * noise(), x, generators=[generator])
+        output.sum().backward()
+        assert torch.equal(x.grad, output.detach())
+        states.append(generator.get_state())
+    assert torch.equal(*states)
+
+
+def test_a_function_without_random_numbers_saves_no_rng_state():
+    x = tensor(3).requires_grad_()
+    sine, dropped = (CheckpointFunction.apply(function, 1, x) for function in (torch.sin, lambda x: F.dropout(x, 0.5)))
+    assert sine.grad_fn.recomputation.rng_state is None
+    assert dropped.grad_fn.recomputation.rng_state is not None
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_is_restored(inside):
+    net, seen = nn.Linear(4, 3), []
+
+    def function(x):
+        seen.append(
+            (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+        )
+        return net(x)
+
+    x = torch.randn(2, 4, requires_grad=True)
+    for run in (net, lambda x: checkpoint(function, x, parameters=net)):
+        net.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = run(x).square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        grads = [p.grad.clone() for p in net.parameters()]
+        if run is net:
+            expected = grads
+    assert seen[0] == seen[1]
+    assert seen[0][:2] == (True, torch.bfloat16)
+    for a, b in zip(grads, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_autocast_in_the_forward_means_none_in_the_recomputation():
+    x = torch.randn(2, 4, requires_grad=True)
+    seen = []
+    output = checkpoint(lambda x: (seen.append(torch.is_autocast_enabled("cpu")), x.sin())[1], x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output.sum().backward()
+    assert seen == [False, False]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda net, x: checkpoint(net, x),
+        lambda net, x: CheckpointFunction.apply(net, 1, x, *net.parameters()),
+    ],
+)
+def test_autocast_s_weight_cache_is_not_shared(run):
+    """A weight cast in the forward has no grad_fn. Code that uses the weight afterwards must cast it again."""
+    net, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    grads = []
+    for call in (lambda net, x: net(x), run):
+        net.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = net(call(net, x)).square().sum()
+        loss.backward()
+        grads.append(net.weight.grad.clone())
+    # Plain accumulates the gradients of the two uses in bfloat16, since they share one cast; ours in float32.
+    torch.testing.assert_close(grads[1], grads[0], rtol=2e-2, atol=2e-2)
+
+
+def test_eval_mode_set_before_the_backward_changes_nothing():
+    plain, ours = network(), network()
+    ours.load_state_dict(plain.state_dict())
+    x = tensor(5, 4)
+    for net, run in ((plain, plain), (ours, functools.partial(checkpoint, ours))):
+        torch.manual_seed(0)
+        loss = run(x).square().sum()
+        net.eval()
+        loss.backward()
+        assert not any(m.training for m in net.modules())
+    assert_same_gradients(ours, plain)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda net: functools.partial(checkpoint, net),
+        lambda net: lambda x: checkpoint(lambda x: net(x), x, parameters=list(net.parameters())),
+        lambda net: lambda x: checkpoint_sequential(net, 2, x),
+        checkpoint_wrapper,
+    ],
+)
+def test_running_statistics_are_updated_once_with_or_without_a_backward(wrap):
+    plain, ours = network(), network()
+    ours.load_state_dict(plain.state_dict())
+    run = wrap(ours)
+    for _ in range(2):
+        run(tensor(5, 4) * 0 + torch.arange(20.0).view(5, 4))
+        plain(tensor(5, 4) * 0 + torch.arange(20.0).view(5, 4))
+    for _ in range(2):
+        x = tensor(5, 4).requires_grad_()
+        outcome(run, [x]), outcome(plain, [x])
+    with torch.no_grad():
+        run(x), plain(x)
+    assert ours[1].num_batches_tracked == 5
+    assert_same_buffers(ours, plain)
+
+
+def test_forward_hooks_fire_once():
+    net, fired = network(), []
+    for i, module in enumerate(net.modules()):
+        module.register_forward_hook(lambda m, a, o, i=i: fired.append(f"after {i}"))
+        module.register_forward_pre_hook(lambda m, a, i=i: fired.append(f"before {i}"))
+        module.register_forward_hook(lambda m, a, kw, o, i=i: fired.append(f"kw {i}"), with_kwargs=True)
+    for run in (lambda x: checkpoint(net, x), lambda x: checkpoint(lambda x: net(x), x, parameters=net)):
+        fired.clear()
+        run(tensor(5, 4)).sum().backward()
+        assert len(fired) == len(set(fired)) == 18
+    handle = net[0].register_forward_hook(lambda m, a, o: fired.append("removed"))
+    checkpoint(net, tensor(5, 4)).sum().backward()
+    assert fired.count("removed") == 1
+    handle.remove()
+    checkpoint(net, tensor(5, 4)).sum().backward()
+    assert fired.count("removed") == 1
+
+
+HOOKS = {
+    "returns another output": lambda m: m.register_forward_hook(lambda m, a, o: o * 3),
+    "returns other arguments": lambda m: m.register_forward_pre_hook(lambda m, a: (a[0] * 3,)),
+    "changes the output in place": lambda m: m.register_forward_hook(lambda m, a, o: _none(o.mul_(3))),
+}
+
+
+def _none(_: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_that_affect_the_computation_fire_again(hook):
+    plain, ours = network(), network()
+    ours.load_state_dict(plain.state_dict())
+    HOOKS[hook](plain[0]), HOOKS[hook](ours[0])
+    x = tensor(5, 4).requires_grad_()
+    assert_same_outcome(outcome(functools.partial(checkpoint, ours), [x]), outcome(plain, [x]))
+    assert_same_gradients(ours, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_hooks_that_set_a_weight_fire_again():
+    """Weight norm by hooks, and pruning."""
+    for prepare in (nn.utils.weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)):
+        plain, ours = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+        ours.load_state_dict(plain.state_dict())
+        prepare(plain), prepare(ours)
+        x = tensor(5, 4).requires_grad_()
+        assert_same_outcome(outcome(functools.partial(checkpoint, ours), [x]), outcome(plain, [x]))
+        assert_same_gradients(ours, plain)
+
+
+def test_full_backward_hooks_inside_fire_once():
+    net, grads = network(), []
+    net[2].register_full_backward_hook(lambda m, i, o: grads.append(o[0]))
+    for run in (net, functools.partial(checkpoint, net)):
+        outcome(run, [tensor(5, 4).requires_grad_()])
+    assert len(grads) == 2
+
+
+def test_generators_without_preserve_rng_state_are_an_error():
+    with pytest.raises(ValueError, match="generators with preserve_rng_state=False"):
+        checkpoint(torch.sin, tensor(3), preserve_rng_state=False, generators=[torch.Generator()])
+
+
+def test_weight_norm_and_pruning_can_still_be_removed():
+    module = prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.5)
+    checkpoint(module, torch.randn(2, 4)).sum().backward()
+    assert prune.is_pruned(module)
+    prune.l1_unstructured(module, "weight", 1)
+    prune.remove(module, "weight")
+    assert not prune.is_pruned(module)
