@@ -25,7 +25,7 @@ def _ours(arguments: dict[str, Any], **overrides: Any) -> nn.Module:
 
 
 def _without_numba(arguments: dict[str, Any]) -> nn.Module:
-    kernels.runs_compiled = lambda values: False  # of this process, which measures nothing else
+    kernels.numba_supports = lambda values: False  # of this process, which measures nothing else
     return _ours(arguments, efficient="shared")
 
 

@@ -11,7 +11,7 @@ from samples import DEMOS
 import efficient_densenet.training  # noqa: F401
 from efficient_densenet.engines import kernels
 
-kernels.runs_compiled(torch.empty(1))  # which imports Numba where it is installed, and has it make or find a program
+kernels.numba_supports(torch.empty(1))  # which imports Numba where it is installed, and has it make or find a program
 
 for line in sys.stdin:
     script, *words = line.split()

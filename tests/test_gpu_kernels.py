@@ -149,7 +149,7 @@ def test_not_finite_values_go_where_portable_lets_them(operation):
 
 @pytest.fixture
 def _fused_everywhere(monkeypatch):
-    monkeypatch.setattr(kernels, "runs_fused", lambda values: values.dtype != torch.double)
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: values.dtype != torch.double)
 
 
 @pytest.mark.usefixtures("_fused_everywhere")
@@ -188,7 +188,7 @@ def test_who_takes_which(monkeypatch):
     if DEVICE == "cuda":
         for dtype, expected in {torch.double: portable, torch.float32: fused, torch.bfloat16: fused}.items():
             assert kernels.kernels_for(torch.empty(2, 2, device=DEVICE, dtype=dtype)) is expected
-    monkeypatch.setattr(kernels, "runs_fused", lambda values: True)
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
     assert kernels.kernels_for(torch.randn(2, 2)) is fused
 
 

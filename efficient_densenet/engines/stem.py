@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..norms.sync_batch_norm import sync_group
 from .eligibility import can_share_stem, compute_dtype, convolved_size
 from .kernels import scratch
-from .kernels.portable import CONVOLVE, TILE_BYTES, accumulation_dtype, to_spatial
+from .kernels.portable import CONV_BY_DIMS, TILE_BYTES, accumulation_dtype, to_spatial
 from .shared import statistics as norms
 from .shared.stage import CHANNELS_LAST, autocast_off, layout_of, refuse_create_graph
 from .shared.statistics import BatchNormAffine
@@ -74,7 +74,7 @@ class Convolution(NamedTuple):
     groups: int
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return CONVOLVE[x.dim() - 2](x, weight, bias, *self)
+        return CONV_BY_DIMS[x.dim() - 2](x, weight, bias, *self)
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]

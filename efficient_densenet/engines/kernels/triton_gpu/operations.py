@@ -169,7 +169,7 @@ def _combined(parts: Tensor, block_rows: int, num_rows: int) -> tuple[Tensor, Te
 def _convolved(read: AffineInput, weight: Tensor, shape: torch.Size, side: int, dilation: int = 1) -> Tensor:
     """cuDNN's convolution of the activation, or of its means over side × side pixels."""
     reach = {"padding": weight.shape[-1] // 2 * dilation, "dilation": dilation}
-    parts, convolve = _activations(read, weight.dtype, shape, side), portable.CONVOLVE[len(shape) - 1]
+    parts, convolve = _activations(read, weight.dtype, shape, side), portable.CONV_BY_DIMS[len(shape) - 1]
     made = [to_pixel_matrix(convolve(activation, weight, **reach)) for _, _, activation in parts]
     return made[0] if len(made) == 1 else torch.cat(made)
 
