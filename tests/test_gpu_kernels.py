@@ -88,7 +88,7 @@ def test_a_weight_that_does_not_learn(operation):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_programs_that_loop_and_pictures_one_at_a_time(operation, monkeypatch):
-    monkeypatch.setattr(fused, "PROGRAMS", 2)
+    monkeypatch.setattr(fused, "MAX_PROGRAM_INSTANCES", 2)
     monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
     check(operation, Case((3, 9, 15), 33, 20))
 

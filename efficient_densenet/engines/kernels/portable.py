@@ -2,7 +2,7 @@
 
 A batch norm and its ReLU are applied as an affine map, y = relu(scale · x + shift), to the pixel matrix x of shape
 (pixels, channels), which is a view of images in channels_last memory. The activation y is never stored whole: it is
-computed for a tile of rows at a time, in scratch memory that stays in the processor's cache, and the convolution uses it
+computed for a tile of rows at a time, in scratch memory that stays in the processor's cache, for the convolution to use
 at once. The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
 
 1. g = the gradient of y: grad_output @ weight for a 1×1 convolution, `convolution_backward` for a larger one
