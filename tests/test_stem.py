@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from efficient_densenet import DenseNet, create_model
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.stem import Settings, SharedStem, Stem
+from efficient_densenet.engines.stem import Stem
+from efficient_densenet.engines.stem.function import SharedStem
+from efficient_densenet.engines.stem.plan import StemPlan
 from efficient_densenet.memory import saved_bytes, tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronise_norms
 
@@ -141,7 +143,7 @@ def test_gradcheck():
     stem = Stem(*model.features[:4])
     x = _input(5, 6, batch=2).requires_grad_()
     tensors = [stem.norm.weight, stem.norm.bias, stem.conv.weight]
-    assert torch.autograd.gradcheck(lambda *given: SharedStem.apply(Settings(stem, x), *given), (x, *tensors))
+    assert torch.autograd.gradcheck(lambda *given: SharedStem.apply(StemPlan(stem, x), *given), (x, *tensors))
 
 
 def test_a_graph_that_is_kept():
