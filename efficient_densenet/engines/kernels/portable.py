@@ -2,8 +2,8 @@
 
 A batch norm and its ReLU are applied as an affine map, y = relu(scale · x + shift), to the pixel matrix x of shape
 (pixels, channels), which is a view of images in channels_last memory. The activation y is never stored whole: it is
-computed for a tile of rows at a time, in scratch memory that stays in the processor's cache, for the convolution to use
-at once. The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
+computed for a tile of rows at a time, in scratch memory that stays in the processor's cache, and used there by the
+convolution. The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
 
 1. g = the gradient of y: grad_output @ weight for a 1×1 convolution, `convolution_backward` for a larger one
 2. g = 0 where the ReLU was inactive (y ≤ 0)
@@ -308,8 +308,10 @@ def _average_pool_backward(grad_output: Tensor, images: Tensor) -> Tensor:
 
 
 def _as_slabs(shape: torch.Size) -> torch.Size:
-    """A volume of even depth as slabs of two planes, which pooling keeps apart, since a whole volume may be a large
-    tile; any other shape unchanged."""
+    """A volume of even depth as slabs of two planes; any other shape unchanged.
+
+    No pooling window crosses two slabs, and a whole volume might be too large a tile.
+    """
     if len(shape) != 4 or shape[1] % 2:
         return shape
     return torch.Size([shape[0] * shape[1] // 2, 2, *shape[2:]])

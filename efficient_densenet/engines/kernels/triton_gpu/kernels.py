@@ -217,8 +217,7 @@ def conv1x1_backward(
 
     g = grad_output @ weight[out_channels, channels], masked to zero where y ≤ 0, exists a tile at a time:
     grad_accum += grad_scale · g (`=` with OVERWRITE), partial_sums[splits, 2, channels] = Σ g and Σ g · x,
-    partial_grad_weight[splits, out_channels, channels] = grad_output.T @ y (split-K), with NEEDS_GRAD_WEIGHT.
-    The activation y is recomputed once for both products. Grid: (channel tiles, splits).
+    partial_grad_weight[splits, out_channels, channels] = grad_output.T @ y (split-K). Grid: (channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     accum_stride = divisible(accum_stride, DIVISIBILITY)
@@ -227,8 +226,7 @@ def conv1x1_backward(
     channel_mask, out_mask = channel < channels, out_channel < OUT_CHANNELS
     a, b = load_vector(scale, channel, channel_mask), load_vector(shift, channel, channel_mask)
     c = load_vector(grad_scale, channel, channel_mask)
-    weight_offsets = offsets(out_channel, channels, channel)
-    weight_mask = out_mask[:, None] & channel_mask[None, :]
+    weight_offsets, weight_mask = offsets(out_channel, channels, channel), out_mask[:, None] & channel_mask[None, :]
     w = tl.load(weight + weight_offsets, weight_mask, 0.0)
     grad_weight = tl.zeros((BLOCK_OUT, BLOCK_CHANNELS), tl.float32)
     grad_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
@@ -249,7 +247,6 @@ def conv1x1_backward(
         product_sum += grad * x
     split = tl.program_id(1).to(tl.int64)
     if NEEDS_GRAD_WEIGHT:
-        partial_grad_weight += split * OUT_CHANNELS * channels
-        tl.store(partial_grad_weight + weight_offsets, grad_weight, weight_mask)
+        tl.store(partial_grad_weight + split * OUT_CHANNELS * channels + weight_offsets, grad_weight, weight_mask)
     partial_sums += split * 2 * channels
     store_pair(partial_sums, tl.sum(grad_sum, 0), tl.sum(product_sum, 0), channel, channel_mask, channels)
