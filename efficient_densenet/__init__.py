@@ -4,7 +4,8 @@ from ._version import __version__
 from .adapt import make_efficient, register_block, restore
 from .checkpoint import CheckpointFunction
 from .models.backbone import features
-from .models.densenet import DenseBlock, DenseLayer, DenseNet, Transition
+from .models.densenet import DenseNet
+from .models.layers import DenseBlock, DenseLayer, Transition
 from .models.zoo import (
     create_model,
     densenet121,

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model
 from efficient_densenet.engines import kernels
+from efficient_densenet.engines.eligibility import joined_consumer
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.shared import stage as shared
+from efficient_densenet.engines.parts import parts_of
+from efficient_densenet.engines.shared import plan
+from efficient_densenet.engines.shared.plan import StagePlan
 
 FAMILIES = {
     "basic": {"name": "densenet_40_12", "block_config": (2, 1, 2), "growth_rate": 3, "num_init_features": 4},
@@ -77,6 +80,12 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> N
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, largest))
 
 
+def plan_stage(block: nn.Module, consumer: nn.Module | None, x: Tensor, return_features: bool = False) -> StagePlan:
+    """The shared engine's plan of a block and what consumes its output."""
+    parts = parts_of(block)
+    return StagePlan(parts, None if consumer is None else joined_consumer(parts, consumer), x, return_features)
+
+
 def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
     """Have the shared engine take these, so many bytes (portable) or rows (compiled) at a time; for a tile smaller than
     usual, a layer at a time in the backward too."""
@@ -88,7 +97,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
         monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile)
     if tile < 256:
-        monkeypatch.setattr(shared, "PORTION_BYTES", 0)
+        monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", 0)
 
 
 KERNELS = [("portable", 1), ("portable", 3000), ("portable", 1 << 22), ("compiled", 7), ("compiled", 256)]

@@ -107,7 +107,7 @@ def test_the_smallest_input_is_exact(small, blocks, least):
         assert model.features(torch.randn(1, 3, least, least)).shape[2:] == (1, 1)
         assert model(torch.randn(1, 3, least, least)).shape == (1, 10)
         if least > 1:
-            message = f"found pictures of {least - 1}×{least}.*at least {least}×{least}"
+            message = f"found images of {least - 1}×{least}.*at least {least}×{least}"
             with pytest.raises(ValueError, match=message):
                 model(torch.randn(1, 3, least - 1, least))
 

@@ -13,6 +13,7 @@ from helpers import (
     assert_same_buffers,
     assert_same_step,
     backward,
+    plan_stage,
     small_model,
     use_kernels,
     with_engine,
@@ -20,8 +21,8 @@ from helpers import (
 from torch import Tensor, nn
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, Transition
-from efficient_densenet.engines.eligibility import why_not_shared
-from efficient_densenet.engines.shared import stage as shared
+from efficient_densenet.engines import dispatch as engines
+from efficient_densenet.engines.shared import function as shared
 from efficient_densenet.memory import tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronise_norms
 
@@ -139,7 +140,7 @@ def test_gradcheck(dims, bn_size, consumer):
         block, after["norm"] = model.features.denseblock2, model.features.norm5
     channels = block.denselayer1.norm1.num_features
     x = torch.randn(2, channels, *(3, 2, 2)[:dims], dtype=torch.double, requires_grad=True)
-    stage = shared.Stage(block, after[consumer], x)
+    stage = plan_stage(block, after[consumer], x)
     assert torch.autograd.gradcheck(lambda x, *tensors: shared.apply(stage, x, *tensors), (x, *stage.tensors))
 
 
@@ -246,7 +247,7 @@ def test_inputs_that_do_not_fit_are_refused(dims, shape, message):
 def test_modules_of_other_dimensions_inside_a_layer_fall_back_by_their_reason():
     block = _small(3).features.denseblock1
     block.denselayer1.conv1 = nn.Conv2d(4, 12, 1, bias=False).double()
-    reason = why_not_shared(block, torch.randn(2, 4, 3, 3, 3, dtype=torch.double))
+    reason = engines.why_not(engines.Engine.SHARED, block, torch.randn(2, 4, 3, 3, 3, dtype=torch.double))
     assert reason == "found a Conv2d inside a layer, where the shared engine takes Conv3d"
-    reason = why_not_shared(block, torch.randn(2, 4, 3, 3, 3, 3, dtype=torch.double))
+    reason = engines.why_not(engines.Engine.SHARED, block, torch.randn(2, 4, 3, 3, 3, 3, dtype=torch.double))
     assert reason == "found an input of 6 dimensions, where the shared engine takes 3 to 5"

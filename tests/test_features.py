@@ -235,7 +235,7 @@ def test_maps_cost_what_they_hold(maps, allowed):
 
 @pytest.mark.parametrize("given", [(), (4,), (0, 0), (1, -3), (-5,), (1.5,), 0, 9, -9])
 def test_maps_that_there_are_not(given):
-    with pytest.raises(ValueError, match=r"out_indices is .*, but must be some of 0 to 3, each once"):
+    with pytest.raises(ValueError, match=r"out_indices is .*, but must list some of 0 to 3, each once"):
         features(small_model("bc"), given)
 
 
@@ -244,7 +244,7 @@ def test_what_a_backbone_says_no_to():
         features(small_model("bc"), maps="all")
     with pytest.raises(TypeError, match="found a Linear, but features takes a DenseNet of this package"):
         features(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="only a model with features_only=True hands out maps"):
+    with pytest.raises(ValueError, match="only a model with features_only=True returns maps"):
         small_model("bc", out_indices=(1,))
     backbone = small_model("bc", features_only=True)
     for call in (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import SAVING, small_model
 
-from efficient_densenet.engines.shared import stage as shared
+from efficient_densenet.engines.shared import plan
 
 MIB = 2**20
 
@@ -17,7 +17,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def _a_layer_at_a_time(monkeypatch):
     """Small networks would go a stage at a time, in one node of the graph."""
-    monkeypatch.setattr(shared, "PORTION_BYTES", 0)
+    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", 0)
 
 
 def _live_tensors() -> int:

@@ -13,9 +13,9 @@ from efficient_densenet import convert_batchnorm
 from efficient_densenet._mixins import add_mixin
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines import parts
-from efficient_densenet.engines.eligibility import can_consume, why_not_shared
+from efficient_densenet.engines.eligibility import joined_consumer
 from efficient_densenet.engines.parts import BlockParts, ConsumerParts, LayerParts
-from efficient_densenet.engines.shared import stage as shared
+from efficient_densenet.engines.shared import function as shared
 
 GROWTH = 3
 
@@ -109,11 +109,11 @@ def _plain(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tens
 
 
 def _shared(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
-    assert why_not_shared(block, x) is None
+    assert engines.why_not(engines.Engine.SHARED, block, x) is None
+    read = parts.parts_of(block)
     if consumer is None:
-        return [shared.run(block, x)]
-    assert can_consume(block, consumer)
-    return list(shared.run_with_features(block, x, consumer))
+        return [shared.run(read, x)]
+    return list(shared.run_with_features(read, x, joined_consumer(read, consumer)))
 
 
 def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tuple[float, ...] = (1, 2)) -> None:
@@ -154,7 +154,8 @@ def test_either_order_of_channels_with_every_consumer_and_a_tap(newest_first, bo
 @pytest.mark.parametrize("newest_first", [True, False])
 def test_either_order_without_a_tap(newest_first, consumer):
     def run(block: nn.Module, x: Tensor, after: nn.Module) -> list[Tensor]:
-        return [shared.run(block, x, after)]
+        read = parts.parts_of(block)
+        return [shared.run(read, x, joined_consumer(read, after))]
 
     _assert_same(run, *_away_from_neutral(Block(newest_first=newest_first), CONSUMERS[consumer]()), weights=(1,))
 
@@ -185,7 +186,7 @@ def test_a_norm_that_rectifies_under_the_exactly_once_rule(monkeypatch):
     (block,) = _away_from_neutral(convert_batchnorm(FusedBlock()))
     _assert_same(_shared, block, None)
     block[1].first[0].act = nn.ELU()
-    reason = why_not_shared(block, torch.randn(2, 4, 5, 5, dtype=torch.double))
+    reason = engines.why_not(engines.Engine.SHARED, block, torch.randn(2, 4, 5, 5, dtype=torch.double))
     assert reason == "found a ELU inside a layer, where the shared engine takes ReLU"
 
 
@@ -195,7 +196,7 @@ class Runs:
     engine = engines.Engine.SHARED
 
     def forward(self, x: Tensor) -> Tensor:
-        return engines.run_block(self, x, engines.choose(self, x))
+        return engines.run_block(self, x, engines.plan_block(self, x))
 
     def run_layers(self, x: Tensor, squeeze) -> Tensor:
         return super().forward(x)
@@ -245,13 +246,14 @@ class Stranger(nn.Sequential):
 
 def test_what_is_not_known_is_refused_with_a_reason():
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    assert why_not_shared(Stranger(Layer(4, True, True, 0.0)), x).startswith("found a block of class Stranger")
+    reason = engines.why_not(engines.Engine.SHARED, Stranger(Layer(4, True, True, 0.0)), x)
+    assert reason.startswith("found a block of class Stranger")
     empty = Block()
     del empty[:]
-    assert why_not_shared(empty, x) == "found a block without layers"
+    assert engines.why_not(engines.Engine.SHARED, empty, x) == "found a block without layers"
     with pytest.raises(RuntimeError, match=r"cannot run here: found a block of class Stranger.*use another engine"):
-        engines.choose(Stranger(Layer(4, True, True, 0.0)), x)
-    assert not can_consume(Block(), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(13)))
+        engines.plan_block(Stranger(Layer(4, True, True, 0.0)), x)
+    assert joined_consumer(parts.parts_of(Block()), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(13))) is None
     assert parts.consumer_parts(nn.BatchNorm2d(13)) is not None
     assert parts.consumer_parts(NormAct(13)) is None
 

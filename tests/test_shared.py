@@ -16,6 +16,7 @@ from helpers import (
     assert_same_step,
     backward,
     picture,
+    plan_stage,
     small_model,
     use_kernels,
     with_engine,
@@ -26,7 +27,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.shared import stage as shared
+from efficient_densenet.engines.shared import function as shared
+from efficient_densenet.engines.shared import plan
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 
@@ -115,7 +117,7 @@ def test_gradcheck(kernels, consumer, bn_size, training, tap, monkeypatch):
         block, after["norm"] = model.features.denseblock2, model.features.norm5
     channels = block.denselayer1.norm1.num_features
     x = torch.randn(2, channels, 3, 4, dtype=torch.double, requires_grad=True)
-    stage = shared.Stage(block, after[consumer], x, tap=tap)
+    stage = plan_stage(block, after[consumer], x, return_features=tap)
 
     def function(x, *tensors):
         return shared.apply(stage, x, *tensors)
@@ -386,11 +388,11 @@ def test_features_come_beside_what_is_made_of_them():
     plain = small_model("bc", efficient=False)
     block, transition = plain.features.denseblock1, plain.features.transition1
     x, found = torch.randn(3, 4, 6, 5, dtype=torch.double), []
-    for run in (shared.run_with_features, lambda block, x, transition: (transition(y := block(x)), y)):
+    for run in (engines.run_stage_with_features, lambda block, transition, x: (transition(y := block(x)), y)):
         for weights in ((1, 0), (0, 1), (2, 3)):
             plain.zero_grad()
             leaf = x.clone().requires_grad_()
-            outputs = run(block, leaf, transition)
+            outputs = run(block, transition, leaf)
             sum(w * output.square().sum() for w, output in zip(weights, outputs, strict=True) if w).backward()
             grads = [p.grad for module in (block, transition) for p in module.parameters()]
             found.append([*outputs, leaf.grad, *(torch.zeros(()) if grad is None else grad for grad in grads)])
@@ -435,9 +437,9 @@ def test_gradients_of_a_large_stage_do_not_wait_for_each_other(monkeypatch):
         F.cross_entropy(model(pictures), labels).backward()
 
     step()
-    by_portions = tensor_peak(step)
-    monkeypatch.setattr(shared, "PORTION_BYTES", weights)
-    assert by_portions <= tensor_peak(step) - weights / 2
+    by_groups = tensor_peak(step)
+    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", weights)
+    assert by_groups <= tensor_peak(step) - weights / 2
 
 
 def test_parameters_are_saved_as_they_are():

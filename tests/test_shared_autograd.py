@@ -22,15 +22,16 @@ from efficient_densenet import DenseBlock, DenseLayer
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import scratch
-from efficient_densenet.engines.shared import stage as shared
+from efficient_densenet.engines.shared import backward as backward_module
+from efficient_densenet.engines.shared import forward, plan
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 CONSUMERS = ["block", "transition1", "norm5"]
 
 
-@pytest.fixture(autouse=True, params=[0, shared.PORTION_BYTES], ids=["a layer at a time", "a stage at a time"])
-def _portions(request, monkeypatch):
-    monkeypatch.setattr(shared, "PORTION_BYTES", request.param)
+@pytest.fixture(autouse=True, params=[0, plan.LAYER_GROUP_BYTES], ids=["a layer at a time", "a stage at a time"])
+def _layer_groups(request, monkeypatch):
+    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", request.param)
 
 
 def _stage(consumer: str, engine: str = "shared", training: bool = True) -> nn.Sequential:
@@ -271,14 +272,16 @@ def test_an_error_midway_leaves_nothing_behind(monkeypatch):
     stage = _stage("transition1")
     x = _input(stage)
     expected = [tensor.clone() for tensor in backward(copy.deepcopy(stage), x)]
-    original = shared._squeeze
+    original = forward.bottleneck_conv
     for failing in ("forward", "backward"):
         broken = copy.deepcopy(stage)
         loss = broken(x).sum() if failing == "backward" else None
-        monkeypatch.setattr(shared, "_squeeze", _raise)
+        for module in (forward, backward_module):
+            monkeypatch.setattr(module, "bottleneck_conv", _raise)
         with pytest.raises(ZeroDivisionError):
             loss.backward() if loss is not None else broken(x)
-        monkeypatch.setattr(shared, "_squeeze", original)
+        for module in (forward, backward_module):
+            monkeypatch.setattr(module, "bottleneck_conv", original)
         assert getattr(scratch._local, "held", None) is None
         assert torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")

@@ -19,7 +19,7 @@ from helpers import (
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines.shared import stage as shared
+from efficient_densenet.engines.shared import plan
 
 SMALL_SIZES = [(4, 4), (5, 11), (9, 7)]  # the first leaves one pixel to the last stage
 SIZES = {"basic": SMALL_SIZES, "bc": SMALL_SIZES, "imagenet": [(29, 29), (61, 37)]}
@@ -29,7 +29,7 @@ CASES = [(family, size) for family in FAMILIES for size in SIZES[family]]
 @pytest.fixture(autouse=True)
 def _a_layer_at_a_time(monkeypatch):
     """Which is the harder way; small networks would go a stage at a time."""
-    monkeypatch.setattr(shared, "PORTION_BYTES", 0)
+    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", 0)
 
 
 def _pictures(batch: int, size: tuple[int, int]) -> Tensor:

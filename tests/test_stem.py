@@ -42,7 +42,9 @@ def _input(*size: int, batch: int = 3) -> Tensor:
 
 
 def _run_stem(model: DenseNet, x: Tensor) -> tuple[Tensor, int]:
-    return engines.run_stem(list(model.features), model.features.denseblock1, x)
+    """The stem's output and how many modules ran as one node; the input and 0 where it cannot."""
+    result = engines.run_stem(list(model.features), model.features.denseblock1, x)
+    return (x, 0) if result is None else (result[0], 4)
 
 
 def _stem_is_one(model: DenseNet, x: Tensor) -> bool:

@@ -13,8 +13,9 @@ from torch.nn.modules.conv import _ConvNd
 from .._mixins import add_mixin, remove_mixin
 from ..engines import dispatch as engines
 from ..engines.dispatch import Engine
+from ..engines.eligibility import joined_consumer
 from ..engines.parts import BlockParts, LayerParts, NoPartsError, register_block
-from ..models.densenet import DenseBlock
+from ..models.layers import DenseBlock
 from .converted import ConvertedBlock, ConvertedSequence, convert_block, restore_block
 from .read import layers_in, looks_dense, read_block
 from .report import Changed, Report, kept
@@ -114,4 +115,4 @@ def _has_blocks_in_turn(module: nn.Module) -> bool:
 def _can_join(block: nn.Module, after: nn.Module) -> bool:
     if not isinstance(block, ConvertedBlock) or block.engine not in (None, Engine.SHARED):
         return False
-    return _why_not(Engine.SHARED, block) is None and engines.can_consume(block, after)
+    return _why_not(Engine.SHARED, block) is None and joined_consumer(block.dense_parts(), after) is not None

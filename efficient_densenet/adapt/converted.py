@@ -15,9 +15,10 @@ from ..checkpoint.hooks import fire_always
 from ..engines import dispatch as engines
 from ..engines import plain, recompute
 from ..engines.dispatch import Engine
-from ..engines.eligibility import is_watched
+from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import RunFirstHalf
+from ..engines.sequence import run_sequence
 from ..norms.batch_norm import ComputesAsTorch, UpdatesOnce, update_always
 from .layers import are_passed_by, run_layers
 from .read import read_block
@@ -42,10 +43,12 @@ class ConvertedBlock:
         # A compiler sees the author's code, as tracers do, which may also pass something that stands for a tensor.
         if args or kwargs or not isinstance(x, Tensor) or torch.compiler.is_compiling():
             return super().forward(x, *args, **kwargs)
-        engine = engines.choose(self, x)
-        if engine is Engine.PLAIN:
+        plan = engines.plan_block(self, x)
+        if plan.engine is Engine.PLAIN:
             return super().forward(x)
-        return engines.run_block(self, x, engine)
+        return engines.run_block(self, x, plan)
+
+    can_join_stage = True
 
     @property
     def engine(self) -> Engine | None:
@@ -55,7 +58,7 @@ class ConvertedBlock:
         parts = read_block(self, self._conversion.newest_first)
         layers = [layer.module for layer in parts.layers]
         for between in self.children():
-            if between not in layers and is_watched(between):
+            if between not in layers and must_be_called(between):
                 raise NoPartsError(
                     f"found a hook on, or a new forward of, a {type(between).__name__} around the layers"
                 )
@@ -82,19 +85,11 @@ class ConvertedSequence:
     comes before the first one as a stem."""
 
     def forward(self, x: Any) -> Any:
-        modules = list(self)
-        first = next((module for module in modules if isinstance(module, ConvertedBlock)), None)
-        if first is not None and isinstance(x, Tensor):
-            x, consumed = engines.run_stem(modules, first, x)
-            modules = modules[consumed:]
-        while modules:
-            module = modules.pop(0)
-            if modules and isinstance(module, ConvertedBlock) and isinstance(x, Tensor):
-                x, consumed = engines.run_stage(module, modules[0], x)
-                modules = modules[consumed:]
-            else:
-                x = module(x)
-        return x
+        return run_sequence(list(self._modules.items()), x, _is_converted)[0]
+
+
+def _is_converted(module: nn.Module) -> bool:
+    return isinstance(module, ConvertedBlock)
 
 
 def convert_block(block: nn.Module, engine: Engine | None) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engines import plain
-from ..engines.eligibility import is_watched
+from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, LayerParts, activations_of
 from ..engines.plain import RunFirstHalf
 
@@ -39,7 +39,7 @@ def are_passed_by(block: BlockParts) -> bool:
     """Whether `run_layers` would not call something that somebody watches."""
     for layer in block.layers:
         called = {*layer.norms, *layer.convolutions, *layer.activations}
-        if any(is_watched(module) and module not in called for module in layer.module.modules()):
+        if any(must_be_called(module) and module not in called for module in layer.module.modules()):
             return True
     return False
 

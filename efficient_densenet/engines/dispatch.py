@@ -1,13 +1,14 @@
-"""How a dense block is executed: the engine names, and the only place that chooses between them.
+"""Which engine runs a dense block: the engine names, and the only place that chooses between them.
 
-`efficient=True` leaves the choice to this module, which may fall back: it says why, once per reason. An engine asked
-for by name runs or raises. Where no gradient is wanted, and in tracing and export, every engine runs the plain modules,
-since there is nothing to save.
+`efficient=True` leaves the choice to this module, which may fall back: it warns once per reason. An engine asked for
+by name runs or raises. Without gradients, and in tracing and export, every engine runs the plain modules, since there
+is no memory to save. A block is read once a forward: the plan made here is handed on to the engine.
 """
 
 import warnings
 from collections.abc import Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +18,25 @@ from torch.fx import Proxy
 from .._torch_private import compilers_recompute_exactly, functorch_is_active, is_exporting
 from ..checkpoint.parameters import parameters_of
 from . import plain, recompute, stem
-from .eligibility import can_consume, is_watched, why_not_shared
-from .shared import stage as shared
+from .eligibility import joined_consumer, must_be_called, shared_eligibility
+from .parts import BlockParts
+from .shared import function as shared
 
 
 class Engine(str, Enum):
-    """The ways to execute a dense block."""
+    """The ways to run a dense block."""
 
     PLAIN = "plain"
     OFFICIAL = "official"
     CHECKPOINT = "checkpoint"
     SHARED = "shared"
+
+
+class BlockPlan(NamedTuple):
+    """The engine that runs a block on one input, and the block's parts if that is the shared engine."""
+
+    engine: Engine
+    parts: BlockParts | None = None
 
 
 BY_LAYER = {
@@ -59,82 +68,104 @@ def describe(engine: Engine | None) -> str:
     return engine.value if engine else "best"
 
 
-def run_block(block: nn.Module, x: Tensor, engine: Engine) -> Tensor:
-    """The output of a dense block; one that is not ours has `run_layers` too, and parts that can be read."""
-    if engine is Engine.SHARED:
-        return shared.run(block, x)
-    return block.run_layers(x, BY_LAYER[engine])
+def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> BlockPlan:
+    """How to run `block` on `x` now; `parts` are the block's, if they have been read already."""
+    if _is_tracing(block, x):
+        return BlockPlan(Engine.PLAIN)
+    if torch.compiler.is_compiling():
+        # A compiler knows torch's own checkpointing, and none of our autograd functions.
+        saving = block.engine is not Engine.PLAIN and compilers_recompute_exactly()
+        return BlockPlan(Engine.OFFICIAL if saving else Engine.PLAIN)
+    if x.numel() == 0 or not _needs_grad(x, block):
+        return BlockPlan(Engine.PLAIN)
+    if block.engine is None:
+        return _best_plan(block, x, parts)
+    plan, reason = _plan_by(block.engine, block, x, parts)
+    if plan is None:
+        raise RuntimeError(
+            f"engine {block.engine.value!r} cannot run here: {reason}; "
+            "use another engine, or efficient=True, which finds one"
+        )
+    return plan
 
 
-def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-    """The output of `block`, and 0; or, where they can run as one, of `consumer` after it, and 1."""
-    if not is_watched(block) and choose(block, x) is Engine.SHARED and can_consume(block, consumer):
-        return shared.run(block, x, consumer), 1
-    return block(x), 0
+def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
+    """The output of a dense block, ours or a converted one: either has `run_layers`."""
+    if plan.parts is not None:
+        return shared.run(plan.parts, x)
+    return block.run_layers(x, BY_LAYER[plan.engine])
 
 
-def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-    """The output of the first four of `modules`, and 4; or, where they cannot run as one, or `block` after them runs by
-    another engine than the shared one, `x` and 0."""
-    if _is_tracing(block, x) or torch.compiler.is_compiling() or functorch_is_active() or x.numel() == 0:
-        return x, 0
-    found = stem.stem_at_the_start(modules, x)
-    if found is None or not _wants_gradient(x, *found) or forward_ad.unpack_dual(x).tangent is not None:
-        return x, 0
-    if block.engine not in (None, Engine.SHARED) or why_not(Engine.SHARED, block, _after(found, x)) is not None:
-        return x, 0
-    return stem.run(found, x), len(found)
+def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockParts | None = None) -> tuple[Tensor, bool]:
+    """The output of `consumer` on that of `block`, and True; if they cannot run as one, that of `block`, and False."""
+    plan = None if must_be_called(block) else plan_block(block, x, parts)
+    if plan is None or plan.parts is None:
+        return block(x), False
+    joined = joined_consumer(plan.parts, consumer)
+    return shared.run(plan.parts, x, joined), joined is not None
 
 
-def _after(found: stem.Stem, x: Tensor) -> Tensor:
-    """Stands for what the stem gives, of which nobody has asked the size."""
-    return x.new_empty((), dtype=stem.output_dtype(x)).expand(x.shape[0], found.conv.out_channels, *x.shape[2:])
-
-
-def run_tapped(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def run_stage_with_features(
+    block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockParts | None = None
+) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on that of `block`, and the latter."""
-    if not is_watched(block) and choose(block, x) is Engine.SHARED and can_consume(block, consumer):
-        return shared.run_with_features(block, x, consumer)
+    plan = None if must_be_called(block) else plan_block(block, x, parts)
+    joined = None if plan is None or plan.parts is None else joined_consumer(plan.parts, consumer)
+    if plan is not None and plan.parts is not None and joined is not None:
+        return shared.run_with_features(plan.parts, x, joined)
     features = block(x)
     return consumer(features), features
 
 
-def choose(block: nn.Module, x: Tensor) -> Engine:
-    """The engine to run `block` by on `x` now."""
-    if _is_tracing(block, x):
-        return Engine.PLAIN
-    if torch.compiler.is_compiling():
-        # Compilers know torch's own checkpointing, and no autograd of ours.
-        saving = block.engine is not Engine.PLAIN and compilers_recompute_exactly()
-        return Engine.OFFICIAL if saving else Engine.PLAIN
-    if x.numel() == 0 or not _wants_gradient(x, block):
-        return Engine.PLAIN
-    if block.engine is not None:
-        reason = why_not(block.engine, block, x)
-        if reason is not None:
-            raise RuntimeError(
-                f"engine {block.engine.value!r} cannot run here: {reason}; "
-                "use another engine, or efficient=True, which finds one"
-            )
-        return block.engine
-    best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
-    reason = why_not(best, block, x)
-    if reason is None:
-        return best
-    chosen = next(engine for engine in others if why_not(engine, block, x) is None)
-    _warn_once(f"falling back from engine {best.value!r} to {chosen.value!r}: {reason}")
-    return chosen
+def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple[Tensor, BlockParts] | None:
+    """The output of the first four of `modules` as one node, and the parts of `block` after them.
+
+    None where they are no stem that can run so, or where another engine than the shared one is to run `block`.
+    """
+    if _is_tracing(block, x) or torch.compiler.is_compiling() or functorch_is_active() or x.numel() == 0:
+        return None
+    modules_of_stem = stem.stem_at_the_start(modules, x)
+    if modules_of_stem is None or not _needs_grad(x, *modules_of_stem):
+        return None
+    if forward_ad.unpack_dual(x).tangent is not None or block.engine not in (None, Engine.SHARED):
+        return None
+    output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(
+        x.shape[0], modules_of_stem.conv.out_channels, *x.shape[2:]
+    )
+    parts, _ = shared_eligibility(block, output_like)
+    return None if parts is None else (stem.run(modules_of_stem, x), parts)
 
 
 def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
     """Why `engine` cannot run `block` on `x`, or None where it can."""
+    return _plan_by(engine, block, x)[1]
+
+
+def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:
+    best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
+    plan, reason = _plan_by(best, block, x, parts)
+    if plan is not None:
+        return plan
+    plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
+    _warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
+    return plan
+
+
+def _plan_by(
+    engine: Engine, block: nn.Module, x: Tensor, parts: BlockParts | None = None
+) -> tuple[BlockPlan | None, str | None]:
+    """How `engine` runs `block` on `x`, or why it cannot."""
     if engine is Engine.PLAIN:
-        return None
+        return BlockPlan(engine), None
     if functorch_is_active():
-        return "found a torch.func transform (vmap, grad, …), but recomputation needs ordinary autograd"
+        return None, "found a torch.func transform (vmap, grad, …), but recomputation needs ordinary autograd"
     if forward_ad.unpack_dual(x).tangent is not None:
-        return "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
-    return why_not_shared(block, x) if engine is Engine.SHARED else recompute.why_not_recompute(block)
+        return None, "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
+    if engine is Engine.SHARED:
+        parts, reason = shared_eligibility(block, x, parts)
+    else:
+        parts, reason = None, recompute.why_not_recompute(block)
+    return (BlockPlan(engine, parts), None) if reason is None else (None, reason)
 
 
 def _warn_once(message: str) -> None:
@@ -147,5 +178,5 @@ def _is_tracing(block: nn.Module, x: Tensor) -> bool:
     return isinstance(x, Proxy) or is_exporting(block.training)
 
 
-def _wants_gradient(x: Tensor, *modules: nn.Module) -> bool:
+def _needs_grad(x: Tensor, *modules: nn.Module) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters_of(*modules)))

@@ -1,6 +1,7 @@
-"""What the shared engine can take."""
+"""What the shared engine can run: pure functions that return why it cannot, or None."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,8 @@ from .._torch_private import hooks_watch_all_modules
 from ..checkpoint.parameters import parameters_of
 from ..norms.batch_norm import before_the_rule
 from ..norms.sync_batch_norm import sync_group
-from .parts import LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
+from .parts import BlockParts, ConsumerParts, LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
+from .precision import autocast_enabled, compute_dtype
 
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -18,15 +20,23 @@ _HALVES = (torch.float16, torch.bfloat16)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def why_not_shared(block: nn.Module, x: Tensor) -> str | None:
-    """Why the shared engine cannot run `block` on `x`, or None where it can."""
+class Eligibility(NamedTuple):
+    """The parts of a block that the shared engine can run, or else the reason why it cannot."""
+
+    parts: BlockParts | None
+    reason: str | None
+
+
+def shared_eligibility(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> Eligibility:
+    """Whether the shared engine can run `block` on `x`; `parts` are the block's, if they have been read already."""
     if hooks_watch_all_modules():
-        return "found a hook on all modules, and those inside a layer are not called"
+        return Eligibility(None, "found a hook on all modules, and the shared engine does not call those in a layer")
     try:
-        layers = parts_of(block).layers
+        parts = parts or parts_of(block)
     except NoPartsError as reason:
-        return str(reason)
-    return _why_not_layers(layers, x)
+        return Eligibility(None, str(reason))
+    reason = _why_not_layers(parts.layers, x)
+    return Eligibility(parts if reason is None else None, reason)
 
 
 def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
@@ -47,40 +57,41 @@ def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
 
 def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
     for module in layer.module.modules():
-        if is_watched(module):
-            return f"found a hook on, or a new forward of, a {type(module).__name__} inside a layer, which it passes by"
+        if must_be_called(module):
+            name = type(module).__name__
+            return f"found a hook on, or a new forward of, a {name} inside a layer, which it would not call"
         if "parametrizations" in module._modules:
             return f"found a parametrization of a {type(module).__name__} inside a layer"
     for norm in layer.norms:
         if not (is_norm(norm) and isinstance(norm, _NORMS[dims])):
-            return _other(norm, _NORMS[dims])
+            return _wrong_class(norm, _NORMS[dims])
     for activation in layer.activations:
         if type(activation) is not nn.ReLU:
-            return _other(activation, nn.ReLU)
+            return _wrong_class(activation, nn.ReLU)
     for conv in layer.convolutions:
         if type(conv) is not _CONVOLUTIONS[dims]:
-            return _other(conv, _CONVOLUTIONS[dims])
-    kernels = zip(layer.convolutions[::-1], (3, 1), strict=False)
-    if not all(_is_usual(conv, kernel) for conv, kernel in kernels) or not all(map(_has_values, layer.norms)):
+            return _wrong_class(conv, _CONVOLUTIONS[dims])
+    sizes = zip(layer.convolutions[::-1], (3, 1), strict=False)
+    if not all(_is_dense_conv(conv, size) for conv, size in sizes) or not all(map(_has_tensors, layer.norms)):
         return "found a layer that is not batch norm, ReLU and convolution in turn, all of the usual kind"
     return None
 
 
-def _other(module: nn.Module, usual: type[nn.Module]) -> str:
-    # By its name before it ever was recomputed, or there would be a second warning.
-    found = before_the_rule(module).__name__
-    return f"found a {found} inside a layer, where the shared engine takes {usual.__name__}"
+def _wrong_class(module: nn.Module, usual: type[nn.Module]) -> str:
+    # The name of torch's own class: with that of ours, put there by a recomputation, the warning would be a second one.
+    name = before_the_rule(module).__name__
+    return f"found a {name} inside a layer, where the shared engine takes {usual.__name__}"
 
 
 def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
-    """Each layer reads all there is, and adds as much as the others."""
+    """Each layer must read all channels before it, and add as many as the others."""
     growth_rate = layers[0].last.out_channels
     for i, layer in enumerate(layers):
-        expected, read, made = x.shape[1] + i * growth_rate, layer.norm1.num_features, layer.last.out_channels
-        if read != expected or made != growth_rate:
+        expected, channels, growth = x.shape[1] + i * growth_rate, layer.norm1.num_features, layer.last.out_channels
+        if channels != expected or growth != growth_rate:
             return (
-                f"found a layer from {read} channels to {made}, where the shared engine takes one from {expected} to "
-                f"{growth_rate}"
+                f"found a layer from {channels} channels to {growth}, where the shared engine takes one from "
+                f"{expected} to {growth_rate}"
             )
         if layer.norm2 is not None and layer.norm2.num_features != layer.conv1.out_channels:
             return f"found a norm of {layer.norm2.num_features} channels after {layer.conv1.out_channels}"
@@ -88,31 +99,25 @@ def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
 
 
 def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
-    """The norms that read the features share their statistics."""
+    """The norms that read the features share their batch statistics, so they must agree."""
     first = layers[0].norm1
-    if not all(agree(first, layer.norm1) for layer in layers):
+    if not all(normalize_alike(first, layer.norm1) for layer in layers):
         return (
             "found norms in one block that disagree about training mode, eps or processes, but share their statistics"
         )
     inside = [layer.norm2 for layer in layers if layer.norm2 is not None]
     joined = sync_group(first) is not None
     if any(sync_group(norm) != sync_group(first) or (joined and norm.training != first.training) for norm in inside):
-        return "found synchronised norms beside others in one block"
+        return "found synchronized norms beside others in one block"
     if not joined and any(norm.training for norm in (first, *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
-        return "found a single value per channel, of which there is no variance"
+        return "found a single value per channel, which has no variance"
     return None
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The precision of convolutions of `x`: autocast's, which leaves float64 alone, or its own."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if _casts(x) and x.dtype != torch.float64 else x.dtype
-
-
 def _why_not_precision(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
-    """Features have their input's precision, norms that or float32, and convolutions autocast's or their input's."""
+    """Features have the input's dtype, norms that or float32, and convolutions autocast's or the input's."""
     convolutions = compute_dtype(x)
-    of_convolutions = {convolutions} | ({torch.float32} if _casts(x) and x.dtype != torch.float64 else set())
+    of_convolutions = {convolutions} | ({torch.float32} if autocast_enabled(x) and x.dtype != torch.float64 else set())
     of_norms = {x.dtype} | ({torch.float32} if x.dtype in _HALVES else set())
     for layer in layers:
         for modules, allowed in ((layer.norms, of_norms), (layer.convolutions, of_convolutions)):
@@ -120,80 +125,80 @@ def _why_not_precision(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
                 found = {tensor.dtype for tensor in parameters_of(module)}
                 if not found <= allowed:
                     return (
-                        f"found {_names(found)} in a {type(module).__name__}, with an input of {_names({x.dtype})} and "
-                        f"convolutions in {_names({convolutions})}, which the shared engine does not mix"
+                        f"found {_dtype_names(found)} in a {type(module).__name__}, with an input of "
+                        f"{_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}, which the "
+                        "shared engine does not mix"
                     )
     usual = {torch.float32, torch.float64, *_HALVES}
     if x.dtype not in usual or (x.dtype in _HALVES and convolutions != x.dtype):
-        return f"found an input of {_names({x.dtype})} and convolutions in {_names({convolutions})}"
+        return f"found an input of {_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}"
     return None
 
 
-def _casts(x: Tensor) -> bool:
-    device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
+def _dtype_names(dtypes: set[torch.dtype]) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def can_consume(block: nn.Module, consumer: nn.Module) -> bool:
-    """Whether the shared engine can run `consumer`, such as a transition or a norm, with a block that it runs.
-
-    Where a hook watches it, the features that it reads must exist.
+def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | None:
+    """The parts of `consumer`, such as a transition or a norm, where the shared engine can run it with a block that it
+    runs. Where a hook watches it, the features that it reads must exist.
     """
     parts = consumer_parts(consumer)
-    if parts is None or any(map(is_watched, consumer.modules())):
-        return False
-    layer, norm, conv = parts_of(block).layers[-1], parts.norm, parts.conv
-    if not (is_norm(norm) and isinstance(norm, _NORMS[_dims(layer.last)]) and _has_values(norm)):
-        return False
-    if not agree(layer.norm1, norm) or norm.weight.dtype != layer.norm1.weight.dtype:
-        return False
-    if norm.num_features != layer.norm1.num_features + layer.last.out_channels:
-        return False
-    if any(type(activation) is not nn.ReLU for activation in parts.activations):
-        return False
-    return conv is None or (
-        type(conv) is type(layer.last) and _is_usual(conv, 1) and conv.weight.dtype == layer.conv1.weight.dtype
+    if parts is None or any(map(must_be_called, consumer.modules())):
+        return None
+    layer, norm, conv = block.layers[-1], parts.norm, parts.conv
+    joins = (
+        is_norm(norm)
+        and isinstance(norm, _NORMS[_dims(layer.last)])
+        and _has_tensors(norm)
+        and normalize_alike(layer.norm1, norm)
+        and norm.weight.dtype == layer.norm1.weight.dtype
+        and norm.num_features == layer.norm1.num_features + layer.last.out_channels
+        and all(type(activation) is nn.ReLU for activation in parts.activations)
     )
+    if joins and conv is not None:
+        same_dtype = conv.weight.dtype == layer.conv1.weight.dtype
+        joins = type(conv) is type(layer.last) and _is_dense_conv(conv, 1) and same_dtype
+    return parts if joins else None
 
 
 def can_share_stem(conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module, x: Tensor) -> bool:
-    """Whether these are a stem that the shared engine can run as one on `x`."""
+    """Whether the stem engine can run these four modules on `x`."""
     dims = x.dim() - 2
     if type(conv) is not _CONVOLUTIONS.get(dims) or type(pool) is not _MAX_POOLS[dims] or type(relu) is not nn.ReLU:
         return False
-    if not (is_norm(norm) and isinstance(norm, _NORMS[dims]) and _has_values(norm)):
+    if not (is_norm(norm) and isinstance(norm, _NORMS[dims]) and _has_tensors(norm)):
         return False
-    if any(map(is_watched, (conv, norm, relu, pool))) or pool.return_indices:
+    if any(map(must_be_called, (conv, norm, relu, pool))) or pool.return_indices:
         return False
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
         return False
     size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
     if norm.training and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
-        return False  # a variance that there is none of, as the norm says itself
+        return False  # the norm itself raises: a single value has no variance
     layer = LayerParts(conv, norm, conv)
     return norm.num_features == conv.out_channels and _why_not_precision((layer,), x) is None
 
 
 def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Sequence[int]) -> torch.Size:
-    """Of what a convolution makes of pictures of `size`; `rest` are its stride, padding and dilation."""
+    """The spatial size of a convolution's output; `rest` are its stride, padding and dilation."""
     sides = zip(size, kernel_size, *rest, strict=True)
-    return torch.Size((side + 2 * pad - far * (kernel - 1) - 1) // step + 1 for side, kernel, step, pad, far in sides)
+    return torch.Size(
+        (side + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        for side, kernel, stride, padding, dilation in sides
+    )
 
 
 def _dims(conv: nn.Module) -> int:
     return len(conv.kernel_size)
 
 
-def _is_usual(conv: nn.Module, kernel: int) -> bool:
-    """Whether this is a convolution as DenseNets have it: it keeps the size, and has no bias."""
+def _is_dense_conv(conv: nn.Module, kernel_size: int) -> bool:
+    """Whether this is a convolution as DenseNets have it: it keeps the spatial size, and has no bias."""
     dilation = conv.dilation[0]
     return (
-        set(conv.kernel_size) == {kernel}
-        and conv.padding == (kernel // 2 * dilation,) * _dims(conv)
+        set(conv.kernel_size) == {kernel_size}
+        and conv.padding == (kernel_size // 2 * dilation,) * _dims(conv)
         and set(conv.dilation) == {dilation}
         and set(conv.stride) == {1}
         and conv.groups == 1
@@ -202,15 +207,15 @@ def _is_usual(conv: nn.Module, kernel: int) -> bool:
     )
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether a hook, or a forward set on the instance, would notice that the module itself is not called."""
+def must_be_called(module: nn.Module) -> bool:
+    """Whether a hook, or a forward set on the instance, would miss the call of the module itself."""
     return "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS)
 
 
-def agree(first: nn.Module, other: nn.Module) -> bool:
-    """Whether two norms normalise the same values alike."""
+def normalize_alike(first: nn.Module, other: nn.Module) -> bool:
+    """Whether two norms normalize the same values alike."""
     return first.training == other.training and first.eps == other.eps and sync_group(first) == sync_group(other)
 
 
-def _has_values(norm: nn.Module) -> bool:
+def _has_tensors(norm: nn.Module) -> bool:
     return norm.weight is not None and norm.bias is not None and (norm.training or norm.running_mean is not None)

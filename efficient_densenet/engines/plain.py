@@ -1,11 +1,11 @@
-"""What every other engine is compared with: concatenate, normalise, rectify, convolve, and keep everything."""
+"""The reference engine: concatenate, normalize, ReLU and convolve as torch modules, and save all for the backward."""
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
 RunFirstHalf = Callable[[nn.Module, list[Tensor]], Tensor]
-"""How the first half of a layer is run."""
+"""How an engine runs a layer's first half (concatenation, norm, ReLU, first convolution) on a list of features."""
 
 
 def run_first_half(layer: nn.Module, features: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Per-layer recomputation: the concatenation, its norm and its ReLU are made again in the backward, not kept."""
+"""The per-layer checkpointing engines: the backward recomputes each layer's concatenation, first norm and ReLU."""
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -23,12 +23,12 @@ def run_first_half_checkpoint(layer: nn.Module, features: list[Tensor]) -> Tenso
 
 
 def why_not_recompute(block: nn.Module) -> str | None:
-    """Why no layer of `block` may be run twice, or None."""
+    """Why the layers of `block` cannot be recomputed, or None."""
     for module in block.modules():
         if "parametrizations" not in module._modules:
             continue
         if caches_parametrizations():
-            return "found parametrizations whose results are being cached, which a second run would not compute again"
+            return "found parametrizations whose results are being cached, which a recomputation would not repeat"
         if module.training and any(True for _ in module.parametrizations.buffers()):
             return f"found a parametrization of a {type(module).__name__} that changes its own state when it is run"
     return None

@@ -1,27 +1,24 @@
-"""A DenseNet as a backbone: which maps it hands out, what is known of them, and how one is taken from inside a stage.
+"""A DenseNet as a backbone: which feature maps it returns, and what is known of them.
 
-Maps are numbered as timm numbers them: 0 is the stem's before its pooling, then one for each dense block.
+Maps have timm's numbers: 0 is the stem's before its pooling, then one for each dense block.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._checks import check_choice
-from ..engines import dispatch as engines
-from ..engines.eligibility import is_watched
 
 MAPS = ("timm", "raw", "normalised_rectified")
-"""What is handed out of a dense block: `raw`, its output; `normalised_rectified`, that after the norm and the ReLU that
-follow it; `timm`, as timm does: raw, but the last normalised and rectified."""
+"""Which map a dense block returns: `raw`, its output; `normalised_rectified`, the output of the norm and the ReLU that
+follow it; `timm`, as timm does: raw, but the last after norm and ReLU."""
 
 
 class FeatureInfo:
-    """What is known of each map, as timm's class of this name tells it: `channels()`, `reduction()`, `module_name()`.
+    """What timm's class of this name says of each map: `channels()`, `reduction()`, `module_name()`.
 
-    They speak of the maps of `out_indices`; given an index or several, of those.
+    Without an index they describe the maps of `out_indices`.
     """
 
     def __init__(self, info: Sequence[dict[str, Any]], out_indices: Sequence[int]) -> None:
@@ -52,7 +49,7 @@ class FeatureInfo:
         return len(self.info)
 
     def of_maps(self, out_indices: int | Sequence[int] | None, maps: str) -> "FeatureInfo":
-        """The same, of a backbone that hands out these."""
+        """The description for a backbone that returns these maps."""
         check_choice("maps", maps, MAPS)
         blocks = range(1, len(self))
         names = {i: f"denseblock{i}" for i in blocks}
@@ -65,14 +62,14 @@ class FeatureInfo:
 
 
 def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> nn.Module:
-    """`model` as a backbone, made of the same modules: it gives a tuple of the maps of `out_indices`.
+    """`model` as a backbone of the same modules, which returns a tuple of the maps of `out_indices`.
 
     Args:
-        model: a `DenseNet`, which stays what it is. The two share their parameters, training mode and engine.
-        out_indices: 0 for the stem's map, then one for each block, negative from the end; a number for the last so
-            many; all by default.
-        maps: "raw" for the blocks' outputs; "normalised_rectified" for those after the norm and ReLU that follow;
-            "timm" for timm's, which are raw but for the last.
+        model: a `DenseNet`, which does not change. The two share their parameters, training mode and engine.
+        out_indices: 0 for the stem's map, then one for each block, negative from the end; a single number for as many
+            maps from the last; all by default.
+        maps: "raw" for the blocks' outputs; "normalised_rectified" for the outputs of the norm and ReLU that follow;
+            "timm" for timm's, which are raw except for the last.
     """
     if not hasattr(model, "as_backbone"):
         raise TypeError(
@@ -82,45 +79,15 @@ def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *
     return model.as_backbone(out_indices, maps=maps)
 
 
-def _indices(given: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
-    if given is None or (isinstance(given, int) and 0 < given <= count):
-        return tuple(range(count))[-(given or count) :]
-    found = [] if isinstance(given, int) else list(given)
-    if found and all(isinstance(i, int) and -count <= i < count for i in found):
-        resolved = tuple(i % count for i in found)
+def _indices(out_indices: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
+    if out_indices is None or (isinstance(out_indices, int) and 0 < out_indices <= count):
+        return tuple(range(count))[-(out_indices or count) :]
+    listed = [] if isinstance(out_indices, int) else list(out_indices)
+    if listed and all(isinstance(i, int) and -count <= i < count for i in listed):
+        resolved = tuple(i % count for i in listed)
         if len(set(resolved)) == len(resolved):
             return resolved
     raise ValueError(
-        f"out_indices is {given!r}, but must be some of 0 to {count - 1}, each once, or the number of the last ones"
+        f"out_indices is {out_indices!r}, but must list some of 0 to {count - 1}, each once, or be the number of the "
+        "last ones"
     )
-
-
-def run_rectified(block: nn.Module, transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of `transition` on that of `block`, and what its ReLU gives."""
-    if is_watched(transition):
-        return _run_watched(transition, block(x))
-    x, normalised = engines.run_stage(block, transition.norm, x)
-    found = transition.relu(x if normalised else transition.norm(x))
-    rest = list(transition)[2:]
-    if normalised and not any(map(is_watched, rest)):
-        rest.reverse()  # pooling commutes with a 1×1 convolution, and leaves it a quarter of the pixels
-    x = found
-    for module in rest:
-        x = module(x)
-    return x, found
-
-
-def _run_watched(transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Called as a whole, for the hooks on it. They see a copy of the module, which notes what its ReLU gives."""
-    found = []
-
-    def forward(x: Tensor) -> Tensor:
-        for module in transition:
-            x = module(x)
-            if module is transition.relu:
-                found.append(x)
-        return x
-
-    stand_in = copy.copy(transition)
-    stand_in.forward = forward
-    return stand_in(x), found[0]

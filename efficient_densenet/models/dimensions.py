@@ -1,4 +1,4 @@
-"""The modules that a DenseNet for signals, pictures or volumes is made of."""
+"""The module classes of a DenseNet for signals (1-D), images (2-D) or volumes (3-D)."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Modules(NamedTuple):
 _MODULES = {
     1: Modules(nn.Conv1d, CpBatchNorm1d, nn.AvgPool1d, nn.MaxPool1d, F.adaptive_avg_pool1d, "signals", ("length",)),
     2: Modules(
-        nn.Conv2d, CpBatchNorm2d, nn.AvgPool2d, nn.MaxPool2d, F.adaptive_avg_pool2d, "pictures", ("height", "width")
+        nn.Conv2d, CpBatchNorm2d, nn.AvgPool2d, nn.MaxPool2d, F.adaptive_avg_pool2d, "images", ("height", "width")
     ),
     3: Modules(
         nn.Conv3d,

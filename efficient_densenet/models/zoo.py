@@ -46,10 +46,11 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
 
     Args:
         name: one of `list_models()`.
-        weights: published ones from torchvision, by their name there ("DEFAULT", "IMAGENET1K_V1") or as its entry. With
-            another number of classes the classifier is left as it starts; `model.weights_report` tells.
-        adapt_input: for `weights` and other than three `in_channels`, as `load_weights` takes it.
-        overrides: arguments of `DenseNet` that take the place of the variant's.
+        weights: pretrained weights from torchvision, by their name there ("DEFAULT", "IMAGENET1K_V1") or as its enum
+            member. With another number of classes the classifier keeps its initialization; `model.weights_report`
+            says what was loaded.
+        adapt_input: for `weights` with other than three `in_channels`, as in `load_weights`.
+        overrides: arguments of `DenseNet` that replace the variant's.
     """
     if name not in VARIANTS:
         near = difflib.get_close_matches(str(name), VARIANTS, n=1)
@@ -60,7 +61,7 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
     if unknown:
         raise TypeError(f"unknown argument {unknown[0]!r} for {name}: DenseNet takes {', '.join(allowed)}")
     if weights is not None:
-        published(name, weights)  # a wrong name is told before anything is built
+        published(name, weights)  # raises for a wrong name before anything is built
     model = DenseNet(**(VARIANTS[name] | overrides))
     if weights is not None:
         model.weights_report = load_published(model, name, weights, _unused(model, name), adapt_input)
@@ -68,7 +69,7 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
 
 
 def _unused(model: DenseNet, name: str) -> list[str]:
-    """What a file for the whole variant holds beyond this model: another classifier, and what a backbone has not."""
+    """The keys of the variant's weights that this model does not load: another classifier, what a backbone lacks."""
     usual = model.num_classes == VARIANTS[name]["num_classes"]
     if not model.features_only:
         return [] if usual else ["classifier"]

@@ -1,184 +1,100 @@
-"""Batch norms as affine maps on stored values, and what their gradients need."""
+"""The statistics of a stage's features: computed once when a channel is written, read by the norm of every consumer."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..._torch_private import in_backward
 from ...norms.sync_batch_norm import SyncGroup
 from ..kernels import kernels_for
-from ..kernels.interface import AffineInput, BatchNormBackward, GradAccumulator
+from ..kernels.interface import AffineInput
 from ..kernels.portable import accumulation_dtype
+from .batch_norm import (
+    BatchNormAffine,
+    Count,
+    grad_input_of_normalized,
+    synchronized_statistics,
+    unbiased_variance,
+    update_running_statistics,
+)
 
 
-class BatchNormAffine:
-    """One norm in one pass: `scale * values + shift`, on values less their mean, or where `mean` is given, on raw ones;
-    and, once the backward has summed up, its own gradients."""
-
-    def __init__(self, weight: Tensor, bias: Tensor, inv_std: Tensor, mean: Tensor | None = None) -> None:
-        self.weight, self.inv_std, self.mean = weight.to(inv_std.dtype), inv_std, mean
-        self.scale = self.weight * inv_std
-        self.shift = bias.to(inv_std.dtype) if mean is None else bias - mean * self.scale
-
-    def input(self, values: Tensor) -> AffineInput:
-        """What the norm's consumer reads."""
-        return AffineInput(values, self.scale, self.shift)
-
-    def grad_scale(self, frozen: bool) -> Tensor:
-        """What the map's gradient counts in that of the values, a frozen norm's, or in that of the normalised ones."""
-        return self.scale if frozen else self.weight
-
-    def set_gradients(self, grad_sum: Tensor, product_sum: Tensor) -> None:
-        """Note the sums of the map's gradient and of its product with the values."""
-        self.grad_bias = grad_sum
-        centred = product_sum if self.mean is None else product_sum - self.mean * grad_sum
-        self.grad_weight = centred * self.inv_std
-
-
-def running_statistics(norm: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal deviation of a frozen norm, as they are now."""
-    mean, variance = norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype)
-    return mean, torch.rsqrt(variance + norm.eps)
-
-
-def synchronized_statistics(
-    mean: Tensor, variance: Tensor, count: int, sync_group: SyncGroup | None
-) -> tuple[Tensor, Tensor, int | Tensor]:
-    """The statistics of so many values, or of those of all processes."""
-    return (mean, variance, count) if sync_group is None else sync_group.statistics(mean, variance, count)
-
-
-def unbiased_variance(variance: Tensor, count: int | Tensor) -> Tensor:
-    return variance * (count / (count - 1))
-
-
-def update_running_statistics(norm: nn.Module, mean: Tensor, unbiased_variance: Tensor) -> None:
-    """Update the running statistics, in a first run."""
-    if not norm.track_running_stats or in_backward():
-        return
-    norm.num_batches_tracked.add_(1)
-    momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    for kept, found in ((norm.running_mean, mean), (norm.running_var, unbiased_variance)):
-        if kept.dtype == found.dtype:
-            kept.lerp_(found, momentum)
-        else:
-            kept.copy_(torch.lerp(kept.to(found.dtype), found, momentum))
-
-
-def batch_norm_backward(
-    values: Tensor,
-    norm: BatchNormAffine,
-    frozen: bool,
-    grad_accum: Tensor,
-    count: int | Tensor,
-    sync_group: SyncGroup | None,
-) -> BatchNormBackward:
-    """The gradient of values that `norm` alone has normalised."""
-    if frozen:
-        return passthrough_backward(values, grad_accum, norm.scale.dtype)
-    sums = norm.weight * norm.grad_bias, norm.weight * norm.grad_weight
-    sums = sums if sync_group is None else sync_group.sums(*sums)
-    return _settling(values, norm.inv_std, norm.mean, *sums, grad_accum, count)
-
-
-def passthrough_backward(values: Tensor, grad: Tensor, dtype: torch.dtype) -> BatchNormBackward:
-    """A gradient that is the values' own; `dtype` is the precision of sums."""
-    all_of_it = grad.new_ones(grad.shape[1], dtype=dtype)
-    nothing = torch.zeros_like(all_of_it)
-    return BatchNormBackward(AffineInput(values, nothing, nothing), GradAccumulator(all_of_it, grad))
-
-
-def _settling(
-    values: Tensor,
-    inv_std: Tensor,
-    mean: Tensor | None,
-    grad_sum: Tensor,
-    product_sum: Tensor,
-    grad_accum: Tensor,
-    count: int | Tensor,
-) -> BatchNormBackward:
-    """`inverse * pending`, less what reaches the values through their mean and their deviation."""
-    per_value = inv_std * (-1 / count)
-    slope, shift = product_sum * inv_std * per_value, grad_sum * per_value
-    shift = shift if mean is None else shift - mean * slope
-    return BatchNormBackward(AffineInput(values, slope, shift), GradAccumulator(inv_std, grad_accum))
-
-
-class ChannelSlices(NamedTuple):
-    """Where in the matrix of features the channels lie: beside the oldest, at one end of it, the next ones."""
+class ChannelOrder(NamedTuple):
+    """Where channels lie in the feature matrix, whose columns are filled from the oldest channel to the newest."""
 
     total: int
     newest_first: bool
 
-    def between(self, start: int, stop: int) -> slice:
-        """The channels before which `start`, and up to the last of which `stop`, have been written."""
+    def slice(self, start: int, stop: int) -> slice:
+        """The columns of the channels written as number `start` to `stop`."""
         return slice(self.total - stop, self.total - start) if self.newest_first else slice(start, stop)
 
 
 class SharedStatistics:
-    """Mean and deviation of a stage's features, measured once and read by the norm of every consumer."""
+    """Mean and inverse standard deviation of each channel, and what the backward sums up for them.
+
+    With batch statistics the features are stored centered. Frozen norms have statistics of their own: then the features
+    are stored as they are, and the vectors here stay zero.
+    """
 
     def __init__(
         self,
         features: Tensor,
-        columns: ChannelSlices,
+        order: ChannelOrder,
         frozen: bool,
         eps: float,
         sync_group: SyncGroup | None,
         inv_std: Tensor | None = None,
     ) -> None:
-        self.features, self.columns = features, columns
+        self.features, self.order = features, order
         self.frozen, self.eps, self.sync_group = frozen, eps, sync_group
         self.dtype = accumulation_dtype(features.dtype)
         zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
         self.mean, self.unbiased = zeros.clone(), zeros.clone()
         self.inv_std = zeros.clone() if inv_std is None else inv_std
-        self.count: int | Tensor = features.shape[0]
-        self.grad_sum, self.product_sum = zeros.clone(), zeros
+        self.count: Count = features.shape[0]
+        self.grad_sum, self.grad_normalized_sum = zeros.clone(), zeros
 
-    def write(self, values: Tensor, place: slice, own: Sequence[Tensor] = ()) -> None:
-        """Put new channels among the features, less their mean; `own` is their mean and variance, if measured."""
+    def write(self, values: Tensor, columns: slice, statistics: tuple[Tensor, Tensor] | None = None) -> None:
+        """Store new channels (pixels, channels) and their statistics: mean and variance, computed if not given."""
         if self.frozen:
-            self.features[:, place].copy_(values)
+            self.features[:, columns].copy_(values)
             return
-        own = own or kernels_for(values).batch_statistics(values)
-        mean, variance, self.count = synchronized_statistics(*own, values.shape[0], self.sync_group)
-        torch.sub(values, mean, out=self.features[:, place])
-        self.mean[place], self.unbiased[place] = mean, unbiased_variance(variance, self.count)
-        self.inv_std[place] = variance.add_(self.eps).rsqrt_()
+        statistics = statistics or kernels_for(values).batch_statistics(values)
+        mean, variance, self.count = synchronized_statistics(*statistics, values.shape[0], self.sync_group)
+        torch.sub(values, mean, out=self.features[:, columns])
+        self.mean[columns], self.unbiased[columns] = mean, unbiased_variance(variance, self.count)
+        self.inv_std[columns] = variance.add_(self.eps).rsqrt_()
 
-    def map(self, weight: Tensor, bias: Tensor) -> BatchNormAffine:
-        """The map of a consumer, which reads as many channels as its norm is wide."""
-        return BatchNormAffine(weight, bias, self.inv_std[self._read_by(weight)])
+    def affine(self, weight: Tensor, bias: Tensor) -> BatchNormAffine:
+        """The affine map of a consumer, which reads as many channels as its norm has."""
+        return BatchNormAffine(weight, bias, self.inv_std[self._columns_read(weight)])
 
-    def read(self, consumer: BatchNormAffine) -> AffineInput:
-        return consumer.input(self.features[:, self._read_by(consumer.weight)])
+    def input(self, norm: BatchNormAffine) -> AffineInput:
+        return norm.input(self.features[:, self._columns_read(norm.weight)])
 
-    def record(self, norm: nn.Module) -> None:
+    def update_running_statistics(self, norm: nn.Module) -> None:
         if not self.frozen:
-            place = self._read_by(norm.weight)
-            update_running_statistics(norm, self.mean[place], self.unbiased[place])
+            columns = self._columns_read(norm.weight)
+            update_running_statistics(norm, self.mean[columns], self.unbiased[columns])
 
-    def absorb(self, consumer: BatchNormAffine) -> None:
-        """Take note of what a consumer's gradient means for the mean and the deviation."""
+    def add_gradients(self, norm: BatchNormAffine) -> None:
+        """Add a consumer's γ · dβ and γ · dγ: its part of Σg and Σ(g·x̂) of the channels it reads."""
         if not self.frozen:
-            place = self._read_by(consumer.weight)
-            self.grad_sum[place].addcmul_(consumer.weight, consumer.grad_bias)
-            self.product_sum[place].addcmul_(consumer.weight, consumer.grad_weight)
+            columns = self._columns_read(norm.weight)
+            self.grad_sum[columns].addcmul_(norm.weight, norm.grad_bias)
+            self.grad_normalized_sum[columns].addcmul_(norm.weight, norm.grad_weight)
 
-    def grad_input(self, grad_accum: Tensor, place: slice) -> Tensor:
-        """The gradient of the features, from the sum of their consumers' gradients."""
-        values, grad_accum = self.features[:, place], grad_accum[:, place]
+    def grad_input(self, grad_accum: Tensor, columns: slice) -> Tensor:
+        """The gradient of channels whose last consumer is done, from the sum of the consumers' gradients."""
+        values, grad_accum = self.features[:, columns], grad_accum[:, columns]
         if self.frozen:
             return grad_accum.contiguous()
-        sums = self.grad_sum[place], self.product_sum[place]
+        sums = self.grad_sum[columns], self.grad_normalized_sum[columns]
         sums = sums if self.sync_group is None else self.sync_group.sums(*sums)
-        return kernels_for(values).batch_norm_grad_input(
-            _settling(values, self.inv_std[place], None, *sums, grad_accum, self.count)
-        )
+        backward = grad_input_of_normalized(values, self.inv_std[columns], None, *sums, grad_accum, self.count)
+        return kernels_for(values).batch_norm_grad_input(backward)
 
-    def _read_by(self, weight: Tensor) -> slice:
-        """The channels that were there before the consumer with such a weight."""
-        return self.columns.between(0, weight.shape[0])
+    def _columns_read(self, weight: Tensor) -> slice:
+        """The channels that were there before the consumer with such a norm weight."""
+        return self.order.slice(0, weight.shape[0])

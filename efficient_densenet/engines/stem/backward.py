@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..shared import statistics
-from ..shared.statistics import BatchNormAffine
+from ..shared import batch_norm
+from ..shared.batch_norm import BatchNormAffine
 from .conv_output import ConvOutput, Tile
 from .forward import pooled_tile
 
@@ -62,7 +62,7 @@ class StemBackward:
         conv_output, values = self.conv_output, self.conv_output.values
         # Here grad_accum only fills its place: a tile's g is scattered when it is needed, in `_grad_conv_output`.
         grad_accum = values
-        (_, scale, shift), accumulator = statistics.batch_norm_backward(
+        (_, scale, shift), accumulator = batch_norm.batch_norm_backward(
             values, self.norm, self.plan.frozen, grad_accum, self.count, self.plan.sync_group
         )
         grad_scale = accumulator.grad_scale * self.norm.grad_scale(self.plan.frozen)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..eligibility import convolved_size
 from ..kernels import scratch
 from ..kernels.portable import TILE_BYTES, to_spatial
-from ..shared.stage import layout_of
+from ..memory_format import memory_format_of
 from .plan import StemPlan
 
 Tile = tuple[slice, slice]
@@ -28,7 +28,7 @@ class ConvOutput:
         self.spatial_size = convolved_size(x.shape[2:], weight.shape[2:], *plan.conv[:3])
         self.reduced_dims = [0, *range(2, x.dim())]  # all but the channels
         self.values = self._convolve()
-        self.memory_format = layout_of(self.values)
+        self.memory_format = memory_format_of(self.values)
 
     def _convolve(self) -> Tensor:
         """z, computed some images at a time: a convolution's own workspace may be as large as its output."""
@@ -37,7 +37,7 @@ class ConvOutput:
             part = self.plan.conv.forward(self.x[images], self.weight, self.bias)
             if len(part) == len(self.x):
                 return part
-            values = self.new_empty(part, part.dtype, layout_of(part)) if values is None else values
+            values = self.new_empty(part, part.dtype, memory_format_of(part)) if values is None else values
             values[images] = part
         return values
 

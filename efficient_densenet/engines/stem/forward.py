@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ..shared import statistics
-from ..shared.stage import CHANNELS_LAST
-from ..shared.statistics import BatchNormAffine
+from ..memory_format import CHANNELS_LAST
+from ..shared import batch_norm
+from ..shared.batch_norm import BatchNormAffine
 from .conv_output import ConvOutput, Tile
 
 
@@ -17,15 +17,15 @@ def batch_statistics(conv_output: ConvOutput) -> tuple[Tensor, Tensor, int | Ten
     plan, values = conv_output.plan, conv_output.values
     count = values.numel() // values.shape[1]
     if plan.frozen:
-        return *statistics.running_statistics(plan.norm, plan.accumulation_dtype), count
+        return *batch_norm.running_statistics(plan.norm, plan.accumulation_dtype), count
     mean = values.mean(conv_output.reduced_dims, dtype=plan.accumulation_dtype)
     square_sum = torch.zeros_like(mean)
     for tile in conv_output.tiles():
         centered = conv_output.centered(tile, mean, conv_output.memory_format)
         square_sum[tile[1]] += centered.square_().sum(conv_output.reduced_dims)
     variance = square_sum.div_(count)
-    mean, variance, count = statistics.synchronized_statistics(mean, variance, count, plan.sync_group)
-    statistics.update_running_statistics(plan.norm, mean, statistics.unbiased_variance(variance, count))
+    mean, variance, count = batch_norm.synchronized_statistics(mean, variance, count, plan.sync_group)
+    batch_norm.update_running_statistics(plan.norm, mean, batch_norm.unbiased_variance(variance, count))
     return mean, torch.rsqrt(variance + plan.eps), count
 
 

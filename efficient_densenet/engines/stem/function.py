@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import scratch
-from ..shared.stage import autocast_off, refuse_create_graph
-from ..shared.statistics import BatchNormAffine
+from ..precision import autocast_disabled
+from ..shared.batch_norm import BatchNormAffine
+from ..shared.function import refuse_create_graph
 from .backward import StemBackward
 from .conv_output import ConvOutput
 from .forward import batch_statistics, pooled_output
@@ -32,7 +33,7 @@ class SharedStem(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: StemPlan, x: Tensor, *tensors: Tensor) -> Tensor:
         parameters = Parameters(*tensors)
-        with autocast_off(x), scratch.reused():
+        with autocast_disabled(x), scratch.reused():
             conv_output = ConvOutput(plan, x, parameters.weight, parameters.bias)
             mean, inv_std, ctx.count = batch_statistics(conv_output)
             output = pooled_output(conv_output, mean, parameters.norm(inv_std))
@@ -49,7 +50,7 @@ class SharedStem(torch.autograd.Function):
             return None, *[None] * len(needs_grad)
         x, mean, inv_std, *tensors = ctx.saved_tensors
         parameters = Parameters(*tensors)
-        with autocast_off(x), scratch.reused():
+        with autocast_disabled(x), scratch.reused():
             conv_output = ConvOutput(ctx.plan, x, parameters.weight, parameters.bias)
             grads = StemBackward(conv_output, mean, parameters.norm(inv_std), ctx.count, needs_grad).run(grad_output)
         inputs = zip(grads, (x, *tensors), needs_grad, strict=True)

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...norms.sync_batch_norm import sync_group
-from ..eligibility import compute_dtype
 from ..kernels.portable import CONV_BY_DIMS, accumulation_dtype
+from ..precision import compute_dtype
 
 
 class Stem(NamedTuple):

@@ -1,0 +1,115 @@
+"""Modules that run one after another, in which dense blocks run together with what comes before and after them.
+
+A block and the consumer after it (a transition or a norm) run as one stage, and the modules before the first block as
+one stem, wherever the dispatcher finds that they can; all others are called. This one walk serves our models and
+converted `nn.Sequential`s of other libraries.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from . import dispatch
+from .eligibility import must_be_called
+from .parts import BlockParts
+
+NamedModules = Sequence[tuple[str, nn.Module]]
+STEM_LENGTH = 4
+
+
+def run_sequence(
+    modules: NamedModules, x: Any, is_block: Callable[[nn.Module], bool], taps: Collection[str] = ()
+) -> tuple[Any, dict[str, Tensor]]:
+    """The output of the last module, and the outputs of the modules that `taps` names ("transition1.relu" inside one).
+
+    A module for which `is_block` is true has an `engine`, and with `can_join_stage` it may be run without being called.
+    """
+    outputs: dict[str, Tensor] = {}
+    x, position, parts = _run_stem(modules, x, is_block, taps)
+    while position < len(modules):
+        name, module = modules[position]
+        position += 1
+        joins = position < len(modules) and is_block(module) and module.can_join_stage
+        if joins and isinstance(x, (Tensor, Proxy)):
+            consumer_name, consumer = modules[position]
+            x, consumed = _run_stage(name, module, consumer_name, consumer, x, parts, taps, outputs)
+            position += consumed
+            parts = None  # they were those of the first block
+        else:
+            x = module(x)
+            if name in taps:
+                outputs[name] = x
+    return x, outputs
+
+
+def _run_stem(
+    modules: NamedModules, x: Any, is_block: Callable[[nn.Module], bool], taps: Collection[str]
+) -> tuple[Any, int, BlockParts | None]:
+    """The stem's output, how many modules have run, and the first block's parts if they were read."""
+    block = next((module for _, module in modules if is_block(module)), None)
+    tapped = any(name in taps for name, _ in modules[: STEM_LENGTH - 1])
+    if block is None or tapped or not isinstance(x, Tensor):
+        return x, 0, None
+    result = dispatch.run_stem([module for _, module in modules], block, x)
+    if result is None:
+        return x, 0, None
+    return result[0], STEM_LENGTH, result[1]
+
+
+def _run_stage(
+    name: str,
+    block: nn.Module,
+    consumer_name: str,
+    consumer: nn.Module,
+    x: Tensor,
+    parts: BlockParts | None,
+    taps: Collection[str],
+    outputs: dict[str, Tensor],
+) -> tuple[Tensor, bool]:
+    """The output of `block`, or of `consumer` on it, and whether that has run; notes what is tapped."""
+    consumed = True
+    if f"{consumer_name}.relu" in taps:
+        x, outputs[f"{consumer_name}.relu"] = _run_with_rectified(block, consumer, x, parts)
+    elif name in taps:
+        x, outputs[name] = dispatch.run_stage_with_features(block, consumer, x, parts)
+    else:
+        x, consumed = dispatch.run_stage(block, consumer, x, parts)
+    if consumed and consumer_name in taps:
+        outputs[consumer_name] = x
+    return x, consumed
+
+
+def _run_with_rectified(
+    block: nn.Module, transition: nn.Module, x: Tensor, parts: BlockParts | None
+) -> tuple[Tensor, Tensor]:
+    """The output of `transition` on that of `block`, and the output of the transition's ReLU."""
+    if must_be_called(transition):
+        return _call_with_rectified(transition, block(x))
+    x, normalized = dispatch.run_stage(block, transition.norm, x, parts)
+    rectified = transition.relu(x if normalized else transition.norm(x))
+    rest = list(transition)[2:]
+    if normalized and not any(map(must_be_called, rest)):
+        rest.reverse()  # average pooling commutes with the 1×1 convolution, and leaves it a quarter of the pixels
+    x = rectified
+    for module in rest:
+        x = module(x)
+    return x, rectified
+
+
+def _call_with_rectified(transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by calling the transition, for the hooks on it; they see a copy, which records the ReLU's output."""
+    rectified = []
+
+    def forward(x: Tensor) -> Tensor:
+        for module in transition:
+            x = module(x)
+            if module is transition.relu:
+                rectified.append(x)
+        return x
+
+    stand_in = copy.copy(transition)
+    stand_in.forward = forward
+    return stand_in(x), rectified[0]

@@ -1,0 +1,129 @@
+"""The forward of a stage: every layer reads the features so far in place and writes its new channels beside them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels import kernels_for, scratch
+from ..kernels.interface import AffineInput, Conv1x1
+from ..kernels.portable import halved, to_pixel_matrix, to_spatial
+from ..parts import LayerParts
+from .batch_norm import (
+    BatchNormAffine,
+    running_statistics,
+    synchronized_statistics,
+    unbiased_variance,
+    update_running_statistics,
+)
+from .plan import StagePlan
+from .saved import SavedLayer, SavedNorm, SavedStage
+from .statistics import ChannelOrder, SharedStatistics
+
+
+class Forward:
+    """One forward of a stage; `tensors` are the values of the plan's parameters."""
+
+    def __init__(self, plan: StagePlan, x: Tensor, tensors: Sequence[Tensor]) -> None:
+        self.plan, self.tensors, self.x = plan, tensors, x
+        self.shape = torch.Size([x.shape[0], *x.shape[2:]])
+        channels = x.shape[1] + plan.growth_rate * len(plan.layers)
+        self.features = x.new_empty(self.shape.numel(), channels)
+        self.kernels = kernels_for(self.features)
+        self.order = ChannelOrder(channels, plan.newest_first)
+        self.statistics = SharedStatistics(self.features, self.order, plan.frozen, plan.eps, plan.sync_group)
+        self.saved = SavedStage(self.features, self.statistics.inv_std, [SavedLayer() for _ in plan.layers])
+        returns_features = plan.return_features or plan.consumer is None
+        self.block_output = self._empty_images(channels) if returns_features else None
+
+    def run(self) -> tuple[Tensor, ...]:
+        """The consumer's output, the block's, or both."""
+        num_channels = self._write(0, to_pixel_matrix(self.x))
+        for i in range(len(self.plan.layers)):
+            num_channels = self._write(num_channels, *self._layer(i))
+        outputs = [] if self.plan.consumer is None else [self._consumer()]
+        return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
+
+    def _empty_images(self, channels: int) -> Tensor:
+        shape = self.shape[0], channels, *self.shape[1:]
+        return torch.empty(shape, dtype=self.x.dtype, device=self.x.device, memory_format=self.plan.memory_format)
+
+    def _write(self, start: int, values: Tensor, *statistics: Tensor) -> int:
+        """Store new channels; `statistics` are their mean and variance, where a kernel has computed them already."""
+        stop = start + values.shape[1]
+        columns = self.order.slice(start, stop)
+        self.statistics.write(values, columns, statistics)
+        if self.block_output is not None:
+            self.block_output[:, columns] = to_spatial(values, self.shape)
+        return stop
+
+    def _norm(self, norm: torch.nn.Module, weight: Tensor, bias: Tensor, saved: SavedNorm) -> AffineInput:
+        """What the convolution after a norm of the features reads."""
+        if not self.plan.frozen:
+            self.statistics.update_running_statistics(norm)
+            return self.statistics.input(self.statistics.affine(weight, bias))
+        saved.mean, saved.inv_std = running_statistics(norm, self.statistics.dtype)
+        return self.statistics.input(BatchNormAffine(weight, bias, saved.inv_std, saved.mean))
+
+    def _layer(self, i: int) -> Sequence[Tensor]:
+        """A layer's output and, where nothing changes it any more, its batch mean and variance."""
+        layer, saved = self.plan.layers[i], self.saved.layers[i]
+        weight1, bias1, conv1, *bottleneck = self.tensors[self.plan.layer_tensors[i]]
+        input, conv = self._norm(layer.norm1, weight1, bias1, saved.norm1), conv1.to(self.plan.dtype)
+        if bottleneck:
+            input, conv = self._bottleneck(i, input, conv.flatten(1), *bottleneck)
+        arguments = input, conv, self.shape, layer.dilation
+        if not self.plan.frozen and not layer.drop_rate:
+            return self.kernels.conv3x3_forward_with_statistics(*arguments)
+        output = self.kernels.conv3x3_forward(*arguments)
+        if layer.drop_rate:
+            noise = self._dropout_noise(output, layer)
+            saved.dropout_mask = noise != 0
+            output *= noise
+        return [output]
+
+    def _bottleneck(
+        self, i: int, input: AffineInput, conv1: Tensor, weight2: Tensor, bias2: Tensor, conv2: Tensor
+    ) -> tuple[AffineInput, Tensor]:
+        """What the 3×3 convolution reads, and its weight."""
+        norm, keep, saved = self.plan.layers[i].norm2, self.plan.layers[i].keep_bottleneck, self.saved.layers[i]
+        conv = bottleneck_conv(input, conv1, keep)
+        if self.plan.bottleneck_frozen[i]:
+            self.kernels.conv1x1_forward(conv)
+            mean, inv_std = running_statistics(norm, self.statistics.dtype)
+        else:
+            own = self.kernels.conv1x1_forward_with_statistics(conv)
+            mean, variance, count = synchronized_statistics(*own, input.values.shape[0], self.plan.sync_group)
+            update_running_statistics(norm, mean, unbiased_variance(variance, count))
+            inv_std = torch.rsqrt(variance + norm.eps)
+        saved.norm2 = SavedNorm(mean, inv_std)
+        if keep:
+            saved.bottleneck = conv.output
+        return BatchNormAffine(weight2, bias2, inv_std, mean).input(conv.output), conv2.to(self.plan.dtype)
+
+    def _dropout_noise(self, output: Tensor, layer: LayerParts) -> Tensor:
+        """Dropout of ones in the plain layer's shape, so that the random stream is the plain layer's."""
+        ones = self._empty_images(output.shape[1]).to(output.dtype).fill_(1)
+        return to_pixel_matrix(layer.dropout(ones, layer.drop_rate))
+
+    def _consumer(self) -> Tensor:
+        weight, bias, *conv = self.tensors[self.plan.consumer_tensors]
+        input = self._norm(self.plan.consumer.norm, weight, bias, self.saved.consumer_norm)
+        if not conv:
+            output = to_spatial(self.kernels.affine_forward(input), self.shape)
+        elif self.plan.consumer.pools:
+            output = self.kernels.pooled_conv1x1_forward(input, conv[0].flatten(1).to(self.plan.dtype), self.shape)
+            output = to_spatial(output, halved(self.shape))
+        else:
+            conv1x1 = bottleneck_conv(input, conv[0].flatten(1).to(self.plan.dtype), keep=True)
+            self.kernels.conv1x1_forward(conv1x1)
+            output = to_spatial(conv1x1.output, self.shape)
+        output = output.contiguous(memory_format=self.plan.memory_format)
+        return output.detach()  # a view could not be written into by the caller
+
+
+def bottleneck_conv(input: AffineInput, weight: Tensor, keep: bool = False) -> Conv1x1:
+    """The 1×1 convolution of `input`, to be computed into scratch, or into memory of its own to `keep` the output."""
+    shape = input.values.shape[0], weight.shape[0]
+    output = weight.new_empty(shape) if keep else scratch.take("bottleneck", shape, weight.dtype, weight.device)
+    return Conv1x1(input, weight, output)

@@ -1,0 +1,136 @@
+"""The autograd nodes of a stage: one for all of its forward, whose backward may be split into one a layer group.
+
+A large stage's gradients are thereby released group by group, from the last layers to the first, before those of the
+first layers exist. Parameters are inputs of the nodes, so that replicas and gathered parameters get their gradients.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._torch_private import at_the_end_of_backward, graph_task
+from ..kernels import scratch
+from ..parts import BlockParts, ConsumerParts
+from ..precision import autocast_disabled
+from .backward import Backward
+from .forward import Forward
+from .plan import LayerGroup, StagePlan
+from .saved import SavedStage
+
+
+def run(block: BlockParts, x: Tensor, consumer: ConsumerParts | None = None) -> Tensor:
+    """The output of a block, or of `consumer` (a transition or a norm) on it."""
+    plan = StagePlan(block, consumer, x)
+    return plan.finish(apply(plan, x, *plan.tensors)[0])
+
+
+def run_with_features(block: BlockParts, x: Tensor, consumer: ConsumerParts) -> tuple[Tensor, Tensor]:
+    """The output of `consumer` on the output of a block, and the block's too."""
+    plan = StagePlan(block, consumer, x, return_features=True)
+    output, features = apply(plan, x, *plan.tensors)
+    return plan.finish(output), features
+
+
+def apply(plan: StagePlan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters."""
+    before, running, (*earlier, last) = x, RunningBackwards(), plan.groups
+    for group in earlier:
+        before = EarlierLayers.apply(group, running, before, *tensors[group.tensors])
+    return SharedStage.apply(plan, running, x.detach(), tensors, before, *tensors[last.tensors])
+
+
+class RunningBackwards:
+    """Hands a stage's `Backward` from the node of one layer group to the node of the group before.
+
+    Several backwards may run through one graph, one after another or in threads, so each has its own entry.
+    """
+
+    def __init__(self) -> None:
+        self._by_graph_task: dict[int, Backward] = {}
+
+    def hand_on(self, backward: Backward) -> None:
+        task = graph_task()
+        self._by_graph_task[task] = backward
+        at_the_end_of_backward(partial(self._by_graph_task.pop, task, None))  # if no earlier node runs
+
+    def take(self) -> Backward:
+        return self._by_graph_task.pop(graph_task())
+
+
+class SharedStage(torch.autograd.Function):
+    """All of a stage's forward, and the backward of its consumer and its last layer group.
+
+    `values` are the plan's parameters. `before` is the stage's input, or a scalar that stands for the earlier layer
+    groups: only its place in the graph counts, since autograd then runs their nodes after this one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: StagePlan,
+        running: RunningBackwards,
+        x: Tensor,
+        values: Sequence[Tensor],
+        before: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        with autocast_disabled(x), scratch.reused():
+            forward = Forward(plan, x, values)
+            outputs = forward.run()
+        ctx.plan, ctx.running, ctx.shape, ctx.count = plan, running, forward.shape, forward.statistics.count
+        ctx.save_for_backward(*forward.saved.flatten(), *values)
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_create_graph()
+        plan: StagePlan = ctx.plan
+        saved, tensors = SavedStage.unflatten(ctx.saved_tensors, len(plan.layers))
+        backward = Backward(plan, ctx.shape, ctx.count, saved, tensors)
+        grad_consumer, grad_block = grad_outputs if plan.return_features else (*grad_outputs, None)
+        if plan.consumer is None:
+            grad_consumer, grad_block = None, grad_consumer
+        backward.enter(plan.groups[-1], ctx.needs_input_grad[4:])
+        with autocast_disabled(backward.features), scratch.reused(backward.scratch):
+            backward.start(grad_consumer, grad_block)
+            return None, None, None, None, *_run_group(backward, ctx.running)
+
+
+class EarlierLayers(torch.autograd.Function):
+    """The backward of a layer group that is not the last; its forward has nothing to compute."""
+
+    @staticmethod
+    def forward(ctx: Any, group: LayerGroup, running: RunningBackwards, before: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.group, ctx.running = group, running
+        return before.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        backward = ctx.running.take()
+        backward.enter(ctx.group, ctx.needs_input_grad[2:])
+        with autocast_disabled(backward.features), scratch.reused(backward.scratch):
+            return None, None, *_run_group(backward, ctx.running)
+
+
+def _run_group(backward: Backward, running: RunningBackwards) -> list[Tensor | None]:
+    """The gradients of what comes before the group, and of its tensors."""
+    grads = backward.run_group()
+    if not backward.needs_grad_input:
+        return [None, *grads]
+    if backward.group.layers.start == 0:
+        return [backward.grad_stage_input(), *grads]
+    running.hand_on(backward)
+    return [backward.features.new_zeros(()), *grads]
+
+
+def refuse_create_graph() -> None:
+    """Called in a backward, which records a graph of its own only under create_graph=True."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "found create_graph=True, but the shared engine gives first derivatives only: "
+            "use set_engine('checkpoint') for a loss that contains a gradient"
+        )

@@ -1,0 +1,69 @@
+"""The plan of a stage: what a block and its consumer are made of on one input, decided once."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ...norms.sync_batch_norm import sync_group
+from ..memory_format import memory_format_of
+from ..parts import BlockParts, ConsumerParts
+from ..precision import compute_dtype
+
+LAYER_GROUP_BYTES = 1 << 21
+"""How large the parameters of a layer group may be, if it has more than one layer."""
+
+
+class LayerGroup(NamedTuple):
+    """Consecutive layers of a stage whose gradients are released together, and their slice of the stage's tensors."""
+
+    layers: range
+    tensors: slice
+
+
+class StagePlan:
+    """The modules of a stage, and where the parameters of each lie among `tensors`.
+
+    `dtype` is that of the convolutions, `memory_format` that of the input and so of the outputs. With `return_features`
+    the stage returns the block's output beside the consumer's.
+    """
+
+    def __init__(
+        self, block: BlockParts, consumer: ConsumerParts | None, x: Tensor, return_features: bool = False
+    ) -> None:
+        self.dtype, self.memory_format = compute_dtype(x), memory_format_of(x)
+        self.layers, self.newest_first, self.consumer = block.layers, block.newest_first, consumer
+        self.return_features = return_features
+        norm = self.layers[0].norm1
+        self.sync_group, self.frozen, self.eps = sync_group(norm), not norm.training, norm.eps
+        self.bottleneck_frozen = [layer.norm2 is not None and not layer.norm2.training for layer in self.layers]
+        self.growth_rate = self.layers[0].last.out_channels
+        self.tensors: list[Tensor] = []
+        self.layer_tensors = [self._add(layer.norms, layer.convolutions) for layer in self.layers]
+        if consumer is not None:
+            self.consumer_tensors = self._add([consumer.norm], [] if consumer.conv is None else [consumer.conv])
+        self.groups = self._layer_groups()
+
+    def _add(self, norms: Sequence[nn.Module], convolutions: Sequence[nn.Module]) -> slice:
+        start = len(self.tensors)
+        for norm, conv in zip_longest(norms, convolutions):
+            self.tensors += [norm.weight, norm.bias] if conv is None else [norm.weight, norm.bias, conv.weight]
+        return slice(start, len(self.tensors))
+
+    def _layer_groups(self) -> list[LayerGroup]:
+        """From the first layers to the last; the last group has the consumer too."""
+        firsts, size = [0], 0
+        for i, tensors in enumerate(self.layer_tensors):
+            own = sum(tensor.nbytes for tensor in self.tensors[tensors])
+            if i > firsts[-1] and size + own > LAYER_GROUP_BYTES:
+                firsts.append(i)
+                size = 0
+            size += own
+        starts = [self.layer_tensors[first].start for first in firsts]
+        nexts, stops = [*firsts[1:], len(self.layers)], [*starts[1:], len(self.tensors)]
+        return list(map(LayerGroup, map(range, firsts, nexts), map(slice, starts, stops)))
+
+    def finish(self, output: Tensor) -> Tensor:
+        """What follows the consumer's convolution, such as another pooling, as ordinary autograd operations."""
+        return output if self.consumer is None or self.consumer.after is None else self.consumer.after(output)

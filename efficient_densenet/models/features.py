@@ -1,0 +1,118 @@
+"""`model.features`: stem, dense blocks, transitions and the last norm in turn."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._checks import check_choice
+from ..engines.sequence import run_sequence
+from .backbone import FeatureInfo
+from .dimensions import CONVOLUTIONS, Modules, modules_for
+from .layers import DenseBlock, Transition
+
+
+class Features(nn.Sequential):
+    """Runs its modules in turn, a block together with its consumer where it can.
+
+    Returns the last module's output, or a tuple of the outputs of those that `taps` names.
+    """
+
+    def __init__(self, modules: OrderedDict[str, nn.Module], taps: Sequence[str] = ()) -> None:
+        super().__init__(modules)
+        self.taps = tuple(taps)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        x, outputs = run_sequence(list(self._modules.items()), x, _is_block, self.taps)
+        if "norm5" in outputs:
+            outputs["norm5"] = F.relu(outputs["norm5"])
+        return tuple(outputs[name] for name in self.taps) if self.taps else x
+
+    def tapped(self, info: FeatureInfo) -> "Features":
+        """The same modules, up to the last that `info` names, returning the outputs that it names."""
+        names = [name.removeprefix("features.") for name in info.module_name()]
+        last, *inside = info.module_name(max(info.out_indices)).removeprefix("features.").split(".")
+        modules = OrderedDict(list(self._modules.items())[: list(self._modules).index(last) + 1])
+        if inside:
+            transition = modules[last]
+            modules[last] = nn.Sequential(OrderedDict(norm=transition.norm, relu=transition.relu))
+            modules[last].training = transition.training
+        tapped = Features(modules, names)
+        tapped.training = self.training  # and not the children's, which may differ
+        return tapped
+
+
+def _is_block(module: nn.Module) -> bool:
+    return isinstance(module, DenseBlock)
+
+
+def build_features(
+    block_config: Sequence[int],
+    num_init_features: int,
+    compression: float,
+    strides: Sequence[int],
+    make_block: Callable[[int, int], DenseBlock],
+    *,
+    in_channels: int,
+    small_inputs: bool,
+    dims: int,
+) -> tuple[Features, FeatureInfo]:
+    """The modules and a description of the feature maps; `make_block` takes a number of layers and of channels."""
+    modules = modules_for(dims)
+    features = Features(_stem(in_channels, num_init_features, small_inputs, modules))
+    channels = num_init_features
+    info = [_map_info(channels, 1 if small_inputs else 2, "conv0" if small_inputs else "relu0")]
+    for i, num_layers in enumerate(block_config, start=1):
+        block = make_block(num_layers, channels)
+        features.add_module(f"denseblock{i}", block)
+        channels = block.num_output_features
+        info.append(_map_info(channels, strides[i - 1], f"denseblock{i}"))
+        if i < len(block_config):
+            compressed = max(int(channels * compression), 1)
+            features.add_module(f"transition{i}", Transition(channels, compressed, dims))
+            channels = compressed
+    features.add_module("norm5", modules.Norm(channels))
+    info[-1] = _map_info(channels, strides[-1], "norm5")
+    return features, FeatureInfo(info, range(len(info)))
+
+
+def block_strides(num_blocks: int, small_inputs: bool, output_stride: int | None) -> list[int]:
+    """The stride of each block's feature map with respect to the input."""
+    strides = [(1 if small_inputs else 4) * 2**i for i in range(num_blocks)]
+    if output_stride is None:
+        return strides
+    check_choice("output_stride", output_stride, strides)
+    return [min(stride, output_stride) for stride in strides]
+
+
+def dilate(features: Features, strides: Sequence[int]) -> None:
+    """Replace pooling by dilation: where a block's stride is the block's before, the transition between them does not
+    pool, and the 3×3 convolutions from there on are dilated twice as far."""
+    dilation = 1
+    for i, (before, after) in enumerate(pairwise(strides), start=1):
+        if after == before:
+            features.get_submodule(f"transition{i}").pool = nn.Identity()
+            dilation *= 2
+        for module in features.get_submodule(f"denseblock{i + 1}").modules():
+            if isinstance(module, CONVOLUTIONS) and set(module.kernel_size) == {3}:
+                module.dilation = module.padding = (dilation,) * len(module.kernel_size)
+
+
+def _stem(
+    in_channels: int, num_init_features: int, small_inputs: bool, modules: Modules
+) -> OrderedDict[str, nn.Module]:
+    if small_inputs:
+        return OrderedDict(conv0=modules.Conv(in_channels, num_init_features, kernel_size=3, padding=1, bias=False))
+    return OrderedDict(
+        conv0=modules.Conv(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False),
+        norm0=modules.Norm(num_init_features),
+        relu0=nn.ReLU(inplace=True),
+        pool0=modules.MaxPool(kernel_size=3, stride=2, padding=1),
+    )
+
+
+def _map_info(channels: int, reduction: int, module: str) -> dict[str, Any]:
+    return {"num_chs": channels, "reduction": reduction, "module": f"features.{module}"}

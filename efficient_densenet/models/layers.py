@@ -1,0 +1,151 @@
+"""The modules of a dense block and of what stands between two of them; how a block is run is the engines' business."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._mixins import original
+from ..engines import dispatch, plain
+from ..engines.parts import (
+    BlockParts,
+    ConsumerParts,
+    LayerParts,
+    NoPartsError,
+    halves,
+    register_block,
+    register_consumer,
+)
+from ..engines.plain import RunFirstHalf
+from .dimensions import modules_for
+
+
+class DenseLayer(nn.Module):
+    """Computes `growth_rate` new channels from all channels before them.
+
+    BN-ReLU-1×1-BN-ReLU-3×3 with a bottleneck of `bn_size * growth_rate` channels; BN-ReLU-3×3 where `bn_size` is 0.
+    """
+
+    def __init__(
+        self,
+        num_input_features: int,
+        growth_rate: int,
+        bn_size: int,
+        drop_rate: float,
+        keep_bottleneck: bool = False,
+        dims: int = 2,
+    ) -> None:
+        super().__init__()
+        modules = modules_for(dims)
+        self.drop_rate, self.keep_bottleneck = drop_rate, keep_bottleneck
+        self.has_bottleneck = bn_size > 0
+        width = bn_size * growth_rate if self.has_bottleneck else growth_rate
+        kernel_size = 1 if self.has_bottleneck else 3
+        self.norm1 = modules.Norm(num_input_features)
+        self.relu1 = nn.ReLU(inplace=True)
+        self.conv1 = modules.Conv(num_input_features, width, kernel_size, padding=kernel_size // 2, bias=False)
+        if self.has_bottleneck:
+            self.norm2 = modules.Norm(width)
+            self.relu2 = nn.ReLU(inplace=True)
+            self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=False)
+
+    def forward(
+        self,
+        features: Tensor | Sequence[Tensor],
+        run_first_half: RunFirstHalf = plain.run_first_half,
+    ) -> Tensor:
+        features = [features] if isinstance(features, Tensor) else list(features)
+        x = run_first_half(self, features)
+        if self.has_bottleneck:
+            x = self.conv2(self.relu2(self.norm2(x)))
+        return F.dropout(x, self.drop_rate, self.training) if self.drop_rate > 0 else x
+
+    def first_half(self, *features: Tensor) -> Tensor:
+        """Concatenation, norm1, relu1, conv1: what is large and cheap to recompute."""
+        x = torch.cat(features, 1)  # copies a single tensor too, since an in-place ReLU may write into it
+        return self.conv1(self.relu1(self.norm1(x)))
+
+
+class DenseBlock(nn.Module):
+    """`num_layers` dense layers, each of which reads the block's input and the outputs of all layers before it."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_input_features: int,
+        growth_rate: int,
+        bn_size: int = 4,
+        drop_rate: float = 0.0,
+        efficient: bool | str = True,
+        keep_bottleneck: bool = False,
+        dims: int = 2,
+    ) -> None:
+        super().__init__()
+        self.engine = dispatch.parse(efficient)
+        self.num_output_features = num_input_features + num_layers * growth_rate
+        for i in range(num_layers):
+            channels = num_input_features + i * growth_rate
+            layer = DenseLayer(channels, growth_rate, bn_size, drop_rate, keep_bottleneck, dims)
+            self.add_module(f"denselayer{i + 1}", layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dispatch.run_block(self, x, dispatch.plan_block(self, x))
+
+    @property
+    def can_join_stage(self) -> bool:
+        """Whether an engine may run this block without calling it: not where a subclass has a forward of its own."""
+        return type(self).forward is DenseBlock.forward
+
+    def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
+        """The block's output computed layer by layer, the first half of each by `run_first_half`."""
+        features = [x]
+        for layer in self.children():
+            features.append(layer(features, run_first_half))
+        return torch.cat(features, 1)
+
+    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls it first
+        raise NotImplementedError("torch.jit.script cannot compile a dense block: use torch.export or torch.jit.trace")
+
+
+class Transition(nn.Sequential):
+    """Between two blocks: a 1×1 convolution reduces the channels, average pooling halves the height and width."""
+
+    def __init__(self, num_input_features: int, num_output_features: int, dims: int = 2) -> None:
+        super().__init__()
+        modules = modules_for(dims)
+        self.norm = modules.Norm(num_input_features)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv = modules.Conv(num_input_features, num_output_features, kernel_size=1, bias=False)
+        self.pool = modules.AvgPool(kernel_size=2, stride=2)
+
+
+def _layer_parts(layer: nn.Module) -> LayerParts:
+    if original(layer) is not DenseLayer:
+        raise NoPartsError(
+            f"found a layer of class {type(layer).__name__}, which may do other things than a dense layer"
+        )
+    norm2, conv2, relu2 = (layer.norm2, layer.conv2, (layer.relu2,)) if layer.has_bottleneck else (None, None, ())
+    return LayerParts(
+        layer,
+        *(layer.norm1, layer.conv1, norm2, conv2),
+        activations=(layer.relu1, *relu2),
+        drop_rate=layer.drop_rate if layer.training else 0.0,
+        keep_bottleneck=layer.keep_bottleneck,
+    )
+
+
+def _block_parts(block: nn.Module) -> BlockParts:
+    return BlockParts(tuple(map(_layer_parts, block.children())))
+
+
+def _transition_parts(transition: nn.Module) -> ConsumerParts | None:
+    if list(transition._modules) != ["norm", "relu", "conv", "pool"]:
+        return None
+    norm, relu, conv, pool = transition
+    pools = halves(pool)
+    return ConsumerParts(norm, conv, pools, activations=(relu,), after=None if pools else pool)
+
+
+register_block(DenseBlock, _block_parts)
+register_consumer(Transition, _transition_parts)
