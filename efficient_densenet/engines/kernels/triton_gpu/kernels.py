@@ -176,11 +176,9 @@ def conv1x1_forward(
     for start in range(0, channels, BLOCK_CHANNELS):
         channel = start + tl.arange(0, BLOCK_CHANNELS)
         channel_mask = channel < channels
-        mask = row_mask & channel_mask[None, :]
-        x = tl.load(values + offsets(row, values_stride, channel), mask, 0.0).to(tl.float32)
+        x = tl.load(values + offsets(row, values_stride, channel), row_mask & channel_mask[None, :], 0.0).to(tl.float32)
         x = relu(x * load_vector(scale, channel, channel_mask) + load_vector(shift, channel, channel_mask))
-        weight_mask = out_mask[:, None] & channel_mask[None, :]
-        w = tl.load(weight + offsets(out_channel, channels, channel), weight_mask, 0.0)
+        w = tl.load(weight + offsets(out_channel, channels, channel), out_mask[:, None] & channel_mask[None, :], 0.0)
         total = tl.dot(x.to(w.dtype), tl.trans(w), total, input_precision=PRECISION)
     result = total.to(output.dtype.element_ty)
     tl.store(output + offsets(row, OUT_CHANNELS, out_channel), result, row_mask & out_mask[None, :])
