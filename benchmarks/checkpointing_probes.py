@@ -91,7 +91,7 @@ def gradient_of_an_input_in_a_dict_or_dataclass(wrap: Wrap) -> bool:
     return torch.equal(_grad(x), x.detach().cos()) and torch.equal(_grad(y), z) and torch.equal(_grad(z), y)
 
 
-def parameters_learn_when_the_input_needs_no_gradient(wrap: Wrap) -> bool:
+def parameters_get_gradients_when_the_input_requires_none(wrap: Wrap) -> bool:
     net = _net()
     wrap(net)(_x(requires_grad=False)).sum().backward()
     return all(p.grad is not None for p in net.parameters())
@@ -126,7 +126,7 @@ def parameter_hooks_fire_once(wrap: Wrap) -> bool:
     return len(fired) == 1
 
 
-def a_deep_copy_computes_with_its_own_weights(wrap: Wrap) -> bool:
+def a_deep_copy_uses_its_own_weights(wrap: Wrap) -> bool:
     wrapped = wrap(_net())
     copied = copy.deepcopy(wrapped)
     x = _x()
@@ -151,7 +151,7 @@ def state_dict_keys_stay_and_isinstance_holds(wrap: Wrap) -> bool:
     return list(wrapped.state_dict()) == keys and isinstance(wrapped, nn.Sequential)
 
 
-def memory_is_freed_without_the_collector(wrap: Wrap) -> bool:
+def memory_is_freed_without_garbage_collection(wrap: Wrap) -> bool:
     gc.collect()
     gc.disable()
     try:
@@ -178,7 +178,7 @@ def autograd_grad_for_chosen_tensors(wrap: Wrap) -> bool:
     return all(grad is not None for grad in grads) and net[0].weight.grad is None
 
 
-def a_gradient_taken_inside(wrap: Wrap) -> bool:
+def a_gradient_computed_inside(wrap: Wrap) -> bool:
     x = _x()
     forces = Function(lambda x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0])
     wrap(forces)(x).sum().backward()
@@ -194,7 +194,7 @@ def one_output_at_a_time_with_a_retained_graph(wrap: Wrap) -> bool:
     return torch.allclose(_grad(x), 2 * x.detach().cos() - x.detach().sin())
 
 
-def an_output_that_is_a_view_can_be_written_into(wrap: Wrap) -> bool:
+def an_output_that_is_a_view_can_be_changed_in_place(wrap: Wrap) -> bool:
     x = _x()
     output = wrap(Function(lambda x: x.sin().t()))(x)
     output.mul_(2)
@@ -202,7 +202,7 @@ def an_output_that_is_a_view_can_be_written_into(wrap: Wrap) -> bool:
     return torch.allclose(_grad(x), 2 * x.detach().cos())
 
 
-def outputs_without_gradient_need_none(wrap: Wrap) -> bool:
+def outputs_without_gradient_do_not_require_grad(wrap: Wrap) -> bool:
     sine, fixed = wrap(Function(lambda x: (x.sin(), x.detach() * 2)))(_x())
     return sine.requires_grad and not fixed.requires_grad
 
@@ -214,7 +214,7 @@ def dropout_repeats_its_mask(wrap: Wrap) -> bool:
     return torch.equal(_grad(x), output.detach())
 
 
-def the_random_stream_goes_on_as_in_the_plain_call(wrap: Wrap) -> bool:
+def the_rng_state_afterwards_is_that_of_the_plain_call(wrap: Wrap) -> bool:
     states = []
     for module in (Function(F.dropout), wrap(Function(F.dropout))):
         torch.manual_seed(0)
@@ -244,7 +244,7 @@ def eval_mode_set_before_the_backward_changes_nothing(wrap: Wrap) -> bool:
     return torch.allclose(_grad(net[0].weight), _grad(plain[0].weight))
 
 
-def a_second_run_that_differs_is_an_error(wrap: Wrap) -> bool:
+def a_recomputation_that_differs_is_an_error(wrap: Wrap) -> bool:
     functions = [lambda x: x.sin() * x, lambda x: (x.sin() * x)[:1]]
     output = wrap(Function(lambda x: functions.pop(0)(x)))(_x())
     return _raises(output.sum().backward)
@@ -261,26 +261,26 @@ def an_input_overwritten_before_the_backward_is_an_error(wrap: Wrap) -> bool:
 PROBES = (
     gradient_of_an_input_in_a_list,
     gradient_of_an_input_in_a_dict_or_dataclass,
-    parameters_learn_when_the_input_needs_no_gradient,
+    parameters_get_gradients_when_the_input_requires_none,
     batch_norm_updates_once_a_step,
     batch_norm_updates_without_a_backward,
     forward_hooks_inside_fire_once,
     parameter_hooks_fire_once,
-    a_deep_copy_computes_with_its_own_weights,
+    a_deep_copy_uses_its_own_weights,
     pickling_works,
     state_dict_keys_stay_and_isinstance_holds,
-    memory_is_freed_without_the_collector,
+    memory_is_freed_without_garbage_collection,
     second_derivatives,
     autograd_grad_for_chosen_tensors,
-    a_gradient_taken_inside,
+    a_gradient_computed_inside,
     one_output_at_a_time_with_a_retained_graph,
-    an_output_that_is_a_view_can_be_written_into,
-    outputs_without_gradient_need_none,
+    an_output_that_is_a_view_can_be_changed_in_place,
+    outputs_without_gradient_do_not_require_grad,
     dropout_repeats_its_mask,
-    the_random_stream_goes_on_as_in_the_plain_call,
+    the_rng_state_afterwards_is_that_of_the_plain_call,
     autocast_is_restored,
     eval_mode_set_before_the_backward_changes_nothing,
-    a_second_run_that_differs_is_an_error,
+    a_recomputation_that_differs_is_an_error,
     an_input_overwritten_before_the_backward_is_an_error,
 )
 

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import checkpointing as benchmark
 import pytest
-from checkpointing_probes import PROBES, WRAPPERS, a_second_run_that_differs_is_an_error
+from checkpointing_probes import PROBES, WRAPPERS, a_recomputation_that_differs_is_an_error
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("probe", PROBES)
 def test_ours_behaves_as_the_plain_call(probe):
-    if probe is not a_second_run_that_differs_is_an_error:  # the plain call has no recomputation
+    if probe is not a_recomputation_that_differs_is_an_error:  # the plain call has no recomputation
         assert probe(lambda module: module)
     assert probe(WRAPPERS["ours"])
 
 
-def test_the_readme_s_cells_are_the_benchmark_s():
+def test_the_documented_behaviours_are_the_benchmark_s():
     with (ROOT / "benchmarks/results/checkpointing_behaviours_torch2.15.0.csv").open() as file:
         rows = list(csv.reader(file))
     assert [row[0] for row in rows[1:]] == [probe.__name__.replace("_", " ") for probe in PROBES]
@@ -26,7 +26,7 @@ def test_the_readme_s_cells_are_the_benchmark_s():
         assert f"| {' | '.join(row)} |" in page
 
 
-def test_the_readme_s_costs_are_the_benchmark_s():
+def test_the_documented_costs_are_the_benchmark_s():
     with (ROOT / "benchmarks/results/checkpointing_costs_torch2.15.0.csv").open() as file:
         ours = next(row for row in csv.DictReader(file) if row["implementation"] == "ours")
     page = " ".join((ROOT / "docs" / "checkpoint.md").read_text().split())

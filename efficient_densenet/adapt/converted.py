@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._mixins import ModuleMixin, add_mixin, remove_mixin
 from ..checkpoint.call import checkpoint_call
-from ..checkpoint.hooks import fire_always
+from ..checkpoint.hooks import undo_fire_once
 from ..engines import dispatch, plain, recompute
 from ..engines.dispatch import Engine
 from ..engines.eligibility import must_be_called
@@ -133,7 +133,7 @@ def restore_block(block: ConvertedBlock) -> None:
     """Undo `convert_block`."""
     remove_mixin(block, ConvertedBlock)
     for module in block.modules():
-        fire_always(module)
+        undo_fire_once(module)
     _restore_norms(block, block._conversion.exactly_once_norms)
     del block._conversion
 

@@ -50,7 +50,7 @@ def fire_once(module: nn.Module) -> None:
                 hooks[key] = FireOnceHook(hook)
 
 
-def fire_always(module: nn.Module) -> None:
+def undo_fire_once(module: nn.Module) -> None:
     """Undo `fire_once`."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():

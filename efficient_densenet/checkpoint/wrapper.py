@@ -1,21 +1,20 @@
 """`checkpoint_wrapper`: checkpoint every call of a module, which stays the same object."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from .._mixins import add_mixin, remove_mixin
+from .._mixins import ModuleMixin, add_mixin, remove_mixin
 from ..norms.batch_norm import undo_update_once, update_once
 from .call import checkpoint_call
-from .hooks import fire_always
+from .hooks import undo_fire_once
 
 Module = TypeVar("Module", bound=nn.Module)
-_Base = nn.Module if TYPE_CHECKING else object  # the class after this mixin has a forward
 
 
-class CheckpointedForward(_Base):
+class CheckpointedForward(ModuleMixin):
     """Mixin before the class of a module. It checkpoints the forward, without the hooks on the module itself."""
 
     _offload_to_cpu: bool = False
@@ -51,7 +50,7 @@ def unwrap(module: Module) -> Module:
         converted_norms = module._converted_norms
         remove_mixin(module, CheckpointedForward)
         for name, submodule in module.named_modules():
-            fire_always(submodule)
+            undo_fire_once(submodule)
             if name in converted_norms:
                 undo_update_once(submodule)
         for name in ("_offload_to_cpu", "_converted_norms"):
