@@ -43,7 +43,7 @@ def _has_numba() -> bool:
     if importlib.util.find_spec("numba") is None or not native.available():
         return False
     try:
-        importlib.import_module(f"{__name__}.numba_cpu.loops").check()
+        importlib.import_module(f"{__name__}.numba_cpu.kernels").check()
     except Exception as error:  # of whatever kind: a release of Numba may be too old or too new in many ways
         warnings.warn(
             f"Numba cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
