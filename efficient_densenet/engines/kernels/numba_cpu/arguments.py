@@ -59,13 +59,14 @@ class AffineInput(NamedTuple):
 
 
 class PackedWeight(NamedTuple):
-    """A convolution's weight (out_channels, in_channels, taps), and room for it in packed panels."""
+    """A convolution's weight (out_channels, in_channels, taps), and a buffer for its packed panels."""
 
     weight: Array
     panels: OutputArray
     out_channels: int
     in_channels: int
     taps: int
+    transposed: int
 
 
 class Conv1x1(NamedTuple):

@@ -1,11 +1,9 @@
 """What the kernels of 1×1, 3×3 and pooled convolutions share: products of a tile, and the gradient of the weight."""
 
-from .accumulation import clear_sums, reduce_sums
-from .affine import affine_relu
-from .gemm import TRANSPOSE_BLOCK, gemm, pack_weight
+from .gemm import TRANSPOSE_BLOCK, gemm
 from .intrinsics import compiled
 from .memory import clear, elements, offset, panel_columns, stride_of
-from .threads import barrier, partition
+from .threads import partition
 
 
 @compiled
@@ -17,13 +15,6 @@ def conv1x1_product(conv, start, stop, activation, zero):
         *(stop - start, conv.weight.out_channels, channels),
         *(activation, stride_of(channels, zero), 1, conv.weight.panels, 0, False, output, stride, zero),
     )
-
-
-@compiled
-def conv1x1_tile(conv, start, stop, activation, zero):
-    """Rows start to stop of a whole 1×1 convolution, with scratch for the activation."""
-    affine_relu(conv.input, start, stop, activation, zero)
-    conv1x1_product(conv, start, stop, activation, zero)
 
 
 @compiled
@@ -59,26 +50,13 @@ def add_grad_weight(conv, thread, rows, activation, grad, stride, zero):
 
 
 @compiled
-def start_backward(conv, thread, threads, zero):
-    """Pack the transposed weight and clear the thread's partial sums."""
-    pack_weight(conv.weight, True, thread, threads, zero)
-    if conv.grad_weight.result:
-        count = conv.input.channels * weight_columns(conv.weight, zero)
-        clear(offset(conv.grad_weight.partials, thread * count, zero), count, zero)
-    clear_sums(conv.sums, thread)
+def clear_grad_weight(conv, thread, zero):
+    count = conv.input.channels * weight_columns(conv.weight, zero)
+    clear(offset(conv.grad_weight.partials, thread * count, zero), count, zero)
 
 
 @compiled
-def finish_backward(openmp, conv, thread, threads, zero):
-    """Reduce the partial sums of all threads."""
-    barrier(openmp)
-    reduce_sums(conv.sums, thread, threads, zero)
-    if conv.grad_weight.result:
-        _reduce_grad_weight(conv, thread, threads, zero)
-
-
-@compiled
-def _reduce_grad_weight(conv, thread, threads, zero):
+def reduce_grad_weight(conv, thread, threads, zero):
     """grad_weight (out_channels, in_channels, taps), transposed by blocks; each thread has some of the input channels.
 
     The taps come in reverse, since im2col of grad_output shows each pixel which outputs it has contributed to.

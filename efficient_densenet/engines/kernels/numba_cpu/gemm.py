@@ -92,7 +92,7 @@ gemm = make_gemm(HAS_AVX512)
 
 
 @compiled
-def pack_weight(conv, transposed, thread, threads, zero):
+def pack_weight(conv, thread, threads, zero):
     """Pack a weight (out_channels, in_channels, taps) into panels, this thread's input channels of it.
 
     Forward, B is (in_channels, taps · out_channels). Transposed, for the gradient of the input, it is
@@ -101,7 +101,7 @@ def pack_weight(conv, transposed, thread, threads, zero):
     """
     channels, width, taps = conv.in_channels, conv.out_channels, conv.taps
     panel = PANEL_BYTES // itemsize(zero)
-    rows, columns = (taps * width, channels) if transposed else (channels, taps * width)
+    rows, columns = (taps * width, channels) if conv.transposed else (channels, taps * width)
     first, last = partition(channels, thread, threads)
     weight = elements(conv.weight, 0, width * channels * taps, zero)
     packed = elements(conv.panels, 0, rows * panel_columns(columns, zero), zero)
@@ -111,7 +111,7 @@ def pack_weight(conv, transposed, thread, threads, zero):
             for o in range(width):
                 at, row, column = o * channels * taps + k, (taps - 1 - k) * width + o, k * width + o
                 to = column // panel * rows * panel + column % panel
-                if transposed:
+                if conv.transposed:
                     for c in range(start, stop):
                         packed[(c // panel * rows + row) * panel + c % panel] = weight[at + c * taps]
                 else:

@@ -21,11 +21,10 @@ from .affine import affine_relu, batch_norm_grad_rows
 from .compilation import compile_kernel, kernel
 from .convolution import (
     add_grad_weight,
+    clear_grad_weight,
     conv1x1_product,
-    conv1x1_tile,
-    finish_backward,
     grad_activation,
-    start_backward,
+    reduce_grad_weight,
     weight_columns,
 )
 from .gemm import gemm, pack_weight
@@ -88,13 +87,14 @@ def conv1x1_forward(record):
     first, last = partition(args.rows, thread, threads)
     conv, zero = args.conv, args.zero
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
-    pack_weight(conv.weight, False, thread, threads, zero)
+    pack_weight(conv.weight, thread, threads, zero)
     if args.statistics.result:
         clear_statistics(args.statistics, thread)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        conv1x1_tile(conv, start, stop, activation, zero)
+        affine_relu(conv.input, start, stop, activation, zero)
+        conv1x1_product(conv, start, stop, activation, zero)
         if args.statistics.result:
             update_statistics(args.statistics, conv.output, thread, start, stop, zero)
     if args.statistics.result:
@@ -109,7 +109,7 @@ def pooled_conv1x1_forward(record):
     first, last = partition(args.rows, thread, threads)
     conv, zero = args.conv, args.zero
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
-    pack_weight(conv.weight, False, thread, threads, zero)
+    pack_weight(conv.weight, thread, threads, zero)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
@@ -133,7 +133,7 @@ def conv3x3_forward(record):
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
     products = offset(activation, tile * stride, zero)
     origin = done = max(0, first - halo)  # the row that products begin with, and the one that they end before
-    pack_weight(conv.weight, False, thread, threads, zero)
+    pack_weight(conv.weight, thread, threads, zero)
     if args.statistics.result:
         clear_statistics(args.statistics, thread)
     barrier(args.openmp)
@@ -147,7 +147,10 @@ def conv3x3_forward(record):
         while done < end:
             rows, output = min(tile, end - done), offset(products, (done - origin) * columns, zero)
             affine_relu(conv.input, done, done + rows, activation, zero)
-            gemm(rows, columns, channels, activation, stride, 1, conv.weight.panels, 0, False, output, columns, zero)
+            gemm(
+                *(rows, columns, channels),
+                *(activation, stride, 1, conv.weight.panels, 0, False, output, columns, zero),
+            )
             done += rows
         col2im(args.images, args.dilation, products, origin, start, stop, conv.output, conv.weight.out_channels, zero)
         if args.statistics.result:
@@ -169,9 +172,12 @@ def conv1x1_backward(record):
     first, last = partition(args.rows, thread, threads)
     conv, following, zero = args.conv, args.next_bottleneck, args.zero
     stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
-    start_backward(conv, thread, threads, zero)
+    pack_weight(conv.weight, thread, threads, zero)
+    clear_sums(conv.sums, thread)
+    if conv.grad_weight.result:
+        clear_grad_weight(conv, thread, zero)
     if following.output.data:
-        pack_weight(following.weight, False, thread, threads, zero)
+        pack_weight(following.weight, thread, threads, zero)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
@@ -179,10 +185,15 @@ def conv1x1_backward(record):
         if conv.grad_weight.result:
             affine_relu(conv.input, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, grad, stride, zero)
-        _accumulate_conv(conv, thread, start, stop, grad, stride, activation, zero)
+        grad_input, width = activation, grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
+        accumulate_relu_grad(conv, conv.sums, sum_run(1), thread, start, stop, grad_input, width, zero)
         if following.output.data:
-            conv1x1_tile(following, start, stop, activation, zero)
-    finish_backward(args.openmp, conv, thread, threads, zero)
+            affine_relu(following.input, start, stop, activation, zero)
+            conv1x1_product(following, start, stop, activation, zero)
+    barrier(args.openmp)
+    reduce_sums(conv.sums, thread, threads, zero)
+    if conv.grad_weight.result:
+        reduce_grad_weight(conv, thread, threads, zero)
 
 
 @kernel(arguments.Conv3x3BackwardArguments)
@@ -197,7 +208,10 @@ def conv3x3_backward(record):
     first, last = partition(args.rows, thread, threads)
     conv, zero = args.conv, args.zero
     stride, columns, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
-    start_backward(conv, thread, threads, zero)
+    pack_weight(conv.weight, thread, threads, zero)
+    clear_sums(conv.sums, thread)
+    if conv.grad_weight.result:
+        clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
@@ -206,8 +220,12 @@ def conv3x3_backward(record):
         if conv.grad_weight.result:
             affine_relu(conv.input, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, columns, stride, zero)
-        _accumulate_conv(conv, thread, start, stop, columns, stride, activation, zero)
-    finish_backward(args.openmp, conv, thread, threads, zero)
+        grad_input, width = activation, grad_activation(conv.weight, stop - start, columns, stride, activation, zero)
+        accumulate_relu_grad(conv, conv.sums, sum_run(1), thread, start, stop, grad_input, width, zero)
+    barrier(args.openmp)
+    reduce_sums(conv.sums, thread, threads, zero)
+    if conv.grad_weight.result:
+        reduce_grad_weight(conv, thread, threads, zero)
 
 
 @kernel(arguments.PooledConv1x1BackwardArguments)
@@ -222,7 +240,10 @@ def pooled_conv1x1_backward(record):
     first, last = partition(args.rows, thread, threads)
     conv, zero = args.conv, args.zero
     stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
-    start_backward(conv, thread, threads, zero)
+    pack_weight(conv.weight, thread, threads, zero)
+    clear_sums(conv.sums, thread)
+    if conv.grad_weight.result:
+        clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
@@ -235,7 +256,10 @@ def pooled_conv1x1_backward(record):
         rows, run = stop - start, sum_run(args.window)
         columns = grad_activation(conv.weight, rows, grad, stride, activation, zero)
         accumulate_pooled_relu_grad(args, conv.sums, run, thread, start, stop, activation, columns, zero)
-    finish_backward(args.openmp, conv, thread, threads, zero)
+    barrier(args.openmp)
+    reduce_sums(conv.sums, thread, threads, zero)
+    if conv.grad_weight.result:
+        reduce_grad_weight(conv, thread, threads, zero)
 
 
 @compiled
@@ -244,13 +268,6 @@ def _backward_buffers(scratch, tile, weight, thread, zero):
     stride = stride_of(weight_columns(weight, zero), zero)
     grad = offset(scratch.data, thread * scratch.thread_stride, zero)
     return stride, grad, offset(grad, tile * stride, zero)
-
-
-@compiled
-def _accumulate_conv(conv, thread, start, stop, grad, stride, activation, zero):
-    """grad @ weight overwrites the activation, so that a tile needs less of a cache, and is accumulated."""
-    columns = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
-    accumulate_relu_grad(conv, conv.sums, sum_run(1), thread, start, stop, activation, columns, zero)
 
 
 def check() -> None:

@@ -246,7 +246,7 @@ def _packed_weight(weight: Tensor, transposed: bool = False) -> arguments.Packed
     taps = math.prod(kernel_size)
     rows, columns = (taps * out_channels, in_channels) if transposed else (in_channels, taps * out_channels)
     panels = weight.new_empty(rows, whole_panels(columns, weight.itemsize))
-    return arguments.PackedWeight(weight, panels, out_channels, in_channels, taps)
+    return arguments.PackedWeight(weight, panels, out_channels, in_channels, taps, transposed)
 
 
 def _affine_input(input: AffineInput) -> arguments.AffineInput:
