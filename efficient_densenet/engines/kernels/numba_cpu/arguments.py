@@ -13,7 +13,6 @@ import typing
 from typing import Annotated, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -59,7 +58,8 @@ class AffineInput(NamedTuple):
 
 
 class PackedWeight(NamedTuple):
-    """A convolution's weight (out_channels, in_channels, taps), and a buffer for its packed panels."""
+    """A convolution's weight (out_channels, in_channels, taps), a buffer for its packed panels, and the address of the
+    GEMM that reads them."""
 
     weight: Array
     panels: OutputArray
@@ -67,6 +67,7 @@ class PackedWeight(NamedTuple):
     in_channels: int
     taps: int
     transposed: int
+    gemm: int
 
 
 class Conv1x1(NamedTuple):
@@ -238,10 +239,9 @@ class PooledConv1x1BackwardArguments(NamedTuple):
     grad_output: Array
 
 
-def record_dtype(arguments: type, dtype: torch.dtype) -> np.dtype:
+def record_dtype(arguments: type, dtype: np.dtype) -> np.dtype:
     """The record as a kernel for matrices of this dtype reads it."""
-    zero = "zero", np.dtype(str(dtype).removeprefix("torch."))
-    return np.dtype([*((name, _field_dtype(field)) for name, field in _fields(arguments).items()), zero])
+    return np.dtype([*((name, _field_dtype(field)) for name, field in _fields(arguments).items()), ("zero", dtype)])
 
 
 def pack(arguments: tuple) -> tuple[bytes, list[Tensor]]:

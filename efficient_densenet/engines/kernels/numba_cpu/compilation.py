@@ -12,27 +12,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from numba import cfunc, from_dtype, njit, types
 from numba.core.ccallback import CFunc
+from numba.core.typing import Signature
 
 from .arguments import record_dtype
 from .intrinsics import COMPILE_OPTIONS
 
 
 class Kernel(NamedTuple):
-    """A function for each thread to call with the address of a record of its arguments."""
+    """A function that is called by its address, and its signature for each dtype."""
 
     function: Callable
-    arguments: type
+    signature: Callable[[np.dtype], Signature]
 
 
 def kernel(arguments: type) -> Callable[[Callable], Kernel]:
-    """Decorates a kernel that takes such a record."""
+    """Decorates a kernel: each thread calls it with the address of a record of these arguments."""
+    return _decorate(lambda dtype: types.void(types.CPointer(from_dtype(record_dtype(arguments, dtype)))))
 
+
+def subroutine(integers: int) -> Callable[[Callable], Kernel]:
+    """Decorates what kernels call, with so many integers and `zero`, through `intrinsics.call_subroutine`."""
+    return _decorate(lambda dtype: types.void(*[types.intp] * integers, from_dtype(dtype)))
+
+
+def _decorate(signature: Callable[[np.dtype], Signature]) -> Callable[[Callable], Kernel]:
     def decorate(function: Callable) -> Kernel:
         function.__qualname__ = f"{_hash_of_sources()}.{function.__name__}"
-        return Kernel(function, arguments)
+        return Kernel(function, signature)
 
     return decorate
 
@@ -40,7 +50,7 @@ def kernel(arguments: type) -> Callable[[Callable], Kernel]:
 @functools.cache
 def compile_kernel(kernel: Kernel, dtype: torch.dtype) -> CFunc:
     """The kernel for matrices of this dtype, from disk if it was compiled before and where Numba can write."""
-    signature = types.void(types.CPointer(from_dtype(record_dtype(kernel.arguments, dtype))))
+    signature = kernel.signature(np.dtype(str(dtype).removeprefix("torch.")))
     try:
         compiled = cfunc(signature, cache=True, **COMPILE_OPTIONS)(kernel.function)
     except (RuntimeError, OSError):  # no directory for the cache is writable

@@ -1,9 +1,11 @@
 """What the kernels of 1×1, 3×3 and pooled convolutions share: products of a tile, and the gradient of the weight."""
 
-from .gemm import TRANSPOSE_BLOCK, gemm
-from .intrinsics import compiled
+from .gemm import TRANSPOSE_BLOCK
+from .intrinsics import call_subroutine, compiled
 from .memory import clear, elements, offset, panel_columns, stride_of
 from .threads import partition
+
+OVERWRITE, ACCUMULATE = 0, 1
 
 
 @compiled
@@ -11,10 +13,17 @@ def conv1x1_product(conv, start, stop, activation, zero):
     """Rows start to stop of the output (pixels, out_channels) = activation (rows, in_channels) @ weight.T."""
     channels, stride = conv.weight.in_channels, conv.output.row_stride
     output = offset(conv.output.data, start * stride, zero)
-    gemm(
-        *(stop - start, conv.weight.out_channels, channels),
-        *(activation, stride_of(channels, zero), 1, conv.weight.panels, 0, False, output, stride, zero),
-    )
+    size = stop - start, conv.weight.out_channels, channels
+    operands = activation, stride_of(channels, zero), 1, conv.weight.panels, 0, OVERWRITE, output, stride
+    call_subroutine(conv.weight.gemm, (*size, *operands, zero))
+
+
+@compiled
+def conv3x3_product(weight, rows, activation, output, columns, zero):
+    """output (rows, taps · out_channels) = activation (rows, in_channels) @ weight, padded to whole panels."""
+    channels = weight.in_channels
+    operands = activation, stride_of(channels, zero), 1, weight.panels, 0, OVERWRITE, output, columns
+    call_subroutine(weight.gemm, (rows, columns, channels, *operands, zero))
 
 
 @compiled
@@ -28,10 +37,8 @@ def grad_activation(weight, rows, grad, stride, output, zero):
     """output (rows, in_channels) = grad (rows, taps · out_channels) @ transposed weight. Returns output's row stride."""
     columns = panel_columns(weight.in_channels, zero)
     output_stride = stride_of(columns, zero)
-    gemm(
-        *(rows, columns, weight.taps * weight.out_channels),
-        *(grad, stride, 1, weight.panels, 0, False, output, output_stride, zero),
-    )
+    size = rows, columns, weight.taps * weight.out_channels
+    call_subroutine(weight.gemm, (*size, grad, stride, 1, weight.panels, 0, OVERWRITE, output, output_stride, zero))
     return output_stride
 
 
@@ -43,10 +50,8 @@ def add_grad_weight(conv, thread, rows, activation, grad, stride, zero):
     """
     channels, columns = conv.input.channels, weight_columns(conv.weight, zero)
     partials = offset(conv.grad_weight.partials, thread * channels * columns, zero)
-    gemm(
-        *(channels, columns, rows),
-        *(activation, 1, stride_of(channels, zero), grad, stride, True, partials, columns, zero),
-    )
+    operands = activation, 1, stride_of(channels, zero), grad, stride, ACCUMULATE, partials, columns
+    call_subroutine(conv.weight.gemm, (channels, columns, rows, *operands, zero))
 
 
 @compiled

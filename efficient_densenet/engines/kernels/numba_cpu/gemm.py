@@ -5,6 +5,7 @@ Products are made here because a tile's are so small that what a BLAS does befor
 
 import math
 
+from .compilation import subroutine
 from .intrinsics import compiled
 from .memory import PANEL_BYTES, elements, itemsize, panel_columns
 from .micro_kernel import HAS_AVX512, edge_block, register_block, register_blocks
@@ -51,17 +52,11 @@ def _row_of_blocks(panels: int, blocks: dict[int, int]):
 
 
 def make_gemm(avx512: bool):
-    """The GEMM for processors with AVX-512's registers or with fewer."""
+    """The GEMM for processors with AVX-512's registers or with fewer. `gemm` documents its parameters."""
     one, two, three = (_row_of_blocks(panels, register_blocks(avx512)) for panels in (1, 2, 3))
 
     @compiled
-    def gemm(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
-        """C (m, n) = A (m, k) @ B (k, n), or C += A @ B.
-
-        Strides are in elements; A may be transposed (`a_row` = 1). B's row stride is 0 where B is packed in panels. B
-        is read by whole panels and A by whole register blocks: both must lie in memory that goes on after them,
-        whatever is there. Exactly m × n elements of C are written.
-        """
+    def product(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
         size = itemsize(zero)
         width = PANEL_BYTES // size
         b_row, b_panel = (b_row * size, PANEL_BYTES) if b_row else (PANEL_BYTES, k * PANEL_BYTES)
@@ -85,10 +80,23 @@ def make_gemm(avx512: bool):
                         one(rows, columns, depth, of_a, a_row, a_column, of_b, b_row, b_panel, adds, out, c_row, zero)
                     left += columns
 
-    return gemm
+    return product
 
 
-gemm = make_gemm(HAS_AVX512)
+_product = make_gemm(HAS_AVX512)
+
+
+@subroutine(integers=11)
+def gemm(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
+    """C (m, n) = A (m, k) @ B (k, n), or C += A @ B.
+
+    a, b and c are addresses; strides are in elements. A may be transposed (`a_row` = 1). B's row stride is 0 where B is
+    packed in panels. B is read by whole panels and A by whole register blocks: both must lie in memory that goes on
+    after them, whatever is there. Exactly m × n elements of C are written.
+
+    Kernels call it by its address, so that it is compiled once and not as a part of each.
+    """
+    _product(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
 
 
 @compiled

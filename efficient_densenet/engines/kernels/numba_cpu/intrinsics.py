@@ -28,6 +28,19 @@ def call_address(typingctx, address):
 
 
 @intrinsic
+def call_subroutine(typingctx, address, args):
+    """Call a `compilation.subroutine` at the address with a tuple of integers and, at its end, `zero`."""
+
+    def codegen(context, builder, signature, args):
+        values = cgutils.unpack_tuple(builder, args[1])
+        function = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), values)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.Tuple((*[types.intp] * (len(args) - 1), args[-1]))), codegen
+
+
+@intrinsic
 def pointer(typingctx, address, index, zero):
     """A pointer to element `index` of the array of `zero`'s dtype at the address."""
 

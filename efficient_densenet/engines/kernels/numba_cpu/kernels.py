@@ -23,6 +23,7 @@ from .convolution import (
     add_grad_weight,
     clear_grad_weight,
     conv1x1_product,
+    conv3x3_product,
     grad_activation,
     reduce_grad_weight,
     weight_columns,
@@ -128,10 +129,9 @@ def conv3x3_forward(record):
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
     conv, tile, halo, zero = args.conv, args.tile, args.halo, args.zero
-    channels, columns = conv.input.channels, weight_columns(conv.weight, zero)
-    stride = stride_of(channels, zero)
+    columns = weight_columns(conv.weight, zero)
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
-    products = offset(activation, tile * stride, zero)
+    products = offset(activation, tile * stride_of(conv.input.channels, zero), zero)
     origin = done = max(0, first - halo)  # the row that products begin with, and the one that they end before
     pack_weight(conv.weight, thread, threads, zero)
     if args.statistics.result:
@@ -147,10 +147,7 @@ def conv3x3_forward(record):
         while done < end:
             rows, output = min(tile, end - done), offset(products, (done - origin) * columns, zero)
             affine_relu(conv.input, done, done + rows, activation, zero)
-            gemm(
-                *(rows, columns, channels),
-                *(activation, stride, 1, conv.weight.panels, 0, False, output, columns, zero),
-            )
+            conv3x3_product(conv.weight, rows, activation, output, columns, zero)
             done += rows
         col2im(args.images, args.dilation, products, origin, start, stop, conv.output, conv.weight.out_channels, zero)
         if args.statistics.result:
@@ -271,5 +268,6 @@ def _backward_buffers(scratch, tile, weight, thread, zero):
 
 
 def check() -> None:
-    """Raise whatever Numba raises where it cannot compile kernels: compiles the one that needs most."""
+    """Raise whatever Numba raises where it cannot compile kernels."""
+    compile_kernel(gemm, torch.float32)
     compile_kernel(conv1x1_backward, torch.float32)

@@ -15,7 +15,7 @@ from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, 
 from ..portable import halved
 from . import arguments, kernels, openmp
 from .compilation import Kernel, compile_kernel
-from .gemm import TILE_MULTIPLE
+from .gemm import TILE_MULTIPLE, gemm
 from .memory import padded_stride, whole_panels
 from .statistics import STATISTICS_ROWS
 
@@ -246,7 +246,8 @@ def _packed_weight(weight: Tensor, transposed: bool = False) -> arguments.Packed
     taps = math.prod(kernel_size)
     rows, columns = (taps * out_channels, in_channels) if transposed else (in_channels, taps * out_channels)
     panels = weight.new_empty(rows, whole_panels(columns, weight.itemsize))
-    return arguments.PackedWeight(weight, panels, out_channels, in_channels, taps, transposed)
+    address = compile_kernel(gemm, weight.dtype).address
+    return arguments.PackedWeight(weight, panels, out_channels, in_channels, taps, transposed, address)
 
 
 def _affine_input(input: AffineInput) -> arguments.AffineInput:
