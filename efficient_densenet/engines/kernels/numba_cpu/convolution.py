@@ -1,14 +1,14 @@
 """What the kernels of 1×1, 3×3 and pooled convolutions share: products of a tile, and the gradient of the weight."""
 
 from .gemm import TRANSPOSE_BLOCK
-from .intrinsics import call_subroutine, compiled
+from .intrinsics import call_subroutine, compiled, inlined
 from .memory import clear, elements, offset, panel_columns, stride_of
 from .threads import partition
 
 OVERWRITE, ACCUMULATE = 0, 1
 
 
-@compiled
+@inlined
 def conv1x1_product(conv, start, stop, activation, zero):
     """Rows start to stop of the output (pixels, out_channels) = activation (rows, in_channels) @ weight.T."""
     channels, stride = conv.weight.in_channels, conv.output.row_stride
@@ -18,7 +18,7 @@ def conv1x1_product(conv, start, stop, activation, zero):
     call_subroutine(conv.weight.gemm, (*size, *operands, zero))
 
 
-@compiled
+@inlined
 def conv3x3_product(weight, rows, activation, output, columns, zero):
     """output (rows, taps · out_channels) = activation (rows, in_channels) @ weight, padded to whole panels."""
     channels = weight.in_channels
@@ -32,7 +32,7 @@ def weight_columns(weight, zero):
     return panel_columns(weight.taps * weight.out_channels, zero)
 
 
-@compiled
+@inlined
 def grad_activation(weight, rows, grad, stride, output, zero):
     """output (rows, in_channels) = grad (rows, taps · out_channels) @ transposed weight. Returns output's row stride."""
     columns = panel_columns(weight.in_channels, zero)
@@ -42,7 +42,7 @@ def grad_activation(weight, rows, grad, stride, output, zero):
     return output_stride
 
 
-@compiled
+@inlined
 def add_grad_weight(conv, thread, rows, activation, grad, stride, zero):
     """The thread's split-K partial sum of grad_weight's transpose: += activation.T @ grad, over the rows of a tile.
 

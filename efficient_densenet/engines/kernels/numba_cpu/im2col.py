@@ -5,7 +5,7 @@ taps give to each pixel. The backward's input is `im2col` of grad_output, (pixel
 zeros outside the image. Pixels lie in the order (image, depth, height, width); x, y and z are places in the last three.
 """
 
-from .intrinsics import compiled
+from .intrinsics import compiled, inlined
 from .memory import clear, elements, offset, panel_columns
 
 
@@ -25,7 +25,7 @@ def _next_place(x, y, z, images):
     return 0, 0, z + 1 if z + 1 < images.depth else 0
 
 
-@compiled
+@inlined
 def im2col(images, dilation, grad, channels, start, stop, output, stride, zero):
     """Rows start to stop of the columns of grad (pixels, channels): all taps around each pixel, then zeros up to a whole
     panel."""
@@ -57,7 +57,7 @@ def im2col(images, dilation, grad, channels, start, stop, output, stride, zero):
         x, y, z = _next_place(x, y, z, images)
 
 
-@compiled
+@inlined
 def col2im(images, dilation, products, origin, start, stop, output, channels, zero):
     """Rows start to stop of the output (pixels, channels): the sum of what all taps give to each pixel.
 

@@ -13,7 +13,7 @@ COMPILE_OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}}
 _NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 compiled = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS)
-inlined = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS, forceinline=True)
+inlined = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS, inline="always")
 
 
 @intrinsic
