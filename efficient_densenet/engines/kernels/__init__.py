@@ -54,7 +54,7 @@ def _has_numba() -> bool:
     if importlib.util.find_spec("numba") is None or not openmp.available():
         return False
     try:
-        importlib.import_module(f"{__name__}.numba_cpu.loops").check()
+        importlib.import_module(f"{__name__}.numba_cpu.kernels").check()
     except Exception as error:  # a Numba release that is too old or too new may fail in any way
         warnings.warn(
             f"Numba cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
