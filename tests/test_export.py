@@ -86,7 +86,7 @@ def test_compiled_training_steps_end_where_plain_s_do():
         assert_close(found.detach(), expected.detach())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
 def test_inductor_trains_with_plain_s_numbers():

@@ -15,7 +15,7 @@ import torch
 from samples import TINY, same_run, write_cifar10
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_at_thirty_moments_the_run_comes_to_the_same_end(tmp_path):
     """Every restart goes on from what the last kill left. An epoch is a few steps, so that many kills hit a write; they
     come within the time that a run of one epoch, up to its report, takes here."""

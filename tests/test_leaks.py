@@ -33,7 +33,7 @@ def _resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell resident memory")
-@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_steps_in_changing_batches_and_engines_leave_nothing(steps):
     """Tensors are counted without a garbage collection in between: none may wait for one in a cycle."""
     model = small_model("bc", block_config=(3, 2), growth_rate=8, drop_rate=0.1).float()

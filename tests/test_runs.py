@@ -78,7 +78,7 @@ def test_the_saved_model_gives_the_error_of_the_table(finished):
     assert not model.training
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, finished, tmp_path):
     process = _start("--n_epochs", "2", "--drop_rate", "0.1", cwd=tmp_path)
     while not (tmp_path / "run" / "last.pt").exists():
@@ -295,8 +295,8 @@ def test_tensorboard_on_request(tmp_path):
     [
         ("cp_demo.py", "cifar10"),
         ("original_demo.py", "folder"),
-        pytest.param("cp_demo.py", "folder", marks=pytest.mark.slow),
-        pytest.param("original_demo.py", "cifar10", marks=pytest.mark.slow),
+        pytest.param("cp_demo.py", "folder", marks=pytest.mark.exhaustive),
+        pytest.param("original_demo.py", "cifar10", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_command_of_the_readme_on_a_directory_called_cifar(script, kind, tmp_path):

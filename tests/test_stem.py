@@ -335,7 +335,7 @@ def test_the_stem_s_own_peak(dims, size, request):
     assert conv_bytes < peak <= conv_bytes * (1 + 3 / 2**dims) + 5 * tile + x.nbytes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dims", "batch", "side", "share"), [(2, 16, 224, 0.12), (3, 4, 64, 0.20)])
 def test_the_whole_model_s_peak(dims, batch, side, share):
     model = create_model("densenet121", dims=dims, in_channels=3 if dims == 2 else 1)

@@ -113,7 +113,7 @@ def test_a_failed_process_ends_the_run_with_a_cause(tmp_path):
     torch.load(tmp_path / "run" / "last.pt", weights_only=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_processes_than_pictures_are_refused(tmp_path):
     done = _run(2, DEMOS / "cp_demo.py", *TINY, "--batch_size", "1", "--save", "run", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 1
