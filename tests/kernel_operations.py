@@ -102,6 +102,16 @@ OPERATIONS = {
 WEIGHT_GRADIENTS = ("conv1x1_backward", "conv3x3_backward", "pooled_conv1x1_backward")
 
 
+def large_enough(operation, shape, **_):
+    """Whether there is a pixel to pool."""
+    return "pooled" not in operation or min(shape[1:]) > 1
+
+
+def accumulates_or_not(operation, first, **_):
+    """Only a backward has a gradient to add to or to overwrite."""
+    return "backward" in operation or not first
+
+
 def check(kernels, operation, case):
     """Errs at most twice as much as portable, both judged by float64."""
     expected = OPERATIONS[operation](portable, case.truth())
