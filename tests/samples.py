@@ -98,13 +98,6 @@ def demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(words, code, printed.getvalue(), errors.getvalue())
 
 
-def demo_process(script: str, *words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-W", "error::UserWarning", str(DEMOS / script), *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment, check=False, timeout=300
-    )
-
-
 def refused(done: subprocess.CompletedProcess, message: str) -> None:
     """One sentence, exit status 1, no traceback."""
     assert done.returncode == 1, done.stderr

@@ -6,19 +6,19 @@ import json
 import os
 import pickle
 import re
-import resource
+import select
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from samples import DEMOS, TINY, demo, demo_process, read_rows, refused, same_run, write_cifar10, write_folder
+from forks import ForkedDemo, await_file, forked_demo
+from samples import DEMOS, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
 
 from efficient_densenet.training.data import sources as recognise
 from efficient_densenet.training.loop import Trainer
@@ -27,16 +27,15 @@ from efficient_densenet.training.models import load_model
 RUN = (*TINY, "--save", "run", "--batch_size", "128")
 
 
-def _start(*words: str, cwd: Path) -> subprocess.Popen:
-    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, *words]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _start(*words: str, cwd: Path) -> ForkedDemo:
+    return ForkedDemo("cp_demo.py", *RUN, *words, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A run of two epochs that nothing interrupted."""
     folder = tmp_path_factory.mktemp("finished")
-    done = demo_process("cp_demo.py", *RUN, "--n_epochs", "2", "--drop_rate", "0.1", cwd=folder)
+    done = forked_demo("cp_demo.py", *RUN, "--n_epochs", "2", "--drop_rate", "0.1", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (folder / "printed.txt").write_text(done.stdout)
@@ -81,9 +80,7 @@ def test_the_saved_model_gives_the_error_of_the_table(finished):
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, finished, tmp_path):
     process = _start("--n_epochs", "2", "--drop_rate", "0.1", cwd=tmp_path)
-    while not (tmp_path / "run" / "last.pt").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    await_file(tmp_path / "run" / "last.pt", process)
     process.send_signal(number)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
@@ -101,17 +98,9 @@ def test_a_signal_saves_after_the_step_and_resume_comes_to_the_same_end(number, 
 def test_a_signal_to_all_processes_saves_too_though_it_ends_those_that_decode(tmp_path):
     write_folder(tmp_path / "own")
     words = ["--data", "own", "--stream", "--depth", "10", "--growth_rate", "4", "--n_epochs", "10000", "--save", "run"]
-    process = subprocess.Popen(
-        [sys.executable, str(DEMOS / "cp_demo.py"), *words, "--batch_size", "2", "--device", "cpu"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while not (tmp_path / "run" / "results.csv").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    words += ["--batch_size", "2", "--device", "cpu"]
+    process = ForkedDemo("cp_demo.py", *words, cwd=tmp_path, session=True)
+    await_file(tmp_path / "run" / "results.csv", process)
     os.killpg(process.pid, signal.SIGTERM)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, errors
@@ -222,26 +211,13 @@ def test_resume_where_nothing_was_begun_begins(tmp_path):
     assert len(read_rows(tmp_path / "run")) == 1
 
 
-def _limited(words: list[str], cwd: Path, most: int) -> subprocess.CompletedProcess:
-    """A disk that takes no file of more than `most` bytes."""
-    return subprocess.run(
-        [sys.executable, str(DEMOS / "cp_demo.py"), *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
-    )
-
-
 def test_a_disk_that_takes_no_more_is_reported_and_the_old_checkpoint_kept(tmp_path):
     process = _start("--n_epochs", "3", cwd=tmp_path)
-    while not (tmp_path / "run" / "last.pt").exists():
-        time.sleep(0.01)
+    await_file(tmp_path / "run" / "last.pt", process)
     process.send_signal(signal.SIGTERM)
     process.communicate()
     before = (tmp_path / "run" / "last.pt").read_bytes()
-    done = _limited(["--save", "run", "--resume"], tmp_path, most=len(before) // 2)
+    done = forked_demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path, largest_file=len(before) // 2)
     refused(done, "run/last.pt could not be written (File too large): what it held before is kept")
     assert (tmp_path / "run" / "last.pt").read_bytes() == before
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []
@@ -294,7 +270,7 @@ def test_tensorboard_on_request(tmp_path):
     ("script", "kind"),
     [
         ("cp_demo.py", "cifar10"),
-        ("original_demo.py", "folder"),
+        pytest.param("original_demo.py", "folder", marks=pytest.mark.exhaustive),
         pytest.param("cp_demo.py", "folder", marks=pytest.mark.exhaustive),
         pytest.param("original_demo.py", "cifar10", marks=pytest.mark.exhaustive),
     ],
@@ -310,9 +286,7 @@ def test_the_command_of_the_readme_on_a_directory_called_cifar(script, kind, tmp
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (tmp_path / "model" / "last.pt").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    await_file(tmp_path / "model" / "last.pt", process)
     process.send_signal(signal.SIGTERM)
     printed, errors = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGTERM, errors
@@ -328,11 +302,13 @@ def test_on_a_terminal_there_is_a_bar(tmp_path):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
-    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, "--n_epochs", "1"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=theirs)
-    os.close(theirs)
+    process = ForkedDemo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path, stderr=os.ttyname(theirs))
     shown = b""
-    with contextlib.suppress(OSError):  # the terminal is closed when the process ends
+    while process.poll() is None:
+        if select.select([ours], [], [], 0.05)[0]:
+            shown += os.read(ours, 65536)
+    os.close(theirs)
+    with contextlib.suppress(OSError):  # nobody has the terminal open any more
         while part := os.read(ours, 65536):
             shown += part
     assert process.wait() == 0, shown
