@@ -113,6 +113,7 @@ def test_a_process_that_lost_another_ends_with_a_cause(tmp_path):
     first, second = _forked(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
     await_file(tmp_path / "run" / "results.csv", first)
     second.send_signal(signal.SIGKILL)
+    assert second.wait() == -signal.SIGKILL
     _, errors = first.communicate(timeout=60)
     assert first.returncode == 1
     assert "process 0 of 2: lost another process" in errors
