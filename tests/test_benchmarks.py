@@ -382,6 +382,7 @@ def _on_gpu(*words: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.exhaustive
 def test_the_gpu_script_runs_dry_on_the_cpu(tmp_path):
     done = _on_gpu("--dry-run", OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

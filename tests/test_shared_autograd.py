@@ -29,7 +29,14 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 CONSUMERS = ["block", "transition1", "norm5"]
 
 
-@pytest.fixture(autouse=True, params=[0, shared.PORTION_BYTES], ids=["a layer at a time", "a stage at a time"])
+@pytest.fixture(
+    autouse=True,
+    params=[
+        pytest.param(0, id="a layer at a time"),
+        # As small networks go in all other tests.
+        pytest.param(shared.PORTION_BYTES, id="a stage at a time", marks=pytest.mark.exhaustive),
+    ],
+)
 def _portions(request, monkeypatch):
     monkeypatch.setattr(shared, "PORTION_BYTES", request.param)
 
