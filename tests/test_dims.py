@@ -188,8 +188,13 @@ def test_the_shared_engine_s_memory(dims, size, most):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("engine", [True, "plain", "shared"])
-@pytest.mark.parametrize("dims", [1, 3])
+@pytest.mark.parametrize(
+    *grid(
+        dims=[1, 3],
+        engine=[True, "plain", "shared"],
+        strength=1,
+    )
+)
 def test_export_in_eval_mode(dims, engine):
     model = with_engine(_small(dims), engine).eval()
     x = _input(3, (9, 10, 8)[:dims])
