@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -49,6 +50,23 @@ def backward(model: nn.Module, x: Tensor, seed: int = 1) -> tuple[Tensor, Tensor
     output = model(x)
     output.square().sum().backward()
     return output.detach(), x.grad
+
+
+def freeze_norms(model: nn.Module, which: str = "") -> None:
+    """Batch norms with `which` in their names in eval mode, with other statistics; an error where there are none."""
+    norms = [m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and which in name]
+    assert norms, f"no norm is called {which}"
+    for norm in norms:
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+        norm.eval()
+
+
+def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> None:
+    """Only the parameters with these names require gradients; an error where that is all or none of them."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable(name))
+    assert len({parameter.requires_grad for parameter in model.parameters()}) == 2
 
 
 def assert_same_step(ours: nn.Module, reference: nn.Module, x: Tensor, tolerance: float = 1e-10) -> None:

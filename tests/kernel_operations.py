@@ -103,6 +103,16 @@ OPERATIONS = {
 }
 
 
+def large_enough(operation, shape, **_):
+    """Whether there is a pixel to pool."""
+    return "pooled" not in operation or min(shape[1:]) > 1
+
+
+def accumulates_or_not(operation, first, **_):
+    """Only a backward has a gradient to add to or to overwrite."""
+    return "backward" in operation or not first
+
+
 def check(kernels, operation, case):
     """The error against float64 is at most twice the portable kernels'."""
     exact = OPERATIONS[operation](portable, case.truth())

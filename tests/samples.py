@@ -99,18 +99,6 @@ def demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(words, code, printed.getvalue(), errors.getvalue())
 
 
-def demo_process(script: str, *words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-W", "error::UserWarning", str(DEMOS / script), *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment, check=False, timeout=300
-    )
-
-
-def start_run(*words: str, cwd: Path) -> subprocess.Popen:
-    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, *words]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def refused(done: subprocess.CompletedProcess, message: str) -> None:
     """Check that the demo failed with one sentence, exit status 1 and no traceback."""
     assert done.returncode == 1, done.stderr

@@ -289,7 +289,7 @@ def test_a_u_net_of_segmentation_models():
     assert list(map(type, model.modules())) == list(map(type, plain.modules()))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["densenet121", "densenetblur121d", "densenet264d"])
 def test_every_densenet_of_timm(name):
     timm = pytest.importorskip("timm")
@@ -305,7 +305,7 @@ def test_every_densenet_of_timm(name):
     assert_same_buffers(model, plain, 1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", [True, "shared"])
 def test_compiled(engine):
     ours, plain = _pair("torchvision_efficient")

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torchvision
+from grids import grid
 from helpers import assert_same_buffers, assert_same_gradients, small_model, with_engine
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -78,13 +79,23 @@ ROWS = [_steps, _accumulated, _retained, _grad_of_several, _no_backward, _no_gra
 MOMENTA = [0.1, 0.7, None]
 
 
+def _momentum_matters(row, momentum, **_):
+    """Frozen norms keep what they have."""
+    return row is not _frozen or momentum == 0.1
+
+
 def _official(use_reentrant):
     return lambda function, x: torch_checkpoint(function, x, use_reentrant=use_reentrant)
 
 
-@pytest.mark.parametrize("momentum", MOMENTA)
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("engine", ["plain", "official", "checkpoint", "shared"])
+@pytest.mark.parametrize(
+    *grid(
+        _momentum_matters,
+        engine=["plain", "official", "checkpoint", "shared"],
+        row=ROWS,
+        momentum=MOMENTA,
+    )
+)
 def test_engines(engine, row, momentum):
     plain = small_model("bc", efficient=False)
     for module in plain.modules():
@@ -100,9 +111,14 @@ def test_engines(engine, row, momentum):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("momentum", MOMENTA)
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    *grid(
+        _momentum_matters,
+        use_reentrant=[False, True],
+        row=ROWS,
+        momentum=MOMENTA,
+    )
+)
 def test_official_checkpointing_around_our_norms(use_reentrant, row, momentum):
     plain = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(), nn.Conv2d(4, 2, 1)

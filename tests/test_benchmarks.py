@@ -287,6 +287,7 @@ def _run_on_gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.exhaustive
 def test_a_dry_run_of_the_gpu_script(tmp_path):
     done = _run_on_gpu_sh("--dry-run", OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import CIFAR10_CLASSES, demo, demo_process, refused, write_cifar10, write_cifar100, write_folder
+from forks import forked_demo
+from samples import CIFAR10_CLASSES, demo, refused, write_cifar10, write_cifar100, write_folder
 
 from efficient_densenet.training.data import Images, StreamedImages, digits, load
 
@@ -251,7 +252,7 @@ def test_without_a_network_a_download_leaves_nothing_behind(tmp_path, dataset, e
 
 
 def test_a_failed_download_ends_the_command_with_a_sentence(tmp_path):
-    done = demo_process("cp_demo.py", "--data", "new/cifar", "--save", "model", cwd=tmp_path, **NOWHERE)
+    done = forked_demo("cp_demo.py", "--data", "new/cifar", "--save", "model", cwd=tmp_path, **NOWHERE)
     refused(done, "could not be downloaded")
     assert list(tmp_path.iterdir()) == []
 

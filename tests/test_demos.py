@@ -244,7 +244,7 @@ def _some_of_each_class(folder: Path, train: int, test: int) -> None:
                 (place / file).write_bytes(archive.extractfile(member).read())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not CIFAR10_JPEG.exists(), reason="needs the JPEG copy of CIFAR-10 beside the project")
 def test_a_short_run_on_real_images_is_far_from_chance(tmp_path):
     _some_of_each_class(tmp_path / "cifar", train=200, test=50)

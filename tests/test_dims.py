@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from grids import grid
 from helpers import (
     SAVING,
     assert_close,
     assert_same_buffers,
     assert_same_step,
     backward,
+    freeze_norms,
     plan_stage,
     small_model,
     use_kernels,
@@ -45,28 +47,28 @@ def _small(dims: int, family: str = "bc", **overrides) -> DenseNet:
     return small_model(family, dims=dims, efficient=False, **overrides)
 
 
+KERNELS = [("portable", 1), ("portable", 1 << 22), ("compiled", 7), ("compiled", 256)]
+
+
+def _possible(family, frozen, **_):
+    """Without bottlenecks there is no second norm."""
+    return not (family == "basic" and frozen == "norm2")
+
+
 @pytest.mark.parametrize(
-    ("kernels", "frozen"),
-    [
-        (("portable", 1), None),
-        *(
-            (whole, frozen)
-            for whole in (("portable", 1 << 22), ("compiled", 256))
-            for frozen in (None, "norm", "norm2")
-        ),
-        (("compiled", 7), None),
-    ],
+    *grid(
+        _possible,
+        dims__family__size=CASES,
+        kernels=KERNELS,
+        frozen=[None, "norm", "norm2"],
+    )
 )
-@pytest.mark.parametrize(("dims", "family", "size"), CASES)
 def test_shared_equals_plain(dims, family, size, kernels, frozen, monkeypatch):
     use_kernels(monkeypatch, *kernels)
     volumes = {"block_config": (1, 2)} if (dims, family) == (3, "imagenet") else {}  # which would be large ones
     plain = _small(dims, family, drop_rate=0.2, **volumes)
-    for name, module in plain.named_modules():
-        if frozen is not None and isinstance(module, nn.modules.batchnorm._BatchNorm) and frozen in name:
-            module.running_mean.normal_()
-            module.running_var.uniform_(0.5, 2)
-            module.eval()
+    if frozen is not None:
+        freeze_norms(plain, frozen)
     ours = with_engine(plain, "shared")
     x = _input(3, size)
     with warnings.catch_warnings():
@@ -130,9 +132,13 @@ def test_memory_formats_of_volumes_are_kept(memory_format, alone):
         assert module(x).is_contiguous(memory_format=memory_format)
 
 
-@pytest.mark.parametrize("consumer", ["block", "transition", "norm"])
-@pytest.mark.parametrize("bn_size", [0, 2])
-@pytest.mark.parametrize("dims", [1, 3])
+@pytest.mark.parametrize(
+    *grid(
+        dims=[1, 3],
+        bn_size=[0, 2],
+        consumer=["block", "transition", "norm"],
+    )
+)
 def test_gradcheck(dims, bn_size, consumer):
     model = _small(dims, bn_size=bn_size, growth_rate=2, num_init_features=2, block_config=(2, 1))
     block, after = model.features.denseblock1, {"block": None, "transition": model.features.transition1}
@@ -183,8 +189,13 @@ def test_the_shared_engine_s_memory(dims, size, most):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("engine", [True, "plain", "shared"])
-@pytest.mark.parametrize("dims", [1, 3])
+@pytest.mark.parametrize(
+    *grid(
+        dims=[1, 3],
+        engine=[True, "plain", "shared"],
+        strength=1,
+    )
+)
 def test_export_in_eval_mode(dims, engine):
     model = with_engine(_small(dims), engine).eval()
     x = _input(3, (9, 10, 8)[:dims])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import ForkedDemo, await_file
 from helpers import assert_close
 from samples import DEMOS, TINY, demo, global_batch, tiny_trainer
 from torch import nn
@@ -41,13 +43,23 @@ def _run(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.Com
     return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
+def _forked(processes: int, script: Path, *words: str, cwd: Path) -> list[ForkedDemo]:
+    """With what torchrun tells the processes that it starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
+        common["TORCHELASTIC_RUN_ID"] = "none"
+    numbers = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(processes)} for i in range(processes)]
+    return [ForkedDemo(str(script), *words, cwd=cwd, **common, **number) for number in numbers]
+
+
 @pytest.fixture(scope="module")
 def distributed_steps(tmp_path_factory) -> dict:
     """The first step of 11 images in two processes, with synchronized norms, by every engine."""
     folder = tmp_path_factory.mktemp("steps")
     script = Path(__file__).parent / "distributed_step.py"
-    done = _run(2, script, ",".join(ENGINES), "steps.pt", "sync_bn=True", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    for process in _forked(2, script, ",".join(ENGINES), "steps.pt", "sync_bn=True", cwd=folder):
+        assert process.wait() == 0, process.communicate()
     return torch.load(folder / "steps.pt", weights_only=True)
 
 
@@ -96,6 +108,19 @@ def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(tmp_path):
     assert len((tmp_path / "run" / "results.csv").read_text().splitlines()) == 4
 
 
+def test_a_process_that_lost_another_ends_with_a_cause(tmp_path):
+    words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
+    first, second = _forked(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
+    await_file(tmp_path / "run" / "results.csv", first)
+    second.send_signal(signal.SIGKILL)
+    assert second.wait() == -signal.SIGKILL
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "process 0 of 2: lost another process" in errors
+    torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+
+
+@pytest.mark.exhaustive
 def test_a_killed_process_ends_the_run_with_a_cause(tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
     process = _torchrun(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
@@ -113,7 +138,7 @@ def test_a_killed_process_ends_the_run_with_a_cause(tmp_path):
     torch.load(tmp_path / "run" / "last.pt", weights_only=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_processes_than_images_are_refused(tmp_path):
     done = _run(2, DEMOS / "cp_demo.py", *TINY, "--batch_size", "1", "--save", "run", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 1

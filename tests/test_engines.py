@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.utils.checkpoint
+from grids import grid
 from helpers import (
     FAMILIES,
     RECOMPUTING,
@@ -17,6 +18,7 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     backward,
+    freeze_parameters,
     picture,
     small_model,
     with_engine,
@@ -27,10 +29,14 @@ from efficient_densenet import DenseNet
 from efficient_densenet.engines import dispatch as engines
 
 
-@pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("drop_rate", [0.0, 0.2])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize(
+    *grid(
+        engine=SAVING,
+        family=FAMILIES,
+        drop_rate=[0.0, 0.2],
+        batch=[1, 5],
+    )
+)
 def test_values_gradients_and_buffers_equal_plain(engine, family, drop_rate, batch):
     plain = small_model(family, drop_rate=drop_rate, efficient=False)
     x = picture(family, batch)
@@ -46,9 +52,13 @@ def test_values_gradients_and_buffers_equal_plain(engine, family, drop_rate, bat
     assert_same_gradients(ours, plain)
 
 
-@pytest.mark.parametrize("block_config", [(1,), (3,), (1, 1), (1, 2, 1, 1, 1)])
-@pytest.mark.parametrize("compression", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize(
+    *grid(
+        engine=SAVING,
+        compression=[0.1, 0.7, 1.0],
+        block_config=[(1,), (3,), (1, 1), (1, 2, 1, 1, 1)],
+    )
+)
 def test_any_number_of_blocks_and_any_compression(engine, compression, block_config):
     plain = small_model("bc", block_config=block_config, compression=compression, num_init_features=10, efficient=False)
     assert_same_step(with_engine(plain, engine), plain, torch.randn(3, 3, 21, 18, dtype=torch.double))
@@ -76,8 +86,7 @@ def test_frozen_stem_still_recomputes_and_gives_all_gradients(engine):
 @pytest.mark.parametrize("engine", SAVING)
 def test_partly_frozen_parameters(engine, frozen):
     plain = small_model("bc", efficient=False)
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(frozen not in name)
+    freeze_parameters(plain, lambda name: frozen not in name)
     ours = with_engine(plain, engine)
     assert_same_step(ours, plain, picture("bc"))
 

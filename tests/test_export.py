@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torchvision
+from grids import grid
 from helpers import (
     assert_close,
     assert_same_buffers,
@@ -86,7 +87,7 @@ def test_compiled_training_steps_end_where_plain_s_do():
         assert_close(found.detach(), expected.detach())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
 def test_inductor_trains_with_plain_s_numbers():
@@ -165,8 +166,13 @@ def test_a_backbone_compiled_trains_with_plain_s_numbers(maps):
 # torch.fx
 
 
-@pytest.mark.parametrize("family", ["bc", "basic", "imagenet"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    *grid(
+        engine=ENGINES,
+        family=["bc", "basic", "imagenet"],
+        strength=1,
+    )
+)
 def test_fx_s_trace_computes_and_trains_as_the_model(engine, family):
     model = small_model(family, efficient=engine)
     traced = torch.fx.symbolic_trace(copy.deepcopy(model))

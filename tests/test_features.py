@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import grid
 from helpers import (
     SAVING,
     assert_close,
@@ -55,9 +56,13 @@ def _step(run, model: nn.Module, x: Tensor, chosen=None) -> list[Tensor]:
     return [*(y.detach() for y in found), x.grad]
 
 
-@pytest.mark.parametrize("maps", MAPS)
-@pytest.mark.parametrize("engine", ["plain", *SAVING])
-@pytest.mark.parametrize("family", ["bc", "imagenet"])
+@pytest.mark.parametrize(
+    *grid(
+        family=["bc", "imagenet"],
+        engine=["plain", *SAVING],
+        maps=MAPS,
+    )
+)
 def test_maps_and_gradients_of_every_level_are_plain_s(family, engine, maps):
     whole = small_model(family, efficient=False, drop_rate=0.1)
     ours = features(with_engine(whole, engine), maps=maps)

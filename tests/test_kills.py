@@ -1,75 +1,48 @@
 """Runs that are killed at any moment."""
 
-import contextlib
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forks import ForkedDemo
 from samples import TINY, same_run, write_cifar10
 
 
-@pytest.mark.slow
-def test_a_run_killed_thirty_times_ends_with_the_same_results(tmp_path):
+@pytest.mark.parametrize(("kills", "num_epochs"), [(2, 8), pytest.param(30, 150, marks=pytest.mark.exhaustive)])
+def test_a_run_killed_many_times_ends_with_the_same_results(kills, num_epochs, tmp_path):
     """Every restart resumes what the last kill left. An epoch is a few steps, so that many kills hit a write; they come
     within the time that a run of one epoch takes here."""
     words = f"cp_demo.py {' '.join(TINY)} --data {write_cifar10(tmp_path / 'cifar')} --batch_size 45".split()
     words += ["--recipe", "one_cycle", "--device", "cpu"]
-    long = [*words, "--n_epochs", "150", "--save", "run"]
-    whole, killed = _make_directory(tmp_path / "whole"), _make_directory(tmp_path / "killed")
-    with _forks(whole) as forks:
-        assert forks(long) == 0, (whole / "printed.txt").read_text()
+    long = [*words, "--n_epochs", str(num_epochs), "--save"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    _run_to_the_end(*long, "whole", cwd=tmp_path)
+    epoch_seconds = min(
+        _run_to_the_end(*words, "--n_epochs", "1", "--save", f"short{i}", cwd=tmp_path) for i in range(2)
+    )
     rng, epochs = random.Random(0), []
-    with _forks(killed) as forks:
-        epoch_seconds = min(_seconds(forks, [*words, "--n_epochs", "1", "--save", f"short{i}"]) for i in range(3))
-        for _ in range(30):
-            assert forks([*long, "--resume"], kill_after=rng.uniform(0.15, 1.0) * epoch_seconds) == -signal.SIGKILL
-            for path in (killed / "run").glob("*.pt"):
-                torch.load(path, weights_only=True)
-            if (killed / "run" / "last.pt").exists():
-                epochs.append(torch.load(killed / "run" / "last.pt", weights_only=True)["position"]["epoch"])
-        assert forks([*long, "--resume"]) == 0, (killed / "printed.txt").read_text()
+    for _ in range(kills):
+        process = ForkedDemo(*long, "killed", "--resume", cwd=tmp_path)
+        time.sleep(rng.uniform(0.15, 1.0) * epoch_seconds)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        for path in killed.glob("*.pt"):
+            torch.load(path, weights_only=True)
+        if (killed / "last.pt").exists():
+            epochs.append(torch.load(killed / "last.pt", weights_only=True)["position"]["epoch"])
+    _run_to_the_end(*long, "killed", "--resume", cwd=tmp_path)
     assert epochs == sorted(epochs)
-    assert len(set(epochs)) > 10
-    same_run(killed / "run", whole / "run")
-    assert list((killed / "run").glob(".*")) == []
+    assert len(set(epochs)) >= kills // 3
+    same_run(killed, whole)
+    assert list(killed.glob(".*")) == []
 
 
-def _seconds(forks: Callable[[list[str]], int], words: list[str]) -> float:
+def _run_to_the_end(*words: str, cwd: Path) -> float:
+    """The seconds that it took."""
     start = time.perf_counter()
-    assert forks(words) == 0
+    process = ForkedDemo(*words, cwd=cwd)
+    assert process.wait() == 0, process.communicate()
     return time.perf_counter() - start
-
-
-@contextlib.contextmanager
-def _forks(folder: Path):
-    """A function that runs a demo in `folder` and returns its exit status."""
-    script = Path(__file__).parent / "forked_demos.py"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, str(script)], cwd=folder, stdin=pipe, stdout=pipe, text=True, env=environment
-    ) as server:
-
-        def run(words: list[str], kill_after: float | None = None) -> int:
-            server.stdin.write(" ".join(words) + "\n")
-            server.stdin.flush()
-            pid = int(server.stdout.readline())
-            if kill_after is not None:
-                time.sleep(kill_after)
-                os.kill(pid, signal.SIGKILL)
-            return int(server.stdout.readline())
-
-        yield run
-        server.stdin.close()
-
-
-def _make_directory(folder: Path) -> Path:
-    folder.mkdir()
-    return folder

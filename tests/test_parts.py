@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import grid
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import Tensor, nn
 
@@ -134,10 +135,14 @@ def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tup
             assert_same_buffers(module, plain_module)
 
 
-@pytest.mark.parametrize("consumer", CONSUMERS)
-@pytest.mark.parametrize("frozen", [False, True, "inside"])
-@pytest.mark.parametrize("bottleneck", [True, False])
-@pytest.mark.parametrize("newest_first", [True, False])
+@pytest.mark.parametrize(
+    *grid(
+        newest_first=[True, False],
+        bottleneck=[True, False],
+        frozen=[False, True, "inside"],
+        consumer=CONSUMERS,
+    )
+)
 def test_either_order_of_channels_with_every_consumer_and_a_tap(newest_first, bottleneck, frozen, consumer):
     block, after = _randomized(Block(bottleneck, newest_first, drop_rate=0.3), CONSUMERS[consumer]())
     if frozen == "inside":

@@ -62,7 +62,7 @@ def _losses(engine: str, batches: list, order: Tensor | None = None, layout=torc
     return torch.tensor(losses, dtype=torch.double)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_losses_deviate_from_plain_no_more_than_plain_runs_from_one_another(monkeypatch):
     """BC-100-12, batch 8, 60 steps of SGD, its rate growing from 0.001 to 0.06.
 

@@ -1,39 +1,22 @@
 """Runs that fail: a full disk, a loss that is not finite, out of memory."""
 
 import re
-import resource
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import torch
-from samples import DEMOS, RUN, demo, refused, start_run
+from forks import await_file, forked_demo, start_run
+from samples import RUN, demo, refused
 
 from efficient_densenet.training.loop import Trainer
 
 
-def _with_file_size_limit(words: list[str], cwd: Path, num_bytes: int) -> subprocess.CompletedProcess:
-    """Run the demo where no file can have more than `num_bytes` bytes."""
-    return subprocess.run(
-        [sys.executable, str(DEMOS / "cp_demo.py"), *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes)),
-    )
-
-
 def test_a_full_disk_is_reported_and_the_old_checkpoint_kept(tmp_path):
     process = start_run("--n_epochs", "3", cwd=tmp_path)
-    while not (tmp_path / "run" / "last.pt").exists():
-        time.sleep(0.01)
+    await_file(tmp_path / "run" / "last.pt", process)
     process.send_signal(signal.SIGTERM)
     process.communicate()
     before = (tmp_path / "run" / "last.pt").read_bytes()
-    done = _with_file_size_limit(["--save", "run", "--resume"], tmp_path, num_bytes=len(before) // 2)
+    done = forked_demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path, largest_file=len(before) // 2)
     refused(done, "run/last.pt could not be written (File too large): its previous content is kept")
     assert (tmp_path / "run" / "last.pt").read_bytes() == before
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []

@@ -6,30 +6,19 @@ import json
 import os
 import pickle
 import re
+import select
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from samples import (
-    DEMOS,
-    RUN,
-    TINY,
-    demo,
-    demo_process,
-    read_rows,
-    refused,
-    same_run,
-    start_run,
-    write_cifar10,
-    write_folder,
-)
+from forks import ForkedDemo, await_file, forked_demo, start_run
+from samples import DEMOS, RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
 
 from efficient_densenet.training.data import load
 from efficient_densenet.training.loop import Trainer
@@ -40,7 +29,7 @@ from efficient_densenet.training.models import load_model
 def finished(tmp_path_factory) -> Path:
     """A run of two epochs, never interrupted."""
     folder = tmp_path_factory.mktemp("finished")
-    done = demo_process("cp_demo.py", *RUN, "--n_epochs", "2", "--drop_rate", "0.1", cwd=folder)
+    done = forked_demo("cp_demo.py", *RUN, "--n_epochs", "2", "--drop_rate", "0.1", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (folder / "printed.txt").write_text(done.stdout)
@@ -84,12 +73,10 @@ def test_the_saved_model_has_the_error_in_the_table(finished):
     assert not model.training
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_a_signal_saves_after_the_step_and_resuming_gives_the_same_run(number, finished, tmp_path):
     process = start_run("--n_epochs", "2", "--drop_rate", "0.1", cwd=tmp_path)
-    while not (tmp_path / "run" / "last.pt").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    await_file(tmp_path / "run" / "last.pt", process)
     process.send_signal(number)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
@@ -107,17 +94,9 @@ def test_a_signal_saves_after_the_step_and_resuming_gives_the_same_run(number, f
 def test_a_signal_to_the_process_group_saves_though_it_kills_the_workers(tmp_path):
     write_folder(tmp_path / "own")
     words = ["--data", "own", "--stream", "--depth", "10", "--growth_rate", "4", "--n_epochs", "10000", "--save", "run"]
-    process = subprocess.Popen(
-        [sys.executable, str(DEMOS / "cp_demo.py"), *words, "--batch_size", "2", "--device", "cpu"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while not (tmp_path / "run" / "results.csv").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    words += ["--batch_size", "2", "--device", "cpu"]
+    process = ForkedDemo("cp_demo.py", *words, cwd=tmp_path, session=True)
+    await_file(tmp_path / "run" / "results.csv", process)
     os.killpg(process.pid, signal.SIGTERM)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, errors
@@ -241,9 +220,9 @@ def test_tensorboard_on_request(tmp_path):
     ("script", "layout"),
     [
         ("cp_demo.py", "cifar10"),
-        ("original_demo.py", "folder"),
-        pytest.param("cp_demo.py", "folder", marks=pytest.mark.slow),
-        pytest.param("original_demo.py", "cifar10", marks=pytest.mark.slow),
+        pytest.param("original_demo.py", "folder", marks=pytest.mark.exhaustive),
+        pytest.param("cp_demo.py", "folder", marks=pytest.mark.exhaustive),
+        pytest.param("original_demo.py", "cifar10", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_command_of_the_readme_on_a_directory_called_cifar(script, layout, tmp_path):
@@ -257,9 +236,7 @@ def test_the_command_of_the_readme_on_a_directory_called_cifar(script, layout, t
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (tmp_path / "model" / "last.pt").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    await_file(tmp_path / "model" / "last.pt", process)
     process.send_signal(signal.SIGTERM)
     printed, errors = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGTERM, errors
@@ -275,11 +252,13 @@ def test_a_terminal_shows_a_progress_bar(tmp_path):
     pty = pytest.importorskip("pty")
     terminal, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
-    command = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, "--n_epochs", "1"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=child)
-    os.close(child)
+    process = ForkedDemo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path, stderr=os.ttyname(child))
     shown = b""
-    with contextlib.suppress(OSError):  # the terminal is closed when the process ends
+    while process.poll() is None:
+        if select.select([terminal], [], [], 0.05)[0]:
+            shown += os.read(terminal, 65536)
+    os.close(child)
+    with contextlib.suppress(OSError):  # no process has the terminal open
         while part := os.read(terminal, 65536):
             shown += part
     assert process.wait() == 0, shown

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import grid
 from helpers import (
     FAMILIES,
     KERNELS,
@@ -15,6 +16,7 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     backward,
+    freeze_norms,
     picture,
     plan_stage,
     small_model,
@@ -32,19 +34,25 @@ from efficient_densenet.engines.shared import plan
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("frozen", [False, True, "norm1", "norm2"])
-@pytest.mark.parametrize("drop_rate", [0.0, 0.2])
-@pytest.mark.parametrize("family", FAMILIES)
+def _possible(family, frozen, **_):
+    """Without bottlenecks there is no second norm."""
+    return not (family == "basic" and frozen == "norm2")
+
+
+@pytest.mark.parametrize(
+    *grid(
+        _possible,
+        family=FAMILIES,
+        drop_rate=[0.0, 0.2],
+        frozen=[None, "", "norm1", "norm2"],
+        kernels=KERNELS,
+    )
+)
 def test_every_stage_equals_plain(family, drop_rate, frozen, kernels, monkeypatch):
     use_kernels(monkeypatch, *kernels)
     plain = small_model(family, efficient=False, drop_rate=drop_rate)
-    plain(picture(family))
-    for name, module in plain.named_modules():
-        if isinstance(module, nn.BatchNorm2d) and (frozen is True or (frozen and frozen in name)):
-            module.eval()
-    if frozen == "norm1":  # a consumer that disagrees with its block runs by itself
-        assert not plain.features.denseblock1.denselayer1.norm1.training
+    if frozen is not None:
+        freeze_norms(plain, frozen)  # with norm1, consumers that disagree with their block run by themselves
     ours = with_engine(plain, "shared")
     for batch in (2, 7):
         assert_same_step(ours, plain, picture(family, batch))
@@ -97,15 +105,18 @@ def test_a_strided_input_and_a_strided_gradient():
     assert_same_gradients(ours, plain)
 
 
-@pytest.mark.parametrize("consumer", ["block", "transition", "norm"])
-@pytest.mark.parametrize("bn_size", [0, 2])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("tap", [False, True])
-@pytest.mark.parametrize("kernels", [("portable", 1 << 22), ("compiled", 7)])
+@pytest.mark.parametrize(
+    *grid(
+        lambda consumer, tap, **_: not (tap and consumer == "block"),  # whose output it is anyway
+        consumer=["block", "transition", "norm"],
+        bn_size=[0, 2],
+        training=[True, False],
+        tap=[False, True],
+        kernels=[("portable", 1 << 22), ("compiled", 7)],
+    )
+)
 def test_gradcheck(kernels, consumer, bn_size, training, tap, monkeypatch):
     use_kernels(monkeypatch, *kernels)
-    if tap and consumer == "block":
-        return  # whose output it is anyway
     model = small_model("bc", bn_size=bn_size, growth_rate=2, num_init_features=2, block_config=(2, 2)).train(training)
     block = model.features.denseblock1
     after = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from grids import grid
 from helpers import (
     assert_close,
     assert_same_buffers,
@@ -58,14 +59,24 @@ def _freeze(norm: nn.Module) -> None:
     norm.eval()
 
 
-@pytest.mark.parametrize("channels", FEW_AND_MANY)
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("tile_bytes", [1, 3000, 1 << 22])
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(("dims", "size"), CASES)
+def _of_some_layout(dims, last, **_):
+    """A signal has no channels_last."""
+    return dims in CHANNELS_LAST or not last
+
+
+@pytest.mark.parametrize(
+    *grid(
+        _of_some_layout,
+        dims__size=CASES,
+        last=[False, True],
+        tile_bytes=[1, 3000, 1 << 22],
+        frozen=[False, True],
+        channels=FEW_AND_MANY,
+    )
+)
 def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, channels, monkeypatch):
     monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile_bytes)
-    layout = CHANNELS_LAST.get(dims, torch.contiguous_format) if last else torch.contiguous_format
+    layout = CHANNELS_LAST[dims] if last else torch.contiguous_format
     plain = _plain(dims, num_init_features=channels).to(memory_format=layout)
     if frozen:
         _freeze(plain.features.norm0)
@@ -78,9 +89,13 @@ def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, chan
     assert output.stride() == expected.stride()
 
 
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    *grid(
+        bias=[False, True],
+        frozen=[False, True],
+        alone=[True, False],
+    )
+)
 def test_each_parameter_alone_requires_a_gradient_or_is_alone_frozen(bias, frozen, alone):
     plain = _plain()
     if bias:
@@ -122,9 +137,13 @@ def test_groups_and_other_poolings():
         assert_same_step(ours, plain, _input(13, 12))
 
 
-@pytest.mark.parametrize("channels", FEW_AND_MANY)
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(
+    *grid(
+        dims=[1, 2, 3],
+        frozen=[False, True],
+        channels=FEW_AND_MANY,
+    )
+)
 def test_ties_in_the_pooling(dims, frozen, channels):
     """One of several equal maxima gets the gradient, the same one as in plain."""
     plain = _plain(dims, num_init_features=channels)
@@ -340,7 +359,7 @@ def test_the_stem_s_own_peak(dims, size, request):
     assert conv_bytes < peak <= conv_bytes * (1 + 3 / 2**dims) + 5 * tile + x.nbytes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("dims", "batch", "side", "share"), [(2, 16, 224, 0.12), (3, 4, 64, 0.20)])
 def test_the_whole_model_s_peak(dims, batch, side, share):
     model = create_model("densenet121", dims=dims, in_channels=3 if dims == 2 else 1)

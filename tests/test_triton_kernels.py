@@ -10,8 +10,9 @@ import sys
 
 import pytest
 import torch
+from grids import grid
 from helpers import assert_close, backward, picture, small_model, with_engine
-from kernel_operations import OPERATIONS, Case, check
+from kernel_operations import OPERATIONS, Case, accumulates_or_not, check, large_enough
 from torch import nn
 
 from efficient_densenet import DenseLayer
@@ -63,13 +64,16 @@ Case = functools.partial(Case, device=DEVICE)
 check = functools.partial(check, triton_kernels)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("channels", "width"), [(1, 20), (5, 48), (36, 16)])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 7), (1, 9, 7), (2, 5, 13)])
+@pytest.mark.parametrize(
+    *grid(
+        large_enough,
+        operation=OPERATIONS,
+        shape=[(1, 1, 1), (1, 1, 7), (1, 9, 7), (2, 5, 13)],
+        channels__width=[(1, 20), (5, 48), (36, 16)],
+        dtype=[torch.float32, torch.bfloat16],
+    )
+)
 def test_every_operation(operation, shape, channels, width, dtype):
-    if "pooled" in operation and 1 in shape[1:]:
-        return  # too small to pool
     check(operation, Case(shape, channels, width, dtype))
 
 
@@ -94,17 +98,26 @@ def test_program_instances_that_loop_and_tiles_of_one_image(operation, monkeypat
     check(operation, Case((3, 9, 15), 33, 20))
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "conv3x3" in name or "pooled" in name])
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("shape", [(2, 9), (2, 4, 3, 5), (2, 3, 4, 5)])
+@pytest.mark.parametrize(
+    *grid(
+        accumulates_or_not,
+        operation=[name for name in OPERATIONS if "conv3x3" in name or "pooled" in name],
+        shape=[(2, 9), (2, 4, 3, 5), (2, 3, 4, 5)],
+        first=[False, True],
+    )
+)
 def test_signals_and_volumes(operation, shape, first, monkeypatch):
     monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
     check(operation, Case(shape, 9, 16, overwrite=first))
 
 
-@pytest.mark.parametrize("dilation", [2, 3])
-@pytest.mark.parametrize("shape", [(2, 9), (2, 5, 13), (2, 4, 3, 5)])
-@pytest.mark.parametrize("operation", ["conv3x3_forward", "conv3x3_backward"])
+@pytest.mark.parametrize(
+    *grid(
+        operation=["conv3x3_forward", "conv3x3_backward"],
+        shape=[(2, 9), (2, 5, 13), (2, 4, 3, 5)],
+        dilation=[2, 3],
+    )
+)
 def test_dilation(operation, shape, dilation):
     case = Case(shape, 9, 16)
     case.dilation = dilation

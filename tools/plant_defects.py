@@ -1,0 +1,167 @@
+"""Plant the defects of `defects.py`, one at a time, in a copy of the project, and see which tier of the tests fails.
+
+    python tools/plant_defects.py                 all of them, into a table
+    python tools/plant_defects.py --only halo     those whose names contain a word
+    python tools/plant_defects.py --list          names and files
+    python tools/plant_defects.py --check         only that each edit still applies in exactly one place
+
+Tests that fail without a defect are found first and left out, as are those that need what this machine lacks.
+"""
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from defects import DEFECTS, Defect
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "efficient_densenet"
+COLUMNS = ("defect", "file", "tier", "caught_by", "seconds")
+LIMIT = 1800
+"""Seconds that one command of tests may take: a defect may well make something wait for ever."""
+
+
+def stale(defect: Defect) -> str | None:
+    """Why the edit does not apply any more, or None."""
+    path = ROOT / PACKAGE / defect.file
+    if not path.exists():
+        return f"there is no {defect.file}"
+    count = path.read_text().count(defect.old)
+    if count != 1:
+        return f"found its text {count} times in {defect.file}, but needs it exactly once"
+    if defect.old == defect.new:
+        return "changes nothing"
+    absent = [name for name in defect.tests if not _test_file(name).exists()]
+    return f"there is no {_test_file(absent[0]).relative_to(ROOT)}" if absent else None
+
+
+def check() -> int:
+    """Report every defect that is stale, or has the name of another; how many there are."""
+    names = [defect.name for defect in DEFECTS]
+    reasons = {f"{name!r}": "there are two of this name" for name in names if names.count(name) > 1}
+    reasons |= {f"{defect.name!r}": reason for defect in DEFECTS if (reason := stale(defect))}
+    for name, reason in reasons.items():
+        print(f"stale: {name}: {reason}")
+    print(f"{len(DEFECTS)} defects, {len(reasons)} stale")
+    return len(reasons)
+
+
+def _test_file(name: str) -> Path:
+    return ROOT / "tests" / f"test_{name}.py"
+
+
+class Copy:
+    """A copy of the project's files, those that git does not know yet too, in which one defect at a time is planted.
+
+    It is one for all, and files get their old times back, so that kernels compiled for it are compiled once.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
+            if name and (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        self.failing: set[str] = set()
+
+    def find_failing(self, files: list[str]) -> None:
+        """Note the tests that fail as it is."""
+        done = self._pytest("not exhaustive", files)
+        self.failing |= set(_failed(done.stdout))
+        for name in sorted(self.failing):
+            print(f"fails without a defect, and is left out: {name}", flush=True)
+
+    def caught(self, defect: Defect) -> tuple[str, str]:
+        """The tier that caught a defect, and the test."""
+        path = self.folder / PACKAGE / defect.file
+        text, times = path.read_text(), path.stat()
+        path.write_text(text.replace(defect.old, defect.new))
+        try:
+            hinted = [f"tests/test_{name}.py" for name in defect.tests]
+            others = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("tests/test_*.py"))]
+            others = [name for name in others if name not in hinted and name != "tests/test_defects.py"]
+            for tier, marker in (("first", "not exhaustive"), ("exhaustive", "exhaustive")):
+                for files in ([name] for name in hinted), (others,):
+                    for some in files:
+                        found = self._first_failure(marker, some)
+                        if found:
+                            return tier, found
+            return "none", ""
+        finally:
+            path.write_text(text)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    def _first_failure(self, marker: str, files: list[str]) -> str | None:
+        left_out = [word for name in sorted(self.failing) for word in ("--deselect", name)]
+        try:
+            done = self._pytest(marker, files, "-x", *left_out)
+        except subprocess.TimeoutExpired:
+            return f"no end within {LIMIT} s of {' '.join(files)}"
+        failed = _failed(done.stdout)
+        if failed:
+            return failed[0]
+        # 0: all passed; 5: there was none. Anything else is an interpreter or a collection that broke down.
+        return None if done.returncode in (0, 5) else f"exit status {done.returncode} of {' '.join(files)}"
+
+    def _pytest(self, marker: str, files: list[str], *words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-m", marker, *words, *files]
+        environment = os.environ | {"PYTHONPATH": str(self.folder)}
+        return subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+        )
+
+
+def _failed(printed: str) -> list[str]:
+    return re.findall(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - .*)?$", printed, re.MULTILINE)
+
+
+def run(chosen: list[Defect], table: Path) -> int:
+    """Plant them, print and write what became of each; how many no test has caught."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        copy = Copy(Path(folder))
+        copy.find_failing(sorted({f"tests/test_{name}.py" for defect in chosen for name in defect.tests}))
+        for defect in chosen:
+            start = time.monotonic()
+            tier, test = ("stale", reason) if (reason := stale(defect)) else copy.caught(defect)
+            seconds = round(time.monotonic() - start)
+            rows.append({"defect": defect.name, "file": defect.file, "tier": tier, "caught_by": test})
+            writer.writerow(rows[-1] | {"seconds": seconds})
+            file.flush()
+            print(f"{tier:10}  {defect.name}  ({test}, {seconds} s)", flush=True)
+    missed = [row["defect"] for row in rows if row["tier"] in ("none", "stale")]
+    for tier in ("first", "exhaustive"):
+        print(f"caught by the {tier} tier: {sum(row['tier'] == tier for row in rows)} of {len(rows)}")
+    print(f"missed: {', '.join(missed) or 'none'}")
+    return len(missed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="WORD", default="", help="defects whose names contain this")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--table", type=Path, default=Path("planted_defects.csv"), help="where the table is written")
+    given = parser.parse_args()
+    chosen = [defect for defect in DEFECTS if given.only in defect.name]
+    if not chosen:
+        parser.error(f"no defect has {given.only!r} in its name: --list shows them")
+    if given.list:
+        for defect in chosen:
+            print(f"{defect.name}  ({defect.file})")
+    else:
+        sys.exit(min(1, check() if given.check else run(chosen, given.table)))
+
+
+if __name__ == "__main__":
+    main()
