@@ -1,10 +1,23 @@
 import os
+import zlib
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, which looks once
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", help="run one of several equal parts of the tests, such as 2/3")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    shard, shards = map(int, config.getoption("--shard").split("/"))
+    if shards > 1:
+        in_shard = [zlib.crc32(item.nodeid.encode()) % shards == shard - 1 for item in items]
+        config.hook.pytest_deselected(items=[item for item, run in zip(items, in_shard, strict=True) if not run])
+        items[:] = [item for item, run in zip(items, in_shard, strict=True) if run]
 
 
 @pytest.fixture(autouse=True)
