@@ -1,6 +1,7 @@
-"""The server of `forks`: imports everything once, then runs each demo it is asked for in a fork of itself.
+"""The server of `forks`: imports everything once, then runs each requested demo in a fork of itself.
 
-A fork of this process starts the fork that runs the demo, waits for it, and writes its number and its exit status.
+Requests are lines of JSON on standard input. For each, a fork of this process starts the fork that runs the demo, waits
+for it, and writes its process id and its exit status.
 """
 
 import atexit
@@ -30,39 +31,39 @@ def serve() -> None:
 
 
 def _run_and_report(report: str, **request) -> None:
-    if os.fork():  # the server goes on
+    if os.fork():  # returns control to the server
         os._exit(0)
     with open(report, "w") as file:
-        number = os.fork()
-        if number == 0:
+        pid = os.fork()
+        if pid == 0:
             file.close()
             _run(**request)
-        print(number, file=file, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), file=file, flush=True)
+        print(pid, file=file, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=file, flush=True)
     os._exit(0)
 
 
 def _run(
     script: str,
-    words: list[str],
+    arguments: list[str],
     cwd: str,
     stdout: str,
     stderr: str,
     environment: dict[str, str],
-    session: bool,
-    largest_file: int | None,
+    new_session: bool,
+    max_file_bytes: int | None,
 ) -> None:
-    """As the interpreter runs a script: a message is printed, and its status is 1."""
+    """Like the interpreter: an exit with a message prints it, with exit status 1."""
     os.chdir(cwd)
-    for number, path in enumerate((os.devnull, stdout, stderr)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o666), number)
+    for descriptor, path in enumerate((os.devnull, stdout, stderr)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o666), descriptor)
     os.environ.update(environment)
-    if session:
+    if new_session:
         os.setsid()
-    if largest_file is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    if max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     warnings.simplefilter("error", UserWarning)
-    sys.argv, status = [script, *words], 0
+    sys.argv, status = [script, *arguments], 0
     try:
         runpy.run_path(str(DEMOS / script), run_name="__main__")
     except SystemExit as exc:
@@ -79,5 +80,5 @@ def _run(
 
 
 if __name__ == "__main__":
-    kernels.numba_supports(torch.empty(1))  # which imports Numba where it is installed, and loads a kernel
+    kernels.numba_supports(torch.empty(1))  # imports Numba where it is installed, and loads a kernel
     serve()

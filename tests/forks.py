@@ -1,4 +1,4 @@
-"""Demos as processes of their own that need not import anything first: forks of one that has."""
+"""Demos in processes of their own that start fast: forks of one process that has imported everything."""
 
 import atexit
 import functools
@@ -12,29 +12,27 @@ import tempfile
 import time
 from pathlib import Path
 
-from samples import RUN
-
 
 class ForkedDemo:
-    """A running demo, with what these tests use of `subprocess.Popen`."""
+    """A running demo, with the part of the interface of `subprocess.Popen` that the tests need."""
 
     def __init__(
         self,
         script: str,
-        *words: str,
+        *arguments: str,
         cwd: Path,
         stderr: str | None = None,
-        session: bool = False,
-        largest_file: int | None = None,
+        new_session: bool = False,
+        max_file_bytes: int | None = None,
         **environment: str,
     ) -> None:
         server, folder = _server()
-        own = Path(tempfile.mkdtemp(dir=folder))
-        self._stdout, self._stderr, report = own / "stdout", own / "stderr", own / "report"
+        directory = Path(tempfile.mkdtemp(dir=folder))
+        self._stdout, self._stderr, report = directory / "stdout", directory / "stderr", directory / "report"
         os.mkfifo(report)
         request = {"report": str(report), "stdout": str(self._stdout), "stderr": stderr or str(self._stderr)}
-        request |= {"script": script, "words": words, "cwd": str(cwd), "environment": environment}
-        request |= {"session": session, "largest_file": largest_file}
+        request |= {"script": script, "arguments": arguments, "cwd": str(cwd), "environment": environment}
+        request |= {"new_session": new_session, "max_file_bytes": max_file_bytes}
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         self._report = report.open()
@@ -60,20 +58,15 @@ class ForkedDemo:
         os.kill(self.pid, number)
 
 
-def forked_demo(script: str, *words: str, cwd: Path, **how) -> subprocess.CompletedProcess:
-    """A demo in a process of its own, to its end."""
-    process = ForkedDemo(script, *words, cwd=cwd, **how)
-    printed, errors = process.communicate()
-    return subprocess.CompletedProcess(words, process.returncode, printed, errors)
-
-
-def start_run(*words: str, cwd: Path) -> ForkedDemo:
-    """A training run of a tiny model on the digits."""
-    return ForkedDemo("cp_demo.py", *RUN, *words, cwd=cwd)
+def forked_demo(script: str, *arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess:
+    """Run a demo in a process of its own to its end."""
+    process = ForkedDemo(script, *arguments, cwd=cwd, **options)
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
 def await_file(path: Path, process: ForkedDemo | subprocess.Popen) -> None:
-    """Wait until the process has written a file."""
+    """Wait until the process has written the file `path`."""
     while not path.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -81,7 +74,7 @@ def await_file(path: Path, process: ForkedDemo | subprocess.Popen) -> None:
 
 @functools.cache
 def _server() -> tuple[subprocess.Popen, str]:
-    """And a folder for what it is asked."""
+    """The server, and a folder for its output."""
     script = Path(__file__).parent / "forked_demos.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
     server = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, text=True, env=environment)

@@ -43,14 +43,14 @@ def _run(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.Com
     return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
-def _forked(processes: int, script: Path, *words: str, cwd: Path) -> list[ForkedDemo]:
-    """With what torchrun tells the processes that it starts."""
+def _fork_processes(processes: int, script: Path, *words: str, cwd: Path) -> list[ForkedDemo]:
+    """Processes with the environment variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
         common["TORCHELASTIC_RUN_ID"] = "none"
-    numbers = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(processes)} for i in range(processes)]
-    return [ForkedDemo(str(script), *words, cwd=cwd, **common, **number) for number in numbers]
+    ranks = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(processes)} for i in range(processes)]
+    return [ForkedDemo(str(script), *words, cwd=cwd, **common, **rank) for rank in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def distributed_steps(tmp_path_factory) -> dict:
     """The first step of 11 images in two processes, with synchronized norms, by every engine."""
     folder = tmp_path_factory.mktemp("steps")
     script = Path(__file__).parent / "distributed_step.py"
-    for process in _forked(2, script, ",".join(ENGINES), "steps.pt", "sync_bn=True", cwd=folder):
+    for process in _fork_processes(2, script, ",".join(ENGINES), "steps.pt", "sync_bn=True", cwd=folder):
         assert process.wait() == 0, process.communicate()
     return torch.load(folder / "steps.pt", weights_only=True)
 
@@ -110,7 +110,7 @@ def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(tmp_path):
 
 def test_a_process_that_lost_another_ends_with_a_cause(tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
-    first, second = _forked(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
+    first, second = _fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
     await_file(tmp_path / "run" / "results.csv", first)
     second.send_signal(signal.SIGKILL)
     assert second.wait() == -signal.SIGKILL

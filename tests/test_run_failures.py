@@ -4,19 +4,19 @@ import re
 import signal
 
 import torch
-from forks import await_file, forked_demo, start_run
+from forks import ForkedDemo, await_file, forked_demo
 from samples import RUN, demo, refused
 
 from efficient_densenet.training.loop import Trainer
 
 
 def test_a_full_disk_is_reported_and_the_old_checkpoint_kept(tmp_path):
-    process = start_run("--n_epochs", "3", cwd=tmp_path)
+    process = ForkedDemo("cp_demo.py", *RUN, "--n_epochs", "3", cwd=tmp_path)
     await_file(tmp_path / "run" / "last.pt", process)
     process.send_signal(signal.SIGTERM)
     process.communicate()
     before = (tmp_path / "run" / "last.pt").read_bytes()
-    done = forked_demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path, largest_file=len(before) // 2)
+    done = forked_demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path, max_file_bytes=len(before) // 2)
     refused(done, "run/last.pt could not be written (File too large): its previous content is kept")
     assert (tmp_path / "run" / "last.pt").read_bytes() == before
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []

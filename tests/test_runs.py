@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import ForkedDemo, await_file, forked_demo, start_run
+from forks import ForkedDemo, await_file, forked_demo
 from samples import DEMOS, RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
 
 from efficient_densenet.training.data import load
@@ -75,7 +75,7 @@ def test_the_saved_model_has_the_error_in_the_table(finished):
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_a_signal_saves_after_the_step_and_resuming_gives_the_same_run(number, finished, tmp_path):
-    process = start_run("--n_epochs", "2", "--drop_rate", "0.1", cwd=tmp_path)
+    process = ForkedDemo("cp_demo.py", *RUN, "--n_epochs", "2", "--drop_rate", "0.1", cwd=tmp_path)
     await_file(tmp_path / "run" / "last.pt", process)
     process.send_signal(number)
     printed, errors = process.communicate(timeout=60)
@@ -95,7 +95,7 @@ def test_a_signal_to_the_process_group_saves_though_it_kills_the_workers(tmp_pat
     write_folder(tmp_path / "own")
     words = ["--data", "own", "--stream", "--depth", "10", "--growth_rate", "4", "--n_epochs", "10000", "--save", "run"]
     words += ["--batch_size", "2", "--device", "cpu"]
-    process = ForkedDemo("cp_demo.py", *words, cwd=tmp_path, session=True)
+    process = ForkedDemo("cp_demo.py", *words, cwd=tmp_path, new_session=True)
     await_file(tmp_path / "run" / "results.csv", process)
     os.killpg(process.pid, signal.SIGTERM)
     printed, errors = process.communicate(timeout=60)
@@ -258,7 +258,7 @@ def test_a_terminal_shows_a_progress_bar(tmp_path):
         if select.select([terminal], [], [], 0.05)[0]:
             shown += os.read(terminal, 65536)
     os.close(child)
-    with contextlib.suppress(OSError):  # no process has the terminal open
+    with contextlib.suppress(OSError):  # no process has the terminal open any more
         while part := os.read(terminal, 65536):
             shown += part
     assert process.wait() == 0, shown
