@@ -28,16 +28,17 @@ def run_sequence(
     A module for which `is_block` is true has an `engine`, and with `can_join_stage` it may be run without being called.
     """
     outputs: dict[str, Tensor] = {}
-    x, position, parts = _run_stem(modules, x, is_block, taps)
+    first_block = next((module for _, module in modules if is_block(module)), None)
+    x, position, first_parts = _run_stem(modules, x, first_block, taps)
     while position < len(modules):
         name, module = modules[position]
         position += 1
         joins = position < len(modules) and is_block(module) and module.can_join_stage
         if joins and isinstance(x, (Tensor, Proxy)):
             consumer_name, consumer = modules[position]
+            parts = first_parts if module is first_block else None
             x, consumed = _run_stage(name, module, consumer_name, consumer, x, parts, taps, outputs)
             position += consumed
-            parts = None  # they were those of the first block
         else:
             x = module(x)
             if name in taps:
@@ -46,10 +47,9 @@ def run_sequence(
 
 
 def _run_stem(
-    modules: NamedModules, x: Any, is_block: Callable[[nn.Module], bool], taps: Collection[str]
+    modules: NamedModules, x: Any, block: nn.Module | None, taps: Collection[str]
 ) -> tuple[Any, int, BlockParts | None]:
-    """The stem's output, how many modules have run, and the first block's parts if they were read."""
-    block = next((module for _, module in modules if is_block(module)), None)
+    """The stem's output, how many modules have run, and the parts of the first block if they were read."""
     tapped = any(name in taps for name, _ in modules[: STEM_LENGTH - 1])
     if block is None or tapped or not isinstance(x, Tensor):
         return x, 0, None
