@@ -211,7 +211,7 @@ def check_benchmark(script: str, words: list[str], folder: Path, monkeypatch) ->
     assert {word[2:].partition("=")[0] for word in words if word.startswith("--")} <= known, (script, words)
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
-            given, named = benchmark_options.read(BENCHMARKS[script], words)
+            given, named = benchmark_options.parse_arguments(BENCHMARKS[script], words)
         except SystemExit:
             pytest.fail(f"{script} {words}: {errors.getvalue()}")
     if script == "table.py":  # cheap: it runs
