@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, within nine minutes on one card: the kernels' tests on the real device, then the
-# whole matrix of times and memory, the important first. CSV files go to $OUT, or to benchmarks/results.
+# Everything that needs a GPU, within nine minutes on one card: the tests of the Triton kernels on the real device, then
+# the whole matrix of times and memory, the important first. CSV files go to $OUT, or to benchmarks/results.
 #
 #     bash benchmarks/on_gpu.sh
 #     bash benchmarks/on_gpu.sh --dry-run      a tiny matrix on the CPU, to see that the script works
 #
-# PYTHON names the interpreter (default: python). It needs torch alone: what else is missing drops its rows, with a line.
+# PYTHON names the interpreter (default: python), which needs torch only. Rows of other missing packages are left out,
+# with a message.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks/results}
@@ -14,7 +15,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 end=$((SECONDS + 530))
 failed=()
 
-part() { # part <name> <seconds at most> <command>...: within what is left of the whole
+part() { # part <name> <seconds at most> <command>...: within the time left for the whole script
     local name=$1 limit=$2 left=$((end - SECONDS)) start=$SECONDS
     shift 2
     if ((left < 10)); then
@@ -32,15 +33,14 @@ measure() { # measure <seconds at most> <options of run.py>...
 }
 
 kernel_tests() {
-    shopt -s nullglob
-    local files=(tests/test_gpu*.py tests/test_cuda*.py)
-    if ((${#files[@]} == 0)); then
-        echo "no tests/test_gpu*.py: no kernel checks to run"
+    local file=tests/test_triton_kernels.py
+    if [[ ! -e $file ]]; then
+        echo "$file does not exist: no kernel tests to run"
     elif ! "$python" -c "import pytest" 2>/dev/null; then
-        echo "pytest is not installed: the kernel checks ${files[*]} are left out"
-        failed+=("kernel checks")
+        echo "pytest is not installed: the kernel tests in $file are left out"
+        failed+=("kernel tests")
     else
-        part "kernel checks" 100 env -u TRITON_INTERPRET "$python" -m pytest "${files[@]}" -q -p no:cacheprovider
+        part "kernel tests" 100 env -u TRITON_INTERPRET "$python" -m pytest "$file" -q -p no:cacheprovider
     fi
 }
 

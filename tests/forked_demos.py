@@ -14,7 +14,7 @@ from samples import DEMOS
 import efficient_densenet.training  # noqa: F401
 from efficient_densenet.engines import kernels
 
-kernels.runs_compiled(torch.empty(1))  # imports Numba where it is installed, and compiles or loads a kernel
+kernels.numba_supports(torch.empty(1))  # imports Numba where it is installed, and compiles or loads a kernel
 
 for line in sys.stdin:
     script, *arguments = line.split()

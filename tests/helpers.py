@@ -90,11 +90,11 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
     """Have the shared engine take these, so many bytes (portable) or rows (compiled) at a time; for a tile smaller than
     usual, a layer at a time in the backward too."""
     if name == "compiled":
-        if not kernels.runs_compiled(torch.empty(1)):
+        if not kernels.numba_supports(torch.empty(1)):
             pytest.skip("needs Numba, and what it calls in PyTorch")
         monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.operations"), "TILE", tile)
     else:
-        monkeypatch.setattr(kernels, "runs_compiled", lambda values: False)
+        monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
         monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile)
     if tile < 256:
         monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", 0)

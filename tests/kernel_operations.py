@@ -1,4 +1,4 @@
-"""The shared engine's operations, as each set of kernels has them, on random numbers."""
+"""Every kernel as a function of (kernels, case), where a case holds random arguments, and how to check it."""
 
 import copy
 import math
@@ -10,7 +10,10 @@ from efficient_densenet.engines.kernels.interface import AffineInput, BatchNormB
 
 
 class Case:
-    """What the operations take, all of it part of something wider; `truth` is the same in float64."""
+    """Random arguments for every operation. Each matrix is a slice of the channels of a wider one.
+
+    `truth` is the same case in float64.
+    """
 
     def __init__(self, shape, channels, width, dtype=torch.float32, overwrite=False, device="cpu"):
         self.device = device
@@ -18,10 +21,10 @@ class Case:
         self.shape, self.dtype, num_rows = torch.Size(shape), dtype, math.prod(shape)
         self.values, self.grad_accum = self._matrix(num_rows, channels), self._matrix(num_rows, channels)
         self.scale, self.shift, self.grad_scale = (torch.randn(channels, device=self.device) for _ in range(3))
-        self.squeeze, self.pool = self._matrix(width, channels), self._matrix(channels // 2 + 1, channels)
-        self.convolve = torch.randn(width, channels, *[3] * (len(shape) - 1), device=self.device).to(dtype)
-        self.of_squeezed, self.of_values = self._matrix(num_rows, width), self._matrix(num_rows, channels)
-        self.of_pooled = self._matrix(portable.halved(self.shape).numel(), len(self.pool))
+        self.weight1x1, self.pooled_weight = self._matrix(width, channels), self._matrix(channels // 2 + 1, channels)
+        self.weight3x3 = torch.randn(width, channels, *[3] * (len(shape) - 1), device=self.device).to(dtype)
+        self.grad_output, self.grad_affine = self._matrix(num_rows, width), self._matrix(num_rows, channels)
+        self.grad_pooled = self._matrix(portable.halved(self.shape).numel(), len(self.pooled_weight))
 
     def _matrix(self, num_rows, channels):
         return torch.randn(num_rows, channels + 3, device=self.device).to(self.dtype)[:, :channels]
@@ -32,87 +35,82 @@ class Case:
         return case
 
     @property
-    def read(self):
+    def input(self):
         return AffineInput(self.values, self.scale, self.shift)
 
-    def settling(self, grad):
-        """A gradient that is `grad`, and the values that it is of."""
+    def batch_norm_backward(self, grad):
+        """A batch norm's backward whose grad_input is `grad`: half from its values, half from its accumulator."""
         ones = torch.ones(grad.shape[1], device=self.device, dtype=self.scale.dtype)
         return BatchNormBackward(AffineInput(grad, 0.5 * ones, 0 * ones), GradAccumulator(0.5 * ones, grad))
 
-    def made(self, function):
-        """What a 1×1 convolution makes, and what the function returns."""
-        out = self.squeeze.new_empty(len(self.values), len(self.squeeze))
-        return out, *(function(Conv1x1(self.read, self.squeeze, out)) or ())
+    def conv1x1(self, function):
+        """The output of a 1×1 convolution, and what `function`, which computes it, returns."""
+        output = self.weight1x1.new_empty(len(self.values), len(self.weight1x1))
+        return output, *(function(Conv1x1(self.input, self.weight1x1, output)) or ())
 
-    def ahead(self, kernels, squeeze):
-        into = GradAccumulator(self.grad_scale, self.grad_accum.clone())
-        kernels.conv1x1_backward(self.settling(self.of_squeezed), self.read, self.squeeze, into, squeeze)
+    def next_bottleneck(self, kernels, conv):
+        accumulator = GradAccumulator(self.grad_scale, self.grad_accum.clone())
+        grad_output = self.batch_norm_backward(self.grad_output)
+        kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
 
-    def ahead_in_place(self, kernels):
-        """As the engine does it: fewer channels, into the memory that the gradient's values lie in."""
-        fewer, out = max(1, self.values.shape[1] - 2), self.of_squeezed.clone(memory_format=torch.contiguous_format)
-        read = AffineInput(self.values[:, :fewer], self.scale[:fewer], self.shift[:fewer])
-        accumulator = GradAccumulator(*self.settling(self.of_squeezed).accumulator[:2])
-        settling = BatchNormBackward(AffineInput(out, *self.settling(out).input[1:]), accumulator)
-        into = GradAccumulator(self.grad_scale, self.grad_accum.clone())
-        squeeze = Conv1x1(read, self.squeeze[:, :fewer], out)
-        return *kernels.conv1x1_backward(settling, self.read, self.squeeze, into, squeeze), into.grad_accum, out
+    def next_bottleneck_in_place(self, kernels):
+        """As the engine calls it: of fewer channels, written over the values that grad_output is computed from."""
+        fewer, output = max(1, self.values.shape[1] - 2), self.grad_output.clone(memory_format=torch.contiguous_format)
+        input = AffineInput(self.values[:, :fewer], self.scale[:fewer], self.shift[:fewer])
+        grad_accumulator = GradAccumulator(*self.batch_norm_backward(self.grad_output).accumulator[:2])
+        _, scale, shift = self.batch_norm_backward(output).input
+        grad_output = BatchNormBackward(AffineInput(output, scale, shift), grad_accumulator)
+        accumulator = GradAccumulator(self.grad_scale, self.grad_accum.clone())
+        conv = Conv1x1(input, self.weight1x1[:, :fewer], output)
+        gradients = kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
+        return *gradients, accumulator.grad_accum, output
 
-    def gradients(self, function, grad, *rest):
-        """Of an operation: also what is pending, the gradient's, which lies among other channels."""
-        wide = torch.zeros(
-            len(self.grad_accum), self.grad_accum.shape[1] + 5, device=self.device, dtype=self.grad_accum.dtype
-        )
-        grad_accum = wide[:, : self.grad_accum.shape[1]].copy_(self.grad_accum)
-        found = function(
-            grad,
-            self.read,
-            *rest[:1],
-            GradAccumulator(self.grad_scale, grad_accum, self.overwrite, self.needs_grad_weight),
-            *rest[1:],
-        )
-        assert not wide[:, self.grad_accum.shape[1] :].any()
+    def backward(self, function, grad_output, *rest):
+        """What a backward kernel returns, and grad_accum, a slice of the channels of a wider buffer."""
+        channels = self.grad_accum.shape[1]
+        buffer = torch.zeros(len(self.grad_accum), channels + 5, device=self.device, dtype=self.grad_accum.dtype)
+        grad_accum = buffer[:, :channels].copy_(self.grad_accum)
+        accumulator = GradAccumulator(self.grad_scale, grad_accum, self.overwrite, self.needs_grad_weight)
+        gradients = function(grad_output, self.input, *rest[:1], accumulator, *rest[1:])
+        assert not buffer[:, channels:].any()
         if rest and not self.needs_grad_weight:
-            assert found[0] is None
-            found = found[1:]
-        return *found, grad_accum
+            assert gradients[0] is None
+            gradients = gradients[1:]
+        return *gradients, grad_accum
 
 
 OPERATIONS = {
     "batch_statistics": lambda k, c: k.batch_statistics(c.values),
-    "affine_forward": lambda k, c: [k.affine_forward(c.read)],
-    "affine_backward": lambda k, c: c.gradients(k.affine_backward, c.of_values),
-    "conv1x1_forward": lambda k, c: c.made(k.conv1x1_forward)[:1],
-    "conv1x1_forward_with_statistics": lambda k, c: c.made(k.conv1x1_forward_with_statistics),
-    "conv1x1_backward": lambda k, c: c.gradients(k.conv1x1_backward, c.settling(c.of_squeezed), c.squeeze),
-    "squeezed_ahead": lambda k, c: c.made(lambda squeeze: c.ahead(k, squeeze))[:1],
-    "squeezed_ahead_in_place": lambda k, c: c.ahead_in_place(k),
-    "conv3x3_forward": lambda k, c: [k.conv3x3_forward(c.read, c.convolve, c.shape, c.dilation)],
+    "affine_forward": lambda k, c: [k.affine_forward(c.input)],
+    "affine_backward": lambda k, c: c.backward(k.affine_backward, c.grad_affine),
+    "conv1x1_forward": lambda k, c: c.conv1x1(k.conv1x1_forward)[:1],
+    "conv1x1_forward_with_statistics": lambda k, c: c.conv1x1(k.conv1x1_forward_with_statistics),
+    "conv1x1_backward": lambda k, c: c.backward(k.conv1x1_backward, c.batch_norm_backward(c.grad_output), c.weight1x1),
+    "conv1x1_next_bottleneck": lambda k, c: c.conv1x1(lambda conv: c.next_bottleneck(k, conv))[:1],
+    "conv1x1_next_bottleneck_in_place": lambda k, c: c.next_bottleneck_in_place(k),
+    "conv3x3_forward": lambda k, c: [k.conv3x3_forward(c.input, c.weight3x3, c.shape, c.dilation)],
     "conv3x3_forward_with_statistics": lambda k, c: k.conv3x3_forward_with_statistics(
-        c.read, c.convolve, c.shape, c.dilation
+        c.input, c.weight3x3, c.shape, c.dilation
     ),
-    "conv3x3_backward": lambda k, c: c.gradients(k.conv3x3_backward, c.of_squeezed, c.convolve, c.shape, c.dilation),
-    "pooled_conv1x1_forward": lambda k, c: [k.pooled_conv1x1_forward(c.read, c.pool, c.shape)],
-    "pooled_conv1x1_backward": lambda k, c: c.gradients(k.pooled_conv1x1_backward, c.of_pooled, c.pool, c.shape),
+    "conv3x3_backward": lambda k, c: c.backward(k.conv3x3_backward, c.grad_output, c.weight3x3, c.shape, c.dilation),
+    "pooled_conv1x1_forward": lambda k, c: [k.pooled_conv1x1_forward(c.input, c.pooled_weight, c.shape)],
+    "pooled_conv1x1_backward": lambda k, c: c.backward(
+        k.pooled_conv1x1_backward, c.grad_pooled, c.pooled_weight, c.shape
+    ),
     "batch_norm_grad_input": lambda k, c: [
-        k.batch_norm_grad_input(BatchNormBackward(c.read, GradAccumulator(c.grad_scale, c.grad_accum)))
+        k.batch_norm_grad_input(BatchNormBackward(c.input, GradAccumulator(c.grad_scale, c.grad_accum)))
     ],
 }
-WEIGHT_GRADIENTS = ("conv1x1_backward", "conv3x3_backward", "pooled_conv1x1_backward")
 
 
 def check(kernels, operation, case):
-    """Errs at most twice as much as portable, both judged by float64."""
-    expected = OPERATIONS[operation](portable, case.truth())
-    theirs, ours = (OPERATIONS[operation](each, case) for each in (portable, kernels))
-    assert len(ours) == len(theirs) == len(expected)
-    for i, (found, portable_s, truth) in enumerate(zip(ours, theirs, expected, strict=True)):
-        assert (found.dtype, found.shape) == (portable_s.dtype, portable_s.shape)
-        slack = 4 * torch.finfo(found.dtype).eps * (truth.norm() + len(case.values) ** 0.5)
-        if i == 0 and operation in (
-            "conv3x3_backward",
-            "pooled_conv1x1_backward",
-        ):  # of the weight, as the library rounds it
-            slack += 2 * torch.finfo(case.dtype).eps * truth.norm()
-        assert (found - truth).norm() <= 2 * (portable_s - truth).norm() + slack
+    """The error against float64 is at most twice the portable kernels'."""
+    exact = OPERATIONS[operation](portable, case.truth())
+    expected, found = (OPERATIONS[operation](each, case) for each in (portable, kernels))
+    assert len(found) == len(expected) == len(exact)
+    for i, (ours, theirs, truth) in enumerate(zip(found, expected, exact, strict=True)):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        slack = 4 * torch.finfo(ours.dtype).eps * (truth.norm() + len(case.values) ** 0.5)
+        if i == 0 and operation in ("conv3x3_backward", "pooled_conv1x1_backward"):
+            slack += 2 * torch.finfo(case.dtype).eps * truth.norm()  # grad_weight, which the library rounds
+        assert (ours - truth).norm() <= 2 * (theirs - truth).norm() + slack

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -303,3 +304,8 @@ def test_the_gpu_script_needs_a_gpu():
     assert "error: no CUDA device" in done.stderr
     assert "--dry-run" in done.stderr
     assert _run_on_gpu_sh("--dry").returncode == 2
+
+
+def test_the_gpu_script_names_tests_that_exist():
+    script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
+    assert (ROOT / re.search(r"tests/test_\w+\.py", script)[0]).exists()

@@ -184,8 +184,8 @@ def test_more_threads_than_pictures_or_processors(operation, shape, dilation, mo
 def test_rows_that_neighbours_make_too_stay_few():
     """Where a thread has few more rows than those that its neighbours need of them, there are fewer threads."""
     case = Case((1, 16, 16, 16), 4, 8)
-    kernel = case.convolve.flatten(1).shape[1] // 4 * 8
-    held = tensor_peak(lambda: compiled.conv3x3_forward(case.read, case.convolve, case.shape))
+    kernel = case.weight3x3.flatten(1).shape[1] // 4 * 8
+    held = tensor_peak(lambda: compiled.conv3x3_forward(case.input, case.weight3x3, case.shape))
     beyond = 16 * 16 + 16 + 1
     assert held <= 4 * (4096 * 8 + 3 * (256 * (4 + kernel) + 2 * beyond * kernel) + 2 * kernel * 4)
 
@@ -210,7 +210,7 @@ def test_a_team_may_be_smaller_than_it_was_asked_for():
 
 def test_matrices_with_rows_side_by_side():
     case = Case((1, 5, 4), 6, 16)
-    case.values, case.of_squeezed = (matrix.t().contiguous().t() for matrix in (case.values, case.of_squeezed))
+    case.values, case.grad_output = (matrix.t().contiguous().t() for matrix in (case.values, case.grad_output))
     check("batch_statistics", case)
     check("conv1x1_backward", case)
 
@@ -225,7 +225,7 @@ def test_matrices_with_rows_side_by_side_are_copied_once():
 def test_variance_of_values_far_from_zero(operation):
     case = Case((50, 9, 7), 16, 16)
     case.values = 1000 + 0.01 * case.values
-    case.scale, case.shift, case.squeeze = torch.ones_like(case.scale), 0 * case.shift, torch.eye(16)
+    case.scale, case.shift, case.weight1x1 = torch.ones_like(case.scale), 0 * case.shift, torch.eye(16)
     *_, variance = OPERATIONS[operation](compiled, case)
     assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
 
@@ -241,7 +241,7 @@ def test_not_finite_values_go_where_portable_lets_them(operation):
         assert torch.equal(found.isfinite(), expected.isfinite())
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith(("conv", "squeezed"))])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
 def test_convolutions_in_another_precision_are_left_to_portable(operation):
     case = Case((1, 8, 8), 6, 16)
     case.values, case.grad_accum = case.values.double(), case.grad_accum.double()
@@ -251,7 +251,7 @@ def test_convolutions_in_another_precision_are_left_to_portable(operation):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith(("conv", "squeezed"))])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
 def test_large_weights_are_left_to_portable(operation, monkeypatch):
     monkeypatch.setattr(compiled, "WEIGHT_BYTES", 5 * 16 * 4)
     case = Case((1, 8, 8), 6, 16)

@@ -16,8 +16,8 @@ def _model(efficient: bool | str = True, **overrides) -> DenseNet:
 
 
 def _with_kernels(monkeypatch: pytest.MonkeyPatch, fused: bool, compiled: bool) -> None:
-    monkeypatch.setattr(kernels, "runs_fused", lambda values: fused)
-    monkeypatch.setattr(kernels, "runs_compiled", lambda values: compiled)
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: fused)
+    monkeypatch.setattr(kernels, "numba_supports", lambda values: compiled)
 
 
 @pytest.mark.parametrize("engine", ["plain", "official", "checkpoint"])
@@ -42,16 +42,16 @@ def test_the_name_is_that_of_the_kernels_in_use(dtype):
 @pytest.mark.parametrize("small_inputs", [True, False])
 @pytest.mark.parametrize("amp_dtype", [None, torch.bfloat16])
 def test_the_reported_kernels_are_those_that_a_step_asks_for(small_inputs, amp_dtype, monkeypatch):
-    used, runs_compiled = set(), kernels.runs_compiled
+    used, numba_supports = set(), kernels.numba_supports
 
     def note(values: torch.Tensor) -> bool:
-        used.add(f"shared ({'Numba' if runs_compiled(values) else 'portable'})")
-        return runs_compiled(values)
+        used.add(f"shared ({'Numba' if numba_supports(values) else 'portable'})")
+        return numba_supports(values)
 
     model = _model(small_inputs=small_inputs)
     with torch.autocast("cpu", amp_dtype, enabled=amp_dtype is not None):
         reported = describe_engines(model, 2, 32)
-        monkeypatch.setattr(kernels, "runs_compiled", note)
+        monkeypatch.setattr(kernels, "numba_supports", note)
         loss = F.cross_entropy(model(torch.randn(2, 3, 32, 32)), torch.tensor([0, 1]))
     loss.backward()
     assert used == {reported}

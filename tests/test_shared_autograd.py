@@ -125,7 +125,7 @@ MODES = {
 
 
 OF_TORCH = pytest.mark.xfail(
-    not kernels.runs_compiled(torch.empty(1)),
+    not kernels.numba_supports(torch.empty(1)),
     strict=True,
     raises=KeyError,
     reason="torch takes every output argument to be named out, which that of the pooling's gradient is not",

@@ -1,4 +1,4 @@
-"""The ImageNet stem as one node beside the four modules: all to 1e-10, and only the input kept."""
+"""The ImageNet stem as one autograd node agrees with its four modules to 1e-10, and saves only its input."""
 
 import copy
 import itertools
@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from efficient_densenet import DenseNet, create_model
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.stem import Settings, SharedStem, Stem
+from efficient_densenet.engines.stem import Stem
+from efficient_densenet.engines.stem.function import SharedStem
+from efficient_densenet.engines.stem.plan import StemPlan
 from efficient_densenet.memory import saved_bytes, tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 SIZES = {1: [(5,), (38,)], 2: [(9, 14), (23, 17)], 3: [(9, 6, 11)]}
 CASES = [(dims, size) for dims, sizes in SIZES.items() for size in sizes]
 CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
-FEW_AND_MANY = [6, 11]  # of which maxima are found in the layout that there is, and with channels side by side
+FEW_AND_MANY = [6, 11]  # channels: pooled in the memory format of the input, and in channels_last
 MODULES = ["conv0", "norm0", "relu0", "pool0"]
 
 
@@ -46,7 +48,7 @@ def _run_stem(model: DenseNet, x: Tensor) -> tuple[Tensor, int]:
 
 
 def _stem_is_one(model: DenseNet, x: Tensor) -> bool:
-    """Whether the stem is one node; its modules are not called."""
+    """Whether the stem runs as one node, without calling its modules."""
     return _run_stem(copy.deepcopy(model), x)[1] == 4
 
 
@@ -79,7 +81,7 @@ def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, chan
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_each_parameter_learns_alone_or_is_alone_frozen(bias, frozen, alone):
+def test_each_parameter_alone_requires_a_gradient_or_is_alone_frozen(bias, frozen, alone):
     plain = _plain()
     if bias:
         plain.features.conv0 = nn.Conv2d(3, 6, (5, 3), (2, 1), (1, 0), (1, 2), bias=True).double()
@@ -88,8 +90,8 @@ def test_each_parameter_learns_alone_or_is_alone_frozen(bias, frozen, alone):
     ours = with_engine(plain, "shared")
     names = [name for name, _ in plain.features[:4].named_parameters(prefix="features")]
     assert len(names) == 3 + bias
-    for wanted in (False, True):
-        x = _input(13, 12).requires_grad_(wanted)
+    for needs_grad_input in (False, True):
+        x = _input(13, 12).requires_grad_(needs_grad_input)
         for name in (*names, "features.norm5.bias"):
             grads = []
             for model in (ours, plain):
@@ -97,10 +99,10 @@ def test_each_parameter_learns_alone_or_is_alone_frozen(bias, frozen, alone):
                 for other, parameter in model.named_parameters():
                     parameter.requires_grad_((other == name) is alone)
                 output = model(x)
-                grads += torch.autograd.grad(output.square().sum(), x, retain_graph=True) if wanted else ()
+                grads += torch.autograd.grad(output.square().sum(), x, retain_graph=True) if needs_grad_input else ()
                 output.square().sum().backward()
             assert_same_gradients(ours, plain)
-            if wanted:
+            if needs_grad_input:
                 assert_close(*grads)
 
 
@@ -124,7 +126,7 @@ def test_groups_and_other_poolings():
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_ties_in_the_pooling(dims, frozen, channels):
-    """Of equal maxima one gets the gradient, the same as in plain."""
+    """One of several equal maxima gets the gradient, the same one as in plain."""
     plain = _plain(dims, num_init_features=channels)
     norm = plain.features.norm0
     with torch.no_grad():
@@ -143,10 +145,10 @@ def test_gradcheck():
     stem = Stem(*model.features[:4])
     x = _input(5, 6, batch=2).requires_grad_()
     tensors = [stem.norm.weight, stem.norm.bias, stem.conv.weight]
-    assert torch.autograd.gradcheck(lambda *given: SharedStem.apply(Settings(stem, x), *given), (x, *tensors))
+    assert torch.autograd.gradcheck(lambda *inputs: SharedStem.apply(StemPlan(stem, x), *inputs), (x, *tensors))
 
 
-def test_a_graph_that_is_kept():
+def test_retain_graph():
     plain = _plain()
     for model in (ours := with_engine(plain, "shared"), plain):
         loss = model(_input(13, 12) * 0 + torch.linspace(-1, 1, 12)).square().sum()
@@ -155,7 +157,7 @@ def test_a_graph_that_is_kept():
     assert_same_gradients(ours, plain)
 
 
-def test_a_changed_input_is_noticed():
+def test_an_input_changed_in_place_is_detected():
     model = with_engine(_plain(), "shared")
     x = _input(13, 12)
     loss = model(x).sum()
@@ -164,7 +166,7 @@ def test_a_changed_input_is_noticed():
         loss.backward()
 
 
-def test_second_derivatives_are_refused():
+def test_create_graph_is_refused():
     x = _input(13, 12).requires_grad_()
     output, consumed = _run_stem(with_engine(_plain(), "shared"), x)
     assert consumed == 4
@@ -172,7 +174,7 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(output.sum(), x, create_graph=True)
 
 
-def test_a_first_run_alone_updates_the_buffers():
+def test_only_the_forward_updates_the_buffers():
     plain = _plain()
     ours = with_engine(plain, "shared")
     x = _input(13, 12).requires_grad_()
@@ -183,14 +185,14 @@ def test_a_first_run_alone_updates_the_buffers():
 
 
 @pytest.fixture
-def _a_group_of_one():
+def _process_group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("_a_group_of_one")
-def test_synchronised_norms():
+@pytest.mark.usefixtures("_process_group_of_one")
+def test_synchronized_norms():
     plain = _plain()
     ours = with_engine(plain, "shared")
     synchronize_norms(ours, None)
@@ -204,21 +206,22 @@ def test_synchronised_norms():
 @pytest.mark.parametrize("place", MODULES)
 def test_a_hook_fires_once_with_plain_s_values(place, kind):
     plain = _plain()
-    plain.features.relu0.inplace = False  # or no backward hook could be there, nor on what is before it
+    # Autograd refuses a backward hook on an in-place ReLU and on the module before it.
+    plain.features.relu0.inplace = False
     ours = with_engine(plain, "shared")
     seen = [], []
     for model, calls in zip((ours, plain), seen, strict=True):
 
-        def note(module, *values, calls=calls):
-            tensors = (value for given in values for value in (given if isinstance(given, tuple) else (given,)))
+        def record(module, *values, calls=calls):
+            tensors = (tensor for value in values for tensor in (value if isinstance(value, tuple) else (value,)))
             calls.append([tensor.detach().clone() for tensor in tensors if tensor is not None])
 
-        getattr(model.features.get_submodule(place), f"register_{kind}")(note)
+        getattr(model.features.get_submodule(place), f"register_{kind}")(record)
     assert_same_step(ours, plain, _input(13, 12))
     assert_same_buffers(ours, plain)
     assert [len(calls) for calls in seen] == [1, 1]
-    for found, expected in zip(seen[0][0], seen[1][0], strict=True):
-        assert_close(found, expected)
+    for ours_value, expected in zip(seen[0][0], seen[1][0], strict=True):
+        assert_close(ours_value, expected)
 
 
 def _with(name: str, module: nn.Module) -> DenseNet:
@@ -253,14 +256,14 @@ def test_other_stems_run_as_modules(what):
     assert_same_buffers(ours, plain)
 
 
-def test_no_gradient_wanted():
+def test_without_gradients_the_modules_run():
     model = with_engine(_plain(), "shared")
     with torch.no_grad():
         assert not _stem_is_one(model, _input(13, 12))
     assert not _stem_is_one(model.requires_grad_(False), _input(13, 12))
 
 
-def test_a_map_from_inside_the_stem():
+def test_a_feature_map_from_inside_the_stem():
     plain = _plain()
     found = [
         backward_of_maps(with_engine(plain, engine).as_backbone(maps="raw"), _input(13, 12) * 0 + 0.3)
@@ -276,7 +279,7 @@ def backward_of_maps(model: DenseNet, x: Tensor) -> list[Tensor]:
     return [*(found.detach() for found in maps), model.features.conv0.weight.grad]
 
 
-def test_a_single_value_per_channel_is_plain_s_error():
+def test_a_single_value_per_channel_raises_plain_s_error():
     model = with_engine(_plain(), "shared")
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(_input(1, 2, batch=1))
@@ -287,7 +290,7 @@ def test_a_single_value_per_channel_is_plain_s_error():
 def test_errors_are_at_most_twice_plain_s(dims, autocast, channels):
     exact = _plain(dims, num_init_features=channels)
     plain = copy.deepcopy(exact).float()
-    x = _input(*(31, 17, 12)[:dims]) + 5  # far from zero, beside their deviation
+    x = _input(*(31, 17, 12)[:dims]) + 5  # a mean that is large beside the deviation
     reference, _ = _step(exact, x)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         ours = with_engine(plain, "shared")
@@ -302,7 +305,7 @@ def test_errors_are_at_most_twice_plain_s(dims, autocast, channels):
 
 
 def _step(model: DenseNet, x: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The stem's output and the gradients of all that it is made from, given the same gradient."""
+    """The stem's output, and the gradients of x and all parameters for a fixed grad_output; the output again."""
     x = x.detach().requires_grad_()
     output, consumed = _run_stem(model, x)
     if not consumed:
@@ -313,7 +316,7 @@ def _step(model: DenseNet, x: Tensor) -> tuple[list[Tensor], Tensor]:
     return [output.detach(), *torch.autograd.grad(output, [x, *parameters], grad)], output.detach()
 
 
-def test_only_the_input_is_kept():
+def test_only_the_input_is_saved_for_backward():
     model = with_engine(_plain(), "shared")
     x = _input(64, 64)
     tensors = [x, *model.features[:4].parameters(), model.features.norm0.weight, model.features.norm0.weight]
@@ -322,9 +325,9 @@ def test_only_the_input_is_kept():
 
 @pytest.mark.parametrize(("dims", "size"), [(2, (128, 128)), (3, (48, 48, 48))])
 def test_the_stem_s_own_peak(dims, size, request):
-    """What the convolution gives, where its maxima lie, what is handed in and out, and some for tiles.
+    """The convolution's output, the indices of the maxima, the output and its gradient, and some tiles.
 
-    In one thread: PyTorch's own convolution of volumes takes some memory for each.
+    In one thread: PyTorch's convolution of volumes allocates a workspace for each.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

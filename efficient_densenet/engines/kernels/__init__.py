@@ -1,55 +1,61 @@
-"""The few operations that the shared engine is made of: in PyTorch, for GPUs in Triton, for processors with Numba."""
+"""The few kernels that the shared engine is made of: portable PyTorch, Triton for GPUs, Numba for CPUs.
+
+`kernels_for` is the only place that chooses between them; each set implements `interface.Kernels`.
+"""
 
 import functools
 import importlib
 import importlib.util
 import subprocess
 import warnings
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from . import portable
-from .numba_cpu import openmp as native
+from .interface import Kernels
+from .numba_cpu import openmp
 
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_COMPILED_DTYPES = (torch.float32, torch.float64)
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NUMBA_DTYPES = (torch.float32, torch.float64)
 
 
-def kernels_for(values: Tensor) -> ModuleType:
-    """The set of operations for a stage with such values: made for the device where they can run, else the portable."""
-    if runs_fused(values):
-        return importlib.import_module(f"{__name__}.triton_gpu.operations")
-    if runs_compiled(values):
-        return importlib.import_module(f"{__name__}.numba_cpu.operations")
+def kernels_for(values: Tensor) -> Kernels:
+    """The kernels for a stage whose features are `values`: those of the device where they can run, else portable."""
+    if triton_supports(values):
+        from .triton_gpu import operations as triton_kernels
+
+        return triton_kernels
+    if numba_supports(values):
+        from .numba_cpu import operations as numba_kernels
+
+        return numba_kernels
     return portable
 
 
 def kernel_set_name(values: Tensor) -> str:
     """The kernels that `kernels_for` returns, for a report."""
-    return "Triton" if runs_fused(values) else "Numba" if runs_compiled(values) else "portable"
+    return "Triton" if triton_supports(values) else "Numba" if numba_supports(values) else "portable"
 
 
-def runs_fused(values: Tensor) -> bool:
-    """Subclasses of tensors, which may have no memory of their own, are left to PyTorch."""
-    usual = values.is_cuda and type(values) is Tensor and values.dtype in _FUSED_DTYPES
-    return usual and _has_triton(values.device)
+def triton_supports(values: Tensor) -> bool:
+    """Whether the Triton kernels can run on `values`. Tensor subclasses may have no memory of their own: portable."""
+    return values.is_cuda and type(values) is Tensor and values.dtype in _TRITON_DTYPES and _has_triton(values.device)
 
 
-def runs_compiled(values: Tensor) -> bool:
-    usual = values.device.type == "cpu" and type(values) is Tensor and values.dtype in _COMPILED_DTYPES
-    return usual and _has_numba()
+def numba_supports(values: Tensor) -> bool:
+    """Whether the Numba kernels can run on `values`."""
+    return values.device.type == "cpu" and type(values) is Tensor and values.dtype in _NUMBA_DTYPES and _has_numba()
 
 
 @functools.cache
 def _has_numba() -> bool:
-    """Whether Numba is installed and works, and PyTorch has what its programs call."""
-    if importlib.util.find_spec("numba") is None or not native.available():
+    """Whether Numba is installed and works, and PyTorch exports the functions that its kernels call."""
+    if importlib.util.find_spec("numba") is None or not openmp.available():
         return False
     try:
-        importlib.import_module(f"{__name__}.numba_cpu.loops").check()
-    except Exception as error:  # of whatever kind: a release of Numba may be too old or too new in many ways
+        importlib.import_module(f"{__name__}.numba_cpu.kernels").check()
+    except Exception as error:  # a Numba release that is too old or too new may fail in any way
         warnings.warn(
             f"Numba cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
             stacklevel=2,
@@ -71,7 +77,7 @@ def _has_triton(device: torch.device) -> bool:
         driver.active.get_current_device()  # the first use may compile the launcher, with the system's C compiler
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         warnings.warn(
-            f"Triton cannot run here ({error}): the shared engine uses PyTorch's operations instead, which is slower",
+            f"Triton cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
             stacklevel=2,
         )
         return False

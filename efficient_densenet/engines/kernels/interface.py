@@ -1,8 +1,9 @@
-"""What every set of kernels implements, and the arguments that its kernels take.
+"""The interface that every set of kernels implements, and the arguments of its kernels.
 
-A matrix here is (pixels, channels): one row for each pixel of each image, which is how channels_last memory lies.
-`shape` is (images, *spatial). Vectors are (channels,), in the accumulation dtype: float32 for half precisions, else the
-values' own. A stage's features exist once; what is as large as they are exists a tile of rows at a time.
+Layout: a pixel matrix is (pixels, channels), one row for each pixel of each image, as channels_last memory lies. It may
+be a slice of the channels of a larger matrix: its row stride is then larger than its number of channels.
+`shape` is (images, *spatial), so that pixels = shape.numel(). Vectors are (channels,), in the accumulation dtype:
+float32 for half precisions, else the values' own.
 """
 
 from typing import NamedTuple, Protocol
@@ -12,24 +13,28 @@ from torch import Tensor
 
 
 class AffineInput(NamedTuple):
-    """What a convolution reads: relu(scale · values + shift), a batch norm and its ReLU applied on the fly."""
+    """A convolution's input y = relu(scale · values + shift): a batch norm and its ReLU, applied on the fly.
 
-    values: Tensor
-    scale: Tensor
-    shift: Tensor
+    With mean μ, r = 1 / sqrt(var + eps) and the norm's parameters γ and β: scale = γ · r, shift = β − μ · scale.
+    Where the values have their mean subtracted already, shift = β.
+    """
+
+    values: Tensor  # (pixels, channels)
+    scale: Tensor  # (channels,)
+    shift: Tensor  # (channels,)
 
     def tile(self, rows: slice) -> "AffineInput":
         return self._replace(values=self.values[rows])
 
 
 class GradAccumulator(NamedTuple):
-    """Where a backward kernel adds: grad_accum += grad_scale · grad, or `=` with `overwrite`.
+    """Where a backward kernel accumulates: grad_accum += grad_scale · grad, or `=` with `overwrite`.
 
-    `needs_grad_weight` is False where the convolution's weight does not learn; its gradient is then None.
+    `needs_grad_weight` is False where the convolution's weight does not require a gradient: grad_weight is then None.
     """
 
-    grad_scale: Tensor
-    grad_accum: Tensor
+    grad_scale: Tensor  # (channels,)
+    grad_accum: Tensor  # (pixels, channels)
     overwrite: bool = False
     needs_grad_weight: bool = True
 
@@ -38,17 +43,18 @@ class GradAccumulator(NamedTuple):
 
 
 class Conv1x1(NamedTuple):
-    """output = relu(scale · values + shift) @ weight.T, with weight (out_channels, in_channels)."""
+    """output = relu(scale · values + shift) @ weight.T"""
 
     input: AffineInput
-    weight: Tensor
-    output: Tensor
+    weight: Tensor  # (out_channels, in_channels)
+    output: Tensor  # (pixels, out_channels), written by the kernel
 
 
 class BatchNormBackward(NamedTuple):
     """grad_input = scale · values + shift + grad_scale · grad_accum: a batch norm's backward, its two sums being known.
 
-    It is r · (g − mean(g) − x̂ · mean(g · x̂)) with the terms in x and the constant ones collected in `input`.
+    It is r · (g − mean(g) − x̂ · mean(g · x̂)), with the terms in x and the constant ones collected in `input`:
+    grad_scale = r, scale = −r² · mean(g · x̂), shift = −r · mean(g) for values x − μ. No ReLU is applied.
     """
 
     input: AffineInput
@@ -56,32 +62,45 @@ class BatchNormBackward(NamedTuple):
 
 
 Statistics = tuple[Tensor, Tensor]
-"""Mean and biased variance of each channel."""
+"""Mean and biased variance of each channel, (channels,) each."""
 
 NormSums = tuple[Tensor, Tensor]
-"""Σ grad and Σ grad · values over the rows, grad being the gradient behind the ReLU: (channels,) each."""
+"""Σ grad and Σ grad · values over the rows, grad being the gradient masked by the ReLU: (channels,) each."""
 
 ConvGradients = tuple[Tensor | None, Tensor, Tensor]
-"""grad_weight (None where it is not needed) and the two sums of `NormSums`."""
+"""grad_weight (None where it is not needed), and the two sums of `NormSums`."""
 
 
 class Kernels(Protocol):
-    """A set of kernels. Modules implement it: `portable`, `numba_cpu.operations`, `triton_gpu.operations`."""
+    """A set of kernels. Modules implement it: `portable`, `numba_cpu.operations`, `triton_gpu.operations`.
 
-    def batch_statistics(self, values: Tensor) -> Statistics: ...
+    `*_forward` reads an `AffineInput` y. `*_backward` computes g, the gradient of y, masks it by the ReLU,
+    accumulates it in `accumulator`, and returns grad_weight and the two sums for the norm's own gradients.
+    `portable` shows each of them in a few lines of PyTorch.
+    """
 
-    def batch_norm_grad_input(self, grad: BatchNormBackward) -> Tensor: ...
-
-    def affine_forward(self, input: AffineInput) -> Tensor:
-        """scale · values + shift, without ReLU: a norm whose output leaves the stage."""
+    def batch_statistics(self, values: Tensor) -> Statistics:
+        """Mean and biased variance over the rows of values, (pixels, channels)."""
         ...
 
-    def affine_backward(self, grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> NormSums: ...
+    def batch_norm_grad_input(self, grad: BatchNormBackward) -> Tensor:
+        """r · (g − mean(g) − x̂ · mean(g · x̂)), (pixels, channels), contiguous."""
+        ...
 
-    def conv1x1_forward(self, conv: Conv1x1) -> None: ...
+    def affine_forward(self, input: AffineInput) -> Tensor:
+        """scale · values + shift without ReLU, (pixels, channels): a norm whose output leaves the stage."""
+        ...
+
+    def affine_backward(self, grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> NormSums:
+        """The backward of `affine_forward`, with g = grad_output."""
+        ...
+
+    def conv1x1_forward(self, conv: Conv1x1) -> None:
+        """Writes conv.output."""
+        ...
 
     def conv1x1_forward_with_statistics(self, conv: Conv1x1) -> Statistics:
-        """The same, and the statistics of the output."""
+        """Writes conv.output and returns its statistics."""
         ...
 
     def conv1x1_backward(
@@ -92,17 +111,23 @@ class Kernels(Protocol):
         accumulator: GradAccumulator,
         next_bottleneck: Conv1x1 | None = None,
     ) -> ConvGradients:
-        """Also computes `next_bottleneck`, the layer below's, while the tile is in cache: it reads some of the same
-        channels and may overwrite what `grad_output` reads."""
+        """g = grad_output @ weight, grad_weight = grad_output.T @ y, with grad_output computed on the fly.
+
+        Also computes `next_bottleneck`, the bottleneck of the layer that the backward walks to next, while a tile of
+        the features is in cache: it reads some of the same channels, and its output may be the memory of
+        `grad_output.input.values`.
+        """
         ...
 
     def conv3x3_forward(self, input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
-        """A 3×3 convolution (3 or 3×3×3 in other dimensions) with padding = dilation."""
+        """A 3×3 convolution (3 or 3×3×3 in other dimensions) of y with padding = dilation: (pixels, out_channels)."""
         ...
 
     def conv3x3_forward_with_statistics(
         self, input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output of `conv3x3_forward`, and its statistics."""
+        ...
 
     def conv3x3_backward(
         self,
@@ -112,10 +137,15 @@ class Kernels(Protocol):
         accumulator: GradAccumulator,
         shape: torch.Size,
         dilation: int = 1,
-    ) -> ConvGradients: ...
+    ) -> ConvGradients:
+        """The backward of `conv3x3_forward`, given grad_output (pixels, out_channels)."""
+        ...
 
     def pooled_conv1x1_forward(self, input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
-        """A 1×1 convolution, then average pooling of 2×2 pixels; computed in the other order, a quarter of the work."""
+        """average_pool(y @ weight.T) over 2×2 pixels, computed as average_pool(y) @ weight.T: a quarter of the work.
+
+        (pooled pixels, out_channels); pixels at the edge of an odd size are in no window, as in PyTorch.
+        """
         ...
 
     def pooled_conv1x1_backward(
@@ -125,4 +155,6 @@ class Kernels(Protocol):
         weight: Tensor,
         accumulator: GradAccumulator,
         shape: torch.Size,
-    ) -> ConvGradients: ...
+    ) -> ConvGradients:
+        """The backward of `pooled_conv1x1_forward`, given grad_output (pooled pixels, out_channels)."""
+        ...

@@ -1,9 +1,17 @@
-"""The shared engine's operations in plain PyTorch, for any device.
+"""The shared engine's kernels in plain PyTorch, for any device: the reference implementation. Read it first.
 
-A tensor here is a matrix of rows × channels, a row for each pixel of each picture, which is how memory in the
-channels_last format lies. What is as wide as the features exists for some of the rows at a time, in scratch that stays
-in a processor's cache. A gradient function returns the weight's gradient, or None where the weight does not learn, and
-two sums over the rows, of the gradient after the ReLU and of its product with the values read.
+A batch norm and its ReLU are applied as an affine map, y = relu(scale · x + shift), to the pixel matrix x of shape
+(pixels, channels), which is a view of images in channels_last memory. The activation y is never stored whole: it is
+computed for a tile of rows at a time, in scratch memory that stays in the processor's cache, and used there by the
+convolution. The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
+
+1. g = the gradient of y: grad_output @ weight for a 1×1 convolution, `convolution_backward` for a larger one
+2. g = 0 where the ReLU was inactive (y ≤ 0)
+3. grad_accum += grad_scale · g
+4. Σ g and Σ g · x over the rows, from which the norm's grad_bias and grad_weight follow
+
+and returns grad_weight of the convolution (None where it is not needed) with the two sums. Sums and statistics are
+in the accumulation dtype: float32 for half precisions.
 """
 
 from collections.abc import Iterator
@@ -13,261 +21,308 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import scratch
-from .interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator
+from .interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
 
 TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""How large the scratch of one tile may be: some of the cache, or enough to keep many processors busy."""
+"""The largest scratch buffer of a tile: it must fit a CPU's cache, or be large enough to occupy a whole GPU."""
 
-CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-"""By the number of a picture's sides."""
-
-
-def to_pixel_matrix(pictures: Tensor) -> Tensor:
-    """Pictures as a matrix: a view of those in channels_last, a copy of others."""
-    return pictures.movedim(1, -1).flatten(0, -2)
+CONV_BY_DIMS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+"""The convolution for each number of spatial dimensions."""
 
 
-def to_spatial(rows: Tensor, shape: torch.Size) -> Tensor:
-    """A matrix as pictures, `shape` being their number, height and width (or one side, or three)."""
-    return rows.unflatten(0, shape).movedim(-1, 1)
+def to_pixel_matrix(images: Tensor) -> Tensor:
+    """(N, C, *spatial) to (pixels, C): a view of images in channels_last, a copy of others."""
+    return images.movedim(1, -1).flatten(0, -2)
+
+
+def to_spatial(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """(pixels, C) to a view (N, C, *spatial), where `shape` is (N, *spatial)."""
+    return matrix.unflatten(0, shape).movedim(-1, 1)
 
 
 def halved(shape: torch.Size) -> torch.Size:
-    return torch.Size([shape[0], *(side // 2 for side in shape[1:])])
+    """(N, *spatial) after pooling by two."""
+    return torch.Size([shape[0], *(size // 2 for size in shape[1:])])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of sums and statistics of values of `dtype`."""
+    """The precision of sums and statistics of values in `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def batch_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel."""
+def batch_statistics(values: Tensor) -> Statistics:
+    """Mean and biased variance of each channel, by two passes: var = Σ (x − mean)² / pixels."""
     dtype = accumulation_dtype(values.dtype)
     if values.device.type != "cpu":
         variance, mean = torch.var_mean(values.to(dtype), 0, correction=0)
         return mean, variance
-    # Accurate to the last digits, as var_mean is, in a tenth of its time.
+    # On a CPU this is as accurate as var_mean and ten times as fast.
     mean, square_sum = values.mean(0, dtype=dtype), None
     for tile in tiles(values, dtype):
         part = values[tile]
-        centred = torch.sub(part, mean, out=scratch.take("wide", part.shape, dtype, part.device))
-        (square_sum,) = _totals((square_sum,), torch.mul(centred, centred, out=centred).sum(0))
+        centered = torch.sub(part, mean, out=_buffer(part, dtype))
+        partial_sum = torch.mul(centered, centered, out=centered).sum(0)
+        square_sum = partial_sum if square_sum is None else square_sum.add_(partial_sum)
     return mean, square_sum.div_(values.shape[0])
 
 
-def affine_forward(read: AffineInput) -> Tensor:
-    """scale * values + shift."""
-    out = torch.empty_like(read.values, memory_format=torch.contiguous_format)
-    return torch.addcmul(read.shift, read.values, read.scale, out=out)
+def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
+    """grad_input = scale · values + shift + grad_scale · grad_accum, (pixels, channels) in the values' dtype."""
+    input, accumulator = grad
+    grad_input = torch.addcmul(input.shift, input.values, input.scale)
+    return grad_input.addcmul_(accumulator.grad_accum, accumulator.grad_scale).to(input.values.dtype)
 
 
-def affine_backward(grad: Tensor, read: AffineInput, into: GradAccumulator) -> tuple[Tensor, Tensor]:
-    """Of `affine`: no weight, and the two sums."""
-    totals = None, None
-    for tile in tiles(read.values, read.scale.dtype):
-        wide = scratch.take("wide", grad[tile].shape, read.scale.dtype, grad.device)
-        totals = _totals(totals, *_collect(grad[tile], read.values[tile], into.tile(tile), wide))
-    return totals
+def affine_forward(input: AffineInput) -> Tensor:
+    """scale · values + shift, without ReLU."""
+    out = torch.empty_like(input.values, memory_format=torch.contiguous_format)
+    return torch.addcmul(input.shift, input.values, input.scale, out=out)
 
 
-def conv1x1_forward(squeeze: Conv1x1) -> None:
-    for tile in tiles(squeeze.input.values, squeeze.input.scale.dtype):
-        _squeeze(squeeze, tile)
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> NormSums:
+    """Steps 3 and 4 of the module's docstring, with g = grad_output."""
+    sums = None, None
+    for tile in tiles(input.values, input.scale.dtype):
+        buffer = _buffer(grad_output[tile], input.scale.dtype)
+        sums = _add_partial_sums(
+            sums, *_accumulate_grad(grad_output[tile], input.values[tile], accumulator.tile(tile), buffer)
+        )
+    return sums
 
 
-def conv1x1_forward_with_statistics(squeeze: Conv1x1) -> tuple[Tensor, Tensor]:
-    """The statistics of what is made."""
-    conv1x1_forward(squeeze)
-    return batch_statistics(squeeze.output)
+def conv1x1_forward(conv: Conv1x1) -> None:
+    """output = relu(scale · values + shift) @ weight.T"""
+    for tile in tiles(conv.input.values, conv.input.scale.dtype):
+        _conv1x1_tile(conv, tile)
+
+
+def conv1x1_forward_with_statistics(conv: Conv1x1) -> Statistics:
+    """The same, and the output's mean and biased variance."""
+    conv1x1_forward(conv)
+    return batch_statistics(conv.output)
 
 
 def conv1x1_backward(
-    grad: BatchNormBackward, read: AffineInput, weight: Tensor, into: GradAccumulator, ahead: Conv1x1 | None = None
+    grad_output: BatchNormBackward,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    next_bottleneck: Conv1x1 | None = None,
 ) -> ConvGradients:
-    """Does `ahead` too, which reads some of the same channels, and may overwrite what `grad` reads."""
-    totals = None, None, None
-    for tile, activation, wide in _rectified(read, weight.dtype):
-        of_made = _settled(grad, tile)
-        of_weight = _of_weight(of_made, activation, into, read.scale.dtype)
-        gradient = scratch.take("gradient", activation.shape, weight.dtype, weight.device)
-        torch.mm(of_made, weight, out=gradient)
-        sums = _collect(_masked(gradient, activation), read.values[tile], into.tile(tile), wide)
-        totals = _totals(totals, of_weight, *sums)
-        if ahead is not None:
-            _squeeze(ahead, tile)  # while the tile is in cache
-    return totals
+    """g = grad_output @ weight and grad_weight = grad_output.T @ y, grad_output being a batch norm's grad_input.
+
+    `next_bottleneck` is computed for the same tile of rows while the features are in cache. Its output may be the
+    memory of `grad_output.input.values`, whose rows of the tile have been read by then.
+    """
+    sums = None, None, None
+    for tile, activation, buffer in _activation_tiles(input, weight.dtype):
+        grad_output_tile = _batch_norm_grad_input_tile(grad_output, tile)
+        grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.scale.dtype)
+        grad = scratch.take("grad_activation_tile", activation.shape, weight.dtype, weight.device)
+        torch.mm(grad_output_tile, weight, out=grad)
+        grad = _mask_inactive(grad, activation)
+        sums = _add_partial_sums(
+            sums, grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer)
+        )
+        if next_bottleneck is not None:
+            _conv1x1_tile(next_bottleneck, tile)
+    return sums
 
 
-def conv3x3_forward(read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
-    """A 3×3 convolution that keeps the size."""
-    convolve = CONVOLVE[len(shape) - 1]
-    parts = [
-        to_pixel_matrix(convolve(_part(activation, shape), weight, padding=dilation, dilation=dilation))
-        for _, activation, _ in _rectified(read, weight.dtype, shape[1:].numel())
+def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    """conv(y), (pixels, out_channels); padding = dilation keeps the spatial size. A tile holds whole images."""
+    conv = CONV_BY_DIMS[len(shape) - 1]
+    outputs = [
+        to_pixel_matrix(conv(_to_images(activation, shape), weight, padding=dilation, dilation=dilation))
+        for _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
     ]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def conv3x3_forward_with_statistics(
-    read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """And the statistics of what is made."""
-    out = conv3x3_forward(read, weight, shape, dilation)
-    return out, *batch_statistics(out)
+    """The output, its mean and its biased variance."""
+    output = conv3x3_forward(input, weight, shape, dilation)
+    return output, *batch_statistics(output)
 
 
 def conv3x3_backward(
-    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size, dilation: int = 1
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    dilation: int = 1,
 ) -> ConvGradients:
-    totals = None, None, None
-    for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
-        ones, zeros, reach = ([size] * (len(shape) - 1) for size in (1, 0, dilation))
-        gradient, of_weight, _ = torch.ops.aten.convolution_backward(
-            *(_part(grad[tile], shape), _part(activation, shape), weight),
-            *(None, ones, reach, reach, False, zeros, 1, [True, into.needs_grad_weight, False]),
+    """g and grad_weight by `convolution_backward`. A tile holds whole images."""
+    sums = None, None, None
+    stride, output_padding, padding = ([size] * (len(shape) - 1) for size in (1, 0, dilation))
+    for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        grad, grad_weight, _ = torch.ops.aten.convolution_backward(
+            *(_to_images(grad_output[tile], shape), _to_images(activation, shape), weight),
+            *(None, stride, padding, padding, False, output_padding, 1, [True, accumulator.needs_grad_weight, False]),
         )
-        sums = _collect(_masked(to_pixel_matrix(gradient), activation), read.values[tile], into.tile(tile), wide)
-        totals = _totals(totals, of_weight.to(read.scale.dtype) if into.needs_grad_weight else None, *sums)
-    return totals
+        grad_weight = grad_weight.to(input.scale.dtype) if accumulator.needs_grad_weight else None
+        grad = _mask_inactive(to_pixel_matrix(grad), activation)
+        sums = _add_partial_sums(
+            sums, grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer)
+        )
+    return sums
 
 
-def _of_weight(of_made: Tensor, activation: Tensor, into: GradAccumulator, dtype: torch.dtype) -> Tensor | None:
-    """Of a 1×1 convolution: a product whose transpose processors make faster, since it is tall rather than wide."""
-    return (activation.t() @ of_made).t().to(dtype) if into.needs_grad_weight else None
+def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
+    """average_pool(y) @ weight.T, (pixels / 4, out_channels) in two dimensions.
 
-
-def pooled_conv1x1_forward(read: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
-    """A 1×1 convolution, and the mean of every 2×2 pixels: in the other order, which is a quarter of the work."""
-    shape = _slabs(shape)
-    made = weight.new_empty(halved(shape).numel(), weight.shape[0])
-    for tile, activation, _ in _rectified(read, weight.dtype, shape[1:].numel()):
-        means = to_pixel_matrix(_means(_part(activation, shape)))
-        torch.mm(means, weight.t(), out=made[_halved_tile(tile, shape)])
-    return made
+    It equals average_pool(y @ weight.T), since both maps are linear, for a quarter of the arithmetic.
+    """
+    shape = _as_slabs(shape)
+    output = weight.new_empty(halved(shape).numel(), weight.shape[0])
+    for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        pooled = to_pixel_matrix(_average_pool(_to_images(activation, shape)))
+        torch.mm(pooled, weight.t(), out=output[_pooled_tile(tile, shape)])
+    return output
 
 
 def pooled_conv1x1_backward(
-    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
 ) -> ConvGradients:
-    totals, shape = (None, None, None), _slabs(shape)
-    for tile, activation, wide in _rectified(read, weight.dtype, shape[1:].numel()):
-        here, of_made = _part(activation, shape), grad[_halved_tile(tile, shape)]
-        of_weight = _of_weight(of_made, to_pixel_matrix(_means(here)), into, read.scale.dtype)
-        of_means = _part(torch.mm(of_made, weight), halved(shape))
-        sums = _collect(
-            _masked(to_pixel_matrix(_means_gradient(of_means, here)), activation),
-            read.values[tile],
-            into.tile(tile),
-            wide,
+    """g = average_pool_backward(grad_output @ weight) and grad_weight = grad_output.T @ average_pool(y)."""
+    sums, shape = (None, None, None), _as_slabs(shape)
+    for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        images, grad_output_tile = _to_images(activation, shape), grad_output[_pooled_tile(tile, shape)]
+        pooled = to_pixel_matrix(_average_pool(images))
+        grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.scale.dtype)
+        grad_pooled = _to_images(torch.mm(grad_output_tile, weight), halved(shape))
+        grad = _mask_inactive(to_pixel_matrix(_average_pool_backward(grad_pooled, images)), activation)
+        sums = _add_partial_sums(
+            sums, grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer)
         )
-        totals = _totals(totals, of_weight, *sums)
-    return totals
+    return sums
 
 
-def _slabs(shape: torch.Size) -> torch.Size:
-    """Volumes cut where no 2×2×2 pixels are cut, since a whole one may be large; all others as they are."""
+def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Iterator[slice]:
+    """Tiles of rows: as many as fit `TILE_BYTES` in `dtype`, rounded down to a multiple but not to none."""
+    tile_bytes = TILE_BYTES["cpu" if values.device.type == "cpu" else "cuda"]
+    tile_rows = max(1, tile_bytes // (values.shape[1] * dtype.itemsize * multiple_of)) * multiple_of
+    num_rows = values.shape[0]
+    for start in range(0, num_rows, tile_rows):
+        yield slice(start, min(start + tile_rows, num_rows))
+
+
+def _activation_tiles(
+    input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `_affine_relu`."""
+    for tile in tiles(input.values, input.scale.dtype, multiple_of):
+        yield tile, *_affine_relu(input.tile(tile), dtype)
+
+
+def _affine_relu(input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """relu(scale · values + shift) in `dtype`, and a buffer in the accumulation dtype.
+
+    The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
+    """
+    values, scale, shift = input
+    buffer = _buffer(values, scale.dtype)
+    activation = torch.addcmul(shift, values, scale, out=buffer).clamp_min_(0)
+    if dtype != buffer.dtype:
+        activation = scratch.take("activation_tile", values.shape, dtype, values.device).copy_(activation)
+    return activation, buffer
+
+
+def _buffer(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scratch of the shape of `values` in the accumulation dtype."""
+    return scratch.take("accumulation_tile", values.shape, dtype, values.device)
+
+
+def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
+    input, weight, output = conv
+    activation, _ = _affine_relu(input.tile(tile), weight.dtype)
+    torch.mm(activation, weight.t(), out=output[tile])
+
+
+def _conv1x1_grad_weight(
+    grad_output: Tensor, activation: Tensor, accumulator: GradAccumulator, dtype: torch.dtype
+) -> Tensor | None:
+    """grad_output.T @ activation, computed as its transpose: that product is tall rather than wide, which is faster."""
+    return (activation.t() @ grad_output).t().to(dtype) if accumulator.needs_grad_weight else None
+
+
+def _batch_norm_grad_input_tile(grad: BatchNormBackward, tile: slice) -> Tensor:
+    """`batch_norm_grad_input` of a tile of rows, in scratch."""
+    input, accumulator = grad.input.tile(tile), grad.accumulator.tile(tile)
+    out = scratch.take("grad_output_tile", input.values.shape, input.scale.dtype, input.values.device)
+    torch.addcmul(input.shift, input.values, input.scale, out=out)
+    return out.addcmul_(accumulator.grad_accum, accumulator.grad_scale).to(input.values.dtype)
+
+
+def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
+    """ReLU's backward in place: zero where the activation is not positive."""
+    return torch.ops.aten.threshold_backward.grad_input(grad, activation, 0, grad_input=grad)
+
+
+def _accumulate_grad(grad: Tensor, values: Tensor, accumulator: GradAccumulator, buffer: Tensor) -> NormSums:
+    """grad_accum += grad_scale · grad for a tile; returns the tile's Σ grad and Σ grad · values."""
+    if accumulator.overwrite:
+        torch.mul(grad, accumulator.grad_scale, out=accumulator.grad_accum)
+    else:
+        accumulator.grad_accum.addcmul_(grad, accumulator.grad_scale)
+    in_half_precision = buffer.dtype != grad.dtype  # where a product would be rounded
+    product = buffer.copy_(grad).mul_(values) if in_half_precision else torch.mul(grad, values, out=buffer)
+    return grad.sum(0, dtype=buffer.dtype), product.sum(0)
+
+
+def _add_partial_sums(sums: tuple[Tensor | None, ...], *partial_sums: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The sums over the tiles so far, accumulated in the first tile's own tensors."""
+    return tuple(
+        partial if total is None else total.add_(partial) for total, partial in zip(sums, partial_sums, strict=True)
+    )
+
+
+def _average_pool(images: Tensor) -> Tensor:
+    """The mean of every 2×2 pixels (2 or 2×2×2 in other dimensions)."""
+    if images.dim() == 3:  # as PyTorch does it: images of one row
+        return F.avg_pool2d(images.unsqueeze(2), (1, 2)).squeeze(2)
+    if images.dim() == 4:
+        return F.avg_pool2d(images, 2)
+    # PyTorch has avg_pool3d in no half precision on a CPU, and autocast does not add it.
+    return F.avg_pool3d(images.to(accumulation_dtype(images.dtype)), 2).to(images.dtype)
+
+
+def _average_pool_backward(grad_output: Tensor, images: Tensor) -> Tensor:
+    if images.dim() == 3:
+        kernel_size, grad_output, images = [1, 2], grad_output.unsqueeze(2), images.unsqueeze(2)
+        settings = kernel_size, kernel_size, [0, 0], False, True, None
+        return torch.ops.aten.avg_pool2d_backward(grad_output, images, *settings).squeeze(2)
+    if images.dim() == 4:
+        return torch.ops.aten.avg_pool2d_backward(grad_output, images, [2, 2], [2, 2], [0, 0], False, True, None)
+    dtype, kernel_size = accumulation_dtype(grad_output.dtype), [2, 2, 2]
+    settings = kernel_size, kernel_size, [0, 0, 0], False, True, None
+    grad_input = torch.ops.aten.avg_pool3d_backward(grad_output.to(dtype), images.to(dtype), *settings)
+    return grad_input.to(grad_output.dtype)
+
+
+def _as_slabs(shape: torch.Size) -> torch.Size:
+    """A volume of even depth as slabs of two planes; any other shape unchanged.
+
+    No pooling window crosses two slabs, and a whole volume might be too large a tile.
+    """
     if len(shape) != 4 or shape[1] % 2:
         return shape
     return torch.Size([shape[0] * shape[1] // 2, 2, *shape[2:]])
 
 
-def _means(pictures: Tensor) -> Tensor:
-    """The mean of every 2×2 pixels."""
-    if pictures.dim() == 3:  # as PyTorch does it
-        return F.avg_pool2d(pictures.unsqueeze(2), (1, 2)).squeeze(2)
-    if pictures.dim() == 4:
-        return F.avg_pool2d(pictures, 2)
-    # Which PyTorch does on a CPU in no lower precision; nor does autocast.
-    return F.avg_pool3d(pictures.to(accumulation_dtype(pictures.dtype)), 2).to(pictures.dtype)
+def _to_images(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """`to_spatial` of a tile of whole images of (N, *spatial)."""
+    return to_spatial(matrix, torch.Size([matrix.shape[0] // shape[1:].numel(), *shape[1:]]))
 
 
-def _means_gradient(grad: Tensor, pictures: Tensor) -> Tensor:
-    if pictures.dim() == 3:
-        sizes, grad, pictures = [1, 2], grad.unsqueeze(2), pictures.unsqueeze(2)
-        return torch.ops.aten.avg_pool2d_backward(grad, pictures, sizes, sizes, [0, 0], False, True, None).squeeze(2)
-    if pictures.dim() == 4:
-        return torch.ops.aten.avg_pool2d_backward(grad, pictures, [2, 2], [2, 2], [0, 0], False, True, None)
-    dtype, twos = accumulation_dtype(grad.dtype), [2, 2, 2]
-    wide = grad.to(dtype), pictures.to(dtype)
-    return torch.ops.aten.avg_pool3d_backward(*wide, twos, twos, [0, 0, 0], False, True, None).to(grad.dtype)
-
-
-def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
-    read, into = grad
-    found = torch.addcmul(read.shift, read.values, read.scale)
-    return found.addcmul_(into.grad_accum, into.grad_scale).to(read.values.dtype)
-
-
-def _settled(grad: BatchNormBackward, tile: slice) -> Tensor:
-    """The same, of a tile, in scratch."""
-    read, into = grad.input.tile(tile), grad.accumulator.tile(tile)
-    out = scratch.take("settled", read.values.shape, read.scale.dtype, read.values.device)
-    torch.addcmul(read.shift, read.values, read.scale, out=out)
-    return out.addcmul_(into.grad_accum, into.grad_scale).to(read.values.dtype)
-
-
-def _squeeze(squeeze: Conv1x1, tile: slice) -> None:
-    read, weight, out = squeeze
-    activation, _ = _activation(read.tile(tile), weight.dtype)
-    torch.mm(activation, weight.t(), out=out[tile])
-
-
-def _rectified(read: AffineInput, dtype: torch.dtype, whole: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some rows at a time, in multiples of `whole`: which ones, and `_activation` of them."""
-    for tile in tiles(read.values, read.scale.dtype, whole):
-        yield tile, *_activation(read.tile(tile), dtype)
-
-
-def _activation(read: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What is read, in `dtype`, and scratch in the precision of sums for when that is no longer needed, since it may
-    be where it lies."""
-    values, scale, shift = read
-    wide = scratch.take("wide", values.shape, scale.dtype, values.device)
-    activation = torch.addcmul(shift, values, scale, out=wide).clamp_min_(0)
-    if dtype != wide.dtype:
-        activation = scratch.take("narrow", values.shape, dtype, values.device).copy_(activation)
-    return activation, wide
-
-
-def tiles(values: Tensor, dtype: torch.dtype, whole: int = 1) -> Iterator[slice]:
-    """Some rows at a time, in multiples of `whole`, of which there is scratch of `dtype`."""
-    tile_bytes = TILE_BYTES["cpu" if values.device.type == "cpu" else "cuda"]
-    each = max(1, tile_bytes // (values.shape[1] * dtype.itemsize * whole)) * whole
-    num_rows = values.shape[0]
-    for start in range(0, num_rows, each):
-        yield slice(start, min(start + each, num_rows))
-
-
-def _totals(totals: tuple[Tensor | None, ...], *parts: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What all tiles until now give together; the first one's own tensors hold it."""
-    return tuple(part if total is None else total.add_(part) for total, part in zip(totals, parts, strict=True))
-
-
-def _masked(gradient: Tensor, activation: Tensor) -> Tensor:
-    """Set to zero, in place, where the ReLU was shut."""
-    return torch.ops.aten.threshold_backward.grad_input(gradient, activation, 0, grad_input=gradient)
-
-
-def _collect(gradient: Tensor, values: Tensor, into: GradAccumulator, wide: Tensor) -> tuple[Tensor, Tensor]:
-    """Add the gradient to the pending one, and return its two sums."""
-    if into.overwrite:
-        torch.mul(gradient, into.grad_scale, out=into.grad_accum)
-    else:
-        into.grad_accum.addcmul_(gradient, into.grad_scale)
-    if wide.dtype == gradient.dtype:
-        product = torch.mul(gradient, values, out=wide)
-    else:  # the product of two low precisions would be rounded
-        product = wide.copy_(gradient).mul_(values)
-    return gradient.sum(0, dtype=wide.dtype), product.sum(0)
-
-
-def _part(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Rows of some of the pictures as pictures."""
-    return to_spatial(rows, torch.Size([rows.shape[0] // shape[1:].numel(), *shape[1:]]))
-
-
-def _halved_tile(tile: slice, shape: torch.Size) -> slice:
-    """The rows of the halved pictures."""
-    whole, half = shape[1:].numel(), halved(shape)[1:].numel()
-    return slice(tile.start // whole * half, tile.stop // whole * half)
+def _pooled_tile(tile: slice, shape: torch.Size) -> slice:
+    """The rows of the pooled images that a tile of whole images becomes."""
+    pixels, pooled_pixels = shape[1:].numel(), halved(shape)[1:].numel()
+    return slice(tile.start // pixels * pooled_pixels, tile.stop // pixels * pooled_pixels)

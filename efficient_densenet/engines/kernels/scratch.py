@@ -1,4 +1,4 @@
-"""Scratch that is allocated once for all the tiles of all the layers of a pass.
+"""Scratch buffers that are allocated once for all the tiles of all the layers of a pass.
 
 Asking the system for pages again and again would take longer than some of the arithmetic does.
 """
@@ -18,7 +18,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def reused(held: Held | None = None) -> Iterator[None]:
-    """Within, in this thread, `take` gives the same memory for the same name; `held` is what it has given before."""
+    """Within, in this thread, `take` returns the same memory for the same name. `held` are buffers from before."""
     outer = getattr(_local, "held", None)
     _local.held = {} if held is None else held
     try:
@@ -28,18 +28,18 @@ def reused(held: Held | None = None) -> Iterator[None]:
 
 
 def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory, no longer that of whoever took it before by this name."""
+    """An uninitialized tensor. It overwrites what was taken before by this name and dtype."""
     size = math.prod(shape)
-    return room(name, size, dtype, device)[:size].view(shape)
+    return buffer(name, size, dtype, device)[:size].view(shape)
 
 
-def room(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same for so many numbers or more."""
+def buffer(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same as a vector of at least so many elements."""
     held = getattr(_local, "held", None)
     if held is None:
         return torch.empty(size, dtype=dtype, device=device)
     found = held.get((name, dtype))
     if found is None or found.numel() < size:
-        held[name, dtype] = found = None  # before the larger one is made
+        held[name, dtype] = found = None  # freed before the larger one is allocated
         held[name, dtype] = found = torch.empty(size, dtype=dtype, device=device)
     return found

@@ -1,7 +1,7 @@
-"""PyTorch's own team of threads, for a program outside Python: a second team would fight it for the processors, since
-threads wait by spinning.
+"""PyTorch's own OpenMP thread team, for a kernel outside Python.
 
-The names are GNU OpenMP's, the same for decades, and PyTorch's releases for Linux have them.
+A second team would compete with it for the processors, since waiting threads spin. The names are GNU OpenMP's, unchanged
+for decades, and PyTorch's releases for Linux have them.
 """
 
 import ctypes
@@ -21,24 +21,24 @@ def available() -> bool:
 
 @functools.cache
 def functions() -> dict[str, int]:
-    """The addresses of what tells a thread which one it is, and of how many, and of what waits for the others."""
+    """Addresses of what a kernel calls: its thread's number, the number of threads, and the barrier between them."""
     library = _library()
-    asked = {
+    names = {
         "thread_number": library.omp_get_thread_num,
         "num_threads": library.omp_get_num_threads,
-        "wait": library.GOMP_barrier,
+        "barrier": library.GOMP_barrier,
     }
-    return {name: ctypes.cast(function, ctypes.c_void_p).value for name, function in asked.items()}
+    return {name: ctypes.cast(function, ctypes.c_void_p).value for name, function in names.items()}
 
 
-def run(program: int, threads: int, job: bytes) -> None:
-    """Have at most so many threads of the team call the function at address `program` with `job`, and wait for them."""
-    _library().GOMP_parallel(program, job, threads, 0)
+def run(kernel: int, threads: int, record: bytes) -> None:
+    """A parallel region: at most so many threads call the kernel at this address with the record's."""
+    _library().GOMP_parallel(kernel, record, threads, 0)
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """PyTorch's own, through which those are found that it was bound to when it was loaded."""
+    """PyTorch's, through which those symbols are found that it was bound to when it was loaded."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     library.GOMP_parallel.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint
     library.GOMP_parallel.restype = None

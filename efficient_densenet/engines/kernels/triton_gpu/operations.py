@@ -1,9 +1,9 @@
-"""The shared engine's operations on a GPU: what `portable` does, in fewer passes, by programs in Triton.
+"""The shared engine's kernels on an NVIDIA GPU: what `portable` computes, in fewer passes over memory, in Triton.
 
-What each does, and what a row and a channel are, stands there. 3×3 convolutions, and the product after pooling, are
-cuDNN's. float32 is multiplied exactly or in TF32 as PyTorch's setting for convolutions says, which these products are.
-No kernel is a custom operator: they run within an autograd.Function, which torch.compile does not look into.
-Nothing waits for the device, and nothing is added up in an order that changes.
+3×3 convolutions, and the 1×1 convolution after pooling, are cuDNN's, on an activation that a Triton kernel wrote.
+float32 is multiplied exactly or in TF32, as PyTorch's setting for convolutions says. No kernel is a custom operator:
+they run within an autograd.Function, which torch.compile does not trace into. Nothing synchronizes with the device, and
+every reduction has a fixed order.
 """
 
 import math
@@ -15,283 +15,312 @@ import triton
 from torch import Tensor
 
 from .. import portable
-from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator
+from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
 from ..portable import to_pixel_matrix, to_spatial
-from . import kernels as programs
+from . import kernels, statistics_kernels
 
-WIDEST = 256
-"""A bottleneck of more channels does not fit in what one program can hold: PyTorch's own operations do it."""
+MAX_OUT_CHANNELS = 256
+"""The most bottleneck channels that a tile has room for in registers; a wider 1×1 convolution is left to `portable`."""
 
-PROGRAMS = 2048
-"""How many programs share the rows: some for every processor of a large GPU, yet few sums to add up afterwards."""
+MAX_PROGRAM_INSTANCES = 2048
+"""How many program instances share the rows: several for each multiprocessor of a large GPU, yet few partial sums."""
 
 _TILE = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 32}
 _NARROW_TILE = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 16}
 
 
-def batch_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    values = _lines(values)
+def batch_statistics(values: Tensor) -> Statistics:
+    values = _with_contiguous_rows(values)
     num_rows, channels = values.shape
-    block_rows, block_channels = _NARROW_TILE.values()
+    block_rows, block_channels = _NARROW_TILE["BLOCK_ROWS"], _NARROW_TILE["BLOCK_CHANNELS"]
     grid = triton.cdiv(num_rows, block_rows), triton.cdiv(channels, block_channels)
-    parts = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
+    stats = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
     sizes = channels, values.stride(0)
-    _launch(programs.measured, grid, parts, values, num_rows, *sizes, UNIT=_unit(*sizes), **_NARROW_TILE)
-    return _combined(parts, block_rows, num_rows)
-
-
-def affine_forward(read: AffineInput) -> Tensor:
-    return _rectified(read, read.values.dtype, torch.Size([len(read.values), 1, 1]), relu=False)
-
-
-def affine_backward(grad: Tensor, read: AffineInput, into: GradAccumulator) -> tuple[Tensor, Tensor]:
-    sums = _collected(grad, read, into, torch.Size([len(read.values), 1, 1]), relu=False)
-    return sums[0], sums[1]
-
-
-def conv1x1_forward(squeeze: Conv1x1) -> None:
-    if len(squeeze.weight) > WIDEST:
-        portable.conv1x1_forward(squeeze)
-    else:
-        _squeezed(squeeze)
-
-
-def conv1x1_forward_with_statistics(squeeze: Conv1x1) -> tuple[Tensor, Tensor]:
-    if len(squeeze.weight) > WIDEST:
-        portable.conv1x1_forward(squeeze)
-        return batch_statistics(squeeze.output)
-    return _combined(*_squeezed(squeeze), num_rows=len(squeeze.output))
-
-
-def conv1x1_backward(
-    grad: BatchNormBackward, read: AffineInput, weight: Tensor, into: GradAccumulator, ahead: Conv1x1 | None = None
-) -> ConvGradients:
-    if len(weight) > WIDEST:
-        return portable.conv1x1_backward(grad, read, weight, into, ahead)
-    found = _squeezed_gradients(batch_norm_grad_input(grad), read, weight, into)
-    if ahead is not None:
-        conv1x1_forward(ahead)
-    return found
-
-
-def _squeezed_gradients(grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator) -> ConvGradients:
-    (values, *vectors), (grad_scale, grad_accum, first, needs_grad_weight), weight = (
-        _prepared(read),
-        into,
-        weight.contiguous(),
-    )
-    num_rows, channels = values.shape
-    block_width = _block_width(weight)
-    # What a program holds must fit its registers: those of an exact product, or of a wide one, hold half as much.
-    heavy = block_width > 128 or (weight.dtype == torch.float32 and _precision() == "ieee")
-    blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 32 if heavy else 64}
-    grid = _grid(num_rows, channels, blocks)
-    weight_parts = values.new_empty(grid[1] if needs_grad_weight else 0, *weight.shape, dtype=torch.float32)
-    parts = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
-    tensors = weight_parts, parts, grad_accum, grad.contiguous(), values, *vectors, grad_scale.contiguous(), weight
-    sizes = channels, grad_accum.stride(0), values.stride(0)
-    constants = {"WIDTH": len(weight), "BLOCK_WIDTH": block_width, "UNIT": _unit(*sizes), "PRECISION": _precision()}
-    constants |= {"FIRST": first, "LEARNS": needs_grad_weight}
-    warps = {"num_warps": 8, "num_stages": 1 if heavy else 2}
-    _launch(programs.conv1x1_backward, grid, *tensors, num_rows, *sizes, **constants, **blocks, **warps)
-    sums = parts.sum(0)
-    return weight_parts.sum(0) if needs_grad_weight else None, sums[0], sums[1]
-
-
-def conv3x3_forward(read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
-    return _convolved(read, weight, shape, 1, dilation)
-
-
-def conv3x3_forward_with_statistics(
-    read: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
-    out = conv3x3_forward(read, weight, shape, dilation)
-    return out, *batch_statistics(out)
-
-
-def conv3x3_backward(
-    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size, dilation: int = 1
-) -> ConvGradients:
-    return _convolved_gradients(grad, read, weight, into, shape, 1, dilation)
-
-
-def pooled_conv1x1_forward(read: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
-    if len(shape) != 3:
-        return portable.pooled_conv1x1_forward(read, weight, shape)
-    return _convolved(read, weight[:, :, None, None], shape, side=2)
-
-
-def pooled_conv1x1_backward(
-    grad: Tensor, read: AffineInput, weight: Tensor, into: GradAccumulator, shape: torch.Size
-) -> ConvGradients:
-    if len(shape) != 3:
-        return portable.pooled_conv1x1_backward(grad, read, weight, into, shape)
-    of_weight, *sums = _convolved_gradients(grad, read, weight[:, :, None, None], into, shape, side=2)
-    return None if of_weight is None else of_weight.flatten(1), *sums
+    constants = {"DIVISIBILITY": _divisibility(*sizes), **_NARROW_TILE}
+    _launch(statistics_kernels.tile_statistics, grid, stats, values, num_rows, *sizes, **constants)
+    return _combine_statistics(stats, block_rows, num_rows)
 
 
 def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
-    (values, *vectors), into = _prepared(grad.input), grad.accumulator
+    (values, scale, shift), accumulator = _contiguous(grad.input), grad.accumulator
     num_rows, channels = values.shape
-    found = torch.empty_like(values, memory_format=torch.contiguous_format)
-    tensors = found, into.grad_accum, values, *vectors, into.grad_scale.contiguous()
-    sizes = channels, into.grad_accum.stride(0), values.stride(0)
+    grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
+    tensors = grad_input, accumulator.grad_accum, values, scale, shift, accumulator.grad_scale.contiguous()
+    sizes = channels, accumulator.grad_accum.stride(0), values.stride(0)
     grid = _grid(num_rows, channels, _NARROW_TILE)
-    _launch(programs.batch_norm_grad_input, grid, *tensors, num_rows, *sizes, UNIT=_unit(*sizes), **_NARROW_TILE)
-    return found
+    constants = {"DIVISIBILITY": _divisibility(*sizes), **_NARROW_TILE}
+    _launch(kernels.batch_norm_grad_input, grid, *tensors, num_rows, *sizes, **constants)
+    return grad_input
 
 
-def _squeezed(squeeze: Conv1x1) -> tuple[Tensor, int]:
-    """The mean and the sum of squares of each tile of the product, and of how many rows a tile is."""
-    (values, *vectors), weight, made = _prepared(squeeze.input), squeeze.weight.contiguous(), squeeze.output
-    num_rows, channels = values.shape
-    block_width = _block_width(weight)
-    block_rows = 128 if block_width <= 64 else 64
-    parts = values.new_empty(triton.cdiv(num_rows, block_rows), 2, len(weight), dtype=torch.float32)
-    sizes = channels, values.stride(0)
-    constants = {"WIDTH": len(weight), "BLOCK_WIDTH": block_width, "UNIT": _unit(*sizes), "PRECISION": _precision()}
-    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": 32}
-    warps = {"num_warps": 4 if block_width <= 128 else 8, "num_stages": 2}
-    tensors = made, parts, values, *vectors, weight
-    _launch(programs.conv1x1_forward, (len(parts),), *tensors, num_rows, *sizes, **constants, **blocks, **warps)
-    return parts, block_rows
+def affine_forward(input: AffineInput) -> Tensor:
+    return _affine_relu_pool(input, input.values.dtype, torch.Size([len(input.values), 1, 1]), relu=False)
 
 
-def _combined(parts: Tensor, block_rows: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all rows, from those of tiles."""
-    channels = parts.shape[-1]
-    found = parts.new_empty(2, channels)
-    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_PARTS": 128, "BLOCK_CHANNELS": 16}
-    _launch(programs.combined, (triton.cdiv(channels, 16),), found, parts, num_rows, channels, **blocks)
-    return found[0], found[1]
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> NormSums:
+    shape = torch.Size([len(input.values), 1, 1])
+    sums = _affine_relu_pool_backward(grad_output, input, accumulator, shape, relu=False)
+    return sums[0], sums[1]
 
 
-def _convolved(read: AffineInput, weight: Tensor, shape: torch.Size, side: int, dilation: int = 1) -> Tensor:
-    """cuDNN's convolution of the activation, or of its means over side × side pixels."""
-    reach = {"padding": weight.shape[-1] // 2 * dilation, "dilation": dilation}
-    parts, convolve = _activations(read, weight.dtype, shape, side), portable.CONVOLVE[len(shape) - 1]
-    made = [to_pixel_matrix(convolve(activation, weight, **reach)) for _, _, activation in parts]
-    return made[0] if len(made) == 1 else torch.cat(made)
+def conv1x1_forward(conv: Conv1x1) -> None:
+    if len(conv.weight) > MAX_OUT_CHANNELS:
+        portable.conv1x1_forward(conv)
+    else:
+        _conv1x1(conv)
 
 
-def _convolved_gradients(
-    grad: Tensor,
-    read: AffineInput,
+def conv1x1_forward_with_statistics(conv: Conv1x1) -> Statistics:
+    if len(conv.weight) > MAX_OUT_CHANNELS:
+        portable.conv1x1_forward(conv)
+        return batch_statistics(conv.output)
+    stats, block_rows = _conv1x1(conv)
+    return _combine_statistics(stats, block_rows, len(conv.output))
+
+
+def conv1x1_backward(
+    grad_output: BatchNormBackward,
+    input: AffineInput,
     weight: Tensor,
-    into: GradAccumulator,
+    accumulator: GradAccumulator,
+    next_bottleneck: Conv1x1 | None = None,
+) -> ConvGradients:
+    if len(weight) > MAX_OUT_CHANNELS:
+        return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
+    gradients = _conv1x1_backward(batch_norm_grad_input(grad_output), input, weight, accumulator)
+    if next_bottleneck is not None:
+        conv1x1_forward(next_bottleneck)
+    return gradients
+
+
+def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    return _cudnn_conv(input, weight, shape, pool=1, dilation=dilation)
+
+
+def conv3x3_forward_with_statistics(
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    output = conv3x3_forward(input, weight, shape, dilation)
+    return output, *batch_statistics(output)
+
+
+def conv3x3_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
     shape: torch.Size,
-    side: int,
     dilation: int = 1,
 ) -> ConvGradients:
-    of_weight = torch.zeros_like(weight, dtype=torch.float32) if into.needs_grad_weight else None
-    sums = into.grad_scale.new_zeros(2, len(into.grad_scale))
-    padding = [size // 2 * dilation for size in weight.shape[2:]]
-    ones, zeros, reach = ([size] * len(padding) for size in (1, 0, dilation))
-    for tile, made_tile, activation in _activations(read, weight.dtype, shape, side):
-        of_made = grad[made_tile].unflatten(0, (len(activation), *activation.shape[2:])).movedim(-1, 1)
-        gradient, part, _ = torch.ops.aten.convolution_backward(
-            *(
-                of_made,
-                activation,
-                weight,
-                None,
-                ones,
-                padding,
-                reach,
-                False,
-                zeros,
-                1,
-                [True, into.needs_grad_weight, False],
-            )
-        )
-        if into.needs_grad_weight:
-            of_weight += part
-        here, part_shape = read._replace(values=read.values[tile]), torch.Size([len(activation), *shape[1:]])
-        sums += _collected(to_pixel_matrix(gradient), here, into.tile(tile), part_shape, side)
-    return of_weight, sums[0], sums[1]
+    return _cudnn_conv_backward(grad_output, input, weight, accumulator, shape, pool=1, dilation=dilation)
 
 
-def _activations(
-    read: AffineInput, dtype: torch.dtype, shape: torch.Size, side: int
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Some pictures at a time, as many as scratch may hold: which rows of the values they are, which rows of what is
-    made of them, and their activation."""
-    number, *sizes = shape
-    made_sizes = [size // side for size in sizes]
-    whole, made_whole = math.prod(sizes), math.prod(made_sizes)
-    each = max(1, portable.TILE_BYTES["cuda"] // max(1, made_whole * len(read.scale) * dtype.itemsize))
-    for start in range(0, max(1, number), each):
-        stop = min(start + each, number)
-        tile = slice(start * whole, stop * whole)
-        here, part_shape = read._replace(values=read.values[tile]), torch.Size([stop - start, *sizes])
-        activation = to_spatial(_rectified(here, dtype, part_shape, side), torch.Size([stop - start, *made_sizes]))
-        yield tile, slice(start * made_whole, stop * made_whole), activation
+def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
+    if len(shape) != 3:
+        return portable.pooled_conv1x1_forward(input, weight, shape)
+    return _cudnn_conv(input, weight[:, :, None, None], shape, pool=2)
 
 
-def _rectified(read: AffineInput, dtype: torch.dtype, shape: torch.Size, side: int = 1, relu: bool = True) -> Tensor:
-    values, *vectors = _prepared(read)
-    number, height, width = _planes(shape)
-    num_rows, channels = number * (height // side) * (width // side), values.shape[1]
-    made = values.new_empty(num_rows, channels, dtype=dtype)
+def pooled_conv1x1_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+) -> ConvGradients:
+    if len(shape) != 3:
+        return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
+    gradients = _cudnn_conv_backward(grad_output, input, weight[:, :, None, None], accumulator, shape, pool=2)
+    grad_weight, grad_sum, product_sum = gradients
+    return None if grad_weight is None else grad_weight.flatten(1), grad_sum, product_sum
+
+
+def _conv1x1(conv: Conv1x1) -> tuple[Tensor, int]:
+    """Writes the output; returns its statistics for each tile of rows, (tiles, 2, out_channels), and the rows of a
+    tile."""
+    (values, scale, shift), weight = _contiguous(conv.input), conv.weight.contiguous()
+    num_rows, channels = values.shape
+    block_out = _block_out(weight)
+    block_rows = 128 if block_out <= 64 else 64
+    stats = values.new_empty(triton.cdiv(num_rows, block_rows), 2, len(weight), dtype=torch.float32)
+    tensors = conv.output, stats, values, scale, shift, weight
     sizes = channels, values.stride(0)
-    constants = {"SIDE": side, "RELU": relu, "UNIT": _unit(*sizes)}
-    grid = _grid(num_rows, channels, _TILE)
-    _launch(programs.rectified, grid, made, values, *vectors, num_rows, *sizes, height, width, **constants, **_TILE)
-    return made
+    constants = {"OUT_CHANNELS": len(weight), "DIVISIBILITY": _divisibility(*sizes), "PRECISION": _precision()}
+    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": 32, "BLOCK_OUT": block_out}
+    options = {"num_warps": 4 if block_out <= 128 else 8, "num_stages": 2}
+    _launch(kernels.conv1x1_forward, (len(stats),), *tensors, num_rows, *sizes, **constants, **blocks, **options)
+    return stats, block_rows
 
 
-def _collected(
-    grad: Tensor, read: AffineInput, into: GradAccumulator, shape: torch.Size, side: int = 1, relu: bool = True
-) -> Tensor:
-    """The gradient of what `_rectified` reads: adds it to what is pending, and returns both sums."""
-    (values, *vectors), (grad_scale, grad_accum, first, _) = _prepared(read), into
-    if first and any(size % side for size in shape[1:]):
-        grad_accum.zero_()  # at the edge are pixels that are in no window
-    num_rows, channels = grad.shape
-    grid = _grid(num_rows, channels, _TILE)
-    parts = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
-    tensors = parts, grad_accum, grad.contiguous(), values, *vectors, grad_scale.contiguous()
+def _conv1x1_backward(
+    grad_output: Tensor, input: AffineInput, weight: Tensor, accumulator: GradAccumulator
+) -> ConvGradients:
+    (values, scale, shift), weight = _contiguous(input), weight.contiguous()
+    grad_scale, grad_accum, overwrite, needs_grad_weight = accumulator
+    num_rows, channels = values.shape
+    block_out = _block_out(weight)
+    # A program instance's accumulators must fit its registers. Exact float32 products, and many output channels, take
+    # more of them: the tile is then half as wide.
+    is_heavy = block_out > 128 or (weight.dtype == torch.float32 and _precision() == "ieee")
+    blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 32 if is_heavy else 64}
+    grid = _grid(num_rows, channels, blocks)
+    splits = grid[1]
+    partial_grad_weight = values.new_empty(splits if needs_grad_weight else 0, *weight.shape, dtype=torch.float32)
+    partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
+    outputs = partial_grad_weight, partial_sums, grad_accum
+    inputs = grad_output.contiguous(), values, scale, shift, grad_scale.contiguous(), weight
     sizes = channels, grad_accum.stride(0), values.stride(0)
-    constants = {"SIDE": side, "RELU": relu, "FIRST": first, "UNIT": _unit(*sizes)}
-    _launch(programs.collected, grid, *tensors, num_rows, *sizes, *_planes(shape)[1:], **constants, **_TILE)
-    return parts.sum(0)
+    constants = {"OUT_CHANNELS": len(weight), "OVERWRITE": overwrite, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
+    constants |= {"DIVISIBILITY": _divisibility(*sizes), "PRECISION": _precision(), "BLOCK_OUT": block_out, **blocks}
+    options = {"num_warps": 8, "num_stages": 1 if is_heavy else 2}
+    _launch(kernels.conv1x1_backward, grid, *outputs, *inputs, num_rows, *sizes, **constants, **options)
+    sums = partial_sums.sum(0)
+    return partial_grad_weight.sum(0) if needs_grad_weight else None, sums[0], sums[1]
 
 
-def _planes(shape: torch.Size) -> tuple[int, int, int]:
-    """Number, height and width; pixels that are not pooled may as well be in one row."""
-    return tuple(shape) if len(shape) == 3 else (shape[0], math.prod(shape[1:]), 1)
+def _combine_statistics(stats: Tensor, block_rows: int, num_rows: int) -> Statistics:
+    """Mean and variance of all rows, from (tiles, 2, channels) of tiles of `block_rows`."""
+    channels = stats.shape[-1]
+    result = stats.new_empty(2, channels)
+    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
+    grid = (triton.cdiv(channels, 16),)
+    _launch(statistics_kernels.combine_statistics, grid, result, stats, num_rows, channels, **blocks)
+    return result[0], result[1]
 
 
-def _launch(program: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def _cudnn_conv(input: AffineInput, weight: Tensor, shape: torch.Size, pool: int, dilation: int = 1) -> Tensor:
+    """The convolution of the activation, or of its average over pool × pool pixels: (pixels, out_channels)."""
+    conv = portable.CONV_BY_DIMS[len(shape) - 1]
+    padding = weight.shape[-1] // 2 * dilation
+    outputs = [
+        to_pixel_matrix(conv(activation, weight, padding=padding, dilation=dilation))
+        for _, _, activation in _activation_tiles(input, weight.dtype, shape, pool)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _cudnn_conv_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    pool: int,
+    dilation: int = 1,
+) -> ConvGradients:
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if accumulator.needs_grad_weight else None
+    sums = accumulator.grad_scale.new_zeros(2, len(accumulator.grad_scale))
+    padding = [size // 2 * dilation for size in weight.shape[2:]]
+    stride, output_padding, dilations = ([size] * len(padding) for size in (1, 0, dilation))
+    settings = None, stride, padding, dilations, False, output_padding, 1, [True, grad_weight is not None, False]
+    for tile, output_tile, activation in _activation_tiles(input, weight.dtype, shape, pool):
+        output_shape = torch.Size([len(activation), *activation.shape[2:]])
+        grad_output_tile = to_spatial(grad_output[output_tile], output_shape)
+        grad, grad_weight_tile, _ = torch.ops.aten.convolution_backward(grad_output_tile, activation, weight, *settings)
+        if grad_weight is not None:
+            grad_weight += grad_weight_tile
+        tile_shape = torch.Size([len(activation), *shape[1:]])
+        sums += _affine_relu_pool_backward(
+            to_pixel_matrix(grad), input.tile(tile), accumulator.tile(tile), tile_shape, pool
+        )
+    return grad_weight, sums[0], sums[1]
+
+
+def _activation_tiles(
+    input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """For each tile of whole images, as many as scratch may hold: its rows of `input`, its rows of the pooled images,
+    and the activation, (images, channels, *pooled sizes)."""
+    num_images, *sizes = shape
+    pooled_sizes = [size // pool for size in sizes]
+    pixels, pooled_pixels = math.prod(sizes), math.prod(pooled_sizes)
+    image_bytes = pooled_pixels * len(input.scale) * dtype.itemsize
+    tile_images = max(1, portable.TILE_BYTES["cuda"] // max(1, image_bytes))
+    for start in range(0, max(1, num_images), tile_images):
+        stop = min(start + tile_images, num_images)
+        tile, count = slice(start * pixels, stop * pixels), stop - start
+        activation = _affine_relu_pool(input.tile(tile), dtype, torch.Size([count, *sizes]), pool)
+        output_tile = slice(start * pooled_pixels, stop * pooled_pixels)
+        yield tile, output_tile, to_spatial(activation, torch.Size([count, *pooled_sizes]))
+
+
+def _affine_relu_pool(
+    input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int = 1, relu: bool = True
+) -> Tensor:
+    """average_pool(relu(scale · values + shift)) in `dtype`, (pooled pixels, channels)."""
+    values, scale, shift = _contiguous(input)
+    num_images, height, width = _as_images(shape)
+    num_rows, channels = num_images * (height // pool) * (width // pool), values.shape[1]
+    output = values.new_empty(num_rows, channels, dtype=dtype)
+    sizes = channels, values.stride(0), height, width
+    constants = {"POOL": pool, "RELU": relu, "DIVISIBILITY": _divisibility(*sizes[:2]), **_TILE}
+    grid = _grid(num_rows, channels, _TILE)
+    _launch(kernels.affine_relu_pool_forward, grid, output, values, scale, shift, num_rows, *sizes, **constants)
+    return output
+
+
+def _affine_relu_pool_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    pool: int = 1,
+    relu: bool = True,
+) -> Tensor:
+    """Accumulates the gradient g of the affine map; returns Σ g and Σ g · values, (2, channels)."""
+    (values, scale, shift), (grad_scale, grad_accum, overwrite, _) = _contiguous(input), accumulator
+    if overwrite and any(size % pool for size in shape[1:]):
+        grad_accum.zero_()  # pixels at the edge of an odd size are in no window: the kernel does not write them
+    num_rows, channels = grad_output.shape
+    grid = _grid(num_rows, channels, _TILE)
+    partial_sums = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
+    tensors = partial_sums, grad_accum, grad_output.contiguous(), values, scale, shift, grad_scale.contiguous()
+    strides = grad_accum.stride(0), values.stride(0)
+    _, height, width = _as_images(shape)
+    constants = {"POOL": pool, "RELU": relu, "OVERWRITE": overwrite, **_TILE}
+    constants["DIVISIBILITY"] = _divisibility(channels, *strides)
+    sizes = num_rows, channels, *strides, height, width
+    _launch(kernels.affine_relu_pool_backward, grid, *tensors, *sizes, **constants)
+    return partial_sums.sum(0)
+
+
+def _as_images(shape: torch.Size) -> tuple[int, int, int]:
+    """(images, height, width). Signals and volumes are not pooled here, so all their pixels may form one column."""
+    return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (shape[0], math.prod(shape[1:]), 1)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     with torch.cuda.device_of(arguments[0]):  # which need not be the current device
-        program[grid](*arguments, **constants)
+        kernel[grid](*arguments, **constants)
 
 
 def _grid(num_rows: int, channels: int, blocks: dict[str, int]) -> tuple[int, int]:
-    """Blocks of channels, and among how many programs the tiles of rows are split."""
-    columns = triton.cdiv(channels, blocks["BLOCK_CHANNELS"])
-    return columns, max(1, min(triton.cdiv(num_rows, blocks["BLOCK_ROWS"]), PROGRAMS // columns))
+    """Tiles of channels, and splits: among how many program instances the tiles of rows are divided."""
+    channel_tiles = triton.cdiv(channels, blocks["BLOCK_CHANNELS"])
+    row_tiles = triton.cdiv(num_rows, blocks["BLOCK_ROWS"])
+    return channel_tiles, max(1, min(row_tiles, MAX_PROGRAM_INSTANCES // channel_tiles))
 
 
-def _block_width(weight: Tensor) -> int:
+def _block_out(weight: Tensor) -> int:
+    """All output channels, as a power of two that `tl.dot` accepts."""
     return max(16, triton.next_power_of_2(len(weight)))
 
 
-def _unit(*sizes: int) -> int:
+def _divisibility(*sizes: int) -> int:
     return math.gcd(4, *sizes)
 
 
-def _lines(matrix: Tensor) -> Tensor:
-    """With the channels of a row side by side, as the programs need them."""
+def _contiguous(input: AffineInput) -> tuple[Tensor, Tensor, Tensor]:
+    return _with_contiguous_rows(input.values), input.scale.contiguous(), input.shift.contiguous()
+
+
+def _with_contiguous_rows(matrix: Tensor) -> Tensor:
+    """The kernels take a row stride, but contiguous channels."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
-def _prepared(read: AffineInput) -> tuple[Tensor, Tensor, Tensor]:
-    return _lines(read.values), read.scale.contiguous(), read.shift.contiguous()
-
-
 def _precision() -> str:
-    """How PyTorch's setting has float32 multiplied in a convolution."""
+    """How PyTorch's setting for convolutions has float32 multiplied."""
     convolutions = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9, which refuses mixed settings
     tf32 = torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"

@@ -1,4 +1,4 @@
-"""The fused kernels: portable's numbers, on a GPU where there is one, and elsewhere through Triton's interpreter."""
+"""The Triton kernels agree with the portable ones: on a GPU if there is one, else through Triton's interpreter."""
 
 import copy
 import functools
@@ -18,8 +18,8 @@ from efficient_densenet import DenseLayer
 from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import portable
 
-triton = pytest.importorskip("triton", reason="the fused kernels are written in Triton")
-fused = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.operations")
+triton = pytest.importorskip("triton", reason="needs Triton")
+triton_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.operations")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = triton.language.bfloat16, triton.language.float32
@@ -33,7 +33,8 @@ def _exact_float32(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _bfloat16_in_the_interpreter(monkeypatch):
-    """It keeps the upper half of a float32's bits, which it multiplies as integers and gets by cutting off the rest."""
+    """The interpreter keeps bfloat16 as the upper 16 bits of a float32. Unpatched, it multiplies these as integers, and
+    converts by truncation."""
     if DEVICE == "cuda":
         return
     interpreter = importlib.import_module("triton.runtime.interpreter")
@@ -59,7 +60,7 @@ def _bfloat16_in_the_interpreter(monkeypatch):
 
 
 Case = functools.partial(Case, device=DEVICE)
-check = functools.partial(check, fused)
+check = functools.partial(check, triton_kernels)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -73,22 +74,22 @@ def test_every_operation(operation, shape, channels, width, dtype):
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if "backward" in name])
-def test_the_first_gradient_takes_the_place_of_what_was_pending(operation):
+def test_overwrite(operation):
     check(operation, Case((2, 5, 7), 9, 16, overwrite=True))
 
 
 @pytest.mark.parametrize(
     "operation", [name for name in OPERATIONS if name.startswith(("conv", "pooled")) and name.endswith("backward")]
 )
-def test_a_weight_that_does_not_learn(operation):
+def test_a_weight_that_requires_no_gradient(operation):
     case = Case((2, 5, 7), 9, 16)
     case.needs_grad_weight = False
     check(operation, case)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_programs_that_loop_and_pictures_one_at_a_time(operation, monkeypatch):
-    monkeypatch.setattr(fused, "PROGRAMS", 2)
+def test_program_instances_that_loop_and_tiles_of_one_image(operation, monkeypatch):
+    monkeypatch.setattr(triton_kernels, "MAX_PROGRAM_INSTANCES", 2)
     monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
     check(operation, Case((3, 9, 15), 33, 20))
 
@@ -121,9 +122,9 @@ def test_float16(operation):
     check(operation, Case((2, 4, 6), 8, 16, torch.float16))
 
 
-def test_matrices_with_rows_side_by_side():
+def test_column_major_matrices():
     case = Case((1, 5, 4), 6, 16)
-    case.values, case.of_values = (matrix.t().contiguous().t() for matrix in (case.values, case.of_values))
+    case.values, case.grad_affine = (matrix.t().contiguous().t() for matrix in (case.values, case.grad_affine))
     check("batch_statistics", case)
     check("affine_backward", case)
 
@@ -132,30 +133,30 @@ def test_matrices_with_rows_side_by_side():
 def test_variance_of_values_far_from_zero(operation):
     case = Case((5, 9, 7), 16, 16)
     case.values = 1000 + 0.01 * case.values
-    case.scale, case.shift, case.squeeze = torch.ones_like(case.scale), 0 * case.shift, torch.eye(16, device=DEVICE)
-    *_, variance = OPERATIONS[operation](fused, case)
+    case.scale, case.shift, case.weight1x1 = torch.ones_like(case.scale), 0 * case.shift, torch.eye(16, device=DEVICE)
+    *_, variance = OPERATIONS[operation](triton_kernels, case)
     assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_not_finite_values_go_where_portable_lets_them(operation):
+def test_non_finite_values_propagate_as_in_portable(operation):
     case = Case((1, 8, 8), 6, 16)
     case.values[3, 1], case.values[30, 4] = math.nan, math.inf
-    ours, theirs = (OPERATIONS[operation](kernels, case) for kernels in (fused, portable))
+    ours, theirs = (OPERATIONS[operation](each, case) for each in (triton_kernels, portable))
     for found, expected in zip(ours, theirs, strict=True):
         assert torch.equal(found.isfinite(), expected.isfinite())
 
 
 @pytest.fixture
-def _fused_everywhere(monkeypatch):
-    monkeypatch.setattr(kernels, "runs_fused", lambda values: values.dtype != torch.double)
+def _triton_everywhere(monkeypatch):
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: values.dtype != torch.double)
 
 
-@pytest.mark.usefixtures("_fused_everywhere")
+@pytest.mark.usefixtures("_triton_everywhere")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("family", "keep"), [("basic", False), ("bc", False), ("bc", True)])
-def test_a_step_of_a_network_errs_at_most_twice_as_much_as_plain(family, keep, frozen):
+def test_the_error_of_a_training_step_is_at_most_twice_plain_s(family, keep, frozen):
     truth = small_model(family, efficient=False).to(DEVICE)
     for layer in (m for m in truth.modules() if isinstance(m, DenseLayer)):
         layer.keep_bottleneck = keep
@@ -166,13 +167,14 @@ def test_a_step_of_a_network_errs_at_most_twice_as_much_as_plain(family, keep, f
             if isinstance(module, nn.BatchNorm2d):
                 module.eval()
     plain = copy.deepcopy(truth).float()
-    ours = _everything(with_engine(plain, "shared"), x.float())
-    expected, theirs = _everything(truth, x), _everything(plain, x.float())
+    ours = _step(with_engine(plain, "shared"), x.float())
+    expected, theirs = _step(truth, x), _step(plain, x.float())
     errors = [math.hypot(*map(_distance, found, expected)) for found in (ours, theirs)]
     assert errors[0] <= 2 * errors[1] + 2 * torch.finfo(torch.float32).eps * len(expected) ** 0.5
 
 
-def _everything(model, x):
+def _step(model, x):
+    """The output, all gradients and all buffers."""
     model.zero_grad()
     output, grad = backward(model, x)
     return [output, grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
@@ -182,14 +184,18 @@ def _distance(found, expected):
     return ((found - expected).double().norm() / (expected.double().norm() + 1e-3)).item()
 
 
-def test_who_takes_which(monkeypatch):
-    assert kernels.kernels_for(torch.randn(2, 2)) is not fused
+def test_kernels_for_chooses_by_device_and_dtype(monkeypatch):
+    assert kernels.kernels_for(torch.randn(2, 2)) is not triton_kernels
     assert kernels.kernels_for(torch.empty(2, 2, device="meta")) is portable
     if DEVICE == "cuda":
-        for dtype, expected in {torch.double: portable, torch.float32: fused, torch.bfloat16: fused}.items():
+        for dtype, expected in {
+            torch.double: portable,
+            torch.float32: triton_kernels,
+            torch.bfloat16: triton_kernels,
+        }.items():
             assert kernels.kernels_for(torch.empty(2, 2, device=DEVICE, dtype=dtype)) is expected
-    monkeypatch.setattr(kernels, "runs_fused", lambda values: True)
-    assert kernels.kernels_for(torch.randn(2, 2)) is fused
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
+    assert kernels.kernels_for(torch.randn(2, 2)) is triton_kernels
 
 
 def test_nothing_imports_triton_before_a_gpu_needs_it():
@@ -200,14 +206,14 @@ def test_nothing_imports_triton_before_a_gpu_needs_it():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_without_triton_the_portable_kernels_are_used_without_a_word(monkeypatch):
+def test_without_triton_the_portable_kernels_are_used_without_a_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setitem(sys.modules, "triton.runtime", None)
     assert not kernels._has_triton.__wrapped__(torch.device("cuda", 0))
 
 
-def test_a_triton_that_cannot_run_is_told_of_once(monkeypatch):
+def test_a_triton_that_cannot_run_warns_once(monkeypatch):
     class Driver:
         @property
         def active(self):
@@ -221,16 +227,16 @@ def test_a_triton_that_cannot_run_is_told_of_once(monkeypatch):
 
 
 def test_tf32_follows_the_setting_for_convolutions(monkeypatch):
-    assert fused._precision() == "ieee"
+    assert triton_kernels._precision() == "ieee"
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert fused._precision() == "tf32"
+    assert triton_kernels._precision() == "tf32"
 
 
 @needs_device
 @pytest.mark.parametrize(
     "operation", ["conv1x1_forward", "conv1x1_backward", "pooled_conv1x1_forward", "pooled_conv1x1_backward"]
 )
-def test_tf32_errs_at_most_twice_as_much_as_pytorch_s(operation, monkeypatch):
+def test_the_error_in_tf32_is_at_most_twice_pytorch_s(operation, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     check(operation, Case((4, 16, 16), 64, 48))

@@ -1,0 +1,121 @@
+"""The epilogue of every backward: ReLU's mask, the accumulation of the gradient and the two sums for the batch norm."""
+
+from numba import carray
+
+from .intrinsics import compiled, inlined, stack_buffer
+from .memory import clear, elements, prefetch_row
+from .pooling import first_pixel
+from .threads import partition
+
+_COLUMNS = 256
+"""So many channels are summed at once, in registers or in the first-level cache."""
+
+_RUN = 32
+"""So many rows are summed in the matrices' dtype before they join a sum in float64, which a long sum needs."""
+
+_sums_buffer = stack_buffer(_COLUMNS)
+
+
+@compiled
+def clear_sums(sums, thread):
+    count = 2 * sums.channels
+    clear(sums.partials + thread * count * 8, count, 1.0)
+
+
+@compiled
+def sum_run(pixels):
+    """So many rows of a gradient, each of so many pixels, make a run."""
+    return _RUN // pixels
+
+
+@inlined
+def _relu_backward_pixel(input, accumulator, row, left, grad_output, ones, products, zero):
+    width, overwrite = len(grad_output), accumulator.overwrite
+    values = elements(input.values.data, row * input.values.row_stride + left, width, zero)
+    grad_accum = accumulator.grad_accum
+    grad_accum = elements(grad_accum.data, row * grad_accum.row_stride + left, width, zero)
+    scale, shift = elements(input.scale, left, width, zero), elements(input.shift, left, width, zero)
+    grad_scale = elements(accumulator.grad_scale, left, width, zero)
+    for j in range(width):
+        grad = grad_output[j] if not values[j] * scale[j] + shift[j] <= zero else zero
+        ones[j] += grad
+        products[j] += grad * values[j]
+        grad_accum[j] = grad * grad_scale[j] + (zero if overwrite else grad_accum[j])
+
+
+@inlined
+def _relu_backward_row(conv, row, left, grad_output, ones, products, zero):
+    """The gradient behind the ReLU, of one pixel."""
+    prefetch_row(conv.accumulator.grad_accum, row, conv.sums.channels, zero)
+    _relu_backward_pixel(conv.input, conv.accumulator, row, left, grad_output, ones, products, zero)
+
+
+@inlined
+def _pooled_relu_backward_row(pooled, row, left, grad_output, ones, products, zero):
+    """The same of every pixel in the window of an output pixel."""
+    conv, images = pooled.conv, pooled.images
+    first = first_pixel(row, images)
+    for i in range(images.has_depth + 1):
+        for k in range(images.has_height + 1):
+            for pixel in range(first, first + 2):
+                pixel += (i * images.height + k) * images.width
+                _relu_backward_pixel(conv.input, conv.accumulator, pixel, left, grad_output, ones, products, zero)
+
+
+@inlined
+def _affine_backward_row(affine, row, left, grad_output, ones, products, zero):
+    """The gradient of an affine map without ReLU, of one pixel."""
+    width, overwrite = len(grad_output), affine.accumulator.overwrite
+    values = elements(affine.values.data, row * affine.values.row_stride + left, width, zero)
+    grad_accum = affine.accumulator.grad_accum
+    prefetch_row(grad_accum, row, affine.sums.channels, zero)
+    grad_accum = elements(grad_accum.data, row * grad_accum.row_stride + left, width, zero)
+    grad_scale = elements(affine.accumulator.grad_scale, left, width, zero)
+    for j in range(width):
+        grad = grad_output[j]
+        ones[j] += grad
+        products[j] += grad * values[j]
+        grad_accum[j] = grad * grad_scale[j] + (zero if overwrite else grad_accum[j])
+
+
+def _accumulation(backward_row):
+    """The accumulation of a tile's gradient, row by row."""
+
+    @compiled
+    def accumulate(args, sums, run, thread, start, stop, grad_output, stride, zero):
+        """Rows start to stop of grad_output (rows, channels), of which `run` at a time are summed in their own dtype."""
+        channels = sums.channels
+        ones, products = carray(_sums_buffer(zero), (_COLUMNS,)), carray(_sums_buffer(zero), (_COLUMNS,))
+        for left in range(0, channels, _COLUMNS):
+            width = min(_COLUMNS, channels - left)
+            sum_of_ones = elements(sums.partials, thread * 2 * channels + left, width, 1.0)
+            sum_of_products = elements(sums.partials, (thread * 2 + 1) * channels + left, width, 1.0)
+            for begin in range(start, stop, run):
+                for j in range(width):
+                    ones[j] = products[j] = 0
+                for row in range(begin, min(begin + run, stop)):
+                    grad = elements(grad_output, (row - start) * stride + left, width, zero)
+                    backward_row(args, row, left, grad, ones, products, zero)
+                for j in range(width):
+                    sum_of_ones[j] += ones[j]
+                    sum_of_products[j] += products[j]
+
+    return accumulate
+
+
+accumulate_relu_grad = _accumulation(_relu_backward_row)
+accumulate_pooled_relu_grad = _accumulation(_pooled_relu_backward_row)
+accumulate_affine_grad = _accumulation(_affine_backward_row)
+
+
+@compiled
+def reduce_sums(sums, thread, threads, zero):
+    """The two sums of all threads; each thread has some of the channels."""
+    count = 2 * sums.channels
+    result, partials = elements(sums.result, 0, count, zero), elements(sums.partials, 0, threads * count, 1.0)
+    first, last = partition(count, thread, threads)
+    for j in range(first, last):
+        total = 0.0
+        for i in range(threads):
+            total += partials[i * count + j]
+        result[j] = total

@@ -1,0 +1,86 @@
+"""What the kernels of 1×1, 3×3 and pooled convolutions share: products of a tile, and the gradient of the weight."""
+
+from .gemm import TRANSPOSE_BLOCK
+from .intrinsics import call_subroutine, compiled, inlined
+from .memory import clear, elements, offset, panel_columns, stride_of
+from .threads import partition
+
+OVERWRITE, ACCUMULATE = 0, 1
+
+
+@inlined
+def conv1x1_product(conv, start, stop, activation, zero):
+    """Rows start to stop of the output (pixels, out_channels) = activation (rows, in_channels) @ weight.T."""
+    channels, stride = conv.weight.in_channels, conv.output.row_stride
+    output = offset(conv.output.data, start * stride, zero)
+    size = stop - start, conv.weight.out_channels, channels
+    operands = activation, stride_of(channels, zero), 1, conv.weight.panels, 0, OVERWRITE, output, stride
+    call_subroutine(conv.weight.gemm, (*size, *operands, zero))
+
+
+@inlined
+def conv3x3_product(weight, rows, activation, output, columns, zero):
+    """output (rows, taps · out_channels) = activation (rows, in_channels) @ weight, padded to whole panels."""
+    channels = weight.in_channels
+    operands = activation, stride_of(channels, zero), 1, weight.panels, 0, OVERWRITE, output, columns
+    call_subroutine(weight.gemm, (rows, columns, channels, *operands, zero))
+
+
+@compiled
+def weight_columns(weight, zero):
+    """taps · out_channels, padded to whole panels."""
+    return panel_columns(weight.taps * weight.out_channels, zero)
+
+
+@inlined
+def grad_activation(weight, rows, grad, stride, output, zero):
+    """output (rows, in_channels) = grad (rows, taps · out_channels) @ transposed weight. Returns output's row stride."""
+    columns = panel_columns(weight.in_channels, zero)
+    output_stride = stride_of(columns, zero)
+    size = rows, columns, weight.taps * weight.out_channels
+    call_subroutine(weight.gemm, (*size, grad, stride, 1, weight.panels, 0, OVERWRITE, output, output_stride, zero))
+    return output_stride
+
+
+@inlined
+def add_grad_weight(conv, thread, rows, activation, grad, stride, zero):
+    """The thread's split-K partial sum of grad_weight's transpose: += activation.T @ grad, over the rows of a tile.
+
+    (in_channels, rows) @ (rows, taps · out_channels): tall rather than wide, which processors multiply faster.
+    """
+    channels, columns = conv.input.channels, weight_columns(conv.weight, zero)
+    partials = offset(conv.grad_weight.partials, thread * channels * columns, zero)
+    operands = activation, 1, stride_of(channels, zero), grad, stride, ACCUMULATE, partials, columns
+    call_subroutine(conv.weight.gemm, (channels, columns, rows, *operands, zero))
+
+
+@compiled
+def clear_grad_weight(conv, thread, zero):
+    count = conv.input.channels * weight_columns(conv.weight, zero)
+    clear(offset(conv.grad_weight.partials, thread * count, zero), count, zero)
+
+
+@compiled
+def reduce_grad_weight(conv, thread, threads, zero):
+    """grad_weight (out_channels, in_channels, taps), transposed by blocks; each thread has some of the input channels.
+
+    The taps come in reverse, since im2col of grad_output shows each pixel which outputs it has contributed to.
+    """
+    channels, width, taps = conv.input.channels, conv.weight.out_channels, conv.weight.taps
+    columns = weight_columns(conv.weight, zero)
+    result = elements(conv.grad_weight.result, 0, width * channels * taps, zero)
+    first, last = partition(channels, thread, threads)
+    for start in range(first, last, TRANSPOSE_BLOCK):
+        count = min(TRANSPOSE_BLOCK, last - start)
+        total = elements(conv.grad_weight.partials, start * columns, count * columns, zero)
+        for i in range(1, threads):
+            partial = elements(conv.grad_weight.partials, (i * channels + start) * columns, count * columns, zero)
+            for j in range(count * columns):
+                total[j] += partial[j]
+        for o in range(width):
+            for k in range(taps):
+                to = (o * channels + start + 1) * taps - 1 - k
+                for c in range(count):
+                    # Where the gradient is not finite, the padding's zeros times it are NaN in every tap.
+                    padding = total[c * columns + taps // 2 * width + o] * zero if taps > 1 else zero
+                    result[to + c * taps] = total[c * columns + k * width + o] + padding

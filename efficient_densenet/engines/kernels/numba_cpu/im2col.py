@@ -1,0 +1,92 @@
+"""A 3×3 convolution (3 or 3×3×3 in other dimensions) as a matrix product.
+
+The forward multiplies first, (pixels, in_channels) @ (in_channels, taps · out_channels), and `col2im` sums what the
+taps give to each pixel. The backward's input is `im2col` of grad_output, (pixels, taps · out_channels). Both pad with
+zeros outside the image. Pixels lie in the order (image, depth, height, width); x, y and z are places in the last three.
+"""
+
+from .intrinsics import compiled, inlined
+from .memory import clear, elements, offset, panel_columns
+
+
+@compiled
+def _place(row, images):
+    """Where in its image a pixel lies."""
+    line = row // images.width
+    return row % images.width, line % images.height, line // images.height % images.depth
+
+
+@compiled
+def _next_place(x, y, z, images):
+    if x + 1 < images.width:
+        return x + 1, y, z
+    if y + 1 < images.height:
+        return 0, y + 1, z
+    return 0, 0, z + 1 if z + 1 < images.depth else 0
+
+
+@inlined
+def im2col(images, dilation, grad, channels, start, stop, output, stride, zero):
+    """Rows start to stop of the columns of grad (pixels, channels): all taps around each pixel, then zeros up to a whole
+    panel."""
+    width, height, depth = images.width, images.height, images.depth
+    has_depth, has_height = images.has_depth, images.has_height
+    taps = 3 * (2 * has_height + 1) * (2 * has_depth + 1)
+    padding = panel_columns(taps * channels, zero) - taps * channels
+    x, y, z = _place(start, images)
+    for row in range(start, stop):
+        at = (row - start) * stride
+        left, right = 0 if x >= dilation else 1, 3 if x + dilation < width else 2
+        for i in range(-has_depth, has_depth + 1):
+            for j in range(-has_height, has_height + 1):
+                columns = elements(output, at, 3 * channels, zero)
+                inside = 0 <= z + i * dilation < depth and 0 <= y + j * dilation < height
+                if not inside or left or right < 3:
+                    for o in range(3 * channels):
+                        columns[o] = 0
+                if inside:
+                    middle = row + (i * height + j) * width * dilation
+                    contiguous = right - left if dilation == 1 else 1  # so many taps are copied at once
+                    for k in range(left, right, contiguous):
+                        seen = elements(grad, (middle + (k - 1) * dilation) * channels, contiguous * channels, zero)
+                        columns = elements(output, at + k * channels, contiguous * channels, zero)
+                        for o in range(contiguous * channels):
+                            columns[o] = seen[o]
+                at += 3 * channels
+        clear(offset(output, at, zero), padding, zero)
+        x, y, z = _next_place(x, y, z, images)
+
+
+@inlined
+def col2im(images, dilation, products, origin, start, stop, output, channels, zero):
+    """Rows start to stop of the output (pixels, channels): the sum of what all taps give to each pixel.
+
+    `products` are (pixels, taps · channels), padded to whole panels, and begin with row `origin`.
+    """
+    width, height, depth = images.width, images.height, images.depth
+    has_depth, has_height = images.has_depth, images.has_height
+    stride = panel_columns(3 * (2 * has_height + 1) * (2 * has_depth + 1) * channels, zero)
+    x, y, z = _place(start, images)
+    for row in range(start, stop):
+        clear(offset(output.data, row * output.row_stride, zero), channels, zero)
+        total, at = elements(output.data, row * output.row_stride, channels, zero), 0
+        for i in range(-has_depth, has_depth + 1):
+            for j in range(-has_height, has_height + 1):
+                if 0 <= z + i * dilation < depth and 0 <= y + j * dilation < height:
+                    line = (row - origin + (i * height + j) * width * dilation) * stride + at
+                    if dilation <= x < width - dilation:
+                        left = elements(products, line - dilation * stride, channels, zero)
+                        middle = elements(products, line + channels, channels, zero)
+                        right = elements(products, line + 2 * channels + dilation * stride, channels, zero)
+                        for o in range(channels):
+                            total[o] += left[o] + middle[o] + right[o]
+                    else:
+                        for k in range(3):
+                            if 0 <= x + (k - 1) * dilation < width:
+                                one = elements(
+                                    products, line + k * channels + (k - 1) * dilation * stride, channels, zero
+                                )
+                                for o in range(channels):
+                                    total[o] += one[o]
+                at += 3 * channels
+        x, y, z = _next_place(x, y, z, images)

@@ -1,0 +1,34 @@
+"""Average pooling of 2×2 pixels (2 or 2×2×2 in other dimensions) on a tile of output rows."""
+
+from .intrinsics import compiled
+from .memory import elements, stride_of
+
+
+@compiled
+def first_pixel(row, images):
+    """The row of the input with the first pixel of an output row's window."""
+    width, height = images.width // 2, images.height // 2 if images.has_height else images.height
+    depth = images.depth // 2 if images.has_depth else images.depth
+    line, layer = row // width, row // (width * height)
+    top = (layer // depth * images.depth + layer % depth * 2) * images.height + line % height * 2
+    return top * images.width + row % width * 2
+
+
+@compiled
+def pooled_affine_relu(input, images, window, start, stop, activation, zero):
+    """activation = average of relu(scale · values + shift) over each window, (rows, channels) with a padded stride."""
+    channels = input.channels
+    scale, shift = elements(input.scale, 0, channels, zero), elements(input.shift, 0, channels, zero)
+    fraction, stride = (zero + 1) / window, stride_of(channels, zero)
+    for row in range(start, stop):
+        first, output = first_pixel(row, images), elements(activation, (row - start) * stride, channels, zero)
+        for j in range(channels):
+            output[j] = 0
+        for i in range(images.has_depth + 1):
+            for k in range(images.has_height + 1):
+                for pixel in range(2):
+                    pixel += first + (i * images.height + k) * images.width
+                    values = elements(input.values.data, pixel * input.values.row_stride, channels, zero)
+                    for j in range(channels):
+                        x = values[j] * scale[j] + shift[j]
+                        output[j] += x * fraction if not x <= zero else zero

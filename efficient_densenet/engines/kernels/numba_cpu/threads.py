@@ -1,0 +1,21 @@
+"""The OpenMP threads of a kernel: which one runs, its part of the work, and the barrier between them."""
+
+from .intrinsics import call_address, compiled
+
+
+@compiled
+def this_thread(openmp):
+    """The thread's number and the number of threads, which may be fewer than were asked for."""
+    return call_address(openmp.thread_number), call_address(openmp.num_threads)
+
+
+@compiled
+def partition(count, thread, threads):
+    """The first, and the one after the last, of `count` things that are the thread's."""
+    return count * thread // threads, count * (thread + 1) // threads
+
+
+@compiled
+def barrier(openmp):
+    """Wait for all threads: what each has written the others may read."""
+    call_address(openmp.barrier)

@@ -1,0 +1,61 @@
+"""What the Triton kernels share: functions that are inlined into them."""
+
+# ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
+
+import triton
+import triton.language as tl
+
+# Sizes vary with layer and batch. Triton must not specialize on them, or the first steps would compile for each value.
+SIZES = ["num_rows", "channels", "height", "width", "values_stride", "accum_stride"]
+
+
+@triton.jit
+def divisible(size, DIVISIBILITY: tl.constexpr):
+    """`size` itself, in a form from which the compiler infers that DIVISIBILITY divides it."""
+    return size // DIVISIBILITY * DIVISIBILITY
+
+
+@triton.jit
+def offsets(row, stride, channel):
+    """(rows, channels) offsets, in int64."""
+    return row.to(tl.int64)[:, None] * stride + channel[None, :]
+
+
+@triton.jit
+def load_vector(pointer, channel, channel_mask):
+    """(1, channels) in float32."""
+    return tl.load(pointer + channel, channel_mask, 0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def relu(x):
+    return tl.where(x < 0, 0.0, x)  # propagates NaN, unlike `maximum`
+
+
+@triton.jit
+def window_pixel(row, height, width, i, POOL: tl.constexpr):
+    """The i-th pixel of the POOL × POOL window that pooling reduces to output pixel `row`, as a row of the input."""
+    if POOL == 1:
+        pixel = row.to(tl.int64)
+    else:
+        pooled_width, pooled_height = width // POOL, height // POOL
+        y = row // pooled_width % pooled_height * POOL + i // POOL
+        x = row % pooled_width * POOL + i % POOL
+        pixel = (row // pooled_width // pooled_height).to(tl.int64) * height * width + y * width + x
+    return pixel
+
+
+@triton.jit
+def accumulate(pointer, values, mask, OVERWRITE: tl.constexpr):
+    """Memory += values, or `=` with OVERWRITE."""
+    if OVERWRITE:
+        tl.store(pointer, values, mask)
+    else:
+        tl.store(pointer, tl.load(pointer, mask, 0.0).to(tl.float32) + values, mask)
+
+
+@triton.jit
+def store_pair(pair, first, second, channel, channel_mask, channels):
+    """Two vectors into pair[2, channels]."""
+    tl.store(pair + channel, first, channel_mask)
+    tl.store(pair + channels + channel, second, channel_mask)

@@ -1,0 +1,97 @@
+"""The four modules of a stem, and their settings as they are in the forward."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...norms.sync_batch_norm import sync_group
+from ..kernels.portable import CONV_BY_DIMS, accumulation_dtype
+from ..precision import compute_dtype
+
+
+class Stem(NamedTuple):
+    """The modules as they stand in a network, each of exactly the usual class."""
+
+    conv: nn.Module
+    norm: nn.Module
+    relu: nn.Module
+    pool: nn.Module
+
+
+class StemPlan:
+    """Settings and dtypes of a forward, which its backward uses too, even if the modules have changed since.
+
+    `dtype` is the convolution's, under autocast its lower precision; sums and statistics are in `accumulation_dtype`.
+    """
+
+    def __init__(self, stem: Stem, x: Tensor) -> None:
+        conv, self.norm, _, pool = stem
+        self.dtype, self.accumulation_dtype = compute_dtype(x), accumulation_dtype(compute_dtype(x))
+        self.output_dtype = output_dtype(x)
+        self.frozen, self.eps, self.sync_group = not self.norm.training, self.norm.eps, sync_group(self.norm)
+        self.conv = Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
+        settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation
+        self.pool = MaxPool(*(_per_dim(setting, x.dim() - 2) for setting in settings), pool.ceil_mode)
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the stem's output: the convolution's, unless autocast changes it for the pooling (volumes on a
+    CPU)."""
+    pool = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}[x.dim()]
+    return pool(x.new_zeros([1] * x.dim(), dtype=compute_dtype(x)), 1).dtype
+
+
+def _per_dim(setting: int | tuple[int, ...], dims: int) -> list[int]:
+    return list(setting) if isinstance(setting, tuple) else [setting] * dims
+
+
+class Conv(NamedTuple):
+    """The settings of the convolution."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return CONV_BY_DIMS[x.dim() - 2](x, weight, bias, *self)
+
+    def backward(
+        self, grad_output: Tensor, x: Tensor, weight: Tensor, output_mask: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """grad_input, grad_weight and grad_bias; `output_mask` says which of them are needed."""
+        output_padding = [0] * len(self.stride)
+        settings = self.stride, self.padding, self.dilation, False, output_padding, self.groups
+        return torch.ops.aten.convolution_backward(grad_output, x, weight, [weight.shape[0]], *settings, output_mask)
+
+
+class MaxPool(NamedTuple):
+    """The settings of the pooling. Signals are pooled as images of one row, as PyTorch does it."""
+
+    kernel_size: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    ceil_mode: bool
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The maxima and their indices in the image's pixels, both (N, C, *pooled)."""
+        if values.dim() == 3:
+            maxima, indices = self._for_images().forward(values.unsqueeze(2))
+            return maxima.squeeze(2), indices.squeeze(2)
+        pool = F.max_pool2d if values.dim() == 4 else F.max_pool3d
+        return pool(values, *self, return_indices=True)
+
+    def backward(self, grad_output: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+        """grad_output scattered to `indices`, of the shape and memory format of `values`."""
+        if grad_output.dim() == 3:
+            tensors = (tensor.unsqueeze(2) for tensor in (grad_output, indices, values))
+            return self._for_images().backward(*tensors).squeeze(2)
+        name = f"max_pool{grad_output.dim() - 2}d_with_indices_backward"
+        return getattr(torch.ops.aten, name)(grad_output, values, *self, indices)
+
+    def _for_images(self) -> "MaxPool":
+        kernel_size, stride, padding, dilation, ceil_mode = self
+        return MaxPool([1, *kernel_size], [1, *stride], [0, *padding], [1, *dilation], ceil_mode)
