@@ -19,6 +19,7 @@ from helpers import (
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model
+from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.engines.stem import Stem
@@ -374,3 +375,11 @@ def test_the_whole_model_s_peak(dims, batch, side, share):
         step()
         peaks.append(tensor_peak(step))
     assert peaks[1] <= share * peaks[0]
+
+
+def test_a_wrapped_first_block_does_not_lend_its_parts_to_the_next():
+    """The stem reads the first block; the wrapped block is called, and the block after it is read by itself."""
+    plain = _plain()
+    ours = with_engine(plain, "shared")
+    checkpoint_wrapper(ours.features.denseblock1)
+    assert_same_step(ours, plain, _input(40, 38))
