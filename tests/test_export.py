@@ -55,7 +55,7 @@ def test_export_with_any_batch_size(engine):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own remarks on this machine's toolchain
-@pytest.mark.parametrize("engine", ["plain", "checkpoint", True])
+@pytest.mark.parametrize("engine", [pytest.param("plain", marks=pytest.mark.exhaustive), "checkpoint", True])
 def test_compiled_training_has_plain_s_numbers(engine):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
@@ -100,7 +100,7 @@ def test_inductor_trains_with_plain_s_numbers():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("engine", [True, "shared"])
+@pytest.mark.parametrize("engine", [True, pytest.param("shared", marks=pytest.mark.exhaustive)])
 def test_onnx_of_a_trained_model_gives_plain_s_numbers(engine):
     """The model that was trained is exported as it is."""
     for module in ("onnx", "onnxscript"):
@@ -136,6 +136,7 @@ def test_a_backbone_traced_and_exported(maps):
                 assert torch.equal(a, b)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_of_a_backbone():
     for module in ("onnx", "onnxscript"):
@@ -151,7 +152,7 @@ def test_onnx_of_a_backbone():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("maps", MAPS)
+@pytest.mark.parametrize("maps", [MAPS[-1], *(pytest.param(maps, marks=pytest.mark.exhaustive) for maps in MAPS[:-1])])
 def test_a_backbone_compiled_trains_with_plain_s_numbers(maps):
     plain = features(small_model("bc", efficient=False), maps=maps)
     ours = with_engine(plain, "shared")
