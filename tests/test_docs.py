@@ -30,6 +30,7 @@ from torch import nn
 
 import efficient_densenet.training
 from efficient_densenet import DenseNet, densenet121
+from efficient_densenet.adapt import Report
 from efficient_densenet.training.options import Options, parse
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +151,7 @@ def test_python_runs(page, tmp_path, monkeypatch):
             ast.parse(side(code, "-", " "))
             code = side(code, "+", " ")
         exec(compile("\n" * line + code, str(ROOT / page), "exec"), namespace)
+    assert all(value.changed for value in namespace.values() if isinstance(value, Report))
 
 
 def commands(page: str) -> list[list[str]]:
