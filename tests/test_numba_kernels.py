@@ -351,7 +351,8 @@ def test_the_cache_on_disk_depends_on_all_sources(tmp_path):
         command = [sys.executable, "-c", f"FOLDER = {str(tmp_path)!r}\n{COMPILES}"]
         environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
         environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), *sys.path))
-        return int(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+        return int(done.stdout)
 
     def cached():
         return {file.name for file in (folder / "__pycache__").iterdir() if file.suffix in (".nbi", ".nbc")}
