@@ -1,4 +1,4 @@
-"""The compiled kernels: portable's numbers, by as many threads as there are, and what happens where they cannot run."""
+"""The Numba kernels: the same numbers as portable's with any number of threads, and what happens without Numba."""
 
 import copy
 import functools
@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import math
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,19 +18,22 @@ from grids import grid
 from helpers import assert_close, assert_same_step, picture, small_model, with_engine
 from kernel_operations import OPERATIONS, Case, accumulates_or_not, check, large_enough
 
+import efficient_densenet
 from efficient_densenet import DenseBlock
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.kernels.numba_cpu import openmp as native
+from efficient_densenet.engines.kernels.numba_cpu import openmp
 from efficient_densenet.memory import tensor_peak
 
-numba = pytest.importorskip("numba", reason="the compiled kernels are made by Numba")
-if not native.available():
-    pytest.skip("this PyTorch came without what the compiled kernels call", allow_module_level=True)
-compiled = importlib.import_module("efficient_densenet.engines.kernels.numba_cpu.operations")
-loops = importlib.import_module("efficient_densenet.engines.kernels.numba_cpu.loops")
-check = functools.partial(check, compiled)
+numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
+if not openmp.available():
+    pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
+operations, compilation, numba_kernels, gemm, micro_kernel, memory = (
+    importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
+    for name in ("operations", "compilation", "kernels", "gemm", "micro_kernel", "memory")
+)
+check = functools.partial(check, operations)
 
 
 TILES = [5, 256]
@@ -36,7 +41,7 @@ TILES = [5, 256]
 
 @pytest.fixture(params=TILES)
 def tile(request, monkeypatch):
-    monkeypatch.setattr(compiled, "TILE", request.param)
+    monkeypatch.setattr(operations, "TILE", request.param)
 
 
 @pytest.mark.usefixtures("tile")
@@ -56,76 +61,73 @@ def test_every_operation(operation, shape, channels, width, dtype):
     if dtype == torch.float32:
         check(operation, case)
         return
-    ours, theirs = (OPERATIONS[operation](each, case.truth()) for each in (compiled, portable))
+    ours, theirs = (OPERATIONS[operation](each, case.truth()) for each in (operations, portable))
     for found, expected in zip(ours, theirs, strict=True):
         assert_close(found, expected, 1e-13)
 
 
-@pytest.mark.parametrize("avx512f", [False, True])
+@pytest.mark.parametrize("avx512", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_products_of_any_size_with_few_registers_and_many(monkeypatch, avx512f, dtype):
-    with monkeypatch.context() as patched:
-        patched.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"avx512f": avx512f})
-        spec = importlib.util.spec_from_file_location(loops.__name__, loops.__file__)
-        fresh = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(fresh)
-    product, chance, width = fresh._product, np.random.default_rng(0), fresh.PANEL_BYTES // dtype().itemsize
-    made = numba.njit(lambda *given: product(*given))
-    breadths = [1, *(panels * width + some for panels in range(1, 8) for some in (-3, 0))]
-    for case, breadth in enumerate(breadths * 2):
-        height, count, turned, packed, add = (int(chance.integers(most)) for most in (110, 300, 2, 2, 2))
-        height, count, panels = height + 1, count + 1, -(-breadth // width)
-        a = chance.standard_normal((height + fresh.ROWS, count)).astype(dtype)
-        b = chance.standard_normal((count, panels * width)).astype(dtype)
-        c = chance.standard_normal((height + fresh.ROWS, breadth + 5)).astype(dtype)
+def test_gemm_of_any_size_for_avx512_and_for_fewer_registers(avx512, dtype):
+    gemm_of_few = gemm.make_gemm(avx512)
+    product = numba.njit(lambda *arguments: gemm_of_few(*arguments))
+    random, panel = np.random.default_rng(0), memory.PANEL_BYTES // dtype().itemsize
+    beyond = math.lcm(*micro_kernel.register_blocks(avx512).values())
+    widths = [1, *(panels * panel + extra for panels in range(1, 8) for extra in (-3, 0))]
+    for case, n in enumerate(widths * 2):
+        m, k, transposed, packed, accumulate = (int(random.integers(most)) for most in (110, 300, 2, 2, 2))
+        m, k, panels = m + 1, k + 1, -(-n // panel)
+        a = random.standard_normal((m + beyond, k)).astype(dtype)
+        b = random.standard_normal((k, panels * panel)).astype(dtype)
+        c = random.standard_normal((m + beyond, n + 5)).astype(dtype)
         expected = c.astype(np.float64)
-        expected[:height, :breadth] *= add
-        expected[:height, :breadth] += a[:height].astype(np.float64) @ b[:, :breadth].astype(np.float64)
-        given = np.ascontiguousarray(a.T if turned else a), c, b
+        expected[:m, :n] *= accumulate
+        expected[:m, :n] += a[:m].astype(np.float64) @ b[:, :n].astype(np.float64)
+        stored_a, stored_b = np.ascontiguousarray(a.T if transposed else a), b
         if packed:
-            given = *given[:2], np.ascontiguousarray(b.reshape(count, panels, width).swapaxes(0, 1))
-        of_a, of_c, of_b = (each.ctypes.data for each in given)
-        steps = (1, len(a)) if turned else (count, 1)
-        line_b = 0 if packed else b.shape[1]
-        made(height, breadth, count, of_a, *steps, of_b, line_b, bool(add), of_c, c.shape[1], dtype(0))
-        bound = 4 * np.finfo(dtype).eps * (count + 1) ** 0.5
-        assert np.abs(c - expected).max() <= bound * max(1, np.abs(expected).max()), (case, breadth)
+            stored_b = np.ascontiguousarray(b.reshape(k, panels, panel).swapaxes(0, 1))
+        a_strides = (1, len(a)) if transposed else (k, 1)
+        b_row = 0 if packed else b.shape[1]
+        addresses = [each.ctypes.data for each in (stored_a, stored_b, c)]
+        product(m, n, k, addresses[0], *a_strides, addresses[1], b_row, bool(accumulate), addresses[2], n + 5, dtype(0))
+        bound = 4 * np.finfo(dtype).eps * (k + 1) ** 0.5
+        assert np.abs(c - expected).max() <= bound * max(1, np.abs(expected).max()), (case, n)
 
 
 GUARDED = """
 import ctypes, mmap, sys
 import torch
 from efficient_densenet.engines.kernels import scratch
-from efficient_densenet.engines.kernels.numba_cpu import operations as compiled
+from efficient_densenet.engines.kernels.numba_cpu import operations
 from kernel_operations import OPERATIONS, Case
 
 libc = ctypes.CDLL(None)
 libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-kept = []
+buffers = []
 
-def room(name, size, dtype, device):
+def buffer(name, size, dtype, device):
     wanted, page = size * dtype.itemsize, mmap.PAGESIZE
-    within = -(-wanted // page) * page
-    memory = mmap.mmap(-1, within + 64 * page)
-    kept.append(memory)
+    usable = -(-wanted // page) * page
+    memory = mmap.mmap(-1, usable + 64 * page)
+    buffers.append(memory)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    assert libc.mprotect(whole.data_ptr() + within, 64 * page, 0) == 0
-    return whole[within - wanted : within].view(dtype).fill_(float("nan"))
+    assert libc.mprotect(whole.data_ptr() + usable, 64 * page, 0) == 0
+    return whole[usable - wanted : usable].view(dtype).fill_(float("nan"))
 
-scratch.room = room
+scratch.buffer = buffer
 torch.set_num_threads(1)
-for operation, made in OPERATIONS.items():
+for operation, function in OPERATIONS.items():
     for rows in (1, 12, 20, 36, 98):
         for channels, width in ((2, 17), (48, 64), (200, 48), (300, 40)):
             case = Case((1, 2, 2 * rows) if "pooled" in operation else (1, 1, rows), channels, width)
             print(operation, rows, channels, width, flush=True)
-            made(compiled, case)
+            function(operations, case)
 print("all")
 """
 
 
-def test_nothing_is_read_or_written_beyond_scratch():
-    """Behind it lies a page that nobody may touch."""
+def test_nothing_is_read_or_written_after_scratch():
+    """It is followed by protected pages."""
     done = subprocess.run(
         [sys.executable, "-c", GUARDED],
         capture_output=True,
@@ -140,7 +142,7 @@ def test_nothing_is_read_or_written_beyond_scratch():
 
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if "backward" in name])
-def test_the_first_gradient_takes_the_place_of_what_was_pending(operation):
+def test_overwrite_replaces_the_accumulated_gradient(operation):
     check(operation, Case((2, 5, 7), 9, 16, overwrite=True))
 
 
@@ -148,7 +150,7 @@ def test_the_first_gradient_takes_the_place_of_what_was_pending(operation):
 @pytest.mark.parametrize(
     "operation", [name for name in OPERATIONS if name.startswith(("conv", "pooled")) and name.endswith("backward")]
 )
-def test_a_weight_that_does_not_learn(operation):
+def test_without_grad_weight(operation):
     case = Case((2, 5, 7), 9, 16)
     case.needs_grad_weight = False
     check(operation, case)
@@ -166,7 +168,7 @@ def test_a_weight_that_does_not_learn(operation):
     ),
     indirect=["tile"],
 )
-def test_signals_volumes_and_dilation(operation, shape, dilation, first):
+def test_convolutions_in_other_dimensions_and_with_dilation(operation, shape, dilation, first):
     case = Case(shape, 9, 16, overwrite=first)
     case.dilation = dilation
     check(operation, case)
@@ -189,56 +191,59 @@ def many_threads():
     ),
     indirect=["tile"],
 )
-def test_more_threads_than_pictures_or_processors(operation, shape, dilation, monkeypatch):
+def test_more_threads_than_images_or_processors(operation, shape, dilation, monkeypatch):
     ran = []
-    run = native.run
-    monkeypatch.setattr(native, "run", lambda program, threads, job: ran.append(threads) or run(program, threads, job))
+    run = openmp.run
+    monkeypatch.setattr(
+        openmp, "run", lambda kernel, threads, record: ran.append(threads) or run(kernel, threads, record)
+    )
     case = Case(shape, 6, 8)
     case.dilation = dilation
     check(operation, case)
-    if compiled.TILE == 5 and "affine" not in operation and "pooled" not in operation:
+    if operations.TILE == 5 and "affine" not in operation and "pooled" not in operation:
         assert max(ran) == 4
 
 
 @pytest.mark.usefixtures("many_threads")
-def test_rows_that_neighbours_make_too_stay_few():
-    """Where a thread has few more rows than those that its neighbours need of them, there are fewer threads."""
+def test_halos_stay_small():
+    """Where a thread would have few more rows than its halo, fewer threads run."""
     case = Case((1, 16, 16, 16), 4, 8)
-    kernel = case.weight3x3.flatten(1).shape[1] // 4 * 8
-    held = tensor_peak(lambda: compiled.conv3x3_forward(case.input, case.weight3x3, case.shape))
-    beyond = 16 * 16 + 16 + 1
-    assert held <= 4 * (4096 * 8 + 3 * (256 * (4 + kernel) + 2 * beyond * kernel) + 2 * kernel * 4)
+    columns = case.weight3x3.flatten(1).shape[1] // 4 * 8
+    peak = tensor_peak(lambda: operations.conv3x3_forward(case.input, case.weight3x3, case.shape))
+    halo = 16 * 16 + 16 + 1
+    assert peak <= 4 * (4096 * 8 + 3 * (256 * (4 + columns) + 2 * halo * columns) + 2 * columns * 4)
 
 
-SMALL_TEAM = """
+FEWER_THREADS = """
 import torch
 from helpers import assert_same_step, picture, small_model, with_engine
-from efficient_densenet.engines.kernels import compiled, native
+from efficient_densenet.engines.kernels.numba_cpu import openmp
 torch.set_num_threads(4)
-asked, run = [], native.run
-native.run = lambda program, threads, job: asked.append(threads) or run(program, threads, job)
+asked, run = [], openmp.run
+openmp.run = lambda kernel, threads, record: asked.append(threads) or run(kernel, threads, record)
 plain = small_model("bc", efficient=False)
 assert_same_step(with_engine(plain, "shared"), plain, picture("bc", 32))
 assert max(asked) == 4
 """
 
 
-def test_a_team_may_be_smaller_than_it_was_asked_for():
-    environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "PYTHONPATH": os.path.dirname(__file__)}
-    subprocess.run([sys.executable, "-c", SMALL_TEAM], env=environment, check=True)
+def test_fewer_threads_may_run_than_were_asked_for():
+    paths = [os.path.dirname(__file__), *sys.path]
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", FEWER_THREADS], env=environment, check=True)
 
 
-def test_matrices_with_rows_side_by_side():
+def test_matrices_with_contiguous_columns():
     case = Case((1, 5, 4), 6, 16)
     case.values, case.grad_output = (matrix.t().contiguous().t() for matrix in (case.values, case.grad_output))
     check("batch_statistics", case)
     check("conv1x1_backward", case)
 
 
-def test_matrices_with_rows_side_by_side_are_copied_once():
+def test_matrices_with_contiguous_columns_are_copied_once():
     values = torch.randn(64, 5000).t()
-    held = tensor_peak(lambda: compiled.batch_statistics(values))
-    assert values.nbytes <= held <= 1.1 * values.nbytes
+    peak = tensor_peak(lambda: operations.batch_statistics(values))
+    assert values.nbytes <= peak <= 1.1 * values.nbytes
 
 
 @pytest.mark.parametrize("operation", ["batch_statistics", "conv1x1_forward_with_statistics"])
@@ -246,43 +251,43 @@ def test_variance_of_values_far_from_zero(operation):
     case = Case((50, 9, 7), 16, 16)
     case.values = 1000 + 0.01 * case.values
     case.scale, case.shift, case.weight1x1 = torch.ones_like(case.scale), 0 * case.shift, torch.eye(16)
-    *_, variance = OPERATIONS[operation](compiled, case)
+    *_, variance = OPERATIONS[operation](operations, case)
     assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
-def test_not_finite_values_go_where_portable_lets_them(operation):
-    """Those inside the picture: at its border they meet the zeros around the gradient, too, and spoil all of the 3×3
-    weights of their channel, not just most of them."""
+def test_values_that_are_not_finite_spread_as_in_portable(operation):
+    """Inside the image: at its border they also meet the padding's zeros, so that the gradients of all taps of their
+    channel are NaN, not just most."""
     case = Case((1, 8, 8), 6, 16)
     case.values[9, 1], case.values[30, 4] = math.nan, math.inf
-    ours, theirs = (OPERATIONS[operation](each, case) for each in (compiled, portable))
+    ours, theirs = (OPERATIONS[operation](each, case) for each in (operations, portable))
     for found, expected in zip(ours, theirs, strict=True):
         assert torch.equal(found.isfinite(), expected.isfinite())
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
-def test_convolutions_in_another_precision_are_left_to_portable(operation):
+def test_mixed_precision_is_left_to_portable(operation):
     case = Case((1, 8, 8), 6, 16)
     case.values, case.grad_accum = case.values.double(), case.grad_accum.double()
     case.scale, case.shift, case.grad_scale = case.scale.double(), case.shift.double(), case.grad_scale.double()
-    ours, theirs = (OPERATIONS[operation](each, case) for each in (compiled, portable))
+    ours, theirs = (OPERATIONS[operation](each, case) for each in (operations, portable))
     for found, expected in zip(ours, theirs, strict=True):
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
 def test_large_weights_are_left_to_portable(operation, monkeypatch):
-    monkeypatch.setattr(compiled, "WEIGHT_BYTES", 5 * 16 * 4)
+    monkeypatch.setattr(operations, "WEIGHT_BYTES", 5 * 16 * 4)
     case = Case((1, 8, 8), 6, 16)
-    ours, theirs = (OPERATIONS[operation](each, case) for each in (compiled, portable))
+    ours, theirs = (OPERATIONS[operation](each, case) for each in (operations, portable))
     for found, expected in zip(ours, theirs, strict=True):
         assert torch.equal(found, expected)
 
 
-def test_what_they_are_used_for():
+def test_which_tensors_they_are_used_for():
     for dtype in (torch.float32, torch.float64):
-        assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is compiled
+        assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is operations
     for other in (torch.empty(2, 2, dtype=torch.bfloat16), torch.empty(2, 2, device="meta"), _subclass()):
         assert kernels.kernels_for(other) is portable
 
@@ -294,46 +299,86 @@ def _subclass():
     return torch.empty(2, 2).as_subclass(Wrapped)
 
 
-def test_without_numba_the_portable_kernels_are_used_without_a_word(monkeypatch):
+def test_without_numba_the_portable_kernels_are_used_silently(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not kernels._has_numba.__wrapped__()
 
 
-def test_without_what_pytorch_brings_the_portable_kernels_are_used_without_a_word(monkeypatch):
-    monkeypatch.setattr(native, "available", native.available.__wrapped__)
-    monkeypatch.setattr(native, "functions", lambda: native._library().no_such_function)
+def test_without_gnu_openmp_the_portable_kernels_are_used_silently(monkeypatch):
+    monkeypatch.setattr(openmp, "available", openmp.available.__wrapped__)
+    monkeypatch.setattr(openmp, "functions", lambda: openmp._library().no_such_function)
     assert not kernels._has_numba.__wrapped__()
 
 
-def test_a_numba_that_does_not_work_is_told_of(monkeypatch):
+def test_a_broken_numba_is_warned_of(monkeypatch):
     def fail(*args, **kwargs):
         raise TypeError("no such argument")
 
-    monkeypatch.setattr(loops, "made", fail)
+    monkeypatch.setattr(compilation, "cfunc", fail)
+    monkeypatch.setattr(numba_kernels, "compile_kernel", compilation.compile_kernel.__wrapped__)
     with pytest.warns(UserWarning, match="Numba cannot run here .no such argument.*slower"):
         assert not kernels._has_numba.__wrapped__()
 
 
-def test_programs_are_made_where_none_can_be_kept(monkeypatch):
-    cfunc = loops.cfunc
+def test_kernels_are_compiled_where_the_cache_is_not_writable(monkeypatch):
+    cfunc = compilation.cfunc
 
-    def nowhere_to_keep(signature, cache=False, **how):
+    def not_writable(signature, cache=False, **options):
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
-        return cfunc(signature, **how)
+        return cfunc(signature, **options)
 
-    monkeypatch.setattr(loops, "cfunc", nowhere_to_keep)
-    monkeypatch.setattr(loops, "made", loops.made.__wrapped__)
+    monkeypatch.setattr(compilation, "cfunc", not_writable)
+    monkeypatch.setattr(operations, "compile_kernel", compilation.compile_kernel.__wrapped__)
     check("batch_statistics", Case((2, 5, 7), 9, 16))
+
+
+COMPILES = """
+import torch
+from efficient_densenet.engines.kernels.numba_cpu import compilation, kernels
+assert kernels.__file__.startswith(FOLDER), kernels.__file__
+print(compilation.compile_kernel(kernels.batch_norm_grad_input, torch.float32).cache_hits)
+"""
+
+
+def test_the_cache_on_disk_depends_on_all_sources(tmp_path):
+    """A change in any file of the kernels recompiles them, no change does not, and nothing stale is left."""
+    package = Path(efficient_densenet.__file__).parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / package.name / "engines" / "kernels" / "numba_cpu"
+
+    def cache_hits():
+        command = [sys.executable, "-c", f"FOLDER = {str(tmp_path)!r}\n{COMPILES}"]
+        environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
+        environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), *sys.path))
+        done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+        return int(done.stdout)
+
+    def cached():
+        return {file.name for file in (folder / "__pycache__").iterdir() if file.suffix in (".nbi", ".nbc")}
+
+    assert cache_hits() == 0
+    before = cached()
+    assert len(before) == 2
+    assert cache_hits() == 1
+    assert cached() == before
+    for changed in ("affine.py", "operations.py"):
+        with (folder / changed).open("a") as file:
+            file.write("# changed\n")
+        assert cache_hits() == 0
+        assert len(cached()) == 2
+        assert not cached() & before
+        before = cached()
+    assert cache_hits() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_features_in_float32_and_convolutions_in_a_lower_precision(dtype):
-    """As autocast has it where a block's input is float32."""
+    """As under autocast, where a block's input is float32."""
     plain = DenseBlock(3, 8, 4, efficient=False)
     ours, x = copy.deepcopy(plain), torch.randn(4, 8, 9, 7)
     ours.engine = engines.parse("shared")
-    assert kernels.kernels_for(x) is compiled
+    assert kernels.kernels_for(x) is operations
     for block in (ours, plain):
         with torch.autocast("cpu", dtype):
             found = block(x)
@@ -343,7 +388,7 @@ def test_features_in_float32_and_convolutions_in_a_lower_precision(dtype):
         assert_close(found.grad, expected.grad, 0.05)
 
 
-def test_a_saved_tensor_may_come_back_with_its_rows_side_by_side():
+def test_a_saved_tensor_may_come_back_with_contiguous_columns():
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, "shared")
 

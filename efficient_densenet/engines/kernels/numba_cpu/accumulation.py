@@ -83,7 +83,7 @@ def _accumulation(backward_row):
 
     @compiled
     def accumulate(args, sums, run, thread, start, stop, grad_output, stride, zero):
-        """Rows start to stop of grad_output (rows, channels), of which `run` at a time are summed in their own dtype."""
+        """Rows start to stop of grad_output (rows, channels). Their dtype holds the sums of `run` rows at a time."""
         channels = sums.channels
         ones, products = carray(_sums_buffer(zero), (_COLUMNS,)), carray(_sums_buffer(zero), (_COLUMNS,))
         for left in range(0, channels, _COLUMNS):

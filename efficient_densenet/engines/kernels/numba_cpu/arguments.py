@@ -1,8 +1,8 @@
 """The arguments of each kernel: a record for each, made of groups that several kernels share.
 
-A record is written here as a NamedTuple of tensors and integers. A kernel reads it as a NumPy structured dtype, field by
-field: an integer is an int64, an `Array` its address, a `Matrix` the pair (data, row_stride), a group a nested record.
-A group that is None is all zeros. At the end lies `zero`, the 0 of the dtype that the kernel is compiled for.
+A record is written here as a NamedTuple of tensors and integers. A kernel reads it as a NumPy structured dtype: an
+integer is an int64, an `Array` its address, a `Matrix` the pair (data, row_stride), a group a nested record, all zeros
+where it is None. At the end lies `zero`, the 0 of the dtype that the kernel is compiled for.
 """
 
 import enum
@@ -79,7 +79,7 @@ class Conv1x1(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Mean and biased variance (2, channels), and each thread's partials (threads, STATISTICS_ROWS, channels), float64."""
+    """Mean and biased variance (2, channels), and each thread's partials (threads, STATISTICS_ROWS, channels)."""
 
     partials: OutputArray
     result: OutputArray
@@ -87,7 +87,7 @@ class Statistics(NamedTuple):
 
 
 class NormSums(NamedTuple):
-    """Σ grad and Σ grad · values (2, channels), and each thread's partials (threads, 2, channels), float64."""
+    """Σ grad and Σ grad · values (2, channels), and each thread's partials (threads, 2, channels) in float64."""
 
     partials: OutputArray
     result: OutputArray

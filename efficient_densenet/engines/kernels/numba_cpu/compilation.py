@@ -1,8 +1,8 @@
 """Compiles kernels with Numba and keeps them on disk.
 
-Numba's cache compares the file of the compiled function alone, while a kernel is made of functions from all files of this
-folder. A kernel's qualified name, of which Numba makes the names of the cache's files, therefore begins with a hash of all
-of them. Files with another hash are removed when a kernel is compiled anew.
+Numba's cache compares the source file of the compiled function alone, while a kernel calls functions from all files of
+this folder. A kernel's qualified name, from which Numba makes the names of the cache's files, therefore begins with a
+hash of all of them. Files with another hash are removed when a kernel is compiled again.
 """
 
 import functools

@@ -34,7 +34,7 @@ def weight_columns(weight, zero):
 
 @inlined
 def grad_activation(weight, rows, grad, stride, output, zero):
-    """output (rows, in_channels) = grad (rows, taps · out_channels) @ transposed weight. Returns output's row stride."""
+    """output (rows, in_channels) = grad (rows, taps · out_channels) @ transposed weight. Returns its row stride."""
     columns = panel_columns(weight.in_channels, zero)
     output_stride = stride_of(columns, zero)
     size = rows, columns, weight.taps * weight.out_channels
@@ -81,6 +81,6 @@ def reduce_grad_weight(conv, thread, threads, zero):
             for k in range(taps):
                 to = (o * channels + start + 1) * taps - 1 - k
                 for c in range(count):
-                    # Where the gradient is not finite, the padding's zeros times it are NaN in every tap.
+                    # Values that are not finite meet the padding's zeros: NaN in every tap.
                     padding = total[c * columns + taps // 2 * width + o] * zero if taps > 1 else zero
                     result[to + c * taps] = total[c * columns + k * width + o] + padding

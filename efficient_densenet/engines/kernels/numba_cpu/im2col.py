@@ -27,8 +27,8 @@ def _next_place(x, y, z, images):
 
 @inlined
 def im2col(images, dilation, grad, channels, start, stop, output, stride, zero):
-    """Rows start to stop of the columns of grad (pixels, channels): all taps around each pixel, then zeros up to a whole
-    panel."""
+    """Rows start to stop of the columns of grad (pixels, channels): all taps around each pixel, padded with zeros to
+    whole panels."""
     width, height, depth = images.width, images.height, images.depth
     has_depth, has_height = images.has_depth, images.has_height
     taps = 3 * (2 * has_height + 1) * (2 * has_depth + 1)

@@ -1,8 +1,8 @@
-"""The compiled kernels, one function each; formulas and shapes are those of `interface.Kernels`.
+"""The kernels, one function for each; matrices, vectors and groups of arguments are those of `interface`.
 
-Each thread calls the kernel with the same record, takes its part of the rows through all of it, a tile after another, and
-adds to partial sums of its own, which all threads reduce after a barrier. A tile's intermediate results lie in the
-thread's scratch and so in its nearest caches.
+Every thread calls the kernel with the same record. It takes its part of the rows through all of it, one tile after
+another, and adds to partial sums of its own, which all threads reduce after a barrier. A tile's intermediate results
+lie in the thread's scratch and so in its nearest caches.
 """
 
 import torch
@@ -122,8 +122,8 @@ def pooled_conv1x1_forward(record):
 def conv3x3_forward(record):
     """output (pixels, out_channels) = conv3x3(relu(scale · values + shift)), and optionally its statistics.
 
-    Products (pixels, taps · out_channels) of a tile run `halo` rows ahead of the outputs that col2im sums from them, and
-    the last of them are kept for the next tile. A thread computes the halo around its rows itself.
+    The products (pixels, taps · out_channels) run `halo` rows ahead of the outputs that col2im sums from them; the last
+    ones stay for the next tile. A thread computes the halo around its rows itself.
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
@@ -229,8 +229,8 @@ def conv3x3_backward(record):
 def pooled_conv1x1_backward(record):
     """The gradient of a pooled 1×1 convolution's weight and input, from grad_output (pooled pixels, out_channels).
 
-    The weight is divided by the window's pixels, each of which gets grad @ weight: grad_accum += grad_scale · relu'(scale ·
-    values + shift) · (grad @ weight). grad_weight = grad.T @ average_pool(relu(scale · values + shift)).
+    The weight is divided by the number of pixels in a window, each of which gets grad @ weight: grad_accum +=
+    grad_scale · relu'(scale · values + shift) · (grad @ weight). grad_weight = grad.T @ average_pool(relu(…)).
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
@@ -261,7 +261,7 @@ def pooled_conv1x1_backward(record):
 
 @compiled
 def _backward_buffers(scratch, tile, weight, thread, zero):
-    """The row stride and address of a tile's gradient (rows, taps · out_channels), and the address of its activation."""
+    """The row stride and address of a tile's gradient (rows, taps · out_channels), and its activation's address."""
     stride = stride_of(weight_columns(weight, zero), zero)
     grad = offset(scratch.data, thread * scratch.thread_stride, zero)
     return stride, grad, offset(grad, tile * stride, zero)

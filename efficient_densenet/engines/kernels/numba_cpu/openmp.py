@@ -1,6 +1,6 @@
 """PyTorch's own OpenMP thread team, for a kernel outside Python.
 
-A second team would compete with it for the processors, since waiting threads spin. The names are GNU OpenMP's, unchanged
+A second team would compete with it for the processors, since waiting threads spin. The names are GNU OpenMP's, the same
 for decades, and PyTorch's releases for Linux have them.
 """
 

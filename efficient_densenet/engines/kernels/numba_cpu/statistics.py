@@ -1,5 +1,5 @@
-"""Batch statistics by Chan's parallel variance: each tile's mean and squared distances join those of its thread, and the
-threads' join at the end. All is in float64."""
+"""Batch statistics by Chan's parallel variance, in float64: each tile's mean and squared distances join those of its
+thread, and the threads' join at the end."""
 
 from .intrinsics import compiled
 from .memory import clear, elements
