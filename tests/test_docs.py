@@ -176,19 +176,21 @@ def check_pip(words: list[str]) -> None:
         assert set(extras.split(",")) <= set(setup["options.extras_require"]), words
 
 
-def check_module(name: str, words: list[str], markers: list[str]) -> None:
+def check_module(name: str, words: list[str], config: pytest.Config) -> None:
     if name == "venv":
         assert words == [".venv"]
     elif name == "pip":
         check_pip(words)
     else:
         assert name == "pytest", name
-        known = {marker.split(":")[0] for marker in markers}
+        known = {marker.split(":")[0] for marker in config.getini("markers")}
         for option, value in pairwise([*words, ""]):
             if option == "-m" and value:
                 named = {node.id for node in ast.walk(ast.parse(value, mode="eval")) if isinstance(node, ast.Name)}
                 assert named <= known, value
-            elif not option.startswith("-") and "/" in option:
+            elif option.startswith("--"):
+                config.getoption(option[2:].replace("-", "_"))  # which raises for one that pytest does not have
+            elif option.startswith("tests/"):
                 assert (ROOT / option).exists(), option
 
 
@@ -233,7 +235,6 @@ TOOLS = {
 
 @pytest.mark.parametrize("page", pages_with("sh"))
 def test_commands_exist_with_their_options(page, tmp_path, monkeypatch, request):
-    markers = request.config.getini("markers")
     write_folder(tmp_path / "cifar")
     for command, *words in commands(page):
         name = Path(command).name
@@ -241,7 +242,7 @@ def test_commands_exist_with_their_options(page, tmp_path, monkeypatch, request)
             assert words[0] in TORCHRUN, words
             name, words = "python", words[2:]
         if name in ("python", "python3") and words[0] == "-m":
-            check_module(words[1], words[2:], markers)
+            check_module(words[1], words[2:], request.config)
         elif name in ("python", "python3"):
             script = ROOT / words[0]
             assert script.is_file(), words
