@@ -1,7 +1,7 @@
 """Modules that run one after another, in which dense blocks run together with what comes before and after them.
 
 A block and the consumer after it (a transition or a norm) run as one stage, and the modules before the first block as
-one stem, wherever the dispatcher finds that they can; all others are called. This one walk serves our models and
+one stem, wherever the dispatcher finds that they can; all others are called. This loop serves our models and
 converted `nn.Sequential`s of other libraries.
 """
 
@@ -33,8 +33,8 @@ def run_sequence(
     while position < len(modules):
         name, module = modules[position]
         position += 1
-        joins = position < len(modules) and is_block(module) and module.can_join_stage
-        if joins and isinstance(x, (Tensor, Proxy)):
+        has_consumer = position < len(modules) and isinstance(x, (Tensor, Proxy))
+        if has_consumer and is_block(module) and dispatch.as_engine_block(module).can_join_stage:
             consumer_name, consumer = modules[position]
             parts = first_parts if module is first_block else None
             x, consumed = _run_stage(name, module, consumer_name, consumer, x, parts, taps, outputs)
@@ -64,12 +64,12 @@ def _run_stage(
     block: nn.Module,
     consumer_name: str,
     consumer: nn.Module,
-    x: Tensor,
+    x: Any,
     parts: BlockParts | None,
     taps: Collection[str],
     outputs: dict[str, Tensor],
 ) -> tuple[Tensor, bool]:
-    """The output of `block`, or of `consumer` on it, and whether that has run; notes what is tapped."""
+    """The output of `block`, or of `consumer` on it, and whether that has run; adds what is tapped to `outputs`."""
     consumed = True
     if f"{consumer_name}.relu" in taps:
         x, outputs[f"{consumer_name}.relu"] = _run_with_rectified(block, consumer, x, parts)
@@ -83,7 +83,7 @@ def _run_stage(
 
 
 def _run_with_rectified(
-    block: nn.Module, transition: nn.Module, x: Tensor, parts: BlockParts | None
+    block: nn.Module, transition: Any, x: Tensor, parts: BlockParts | None
 ) -> tuple[Tensor, Tensor]:
     """The output of `transition` on that of `block`, and the output of the transition's ReLU."""
     if must_be_called(transition):
@@ -99,7 +99,7 @@ def _run_with_rectified(
     return x, rectified
 
 
-def _call_with_rectified(transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def _call_with_rectified(transition: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The same by calling the transition, for the hooks on it; they see a copy, which records the ReLU's output."""
     rectified = []
 

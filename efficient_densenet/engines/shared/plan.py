@@ -1,14 +1,15 @@
-"""The plan of a stage: what a block and its consumer are made of on one input, decided once."""
+"""The plan of a stage: the parts of a block and its consumer, and their settings on one input, read once."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
 
 from ...norms.sync_batch_norm import sync_group
 from ..memory_format import memory_format_of
-from ..parts import BlockParts, ConsumerParts
+from ..parts import BlockParts, ConsumerParts, Norm
 from ..precision import compute_dtype
 
 LAYER_GROUP_BYTES = 1 << 21
@@ -23,7 +24,7 @@ class LayerGroup(NamedTuple):
 
 
 class StagePlan:
-    """The modules of a stage, and where the parameters of each lie among `tensors`.
+    """The modules of a stage, and the slice of `tensors` that holds the parameters of each.
 
     `dtype` is that of the convolutions, `memory_format` that of the input and so of the outputs. With `return_features`
     the stage returns the block's output beside the consumer's.
@@ -45,7 +46,7 @@ class StagePlan:
             self.consumer_tensors = self._add([consumer.norm], [] if consumer.conv is None else [consumer.conv])
         self.groups = self._layer_groups()
 
-    def _add(self, norms: Sequence[nn.Module], convolutions: Sequence[nn.Module]) -> slice:
+    def _add(self, norms: Sequence[Norm], convolutions: Sequence[_ConvNd]) -> slice:
         start = len(self.tensors)
         for norm, conv in zip_longest(norms, convolutions):
             self.tensors += [norm.weight, norm.bias] if conv is None else [norm.weight, norm.bias, conv.weight]

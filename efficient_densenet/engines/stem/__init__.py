@@ -1,11 +1,11 @@
 """The ImageNet stem as one autograd node: output = max_pool(relu(batch_norm(conv(x)))).
 
 z = conv(x), the input of the norm, is the largest tensor of the whole network. It is not saved for backward: x, the
-parameters and the batch statistics are, and the backward recomputes z once. z exists whole. What follows from it (its
+parameters and the batch statistics are, and the backward recomputes z once. z is stored in full. What follows from it (its
 normalized values, and their gradient before the pooling) exists for a tile at a time: some images or, where one image
 is too large, some channels of it.
 
-With x̂ = (z − μ) · r, r = 1 / sqrt(var + eps), and y = relu(γ · x̂ + β), the backward walks over the tiles twice, since
+With x̂ = (z − μ) · r, r = 1 / sqrt(var + eps), and y = relu(γ · x̂ + β), the backward passes over the tiles twice, since
 the sums over all pixels must be known before the gradient of any:
 
 1. The pooling is recomputed, and the indices of its maxima are stored in int32: −1 where the ReLU is inactive.
@@ -20,6 +20,7 @@ plain modules would pool, so it decides alike.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ __all__ = ["Stem", "output_dtype", "run", "stem_at_the_start"]
 
 def stem_at_the_start(modules: Sequence[nn.Module], x: Tensor) -> Stem | None:
     """The first four of `modules`, where they are a stem that can run as one node on `x`."""
-    stem = Stem(*modules[:4]) if len(modules) >= 4 else None
+    stem = Stem(*cast("Sequence[Any]", modules[:4])) if len(modules) >= 4 else None
     return stem if stem is not None and can_share_stem(*stem, x) else None
 
 

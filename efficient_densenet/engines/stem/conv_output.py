@@ -1,4 +1,4 @@
-"""The convolution's output, whole, and the tiles in which everything else is computed."""
+"""The convolution's output, stored in full, and the tiles in which everything else is computed."""
 
 from collections.abc import Iterator
 
@@ -39,6 +39,7 @@ class ConvOutput:
                 return part
             values = self.new_empty(part, part.dtype, memory_format_of(part)) if values is None else values
             values[images] = part
+        assert values is not None  # there is an image
         return values
 
     def image_tiles(self) -> Iterator[slice]:
