@@ -20,7 +20,7 @@ def check_between(name: str, value: Any, low: float, high: float, closed: str) -
         raise ValueError(f"{name} is {value!r}, but must be a number in {closed[0]}{low}, {high}{closed[1]}")
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, allowed))}")

@@ -71,12 +71,13 @@ def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *
         maps: "raw" for the blocks' outputs; "normalised_rectified" for the outputs of the norm and ReLU that follow;
             "timm" for timm's, which are raw except for the last.
     """
-    if not hasattr(model, "as_backbone"):
+    as_backbone = getattr(model, "as_backbone", None)
+    if as_backbone is None:
         raise TypeError(
             f"found a {type(model).__name__}, but features takes a DenseNet of this package: for another library's, "
             "use its own features or torchvision.models.feature_extraction"
         )
-    return model.as_backbone(out_indices, maps=maps)
+    return as_backbone(out_indices, maps=maps)
 
 
 def _indices(out_indices: int | Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The DenseNet: a classifier on `features`, or a backbone. How a dense block is run is the engines' business."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch.fx import Proxy
 
 from .._checks import check_between, check_choice, check_integer
 from ..engines import dispatch
+from ..weights.load import WeightsReport
 from .dimensions import CONVOLUTIONS, modules_for
 from .features import block_strides, build_features, dilate
 from .layers import DenseBlock
@@ -41,6 +42,8 @@ class DenseNet(nn.Module):
         out_indices, maps: which maps, as in `features`.
     """
 
+    weights_report: WeightsReport  # from `create_model` with weights
+
     def __init__(
         self,
         growth_rate: int = 12,
@@ -54,7 +57,7 @@ class DenseNet(nn.Module):
         efficient: bool | str = True,
         *,
         in_channels: int = 3,
-        init: str | None = None,
+        init: Literal["fan_out", "fan_in"] | None = None,
         memory_efficient: bool | str | None = None,
         keep_bottleneck: bool = False,
         dims: int = 2,
@@ -181,7 +184,7 @@ class DenseNet(nn.Module):
         """The engine's name, or "best" where the dispatcher chooses."""
         return dispatch.describe(next(m.engine for m in self.modules() if isinstance(m, DenseBlock)))
 
-    def _initialize(self, init: str) -> None:
+    def _initialize(self, init: Literal["fan_out", "fan_in"]) -> None:
         for module in self.modules():
             if isinstance(module, CONVOLUTIONS):
                 nn.init.kaiming_normal_(module.weight, mode=init, nonlinearity="relu")
@@ -189,8 +192,11 @@ class DenseNet(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def _check_input(self, x: Tensor) -> None:
-        if torch.jit.is_tracing() or torch.compiler.is_compiling() or isinstance(x, Proxy):
-            return  # a tracer would record the sizes of its example as the only ones allowed
+        # A tracer would record the sizes of its example as the only ones allowed.
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] (public)
+            return
+        if torch.compiler.is_compiling() or isinstance(x, Proxy):
+            return
         if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
             sides = ", ".join(modules_for(self.dims).sides)
             raise ValueError(

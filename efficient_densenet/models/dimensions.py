@@ -5,16 +5,17 @@ from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from .._checks import check_choice
 from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d
 
 
 class Modules(NamedTuple):
-    Conv: type[nn.Module]
-    Norm: type[nn.Module]
-    AvgPool: type[nn.Module]
-    MaxPool: type[nn.Module]
+    Conv: Callable[..., _ConvNd]
+    Norm: Callable[..., nn.Module]
+    AvgPool: Callable[..., nn.Module]
+    MaxPool: Callable[..., nn.Module]
     adaptive_avg_pool: Callable[[Tensor, int], Tensor]
     inputs: str
     sides: tuple[str, ...]
@@ -35,7 +36,7 @@ _MODULES = {
         ("depth", "height", "width"),
     ),
 }
-CONVOLUTIONS = tuple(modules.Conv for modules in _MODULES.values())
+CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 
 
 def modules_for(dims: int) -> Modules:

@@ -3,12 +3,13 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_choice
+from ..engines.parts import Norm
 from ..engines.sequence import run_sequence
 from .backbone import FeatureInfo
 from .dimensions import CONVOLUTIONS, Modules, modules_for
@@ -20,6 +21,8 @@ class Features(nn.Sequential):
 
     Returns the last module's output, or a tuple of the outputs of those that `taps` names.
     """
+
+    norm5: Norm  # missing in a backbone that ends before it
 
     def __init__(self, modules: OrderedDict[str, nn.Module], taps: Sequence[str] = ()) -> None:
         super().__init__(modules)
@@ -37,7 +40,7 @@ class Features(nn.Sequential):
         last, *inside = info.module_name(max(info.out_indices)).removeprefix("features.").split(".")
         modules = OrderedDict(list(self._modules.items())[: list(self._modules).index(last) + 1])
         if inside:
-            transition = modules[last]
+            transition = cast(Transition, modules[last])
             modules[last] = nn.Sequential(OrderedDict(norm=transition.norm, relu=transition.relu))
             modules[last].training = transition.training
         tapped = Features(modules, names)

@@ -1,6 +1,7 @@
 """The modules of a dense block and of what stands between two of them; how a block is run is the engines' business."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -120,11 +121,12 @@ class Transition(nn.Sequential):
         self.pool = modules.AvgPool(kernel_size=2, stride=2)
 
 
-def _layer_parts(layer: nn.Module) -> LayerParts:
-    if original_class(layer) is not DenseLayer:
+def _layer_parts(module: nn.Module) -> LayerParts:
+    if original_class(module) is not DenseLayer:
         raise NoPartsError(
-            f"found a layer of class {type(layer).__name__}, which may do other things than a dense layer"
+            f"found a layer of class {type(module).__name__}, which may do other things than a dense layer"
         )
+    layer = cast(DenseLayer, module)
     norm2, conv2, relu2 = (layer.norm2, layer.conv2, (layer.relu2,)) if layer.has_bottleneck else (None, None, ())
     return LayerParts(
         layer,
@@ -139,12 +141,12 @@ def _block_parts(block: nn.Module) -> BlockParts:
     return BlockParts(tuple(map(_layer_parts, block.children())))
 
 
-def _transition_parts(transition: nn.Module) -> ConsumerParts | None:
-    if list(transition._modules) != ["norm", "relu", "conv", "pool"]:
+def _transition_parts(module: nn.Module) -> ConsumerParts | None:
+    if list(module._modules) != ["norm", "relu", "conv", "pool"]:
         return None
-    norm, relu, conv, pool = transition
-    pools = halves(pool)
-    return ConsumerParts(norm, conv, pools, activations=(relu,), after=None if pools else pool)
+    transition = cast(Transition, module)
+    norm, conv, pool, pools = transition.norm, transition.conv, transition.pool, halves(transition.pool)
+    return ConsumerParts(norm, conv, pools, activations=(transition.relu,), after=None if pools else pool)
 
 
 register_block(DenseBlock, _block_parts)
