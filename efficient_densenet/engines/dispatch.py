@@ -8,7 +8,7 @@ is no memory to save. A block is read once a forward: the plan made here is hand
 import warnings
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from . import plain, recompute, stem
 from .eligibility import joined_consumer, must_be_called, shared_eligibility
 from .kernels import kernel_set_name
 from .parts import BlockParts
+from .plain import RunFirstHalf
 from .shared import function as shared
 
 
@@ -31,6 +32,25 @@ class Engine(str, Enum):
     OFFICIAL = "official"
     CHECKPOINT = "checkpoint"
     SHARED = "shared"
+
+
+class EngineBlock(Protocol):
+    """What the dispatcher reads of a dense block beside its modules: the models' `DenseBlock` and adapt's
+    `ConvertedBlock` have it."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that was asked for; None leaves the choice to the dispatcher."""
+        ...
+
+    @property
+    def can_join_stage(self) -> bool:
+        """Whether an engine may run the block without calling it."""
+        ...
+
+    def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
+        """The block's output computed layer by layer, the first half of each by `run_first_half`."""
+        ...
 
 
 class BlockPlan(NamedTuple):
@@ -69,6 +89,11 @@ def describe(engine: Engine | None) -> str:
     return engine.value if engine else "best"
 
 
+def as_engine_block(block: Any) -> EngineBlock:
+    """`block` itself, for a type checker: no type is both a module and a protocol."""
+    return block
+
+
 def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> BlockPlan:
     """How to run `block` on `x` now; `parts` are the block's, if they have been read already."""
     if _is_tracing(block, x):
@@ -77,13 +102,13 @@ def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> 
         return _compiled_plan(block)
     if x.numel() == 0 or not _needs_grad(x, block):
         return BlockPlan(Engine.PLAIN)
-    if block.engine is None:
+    engine = as_engine_block(block).engine
+    if engine is None:
         return _best_plan(block, x, parts)
-    plan, reason = _plan_by(block.engine, block, x, parts)
+    plan, reason = _plan_by(engine, block, x, parts)
     if plan is None:
         raise RuntimeError(
-            f"engine {block.engine.value!r} cannot run here: {reason}; "
-            "use another engine, or efficient=True, which finds one"
+            f"engine {engine.value!r} cannot run here: {reason}; use another engine, or efficient=True, which finds one"
         )
     return plan
 
@@ -98,10 +123,10 @@ def describe_plan(block: nn.Module, x: Tensor, compiled: bool = False) -> str:
 
 
 def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
-    """The output of a dense block, ours or a converted one: either has `run_layers`."""
+    """The output of a dense block."""
     if plan.parts is not None:
         return shared.run(plan.parts, x)
-    return block.run_layers(x, BY_LAYER[plan.engine])
+    return as_engine_block(block).run_layers(x, BY_LAYER[plan.engine])
 
 
 def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockParts | None = None) -> tuple[Tensor, bool]:
@@ -135,7 +160,7 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
     modules_of_stem = stem.stem_at_the_start(modules, x)
     if modules_of_stem is None or not _needs_grad(x, *modules_of_stem):
         return None
-    if forward_ad.unpack_dual(x).tangent is not None or block.engine not in (None, Engine.SHARED):
+    if forward_ad.unpack_dual(x).tangent is not None or as_engine_block(block).engine not in (None, Engine.SHARED):
         return None
     output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(
         x.shape[0], modules_of_stem.conv.out_channels, *x.shape[2:]
@@ -151,7 +176,7 @@ def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
 
 def _compiled_plan(block: nn.Module) -> BlockPlan:
     # A compiler knows torch's own checkpointing, and none of our autograd functions.
-    saving = block.engine is not Engine.PLAIN and compiled_checkpoint_updates_once()
+    saving = as_engine_block(block).engine is not Engine.PLAIN and compiled_checkpoint_updates_once()
     return BlockPlan(Engine.OFFICIAL if saving else Engine.PLAIN)
 
 

@@ -1,16 +1,17 @@
 """What the shared engine can run: pure functions that return why it cannot, or None."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from .._torch_private import has_global_module_hooks
 from ..checkpoint.parameters import parameters_of
 from ..norms.batch_norm import torch_class
 from ..norms.sync_batch_norm import sync_group
-from .parts import BlockParts, ConsumerParts, LayerParts, NoPartsError, consumer_parts, is_norm, parts_of
+from .parts import BlockParts, ConsumerParts, LayerParts, NoPartsError, Norm, consumer_parts, is_norm, parts_of
 from .precision import autocast_enabled, compute_dtype
 
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -166,7 +167,7 @@ def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | N
     return parts if joins else None
 
 
-def can_share_stem(conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module, x: Tensor) -> bool:
+def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor) -> bool:
     """Whether the stem engine can run these four modules on `x`."""
     dims = x.dim() - 2
     if type(conv) is not _CONVOLUTIONS.get(dims) or type(pool) is not _MAX_POOLS[dims] or type(relu) is not nn.ReLU:
@@ -193,11 +194,11 @@ def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Seque
     )
 
 
-def _dims(conv: nn.Module) -> int:
+def _dims(conv: _ConvNd) -> int:
     return len(conv.kernel_size)
 
 
-def _is_dense_conv(conv: nn.Module, kernel_size: int) -> bool:
+def _is_dense_conv(conv: _ConvNd, kernel_size: int) -> bool:
     """Whether this is a convolution as DenseNets have it: it keeps the spatial size, and has no bias."""
     dilation = conv.dilation[0]
     return (
@@ -216,10 +217,10 @@ def must_be_called(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(getattr(module, hooks) for hooks in HOOKS)
 
 
-def normalize_alike(first: nn.Module, other: nn.Module) -> bool:
+def normalize_alike(first: Norm, other: Norm) -> bool:
     """Whether two norms normalize the same values alike."""
     return first.training == other.training and first.eps == other.eps and sync_group(first) == sync_group(other)
 
 
-def _has_tensors(norm: nn.Module) -> bool:
+def _has_tensors(norm: Norm) -> bool:
     return norm.weight is not None and norm.bias is not None and (norm.training or norm.running_mean is not None)

@@ -6,7 +6,7 @@ Parts are read at every forward and never stored on a module, so that copies and
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.nn.modules.conv import _ConvNd
 from .._mixins import original_class
 from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce, UsesTorchForward
 from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
+
+Norm: TypeAlias = Any
+"""A module with the attributes of a batch norm, PyTorch's or another library's: no class of PyTorch says as much."""
 
 
 class NoPartsError(Exception):
@@ -39,9 +42,9 @@ class LayerParts:
     """
 
     module: nn.Module
-    norm1: nn.Module
+    norm1: Norm
     conv1: _ConvNd
-    norm2: nn.Module | None = None
+    norm2: Norm | None = None
     conv2: _ConvNd | None = None
     activations: tuple[nn.Module, ...] = ()
     drop_rate: float = 0.0
@@ -59,7 +62,7 @@ class LayerParts:
         return self.last_conv.dilation[0]
 
     @property
-    def norms(self) -> tuple[nn.Module, ...]:
+    def norms(self) -> tuple[Norm, ...]:
         return (self.norm1,) if self.norm2 is None else (self.norm1, self.norm2)
 
     @property
@@ -89,7 +92,7 @@ class ConsumerParts:
         after: a function to apply to the result, such as a ReLU or another pooling; autograd differentiates it.
     """
 
-    norm: nn.Module
+    norm: Norm
     conv: _ConvNd | None = None
     pools: bool = False
     activations: tuple[nn.Module, ...] = ()
@@ -193,7 +196,7 @@ def is_norm(module: nn.Module) -> bool:
     return cls in NORMS or from_timm or isinstance(module, UsesTorchForward)
 
 
-def activations_of(norm: nn.Module) -> tuple[nn.Module, ...]:
+def activations_of(norm: Norm) -> tuple[nn.Module, ...]:
     """The activation modules inside a norm that applies one to its result, such as timm's BatchNormAct2d."""
     return tuple(module for module in norm.children() if type(module) is not nn.Identity)
 

@@ -33,8 +33,8 @@ def run_sequence(
     while position < len(modules):
         name, module = modules[position]
         position += 1
-        joins = position < len(modules) and is_block(module) and module.can_join_stage
-        if joins and isinstance(x, (Tensor, Proxy)):
+        has_consumer = position < len(modules) and isinstance(x, (Tensor, Proxy))
+        if has_consumer and is_block(module) and dispatch.as_engine_block(module).can_join_stage:
             consumer_name, consumer = modules[position]
             parts = first_parts if module is first_block else None
             x, consumed = _run_stage(name, module, consumer_name, consumer, x, parts, taps, outputs)
@@ -64,7 +64,7 @@ def _run_stage(
     block: nn.Module,
     consumer_name: str,
     consumer: nn.Module,
-    x: Tensor,
+    x: Any,
     parts: BlockParts | None,
     taps: Collection[str],
     outputs: dict[str, Tensor],
@@ -83,7 +83,7 @@ def _run_stage(
 
 
 def _run_with_rectified(
-    block: nn.Module, transition: nn.Module, x: Tensor, parts: BlockParts | None
+    block: nn.Module, transition: Any, x: Tensor, parts: BlockParts | None
 ) -> tuple[Tensor, Tensor]:
     """The output of `transition` on that of `block`, and the output of the transition's ReLU."""
     if must_be_called(transition):
@@ -99,7 +99,7 @@ def _run_with_rectified(
     return x, rectified
 
 
-def _call_with_rectified(transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def _call_with_rectified(transition: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The same by calling the transition, for the hooks on it; they see a copy, which records the ReLU's output."""
     rectified = []
 

@@ -15,6 +15,7 @@ in the accumulation dtype: float32 for half precisions.
 """
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,8 @@ TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 CONV_BY_DIMS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """The convolution for each number of spatial dimensions."""
+
+Sums = TypeVar("Sums", NormSums, ConvGradients)
 
 
 def to_pixel_matrix(images: Tensor) -> Tensor:
@@ -63,6 +66,7 @@ def batch_statistics(values: Tensor) -> Statistics:
         centered = torch.sub(part, mean, out=_buffer(part, dtype))
         partial_sum = torch.mul(centered, centered, out=centered).sum(0)
         square_sum = partial_sum if square_sum is None else square_sum.add_(partial_sum)
+    assert square_sum is not None  # there is a tile
     return mean, square_sum.div_(values.shape[0])
 
 
@@ -81,13 +85,13 @@ def affine_forward(input: AffineInput) -> Tensor:
 
 def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> NormSums:
     """Steps 3 and 4 of the module's docstring, with g = grad_output."""
-    sums = None, None
+    sums: NormSums | None = None
     for tile in tiles(input.values, input.scale.dtype):
         buffer = _buffer(grad_output[tile], input.scale.dtype)
         sums = _add_partial_sums(
-            sums, *_accumulate_grad(grad_output[tile], input.values[tile], accumulator.tile(tile), buffer)
+            sums, _accumulate_grad(grad_output[tile], input.values[tile], accumulator.tile(tile), buffer)
         )
-    return sums
+    return _complete(sums)
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
@@ -114,7 +118,7 @@ def conv1x1_backward(
     `next_bottleneck` is computed for the same tile of rows while the features are in cache. Its output may be the
     memory of `grad_output.input.values`, whose rows of the tile have been read by then.
     """
-    sums = None, None, None
+    sums: ConvGradients | None = None
     for tile, activation, buffer in _activation_tiles(input, weight.dtype):
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, tile)
         grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.scale.dtype)
@@ -122,11 +126,11 @@ def conv1x1_backward(
         torch.mm(grad_output_tile, weight, out=grad)
         grad = _mask_inactive(grad, activation)
         sums = _add_partial_sums(
-            sums, grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer)
+            sums, (grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer))
         )
         if next_bottleneck is not None:
             _conv1x1_tile(next_bottleneck, tile)
-    return sums
+    return _complete(sums)
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -156,7 +160,7 @@ def conv3x3_backward(
     dilation: int = 1,
 ) -> ConvGradients:
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
-    sums = None, None, None
+    sums: ConvGradients | None = None
     stride, output_padding, padding = ([size] * (len(shape) - 1) for size in (1, 0, dilation))
     for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         grad, grad_weight, _ = torch.ops.aten.convolution_backward(
@@ -166,9 +170,9 @@ def conv3x3_backward(
         grad_weight = grad_weight.to(input.scale.dtype) if accumulator.needs_grad_weight else None
         grad = _mask_inactive(to_pixel_matrix(grad), activation)
         sums = _add_partial_sums(
-            sums, grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer)
+            sums, (grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer))
         )
-    return sums
+    return _complete(sums)
 
 
 def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -192,7 +196,8 @@ def pooled_conv1x1_backward(
     shape: torch.Size,
 ) -> ConvGradients:
     """g = average_pool_backward(grad_output @ weight) and grad_weight = grad_output.T @ average_pool(y)."""
-    sums, shape = (None, None, None), _as_slabs(shape)
+    sums: ConvGradients | None = None
+    shape = _as_slabs(shape)
     for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         images, grad_output_tile = _to_images(activation, shape), grad_output[_pooled_tile(tile, shape)]
         pooled = to_pixel_matrix(_average_pool(images))
@@ -200,9 +205,9 @@ def pooled_conv1x1_backward(
         grad_pooled = _to_images(torch.mm(grad_output_tile, weight), halved(shape))
         grad = _mask_inactive(to_pixel_matrix(_average_pool_backward(grad_pooled, images)), activation)
         sums = _add_partial_sums(
-            sums, grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer)
+            sums, (grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer))
         )
-    return sums
+    return _complete(sums)
 
 
 def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Iterator[slice]:
@@ -277,11 +282,20 @@ def _accumulate_grad(grad: Tensor, values: Tensor, accumulator: GradAccumulator,
     return grad.sum(0, dtype=buffer.dtype), product.sum(0)
 
 
-def _add_partial_sums(sums: tuple[Tensor | None, ...], *partial_sums: Tensor | None) -> tuple[Tensor | None, ...]:
+def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
     """The sums over the tiles so far, accumulated in the first tile's own tensors."""
-    return tuple(
-        partial if total is None else total.add_(partial) for total, partial in zip(sums, partial_sums, strict=True)
-    )
+    if sums is None:
+        return partial_sums
+    for total, partial in zip(sums, partial_sums, strict=True):
+        if total is not None and partial is not None:
+            total.add_(partial)
+    return sums
+
+
+def _complete(sums: Sums | None) -> Sums:
+    """The sums after the last tile."""
+    assert sums is not None  # there is a tile
+    return sums
 
 
 def _average_pool(images: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels import kernels_for, scratch
 from ..kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
 from ..kernels.portable import to_pixel_matrix, to_spatial
+from ..parts import ConsumerParts
 from .batch_norm import BatchNormAffine, batch_norm_backward, identity_backward
 from .forward import bottleneck_conv
 from .plan import LayerGroup, StagePlan
@@ -44,7 +45,7 @@ class Backward:
         if grad_consumer is None:  # nothing will overwrite it
             self.grad_accum.zero_()
         if self.plan.consumer is not None:
-            self._consumer(grad_consumer)
+            self._consumer(self.plan.consumer, grad_consumer)
             self.scratch.clear()  # a transition may have needed more than layers will
         self.num_channels = self.features.shape[1]
 
@@ -111,11 +112,12 @@ class Backward:
         if not bottleneck:
             grads = self.kernels.conv3x3_backward(grad_output, input, conv1, accumulator, self.shape, layer.dilation)
         else:
-            norm2, conv1 = _own_norm(*bottleneck[:2], saved.norm2), conv1.flatten(1)
+            weight2, bias2, conv2 = bottleneck
+            norm2, conv1 = _own_norm(weight2, bias2, saved.norm2), conv1.flatten(1)
             output = saved.bottleneck
             if output is None:
                 output = self._recomputed_bottleneck(input, conv1)
-            conv2 = bottleneck[2].to(self.plan.dtype)
+            conv2 = conv2.to(self.plan.dtype)
             grad_bottleneck = self._bottleneck(i, norm2, output, conv2, grad_output)
             self.next_bottleneck = self._next_bottleneck(i - 1, conv1.shape[0])
             grads = self.kernels.conv1x1_backward(grad_bottleneck, input, conv1, accumulator, self.next_bottleneck)
@@ -160,7 +162,7 @@ class Backward:
         self.grads[stop - 3 : stop] = norm.grad_weight, norm.grad_bias, grad_weight
         return batch_norm_backward(output, norm, frozen, grad_accum, self.statistics.count, self.plan.sync_group)
 
-    def _consumer(self, grad_output: Tensor | None) -> None:
+    def _consumer(self, consumer: ConsumerParts, grad_output: Tensor | None) -> None:
         tensors = self.plan.consumer_tensors
         weight, bias, *conv = self.tensors[tensors]
         norm = self._norm_of_features(weight, bias, self.saved.consumer_norm)
@@ -172,7 +174,7 @@ class Backward:
             grads = None, *self.kernels.affine_backward(grad, input, accumulator)
         else:
             conv1 = conv[0].flatten(1).to(self.plan.dtype)
-            if self.plan.consumer.pools:
+            if consumer.pools:
                 grads = self.kernels.pooled_conv1x1_backward(grad, input, conv1, accumulator, self.shape)
             else:
                 complete = identity_backward(grad, grad, self.statistics.dtype)
@@ -189,4 +191,5 @@ class Backward:
 
 def _own_norm(weight: Tensor, bias: Tensor, saved: SavedNorm) -> BatchNormAffine:
     """A norm with statistics of its own."""
+    assert saved.inv_std is not None
     return BatchNormAffine(weight, bias, saved.inv_std, saved.mean)

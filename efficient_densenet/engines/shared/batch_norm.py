@@ -4,11 +4,12 @@ With the batch mean μ and r = 1/√(var + eps), a norm computes y = γ·(x − 
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..._torch_private import in_backward
 from ...norms.sync_batch_norm import SyncGroup
 from ..kernels.interface import AffineInput, BatchNormBackward, GradAccumulator
+from ..parts import Norm
 
 Count = int | Tensor
 """How many values of a channel a statistic is of; a tensor where the processes of a sync group have counted."""
@@ -47,7 +48,7 @@ class BatchNormAffine:
         self.grad_weight = centered * self.inv_std
 
 
-def running_statistics(norm: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def running_statistics(norm: Norm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and inverse standard deviation of a frozen norm, as copies: the buffers may change before the backward."""
     mean, variance = norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype)
     return mean, torch.rsqrt(variance + norm.eps)
@@ -64,7 +65,7 @@ def unbiased_variance(variance: Tensor, count: Count) -> Tensor:
     return variance * (count / (count - 1))
 
 
-def update_running_statistics(norm: nn.Module, mean: Tensor, variance: Tensor) -> None:
+def update_running_statistics(norm: Norm, mean: Tensor, variance: Tensor) -> None:
     """Update the running statistics, in a forward that is no recomputation; `variance` is the unbiased one."""
     if not norm.track_running_stats or in_backward():
         return
@@ -89,8 +90,8 @@ def batch_norm_backward(
     if frozen:
         return identity_backward(values, grad_accum, norm.scale.dtype)
     sums = norm.weight * norm.grad_bias, norm.weight * norm.grad_weight
-    sums = sums if sync_group is None else sync_group.sums(*sums)
-    return grad_input_of_normalized(values, norm.inv_std, norm.mean, *sums, grad_accum, count)
+    grad_sum, grad_normalized_sum = sums if sync_group is None else sync_group.sums(*sums)
+    return grad_input_of_normalized(values, norm.inv_std, norm.mean, grad_sum, grad_normalized_sum, grad_accum, count)
 
 
 def identity_backward(values: Tensor, grad: Tensor, dtype: torch.dtype) -> BatchNormBackward:

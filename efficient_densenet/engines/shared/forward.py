@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import kernels_for, scratch
-from ..kernels.interface import AffineInput, Conv1x1
+from ..kernels.interface import AffineInput, Conv1x1, Statistics
 from ..kernels.portable import halved, to_pixel_matrix, to_spatial
-from ..parts import LayerParts
+from ..parts import ConsumerParts, LayerParts, Norm
 from .batch_norm import (
     BatchNormAffine,
     running_statistics,
@@ -41,15 +41,15 @@ class Forward:
         num_channels = self._write(0, to_pixel_matrix(self.x))
         for i in range(len(self.plan.layers)):
             num_channels = self._write(num_channels, *self._layer(i))
-        outputs = [] if self.plan.consumer is None else [self._consumer()]
+        outputs = [] if self.plan.consumer is None else [self._consumer(self.plan.consumer)]
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
 
     def _empty_images(self, channels: int) -> Tensor:
         shape = self.shape[0], channels, *self.shape[1:]
         return torch.empty(shape, dtype=self.x.dtype, device=self.x.device, memory_format=self.plan.memory_format)
 
-    def _write(self, start: int, values: Tensor, *statistics: Tensor) -> int:
-        """Store new channels; `statistics` are their mean and variance, where a kernel has computed them already."""
+    def _write(self, start: int, values: Tensor, statistics: Statistics | None = None) -> int:
+        """Store new channels; `statistics` are theirs, where a kernel has computed them already."""
         stop = start + values.shape[1]
         columns = self.order.slice(start, stop)
         self.statistics.write(values, columns, statistics)
@@ -57,7 +57,7 @@ class Forward:
             self.block_output[:, columns] = to_spatial(values, self.shape)
         return stop
 
-    def _norm(self, norm: torch.nn.Module, weight: Tensor, bias: Tensor, saved: SavedNorm) -> AffineInput:
+    def _norm(self, norm: Norm, weight: Tensor, bias: Tensor, saved: SavedNorm) -> AffineInput:
         """What the convolution after a norm of the features reads."""
         if not self.plan.frozen:
             self.statistics.update_running_statistics(norm)
@@ -65,7 +65,7 @@ class Forward:
         saved.mean, saved.inv_std = running_statistics(norm, self.statistics.dtype)
         return self.statistics.input(BatchNormAffine(weight, bias, saved.inv_std, saved.mean))
 
-    def _layer(self, i: int) -> Sequence[Tensor]:
+    def _layer(self, i: int) -> tuple[Tensor, Statistics | None]:
         """A layer's output and, where nothing changes it any more, its batch mean and variance."""
         layer, saved = self.plan.layers[i], self.saved.layers[i]
         weight1, bias1, conv1, *bottleneck = self.tensors[self.plan.layer_tensors[i]]
@@ -74,19 +74,21 @@ class Forward:
             input, conv = self._bottleneck(i, input, conv.flatten(1), *bottleneck)
         arguments = input, conv, self.shape, layer.dilation
         if not self.plan.frozen and not layer.drop_rate:
-            return self.kernels.conv3x3_forward_with_statistics(*arguments)
+            output, mean, variance = self.kernels.conv3x3_forward_with_statistics(*arguments)
+            return output, (mean, variance)
         output = self.kernels.conv3x3_forward(*arguments)
         if layer.drop_rate:
             noise = self._dropout_noise(output, layer)
             saved.dropout_mask = noise != 0
             output *= noise
-        return [output]
+        return output, None
 
     def _bottleneck(
         self, i: int, input: AffineInput, conv1: Tensor, weight2: Tensor, bias2: Tensor, conv2: Tensor
     ) -> tuple[AffineInput, Tensor]:
         """What the 3×3 convolution reads, and its weight."""
         norm, keep, saved = self.plan.layers[i].norm2, self.plan.layers[i].keep_bottleneck, self.saved.layers[i]
+        assert norm is not None  # the layer has a bottleneck
         conv = bottleneck_conv(input, conv1, keep)
         if self.plan.bottleneck_frozen[i]:
             self.kernels.conv1x1_forward(conv)
@@ -106,12 +108,12 @@ class Forward:
         ones = self._empty_images(output.shape[1]).to(output.dtype).fill_(1)
         return to_pixel_matrix(layer.dropout(ones, layer.drop_rate))
 
-    def _consumer(self) -> Tensor:
+    def _consumer(self, consumer: ConsumerParts) -> Tensor:
         weight, bias, *conv = self.tensors[self.plan.consumer_tensors]
-        input = self._norm(self.plan.consumer.norm, weight, bias, self.saved.consumer_norm)
+        input = self._norm(consumer.norm, weight, bias, self.saved.consumer_norm)
         if not conv:
             output = to_spatial(self.kernels.affine_forward(input), self.shape)
-        elif self.plan.consumer.pools:
+        elif consumer.pools:
             output = self.kernels.pooled_conv1x1_forward(input, conv[0].flatten(1).to(self.plan.dtype), self.shape)
             output = to_spatial(output, halved(self.shape))
         else:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
 
 from ...norms.sync_batch_norm import sync_group
 from ..memory_format import memory_format_of
-from ..parts import BlockParts, ConsumerParts
+from ..parts import BlockParts, ConsumerParts, Norm
 from ..precision import compute_dtype
 
 LAYER_GROUP_BYTES = 1 << 21
@@ -45,7 +46,7 @@ class StagePlan:
             self.consumer_tensors = self._add([consumer.norm], [] if consumer.conv is None else [consumer.conv])
         self.groups = self._layer_groups()
 
-    def _add(self, norms: Sequence[nn.Module], convolutions: Sequence[nn.Module]) -> slice:
+    def _add(self, norms: Sequence[Norm], convolutions: Sequence[_ConvNd]) -> slice:
         start = len(self.tensors)
         for norm, conv in zip_longest(norms, convolutions):
             self.tensors += [norm.weight, norm.bias] if conv is None else [norm.weight, norm.bias, conv.weight]

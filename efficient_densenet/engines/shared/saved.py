@@ -1,6 +1,7 @@
 """What a stage's forward saves for its backward, as a record: the features once, and little for each layer."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -43,8 +44,8 @@ class SavedStage:
         return tensors
 
     @classmethod
-    def unflatten(cls, tensors: tuple[Tensor | None, ...], num_layers: int) -> tuple["SavedStage", list[Tensor]]:
-        """The record again, and the tensors that were saved after it."""
+    def unflatten(cls, tensors: tuple[Any, ...], num_layers: int) -> tuple["SavedStage", list[Tensor]]:
+        """The record again, from `ctx.saved_tensors`, and the tensors that were saved after it."""
         features, inv_std, *rest = tensors
         consumer_norm, rest = SavedNorm(*rest[:_TENSORS_OF_A_NORM]), rest[_TENSORS_OF_A_NORM:]
         stop = num_layers * _TENSORS_OF_A_LAYER

@@ -3,12 +3,13 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...norms.sync_batch_norm import SyncGroup
 from ..kernels import kernels_for
 from ..kernels.interface import AffineInput
 from ..kernels.portable import accumulation_dtype
+from ..parts import Norm
 from .batch_norm import (
     BatchNormAffine,
     Count,
@@ -73,7 +74,7 @@ class SharedStatistics:
     def input(self, norm: BatchNormAffine) -> AffineInput:
         return norm.input(self.features[:, self._columns_read(norm.weight)])
 
-    def update_running_statistics(self, norm: nn.Module) -> None:
+    def update_running_statistics(self, norm: Norm) -> None:
         if not self.frozen:
             columns = self._columns_read(norm.weight)
             update_running_statistics(norm, self.mean[columns], self.unbiased[columns])
@@ -91,8 +92,10 @@ class SharedStatistics:
         if self.frozen:
             return grad_accum.contiguous()
         sums = self.grad_sum[columns], self.grad_normalized_sum[columns]
-        sums = sums if self.sync_group is None else self.sync_group.sums(*sums)
-        backward = grad_input_of_normalized(values, self.inv_std[columns], None, *sums, grad_accum, self.count)
+        grad_sum, grad_normalized_sum = sums if self.sync_group is None else self.sync_group.sums(*sums)
+        backward = grad_input_of_normalized(
+            values, self.inv_std[columns], None, grad_sum, grad_normalized_sum, grad_accum, self.count
+        )
         return kernels_for(values).batch_norm_grad_input(backward)
 
     def _columns_read(self, weight: Tensor) -> slice:

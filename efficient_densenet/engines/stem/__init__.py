@@ -20,6 +20,7 @@ plain modules would pool, so it decides alike.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ __all__ = ["Stem", "output_dtype", "run", "stem_at_the_start"]
 
 def stem_at_the_start(modules: Sequence[nn.Module], x: Tensor) -> Stem | None:
     """The first four of `modules`, where they are a stem that can run as one node on `x`."""
-    stem = Stem(*modules[:4]) if len(modules) >= 4 else None
+    stem = Stem(*cast("Sequence[Any]", modules[:4])) if len(modules) >= 4 else None
     return stem if stem is not None and can_share_stem(*stem, x) else None
 
 

@@ -67,7 +67,8 @@ class StemBackward:
         )
         grad_scale = accumulator.grad_scale * self.norm.grad_scale(self.plan.frozen)
         output_mask = [self.needs_grad_input, *self.needs_conv_grads, False][:3]
-        grad_input, sums = torch.empty_like(conv_output.x) if self.needs_grad_input else None, None
+        grad_input = torch.empty_like(conv_output.x) if self.needs_grad_input else None
+        sums: list[Tensor | None] = []
         for images in conv_output.image_tiles():
             for tile in conv_output.tiles_of(images):
                 # In place of z, which has been read for the last time.
@@ -75,13 +76,14 @@ class StemBackward:
             grad_of_images, *partial_sums = self.plan.conv.backward(
                 values[images], conv_output.x[images], conv_output.weight, output_mask
             )
-            if grad_input is not None:
+            if grad_input is not None and grad_of_images is not None:
                 grad_input[images] = grad_of_images
             sums = self._add_partial_sums(sums, partial_sums[: len(self.needs_conv_grads)])
         return [grad_input, *sums]
 
     def _grad_conv_output(self, tile: Tile, grad_output: Tensor, *vectors: Tensor) -> Tensor:
         """grad_z = scale · (z − mean) + shift + grad_scale · g, with g = grad_output scattered to the maxima."""
+        assert self.indices is not None  # the first pass has stored them
         scale, shift, grad_scale = (self.conv_output.by_channel(vector, tile) for vector in vectors)
         centered = self.conv_output.centered(tile, self.mean, self.conv_output.memory_format)
         grad = self._max_pool_backward(grad_output, self.indices[tile].long(), centered)
@@ -92,12 +94,13 @@ class StemBackward:
         return self.plan.pool.backward(grad_output, indices.clamp_min_(0), values)
 
     def _add_partial_sums(
-        self, sums: list[Tensor | None] | None, partial_sums: Sequence[Tensor | None]
+        self, sums: list[Tensor | None], partial_sums: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The sums over the tiles of images so far, in the accumulation dtype."""
+        """The sums over the tiles of images so far, in the accumulation dtype; there are none before the first."""
         partial_sums = [None if partial is None else partial.to(self.mean.dtype) for partial in partial_sums]
-        if sums is None:
+        if not sums:
             return partial_sums
-        return [
-            None if partial is None else total.add_(partial) for total, partial in zip(sums, partial_sums, strict=True)
-        ]
+        for total, partial in zip(sums, partial_sums, strict=True):
+            if total is not None and partial is not None:
+                total.add_(partial)
+        return sums

@@ -39,6 +39,7 @@ class ConvOutput:
                 return part
             values = self.new_empty(part, part.dtype, memory_format_of(part)) if values is None else values
             values[images] = part
+        assert values is not None  # there is an image
         return values
 
     def image_tiles(self) -> Iterator[slice]:

@@ -36,6 +36,7 @@ def pooled_output(conv_output: ConvOutput, mean: Tensor, norm: BatchNormAffine) 
         maxima, _ = pooled_tile(conv_output, tile, mean, norm)
         output = conv_output.new_empty(maxima, conv_output.plan.output_dtype) if output is None else output
         output[tile] = maxima
+    assert output is not None  # there is a tile
     return output
 
 

@@ -54,4 +54,4 @@ class SharedStem(torch.autograd.Function):
             conv_output = ConvOutput(ctx.plan, x, parameters.weight, parameters.bias)
             grads = StemBackward(conv_output, mean, parameters.norm(inv_std), ctx.count, needs_grad).run(grad_output)
         inputs = zip(grads, (x, *tensors), needs_grad, strict=True)
-        return None, *(grad.to(input.dtype) if needed else None for grad, input, needed in inputs)
+        return None, *(grad.to(input.dtype) if needed and grad is not None else None for grad, input, needed in inputs)

@@ -5,19 +5,22 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.pooling import _MaxPoolNd
 
 from ...norms.sync_batch_norm import sync_group
 from ..kernels.portable import CONV_BY_DIMS, accumulation_dtype
+from ..parts import Norm
 from ..precision import compute_dtype
 
 
 class Stem(NamedTuple):
     """The modules as they stand in a network, each of exactly the usual class."""
 
-    conv: nn.Module
-    norm: nn.Module
+    conv: _ConvNd
+    norm: Norm
     relu: nn.Module
-    pool: nn.Module
+    pool: _MaxPoolNd
 
 
 class StemPlan:
@@ -31,9 +34,11 @@ class StemPlan:
         self.dtype, self.accumulation_dtype = compute_dtype(x), accumulation_dtype(compute_dtype(x))
         self.output_dtype = output_dtype(x)
         self.frozen, self.eps, self.sync_group = not self.norm.training, self.norm.eps, sync_group(self.norm)
+        assert not isinstance(conv.padding, str)  # `can_share_stem` refuses it
         self.conv = Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
         settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation
-        self.pool = MaxPool(*(_per_dim(setting, x.dim() - 2) for setting in settings), pool.ceil_mode)
+        kernel_size, stride, padding, dilation = (_per_dim(setting, x.dim() - 2) for setting in settings)
+        self.pool = MaxPool(kernel_size, stride, padding, dilation, pool.ceil_mode)
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
