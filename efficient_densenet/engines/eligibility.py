@@ -127,10 +127,10 @@ def _why_not_precision(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     for layer in layers:
         for modules, allowed in ((layer.norms, of_norms), (layer.convolutions, of_convolutions)):
             for module in modules:
-                found = {tensor.dtype for tensor in parameters_of(module)}
-                if not found <= allowed:
+                dtypes = {tensor.dtype for tensor in parameters_of(module)}
+                if not dtypes <= allowed:
                     return (
-                        f"found {_dtype_names(found)} in a {type(module).__name__}, with an input of "
+                        f"found {_dtype_names(dtypes)} in a {type(module).__name__}, with an input of "
                         f"{_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}, which the "
                         "shared engine does not mix"
                     )
@@ -146,8 +146,7 @@ def _dtype_names(dtypes: set[torch.dtype]) -> str:
 
 def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | None:
     """The parts of `consumer`, such as a transition or a norm, where the shared engine can run it with a block that it
-    runs. Where a hook watches it, the features that it reads must exist.
-    """
+    runs; None where it has a hook, which may use the features that it reads."""
     parts = consumer_parts(consumer)
     if parts is None or any(map(must_be_called, consumer.modules())):
         return None

@@ -1,7 +1,7 @@
 """Modules that run one after another, in which dense blocks run together with what comes before and after them.
 
 A block and the consumer after it (a transition or a norm) run as one stage, and the modules before the first block as
-one stem, wherever the dispatcher finds that they can; all others are called. This one walk serves our models and
+one stem, wherever the dispatcher finds that they can; all others are called. This loop serves our models and
 converted `nn.Sequential`s of other libraries.
 """
 
@@ -69,7 +69,7 @@ def _run_stage(
     taps: Collection[str],
     outputs: dict[str, Tensor],
 ) -> tuple[Tensor, bool]:
-    """The output of `block`, or of `consumer` on it, and whether that has run; notes what is tapped."""
+    """The output of `block`, or of `consumer` on it, and whether that has run; adds what is tapped to `outputs`."""
     consumed = True
     if f"{consumer_name}.relu" in taps:
         x, outputs[f"{consumer_name}.relu"] = _run_with_rectified(block, consumer, x, parts)

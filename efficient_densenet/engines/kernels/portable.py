@@ -1,7 +1,7 @@
 """The shared engine's kernels in plain PyTorch, for any device: the reference implementation. Read it first.
 
 A batch norm and its ReLU are applied as an affine map, y = relu(scale · x + shift), to the pixel matrix x of shape
-(pixels, channels), which is a view of images in channels_last memory. The activation y is never stored whole: it is
+(pixels, channels), which is a view of images in channels_last memory. The activation y is never stored in full: it is
 computed for a tile of rows at a time, in scratch memory that stays in the processor's cache, and used there by the
 convolution. The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
 

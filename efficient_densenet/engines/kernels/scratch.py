@@ -38,8 +38,9 @@ def buffer(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Te
     held = getattr(_local, "held", None)
     if held is None:
         return torch.empty(size, dtype=dtype, device=device)
-    found = held.get((name, dtype))
-    if found is None or found.numel() < size:
-        held[name, dtype] = found = None  # freed before the larger one is allocated
-        held[name, dtype] = found = torch.empty(size, dtype=dtype, device=device)
-    return found
+    memory = held.get((name, dtype))
+    if memory is None or memory.numel() < size:
+        held.pop((name, dtype), None)
+        memory = None  # so that it is freed before the larger one is allocated
+        memory = held[name, dtype] = torch.empty(size, dtype=dtype, device=device)
+    return memory

@@ -1,4 +1,4 @@
-"""The backward of a stage: from the consumer to the first layer, adding up each consumer's gradient of the features.
+"""The backward of a stage: from the consumer to the first layer, accumulating each consumer's gradient of the features.
 
 `grad_accum` holds Σ γ_l · dS_l, the gradient of the normalized features x̂, dS_l being a consumer's gradient behind its
 ReLU. A channel's part becomes a gradient of the features when its last consumer is done:
@@ -50,7 +50,7 @@ class Backward:
         self.num_channels = self.features.shape[1]
 
     def enter(self, group: LayerGroup, needs_grad: Sequence[bool]) -> None:
-        """Go on with a layer group; `needs_grad` is of what comes before it, then of each of its tensors."""
+        """Continue with a layer group; `needs_grad` is of what comes before it, then of each of its tensors."""
         self.group = group
         self.needs_grad_input, *self.needs_grad = needs_grad
 
@@ -182,7 +182,7 @@ class Backward:
         self._store(tensors, norm, *grads)
 
     def _store(self, tensors: slice, norm: BatchNormAffine, grad_conv: Tensor | None, *sums: Tensor) -> None:
-        """Note a consumer's gradients, and what they add to the statistics' gradient."""
+        """Store a consumer's gradients, and add its part of the statistics' gradient."""
         norm.set_gradients(*sums)
         self.statistics.add_gradients(norm)
         grads = [norm.grad_weight, norm.grad_bias, *([] if grad_conv is None else [grad_conv])]

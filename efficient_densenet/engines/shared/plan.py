@@ -1,4 +1,4 @@
-"""The plan of a stage: what a block and its consumer are made of on one input, decided once."""
+"""The plan of a stage: the parts of a block and its consumer, and their settings on one input, read once."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -24,7 +24,7 @@ class LayerGroup(NamedTuple):
 
 
 class StagePlan:
-    """The modules of a stage, and where the parameters of each lie among `tensors`.
+    """The modules of a stage, and the slice of `tensors` that holds the parameters of each.
 
     `dtype` is that of the convolutions, `memory_format` that of the input and so of the outputs. With `return_features`
     the stage returns the block's output beside the consumer's.

@@ -21,7 +21,7 @@ from .batch_norm import (
 
 
 class ChannelOrder(NamedTuple):
-    """Where channels lie in the feature matrix, whose columns are filled from the oldest channel to the newest."""
+    """The columns of channels in the feature matrix, whose columns are filled from the oldest channel to the newest."""
 
     total: int
     newest_first: bool
@@ -57,7 +57,7 @@ class SharedStatistics:
         self.grad_sum, self.grad_normalized_sum = zeros.clone(), zeros
 
     def write(self, values: Tensor, columns: slice, statistics: tuple[Tensor, Tensor] | None = None) -> None:
-        """Store new channels (pixels, channels) and their statistics: mean and variance, computed if not given."""
+        """Store new channels (pixels, channels) and their statistics: mean and variance, computed here if None."""
         if self.frozen:
             self.features[:, columns].copy_(values)
             return

@@ -1,11 +1,11 @@
 """The ImageNet stem as one autograd node: output = max_pool(relu(batch_norm(conv(x)))).
 
 z = conv(x), the input of the norm, is the largest tensor of the whole network. It is not saved for backward: x, the
-parameters and the batch statistics are, and the backward recomputes z once. z exists whole. What follows from it (its
+parameters and the batch statistics are, and the backward recomputes z once. z is stored in full. What follows from it (its
 normalized values, and their gradient before the pooling) exists for a tile at a time: some images or, where one image
 is too large, some channels of it.
 
-With x̂ = (z − μ) · r, r = 1 / sqrt(var + eps), and y = relu(γ · x̂ + β), the backward walks over the tiles twice, since
+With x̂ = (z − μ) · r, r = 1 / sqrt(var + eps), and y = relu(γ · x̂ + β), the backward passes over the tiles twice, since
 the sums over all pixels must be known before the gradient of any:
 
 1. The pooling is recomputed, and the indices of its maxima are stored in int32: −1 where the ReLU is inactive.

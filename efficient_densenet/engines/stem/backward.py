@@ -60,7 +60,7 @@ class StemBackward:
     def _conv_gradients(self, grad_output: Tensor) -> list[Tensor | None]:
         """Second pass: grad_input, grad_weight and grad_bias of the convolution."""
         conv_output, values = self.conv_output, self.conv_output.values
-        # Here grad_accum only fills its place: a tile's g is scattered when it is needed, in `_grad_conv_output`.
+        # grad_accum is a placeholder here: `_grad_conv_output` scatters a tile's g when it needs it.
         grad_accum = values
         (_, scale, shift), accumulator = batch_norm.batch_norm_backward(
             values, self.norm, self.plan.frozen, grad_accum, self.count, self.plan.sync_group
@@ -71,7 +71,7 @@ class StemBackward:
         sums: list[Tensor | None] = []
         for images in conv_output.image_tiles():
             for tile in conv_output.tiles_of(images):
-                # In place of z, which has been read for the last time.
+                # This overwrites the tile's z, which is not read again.
                 values[tile] = self._grad_conv_output(tile, grad_output[tile], scale, shift, grad_scale)
             grad_of_images, *partial_sums = self.plan.conv.backward(
                 values[images], conv_output.x[images], conv_output.weight, output_mask

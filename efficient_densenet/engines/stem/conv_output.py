@@ -1,4 +1,4 @@
-"""The convolution's output, whole, and the tiles in which everything else is computed."""
+"""The convolution's output, stored in full, and the tiles in which everything else is computed."""
 
 from collections.abc import Iterator
 

@@ -20,7 +20,7 @@ from ..portable import to_pixel_matrix, to_spatial
 from . import kernels, statistics_kernels
 
 MAX_OUT_CHANNELS = 256
-"""The most bottleneck channels that a tile has room for in registers; a wider 1×1 convolution is left to `portable`."""
+"""The most bottleneck channels of which a tile fits in registers; a wider 1×1 convolution is left to `portable`."""
 
 MAX_PROGRAM_INSTANCES = 2048
 """How many program instances share the rows: several for each multiprocessor of a large GPU, yet few partial sums."""
