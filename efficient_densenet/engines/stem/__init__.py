@@ -1,9 +1,9 @@
 """The ImageNet stem as one autograd node: output = max_pool(relu(batch_norm(conv(x)))).
 
 z = conv(x), the input of the norm, is the largest tensor of the whole network. It is not saved for backward: x, the
-parameters and the batch statistics are, and the backward recomputes z once. z is stored in full. What follows from it (its
-normalized values, and their gradient before the pooling) exists for a tile at a time: some images or, where one image
-is too large, some channels of it.
+parameters and the batch statistics are, and the backward recomputes z once. z is stored in full. What follows from it
+(its normalized values, and their gradient before the pooling) exists for a tile at a time: some images or, where one
+image is too large, some channels of it.
 
 With x̂ = (z − μ) · r, r = 1 / sqrt(var + eps), and y = relu(γ · x̂ + β), the backward passes over the tiles twice, since
 the sums over all pixels must be known before the gradient of any:
