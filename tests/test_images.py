@@ -102,6 +102,7 @@ def test_normalized_images_have_mean_zero_and_std_one():
     assert transform_for(flat, horizontal_flip=False).normalize(flat.images).abs().max() == 0
 
 
+@pytest.mark.exhaustive
 def test_augmenting_50000_images_takes_under_three_seconds():
     images = Images(torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8), torch.zeros(50_000, dtype=torch.long))
     transform = Transform((127.0,) * 3, (64.0,) * 3, padding=4, horizontal_flip=True)
