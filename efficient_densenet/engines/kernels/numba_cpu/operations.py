@@ -129,6 +129,7 @@ def _conv3x3(
     values = input.values
     output = values.new_empty(len(values), weight.shape[0])
     columns = whole_panels(weight.numel() // weight.shape[1], weight.itemsize)  # taps · out_channels
+    # the distance of the farthest tap: a pixel, a row of pixels and a plane
     halo = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
     tiles = _tiles(values, _padded(values.shape[1], values) + columns, halo=halo, columns=columns)
     record = arguments.Conv3x3ForwardArguments(
@@ -204,9 +205,10 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(values: Tensor, per_row: int = 0, window: int = 1, halo: int = 0, columns: int = 0) -> _Tiles:
-    """Tiles of rows that each take `per_row` elements of a cache; of output rows, if each is of a window of pixels.
+    """Chooses threads, and rows per tile so that `per_row` elements of each row fit the cache.
 
-    A halo of so many rows, with so many columns, is computed by two threads: fewer run where it would be much of all.
+    With a `window` of pixels, rows are pooled output rows. Two neighbouring threads both compute the `halo` rows (of so
+    many `columns`) between them: fewer threads run where the halo exceeds a quarter of a thread's rows.
     """
     threads = min(_threads(values), max(1, len(values) // (4 * halo or 1)))
     in_cache = max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1))
@@ -258,8 +260,8 @@ def _affine_input(input: AffineInput) -> arguments.AffineInput:
     return arguments.AffineInput(input.values, input.values.shape[1], input.scale, input.shift)
 
 
-def _conv(input: AffineInput, weight: Tensor, output: Tensor) -> arguments.Conv1x1:
-    return arguments.Conv1x1(_affine_input(input), _packed_weight(weight), output)
+def _conv(input: AffineInput, weight: Tensor, output: Tensor) -> arguments.ConvForward:
+    return arguments.ConvForward(_affine_input(input), _packed_weight(weight), output)
 
 
 def _batch_norm_backward(grad: BatchNormBackward) -> arguments.BatchNormBackward:
