@@ -35,7 +35,7 @@ def small_model(family: str, **overrides) -> DenseNet:
     return model
 
 
-def picture(family: str, batch: int = 5) -> Tensor:
+def random_images(family: str, batch: int = 5) -> Tensor:
     return torch.randn(batch, 3, *SIZES[family], dtype=torch.double)
 
 

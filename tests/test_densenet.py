@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import FAMILIES, SAVING, assert_close, picture, small_model, with_engine
+from helpers import FAMILIES, SAVING, assert_close, random_images, small_model, with_engine
 from torch import nn
 
 from efficient_densenet import DenseNet, create_model
@@ -77,7 +77,7 @@ def test_the_two_initialisations(init, axis):
 def test_full_backward_hooks(engine, place):
     """Grad-CAM reads activations and their gradients through such hooks."""
     plain = small_model("bc", efficient=False)
-    x = picture("bc").requires_grad_()
+    x = random_images("bc").requires_grad_()
     found = []
     for model in (with_engine(plain, engine), plain):
         grads, maps = [], []
@@ -96,7 +96,7 @@ def test_hook_on_the_last_module_of_features():
     assert model.features[-1] is model.features.norm5
     grads = []
     model.features[-1].register_full_backward_hook(lambda _m, _i, output: grads.append(output[0]))
-    model(picture("bc")).sum().backward()
+    model(random_images("bc")).sum().backward()
     assert grads[0].abs().sum() > 0
 
 
@@ -149,6 +149,6 @@ def test_bad_arguments_get_a_sentence(arguments, message):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_channels_last_gives_the_same_numbers(family):
     model = small_model(family)
-    x = picture(family)
+    x = random_images(family)
     expected = model.eval()(x)
     assert_close(model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last)), expected)

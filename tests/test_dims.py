@@ -216,7 +216,7 @@ def test_names_and_widths_are_those_of_two_dimensions(dims, small_inputs):
 
 
 def test_the_same_function_of_a_signal_as_of_a_picture_of_one_column():
-    """A kernel of one dimension is the middle column of a picture's, where the others are beside the picture."""
+    """The 1d weight is the middle column of the 2d one, whose other columns only meet padding."""
     signals = _small(1, block_config=(2,))
     pictures = small_model("bc", block_config=(2,), efficient=False)
     for name, parameter in pictures.named_parameters():

@@ -19,7 +19,7 @@ from helpers import (
     assert_same_step,
     backward,
     freeze_parameters,
-    picture,
+    random_images,
     small_model,
     with_engine,
 )
@@ -39,7 +39,7 @@ from efficient_densenet.engines import dispatch as engines
 )
 def test_values_gradients_and_buffers_equal_plain(engine, family, drop_rate, batch):
     plain = small_model(family, drop_rate=drop_rate, efficient=False)
-    x = picture(family, batch)
+    x = random_images(family, batch)
     ours = with_engine(plain, engine)
     assert_same_step(ours, plain, x)
     for model in (ours, plain):
@@ -70,7 +70,7 @@ def test_frozen_stem_still_recomputes_and_gives_all_gradients(engine):
     plain.features.conv0.weight.requires_grad_(False)
     plain.features.norm0.requires_grad_(False)
     ours = with_engine(plain, engine)
-    x = picture("imagenet")
+    x = random_images("imagenet")
     kept = []
     for model in (ours, plain):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept[-1].append(t.nbytes) or t, lambda t: t):
@@ -88,27 +88,27 @@ def test_partly_frozen_parameters(engine, frozen):
     plain = small_model("bc", efficient=False)
     freeze_parameters(plain, lambda name: frozen not in name)
     ours = with_engine(plain, engine)
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", SAVING)
 def test_frozen_norms(engine):
     plain = small_model("bc", efficient=False)
-    plain(picture("bc"))
+    plain(random_images("bc"))
     for module in plain.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     ours = with_engine(plain, engine)
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert_same_buffers(ours, plain, tolerance=0)
 
 
 @pytest.mark.parametrize("engine", SAVING)
 def test_eval_mode_with_gradients(engine):
     plain = small_model("bc", efficient=False)
-    plain(picture("bc"))
+    plain(random_images("bc"))
     plain.eval()
-    assert_same_step(with_engine(plain, engine), plain, picture("bc"))
+    assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", SAVING)
@@ -116,7 +116,7 @@ def test_several_forwards_before_one_backward_and_retained_graphs(engine):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
     for model in (plain, ours):
-        losses = [model(picture("bc") * 0 + value).square().sum() for value in torch.linspace(0.5, 1.5, 3)]
+        losses = [model(random_images("bc") * 0 + value).square().sum() for value in torch.linspace(0.5, 1.5, 3)]
         torch.stack(losses).sum().backward(retain_graph=True)
         losses[0].backward(retain_graph=True)
         losses[0].backward()
@@ -129,7 +129,7 @@ def test_second_derivatives(engine):
     """A gradient penalty: the loss contains the norm of an input gradient."""
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
-    x = picture("bc")
+    x = random_images("bc")
     for model in (plain, ours):
         leaf = x.clone().requires_grad_()
         output = model(leaf)
@@ -143,7 +143,7 @@ def test_second_derivatives(engine):
 def test_autocast_gives_plain_s_numbers(engine, backward_inside):
     plain = small_model("bc", efficient=False).float()
     ours = with_engine(plain, engine)
-    x = picture("bc").float()
+    x = random_images("bc").float()
     for model in (plain, ours):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(x).square().sum()
@@ -161,7 +161,7 @@ def test_parameter_hooks_fire_once(engine):
     for model in (plain, ours):
         for parameter in model.parameters():
             parameter.register_hook(lambda grad: grad * 3 + 1)
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert all(p._backward_hooks for p in ours.parameters())
 
 
@@ -187,7 +187,7 @@ def test_copies_compute_with_their_own_weights(engine, copier, tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    _, grad = backward(copied, picture("bc"))
+    _, grad = backward(copied, random_images("bc"))
     assert grad.abs().max() > 0
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in copied.parameters())
     assert all(p.grad is None for p in model.parameters())
@@ -197,7 +197,7 @@ def test_copies_compute_with_their_own_weights(engine, copier, tmp_path):
 @pytest.mark.parametrize("engine", [True, *engines.Engine])
 def test_no_grad_runs_plain_without_a_word(engine):
     model = small_model("bc").set_engine(engine)
-    x = picture("bc")
+    x = random_images("bc")
     expected = with_engine(model, "plain")(x)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
@@ -209,7 +209,7 @@ def test_replicas_in_threads_as_data_parallel_runs_them(engine):
     """Replicas hold plain tensors in place of parameters; gradients must flow through them to the model's own."""
     plain = small_model("bc", efficient=False).eval()
     ours = with_engine(plain, engine)
-    x = picture("bc", batch=4)
+    x = random_images("bc", batch=4)
     replicas = [_replica(ours) for _ in range(2)]
     outputs = [None, None]
 
@@ -254,7 +254,7 @@ def test_best_falls_back_with_one_warning_a_reason(monkeypatch):
     parameters = dict(model.named_parameters())
 
     def loss(p):
-        return torch.func.functional_call(model, p, (picture("bc") * 0 + 1,)).square().sum()
+        return torch.func.functional_call(model, p, (random_images("bc") * 0 + 1,)).square().sum()
 
     with pytest.warns(UserWarning, match="falling back from .* to 'plain'.*torch.func transform") as caught:
         found = torch.func.grad(loss)(parameters)
@@ -269,7 +269,7 @@ def test_named_engine_raises_where_it_cannot_run(engine):
     model = small_model("bc", efficient=engine).eval()
 
     def loss(p):
-        return torch.func.functional_call(model, p, (picture("bc"),)).sum()
+        return torch.func.functional_call(model, p, (random_images("bc"),)).sum()
 
     with pytest.raises(RuntimeError, match=f"engine '{engine}' cannot run here.*ordinary autograd.*use another engine"):
         torch.func.grad(loss)(dict(model.named_parameters()))
@@ -280,7 +280,7 @@ def test_named_engine_raises_where_it_cannot_run(engine):
 def test_forward_mode_falls_back(monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
     model = small_model("bc", efficient=True).eval()
-    x = picture("bc")
+    x = random_images("bc")
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.warns(UserWarning, match="forward-mode"):
@@ -299,7 +299,7 @@ def test_replaced_norms_and_activations(engine, replacement):
     for layer in (m for m in plain.modules() if isinstance(m, type(plain.features.denseblock1.denselayer1))):
         layer.norm1 = replacement(layer.norm1.num_features).double()
         layer.relu1 = nn.PReLU().double()
-    assert_same_step(with_engine(plain, engine), plain, picture("bc"))
+    assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", SAVING)
@@ -309,7 +309,7 @@ def test_sync_batch_norm_conversion_keeps_the_rule(engine):
     ours = with_engine(plain, engine if engine != "shared" else True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        assert_same_step(ours, plain, picture("bc"))
+        assert_same_step(ours, plain, random_images("bc"))
     assert_same_buffers(ours, plain)
 
 
@@ -319,7 +319,7 @@ def test_instance_norm_with_running_statistics(engine):
     layer = plain.features.denseblock1.denselayer2
     layer.norm1 = nn.InstanceNorm2d(layer.norm1.num_features, track_running_stats=True).double()
     ours = with_engine(plain, engine)
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert_same_buffers(ours, plain)
 
 
@@ -329,7 +329,7 @@ def test_swapped_parameters_get_their_gradients_or_an_error(engine, family):
     """torch.func.functional_call puts other tensors in the parameters' place and takes them out again."""
     plain = small_model(family, efficient=False).eval()
     ours = with_engine(plain, engine)
-    x = picture(family)
+    x = random_images(family)
     grads = []
     for model in (plain, ours):
         swapped = {name: (p.detach() * 1.3).requires_grad_() for name, p in model.named_parameters()}
@@ -349,7 +349,7 @@ def test_switching_to_eval_mode_before_the_backward(engine):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
     for model in (plain, ours):
-        loss = model(picture("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7)).square().sum()
+        loss = model(random_images("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7)).square().sum()
         model.eval()
         loss.backward()
     assert_same_gradients(ours, plain)
@@ -361,7 +361,7 @@ def test_forward_hooks_inside_a_layer_fire_once():
     counts = [[], []]
     for model, seen in zip((plain, ours), counts, strict=True):
         model.features.denseblock1.denselayer1.conv1.register_forward_hook(lambda *_, seen=seen: seen.append(1))
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert counts == [[1], [1]]
 
 
@@ -376,14 +376,14 @@ def test_a_layer_with_a_parameter_of_its_own():
         layer = model.features.denseblock1.denselayer1
         layer.gain = nn.Parameter(torch.tensor(2.0, dtype=torch.double))
         layer.__class__ = Scaled
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", RECOMPUTING)
 def test_torch_s_checkpoint_around_ours(engine):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
-    x = picture("bc").requires_grad_()
+    x = random_images("bc").requires_grad_()
     torch.utils.checkpoint.checkpoint(ours, x, use_reentrant=False).square().sum().backward()
     plain(x.detach()).square().sum().backward()
     assert_same_gradients(ours, plain)
@@ -394,11 +394,11 @@ def test_spectral_norm_and_cached_parametrizations_are_not_run_twice():
     model = small_model("bc", efficient="checkpoint")
     nn.utils.parametrizations.spectral_norm(model.features.denseblock1.denselayer1.conv1)
     with pytest.raises(RuntimeError, match="changes its own state when it is run"):
-        model(picture("bc"))
+        model(random_images("bc"))
     model = small_model("bc", efficient="checkpoint")
     nn.utils.parametrizations.weight_norm(model.features.denseblock1.denselayer1.conv1)
     with torch.nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match="being cached"):
-        model(picture("bc"))
+        model(random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", ["plain", *RECOMPUTING])
@@ -415,7 +415,7 @@ def test_a_layer_without_a_norm_leaves_its_input_alone(engine):
 def test_parametrized_convolution(engine):
     plain = small_model("bc", efficient=False)
     nn.utils.parametrizations.weight_norm(plain.features.denseblock1.denselayer1.conv1)
-    assert_same_step(with_engine(plain, engine), plain, picture("bc"))
+    assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", ["plain", *SAVING])

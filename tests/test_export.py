@@ -12,7 +12,7 @@ from helpers import (
     assert_same_buffers,
     assert_same_gradients,
     backward,
-    picture,
+    random_images,
     small_model,
     with_engine,
 )
@@ -30,7 +30,7 @@ ENGINES = [True, "plain", "official", "checkpoint", "shared"]
 @pytest.mark.parametrize("engine", ENGINES)
 def test_jit_trace(engine):
     model = small_model("bc", efficient=engine).eval()
-    traced = torch.jit.trace(model, picture("bc"))
+    traced = torch.jit.trace(model, random_images("bc"))
     x = torch.randn(2, 3, 12, 10, dtype=torch.double)
     with torch.no_grad():
         assert torch.equal(traced(x), model(x))
@@ -48,8 +48,8 @@ def test_jit_script_is_refused_with_the_ways_that_work():
 def test_export_with_any_batch_size(engine):
     model = small_model("bc", efficient=engine).eval()
     batch = torch.export.Dim("batch", min=1, max=64)
-    exported = torch.export.export(model, (picture("bc"),), dynamic_shapes=({0: batch},)).module()
-    x = picture("bc", batch=3)
+    exported = torch.export.export(model, (random_images("bc"),), dynamic_shapes=({0: batch},)).module()
+    x = random_images("bc", batch=3)
     with torch.no_grad():
         assert torch.equal(exported(x), model(x))
 
@@ -60,7 +60,7 @@ def test_compiled_training_has_plain_s_numbers(engine):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
     compiled = torch.compile(ours, backend="aot_eager")
-    x = picture("bc")
+    x = random_images("bc")
     for _ in range(2):
         backward(plain, x)
         backward(compiled, x)
@@ -79,7 +79,7 @@ def test_compiled_training_steps_end_where_plain_s_do():
         torch.manual_seed(0)
         for batch in (4, 2, 2):
             optimizer.zero_grad()
-            backward(run, picture("basic", batch))
+            backward(run, random_images("basic", batch))
             optimizer.step()
     assert_same_gradients(ours, plain)
     assert_same_buffers(ours, plain)
@@ -93,7 +93,7 @@ def test_compiled_training_steps_end_where_plain_s_do():
 def test_inductor_trains_with_plain_s_numbers():
     plain = small_model("bc", efficient=False, block_config=(1, 1))
     ours = with_engine(plain, "shared")
-    x = picture("bc")
+    x = random_images("bc")
     assert_close(backward(torch.compile(ours), x)[1], backward(plain, x)[1])
     assert_same_gradients(ours, plain)
     assert_same_buffers(ours, plain)
@@ -107,12 +107,12 @@ def test_onnx_of_a_trained_model_gives_plain_s_numbers(engine):
         pytest.importorskip(module)
     runtime = pytest.importorskip("onnxruntime")
     model = small_model("bc", efficient=engine).float()
-    x = picture("bc").float()
+    x = random_images("bc").float()
     backward(model, x)
     model.eval()
     program = torch.onnx.export(model, (x,), dynamo=True, dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
     session = runtime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    other = picture("bc", batch=3).float()
+    other = random_images("bc", batch=3).float()
     (found,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
     assert_close(torch.from_numpy(found), with_engine(model, "plain")(other).detach(), tolerance=1e-5)
 
@@ -127,11 +127,11 @@ def test_onnx_of_a_trained_model_gives_plain_s_numbers(engine):
 def test_a_backbone_traced_and_exported(maps):
     backbone = features(small_model("bc", efficient="shared"), maps=maps).eval()
     batch = torch.export.Dim("batch", min=1, max=64)
-    exported = torch.export.export(backbone, (picture("bc"),), dynamic_shapes=({0: batch},)).module()
-    x = picture("bc", batch=3)
+    exported = torch.export.export(backbone, (random_images("bc"),), dynamic_shapes=({0: batch},)).module()
+    x = random_images("bc", batch=3)
     with torch.no_grad():
         expected = backbone(x)
-        for found in (exported(x), torch.jit.trace(backbone, picture("bc"))(x)):
+        for found in (exported(x), torch.jit.trace(backbone, random_images("bc"))(x)):
             for a, b in zip(found, expected, strict=True):
                 assert torch.equal(a, b)
 
@@ -143,9 +143,9 @@ def test_onnx_of_a_backbone():
         pytest.importorskip(module)
     runtime = pytest.importorskip("onnxruntime")
     backbone = features(small_model("imagenet"), maps="normalised_rectified").float().eval()
-    program = torch.onnx.export(backbone, (picture("imagenet").float(),), dynamo=True)
+    program = torch.onnx.export(backbone, (random_images("imagenet").float(),), dynamo=True)
     session = runtime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    x = picture("imagenet").float()
+    x = random_images("imagenet").float()
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     for a, b in zip(found, backbone(x), strict=True):
         assert_close(torch.from_numpy(a), b.detach(), tolerance=1e-5)
@@ -157,7 +157,7 @@ def test_a_backbone_compiled_trains_with_plain_s_numbers(maps):
     plain = features(small_model("bc", efficient=False), maps=maps)
     ours = with_engine(plain, "shared")
     compiled = torch.compile(ours, backend="aot_eager")
-    x = picture("bc")
+    x = random_images("bc")
     for run in (plain, compiled):
         sum(y.sin().sum() for y in run(x)).backward()
     assert_same_gradients(ours, plain)
@@ -177,7 +177,7 @@ def test_a_backbone_compiled_trains_with_plain_s_numbers(maps):
 def test_fx_s_trace_computes_and_trains_as_the_model(engine, family):
     model = small_model(family, efficient=engine)
     traced = torch.fx.symbolic_trace(copy.deepcopy(model))
-    plain, x = with_engine(model, "plain"), picture(family, batch=2)
+    plain, x = with_engine(model, "plain"), random_images(family, batch=2)
     for _ in range(2):
         backward(plain, x)
         backward(traced, x)
@@ -192,7 +192,7 @@ def test_fx_s_trace_computes_and_trains_as_the_model(engine, family):
 @pytest.mark.parametrize("maps", MAPS)
 def test_fx_s_trace_of_a_backbone_and_a_block(maps):
     backbone = features(small_model("bc", efficient="shared"), maps=maps).eval()
-    x = picture("bc", batch=2)
+    x = random_images("bc", batch=2)
     with torch.no_grad():
         for a, b in zip(torch.fx.symbolic_trace(backbone)(x), backbone(x), strict=True):
             assert torch.equal(a, b)
@@ -205,7 +205,7 @@ def test_torchvision_s_feature_extractor(engine):
     model = small_model("imagenet", efficient=engine)
     nodes = ["features.relu0", "features.denseblock1", "features.transition2.relu", "features.norm5"]
     extractor = feature_extraction.create_feature_extractor(copy.deepcopy(model), nodes).eval()
-    backbone, x = model.eval(), picture("imagenet", batch=2)
+    backbone, x = model.eval(), random_images("imagenet", batch=2)
     found = extractor(x)
     raw = features(backbone, (0, 1), maps="raw")(x)
     rectified = features(backbone, (2,), maps="normalised_rectified")(x)
@@ -226,7 +226,7 @@ def test_fx_quantisation_is_torchvision_s():
     theirs = torchvision.models.DenseNet(**WORDS)
     ours = create_model("densenet121", **WORDS)
     ours.load_state_dict(theirs.state_dict())
-    x, found = picture("imagenet", batch=4).float(), []
+    x, found = random_images("imagenet", batch=4).float(), []
     for model in (theirs, ours, restore_batchnorm(copy.deepcopy(ours))):
         prepared = quantization.prepare_fx(model.eval(), get_default_qconfig_mapping("x86"), (x,))
         prepared(x)
@@ -242,7 +242,7 @@ def test_norms_restored_are_torch_s_own_and_train_under_the_rule_again():
     ours = restore_batchnorm(with_engine(plain, "checkpoint"))
     assert {type(m) for m in ours.modules() if isinstance(m, nn.BatchNorm2d)} == {nn.BatchNorm2d}
     assert list(ours.state_dict()) == list(plain.state_dict())
-    x = picture("bc")
+    x = random_images("bc")
     for model in (ours, plain):
         backward(model, x)
         backward(model, x)

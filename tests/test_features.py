@@ -12,7 +12,7 @@ from helpers import (
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
-    picture,
+    random_images,
     small_model,
     with_engine,
 )
@@ -66,7 +66,7 @@ def _step(run, model: nn.Module, x: Tensor, chosen=None) -> list[Tensor]:
 def test_maps_and_gradients_of_every_level_are_plain_s(family, engine, maps):
     whole = small_model(family, efficient=False, drop_rate=0.1)
     ours = features(with_engine(whole, engine), maps=maps)
-    x = picture(family, batch=3)
+    x = random_images(family, batch=3)
     for _ in range(2):
         torch.manual_seed(1)
         found = _step(ours, ours, x)
@@ -88,7 +88,7 @@ def test_any_choice_of_maps_leaves_no_parameter_unused(out_indices, maps):
     whole = small_model("bc", efficient=False)
     ours = features(with_engine(whole, "shared"), out_indices, maps=maps)
     chosen = ours.feature_info.out_indices
-    x = picture("bc", batch=3)
+    x = random_images("bc", batch=3)
     found, expected = _step(ours, ours, x), _step(partial(_by_hand, whole, maps=maps), whole, x, chosen)
     for a, b in zip(found, expected, strict=True):
         assert_close(a, b)
@@ -102,7 +102,7 @@ def test_any_choice_of_maps_leaves_no_parameter_unused(out_indices, maps):
 @pytest.mark.parametrize("family", ["bc", "basic", "imagenet"])
 def test_what_is_known_of_the_maps_is_true(family, maps):
     model = small_model(family, features_only=True, maps=maps).eval()
-    info, x = model.feature_info, picture(family, batch=1)
+    info, x = model.feature_info, random_images(family, batch=1)
     found, seen = model(x), {}
     for name in info.module_name():
         model.get_submodule(name).register_forward_hook(lambda *args, name=name: seen.update({name: args[2]}))
@@ -125,7 +125,7 @@ def test_timm_s_maps_and_what_it_knows_of_them(out_indices):
     theirs = timm.create_model("densenet121", pretrained=False, **cfg).double().eval()
     ours = create_model("densenet121", num_init_features=8, **cfg).double().eval()
     ours.load_state_dict({k.replace("features_", "features.", 1): v for k, v in theirs.state_dict().items()})
-    x = picture("imagenet", batch=2)
+    x = random_images("imagenet", batch=2)
     for a, b in zip(ours(x), theirs(x), strict=True):
         assert_close(a, b)
     assert ours.feature_info.channels() == theirs.feature_info.channels()
@@ -152,7 +152,7 @@ def test_built_or_taken_a_backbone_is_the_same(maps):
     assert not any(name.startswith(("classifier", "features.norm5")) for name in built.state_dict())
     built.load_state_dict(taken.state_dict())
     built.eval(), taken.eval()
-    x = picture("bc")
+    x = random_images("bc")
     for a, b in zip(built(x), taken(x), strict=True):
         assert torch.equal(a, b)
 
@@ -160,7 +160,7 @@ def test_built_or_taken_a_backbone_is_the_same(maps):
 def test_the_model_a_backbone_is_taken_from_stays_what_it_is():
     whole = small_model("bc").eval()
     whole.features.denseblock1.denselayer1.norm2.train()
-    x, keys = picture("bc"), list(whole.state_dict())
+    x, keys = random_images("bc"), list(whole.state_dict())
     before = copy.deepcopy(whole).eval()(x).detach()
     calls = []
     whole.register_forward_hook(lambda *_: calls.append(0))
@@ -169,7 +169,7 @@ def test_the_model_a_backbone_is_taken_from_stays_what_it_is():
     assert backbone.features.transition2.norm is whole.features.transition2.norm
     training = [name for name, module in backbone.named_modules() if module.training]
     assert training == ["features.denseblock1.denselayer1.norm2"]
-    backbone.eval()(picture("bc"))
+    backbone.eval()(random_images("bc"))
     assert not calls
     assert_close(whole(x).detach(), before)
     assert list(whole.state_dict()) == keys
@@ -189,7 +189,7 @@ def test_hooks_fire_once_with_plain_s_values(maps, engine):
         for place in places:
             hook = lambda _m, _i, output, calls=calls, place=place: calls.append((place, output))  # noqa: E731
             model.get_submodule(place).register_forward_hook(hook)
-    x = picture("bc", batch=3)
+    x = random_images("bc", batch=3)
     for a, b in zip(_step(ours, ours, x), _step(plain, plain, x), strict=True):
         assert_close(a, b)
     assert_same_gradients(ours, plain)
@@ -206,7 +206,7 @@ def test_copies_and_replicas(maps):
     ours = features(small_model("bc"), maps=maps)
     replica, other = ours._replicate_for_data_parallel(), copy.deepcopy(ours)
     replica._modules = dict(ours._modules)
-    x = picture("bc", batch=3)
+    x = random_images("bc", batch=3)
     expected = _step(ours, ours, x)
     for model in (other, replica):
         for a, b in zip(_step(model, ours, x), expected, strict=True):
@@ -254,7 +254,7 @@ def test_what_a_backbone_says_no_to():
     backbone = small_model("bc", features_only=True)
     for call in (
         lambda: features(backbone),
-        lambda: backbone.forward_features(picture("bc")),
+        lambda: backbone.forward_features(random_images("bc")),
         lambda: backbone.reset_classifier(3),
         lambda: backbone.get_classifier(),
     ):
@@ -269,7 +269,7 @@ def test_forward_is_its_two_halves_and_the_classifier_can_be_changed():
     theirs = timm.create_model("densenet121", num_classes=5, **words).double().eval()
     ours = create_model("densenet121", num_init_features=8, num_classes=5, **words).double().eval()
     ours.load_state_dict(theirs.state_dict())
-    x = picture("imagenet", batch=2)
+    x = random_images("imagenet", batch=2)
     maps = ours.forward_features(x)
     assert_close(maps, theirs.forward_features(x))
     assert_close(ours.forward_head(maps), theirs(x))
@@ -296,7 +296,7 @@ def test_dilation_in_the_place_of_stride(stride):
     torch.manual_seed(2)
     dilated = small_model("imagenet", efficient=False, output_stride=stride)
     dilated.load_state_dict(usual.state_dict())
-    x = picture("imagenet", batch=2)
+    x = random_images("imagenet", batch=2)
     maps = features(dilated)(x)
     assert dilated.feature_info.reduction() == [2, *(min(s, stride) for s in (4, 8, 16, 32))]
     for y, reduction in zip(maps, dilated.feature_info.reduction(), strict=True):

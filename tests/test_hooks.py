@@ -9,7 +9,7 @@ from helpers import (
     assert_same_buffers,
     assert_same_gradients,
     assert_same_step,
-    picture,
+    random_images,
     small_model,
     with_engine,
 )
@@ -40,7 +40,7 @@ def test_a_hook_fires_once_with_plain_s_values(place, kind):
         seen.append(calls)
         register = getattr(model.get_submodule(place), f"register_{kind}")
         register(lambda module, *values, calls=calls: calls.append(list(_tensors(*values))))
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert_same_buffers(ours, plain)
     assert [len(calls) for calls in seen] == [1, 1]
     assert len(seen[0][0]) == len(seen[1][0]) > 0
@@ -60,7 +60,7 @@ def test_hooks_everywhere_at_once_and_the_stages_whole_again_without_them():
                     calls.append((name, list(_tensors(*values))))
 
                 handles.append(getattr(model.get_submodule(place), f"register_{kind}")(note))
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert sorted(name for name, _ in seen[0]) == sorted(name for name, _ in seen[1])
     assert len(seen[0]) == len(PLACES) * len(KINDS)
     expected = dict(seen[1])
@@ -69,7 +69,7 @@ def test_hooks_everywhere_at_once_and_the_stages_whole_again_without_them():
             assert_close(found, value)
     for handle in handles:
         handle.remove()
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert len(seen[0]) == len(PLACES) * len(KINDS)
 
 
@@ -82,7 +82,7 @@ def test_a_hook_may_change_what_it_gets(place):
         module.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
         module.register_forward_hook(lambda module, args, output: output + 0.25)
         module.register_full_backward_hook(lambda module, grads, _: (grads[0] * 3,))
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert_same_buffers(ours, plain)
 
 
@@ -99,7 +99,7 @@ def test_an_optimizer_that_steps_within_the_backward():
     for model in (ours, plain):
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_descend)
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     for found, expected, old in zip(ours.parameters(), plain.parameters(), before, strict=True):
         assert_close(found.detach(), expected.detach())
         assert not torch.equal(found, old)
@@ -110,7 +110,7 @@ def test_a_hook_on_the_intermediate_tensors():
     plain = small_model("bc", efficient=False)
     grads = []
     for model in (with_engine(plain, "shared"), plain):
-        features = model.features(picture("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7))
+        features = model.features(random_images("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7))
         features.register_hook(lambda grad: grad * 2)
         features.retain_grad()
         features.square().sum().backward()
@@ -132,14 +132,14 @@ class Restless(nn.Module):
 
 def test_a_backward_within_a_forward_hook_and_within_a_backward_hook():
     plain, other = small_model("bc", efficient=False), small_model("bc", efficient=False)
-    x = picture("bc", 2)
+    x = random_images("bc", 2)
     steps = []
     for engine in ("shared", "plain"):
         model, inner = with_engine(plain, engine), with_engine(other, engine)
         inside = Restless(inner, x)
         model.features.denseblock2.register_forward_hook(lambda *_, inside=inside: inside())
         torch.manual_seed(2)
-        loss = model(picture("bc")).square().sum()
+        loss = model(random_images("bc")).square().sum()
         handle = model.features.transition2.register_full_backward_hook(lambda *_, inside=inside: inside())
         loss.backward()
         handle.remove()
@@ -156,9 +156,9 @@ def test_a_hook_on_all_modules_falls_back_or_raises_by_name(monkeypatch):
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
     try:
         with pytest.warns(UserWarning, match="found a hook on all modules"):
-            model(picture("bc"))
+            model(random_images("bc"))
         with pytest.raises(RuntimeError, match="engine 'shared' cannot run here: found a hook on all modules"):
-            model.set_engine("shared")(picture("bc"))
+            model.set_engine("shared")(random_images("bc"))
     finally:
         handle.remove()
     assert {module for module in model.modules() if isinstance(module, nn.Conv2d)} <= set(seen)

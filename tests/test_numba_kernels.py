@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from grids import grid
-from helpers import assert_close, assert_same_step, picture, small_model, with_engine
+from helpers import assert_close, assert_same_step, random_images, small_model, with_engine
 from kernel_operations import OPERATIONS, Case, accumulates_or_not, check, large_enough
 
 import efficient_densenet
@@ -216,13 +216,13 @@ def test_halos_stay_small():
 
 FEWER_THREADS = """
 import torch
-from helpers import assert_same_step, picture, small_model, with_engine
+from helpers import assert_same_step, random_images, small_model, with_engine
 from efficient_densenet.engines.kernels.numba_cpu import openmp
 torch.set_num_threads(4)
 asked, run = [], openmp.run
 openmp.run = lambda kernel, threads, record: asked.append(threads) or run(kernel, threads, record)
 plain = small_model("bc", efficient=False)
-assert_same_step(with_engine(plain, "shared"), plain, picture("bc", 32))
+assert_same_step(with_engine(plain, "shared"), plain, random_images("bc", 32))
 assert max(asked) == 4
 """
 
@@ -399,4 +399,4 @@ def test_a_saved_tensor_may_come_back_with_contiguous_columns():
         return tensor.t() if tensor.dim() == 2 else tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        assert_same_step(ours, plain, picture("bc"))
+        assert_same_step(ours, plain, random_images("bc"))

@@ -17,8 +17,8 @@ from helpers import (
     assert_same_step,
     backward,
     freeze_norms,
-    picture,
     plan_stage,
+    random_images,
     small_model,
     use_kernels,
     with_engine,
@@ -55,7 +55,7 @@ def test_every_stage_equals_plain(family, drop_rate, frozen, kernels, monkeypatc
         freeze_norms(plain, frozen)  # with norm1, consumers that disagree with their block run by themselves
     ours = with_engine(plain, "shared")
     for batch in (2, 7):
-        assert_same_step(ours, plain, picture(family, batch))
+        assert_same_step(ours, plain, random_images(family, batch))
         assert_same_buffers(ours, plain)
 
 
@@ -84,7 +84,7 @@ def test_layers_of_one_block_may_have_bottlenecks_of_any_width(widths, kernels, 
 def test_memory_formats_are_kept(memory_format, alone):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, "shared")
-    x = picture("bc").to(memory_format=memory_format)
+    x = random_images("bc").to(memory_format=memory_format)
     module, reference = (m.features.denseblock1 if alone else m for m in (ours, plain))
     if alone:
         x = torch.randn(3, 4, 6, 5, dtype=torch.double).to(memory_format=memory_format)
@@ -143,7 +143,7 @@ def test_float32_errs_at_most_twice_as_much_as_plain(family):
     for seed in range(7):
         torch.manual_seed(seed)
         truth = small_model(family, efficient=False)
-        x = picture(family, batch=8)
+        x = random_images(family, batch=8)
         expected = _everything(truth, x)
         plain = copy.deepcopy(truth).float()
         ours, theirs = (_error(_everything(m, x.float()), expected) for m in (with_engine(plain, "shared"), plain))
@@ -176,7 +176,7 @@ def test_one_batch_after_another_before_the_backward_and_other_sizes_between():
 def test_official_checkpointing_around_the_model_updates_statistics_once():
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, "shared")
-    x = picture("bc").requires_grad_()
+    x = random_images("bc").requires_grad_()
     torch_checkpoint(ours, x, use_reentrant=False).square().sum().backward()
     plain(x).square().sum().backward()
     assert_same_gradients(ours, plain)
@@ -185,7 +185,7 @@ def test_official_checkpointing_around_the_model_updates_statistics_once():
 
 def test_not_finite_values_reach_the_output_as_in_plain():
     for value in (float("nan"), float("inf")):
-        x = picture("bc")
+        x = random_images("bc")
         x[0, 0, 0, 0] = value
         plain = small_model("bc", efficient=False)
         found = with_engine(plain, "shared")(x)
@@ -204,14 +204,14 @@ def test_a_single_value_per_channel_is_refused_as_plain_refuses_it():
 
 def test_a_gradient_of_a_gradient_is_refused_with_the_engine_that_gives_it():
     model = small_model("bc", efficient="shared")
-    x = picture("bc").requires_grad_()
+    x = random_images("bc").requires_grad_()
     with pytest.raises(RuntimeError, match=r"create_graph=True.*set_engine\('checkpoint'\)"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
 def test_a_parameter_written_into_before_the_backward_raises_autograd_s_own_error():
     model = small_model("bc", efficient="shared")
-    loss = model(picture("bc")).sum()
+    loss = model(random_images("bc")).sum()
     with torch.no_grad():
         model.features.denseblock1.denselayer1.conv1.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -292,7 +292,7 @@ def test_what_it_cannot_take_falls_back_with_a_reason_or_raises_by_name(change, 
     plain = small_model("bc", efficient=False)
     for block in (plain.features.denseblock1, plain.features.denseblock3):
         change(block.denselayer2)
-    x = picture("bc")
+    x = random_images("bc")
     ours = with_engine(plain, True)
     with pytest.warns(UserWarning, match=CASES[change]) as caught:
         ours(x), ours(x)
@@ -326,7 +326,7 @@ def _own_forward(transition):
 def test_an_unusual_transition_runs_by_itself(change):
     plain = small_model("bc", efficient=False)
     change(plain.features.transition1)
-    assert_same_step(with_engine(plain, "shared"), plain, picture("bc"))
+    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
 
 
 @pytest.mark.parametrize("place", ["features.denseblock1", "features.transition1", "features.transition1.relu"])
@@ -336,7 +336,7 @@ def test_where_a_hook_watches_the_stage_runs_apart(place):
     seen = []
     for model in (ours, plain):
         model.get_submodule(place).register_forward_hook(lambda m, a, output: seen.append(output.detach().clone()))
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert len(seen) == 2
     assert_close(*seen)
 
@@ -357,7 +357,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_plain(family, precision):
     for seed in range(5):
         torch.manual_seed(seed)
         truth = small_model(family, efficient=False)
-        x = picture(family, batch=8)
+        x = random_images(family, batch=8)
         expected = _everything(truth, x)
         plain = copy.deepcopy(truth).to(dtype)
         for module in plain.modules():
@@ -392,7 +392,7 @@ def test_a_kept_bottleneck_changes_no_number(family, frozen):
     everywhere = small_model(family, efficient="shared", drop_rate=0.1, keep_bottleneck=True).train(not frozen)
     everywhere.load_state_dict(plain.state_dict())
     for model in (ours, everywhere):
-        assert_same_step(model, copy.deepcopy(plain), picture(family))
+        assert_same_step(model, copy.deepcopy(plain), random_images(family))
 
 
 def test_features_come_beside_what_is_made_of_them():
@@ -457,7 +457,7 @@ def test_parameters_are_saved_as_they_are():
     """What packs saved tensors may know parameters by their class, and leave them where they are."""
     model, saved = small_model("bc", efficient="shared"), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        model.features(picture("bc"))
+        model.features(random_images("bc"))
     held = {parameter.data_ptr() for parameter in model.features.parameters()}
     assert held <= {tensor.data_ptr() for tensor in saved}
     assert all(isinstance(tensor, nn.Parameter) for tensor in saved if tensor.data_ptr() in held)

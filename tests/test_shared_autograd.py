@@ -11,7 +11,7 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     backward,
-    picture,
+    random_images,
     small_model,
     use_kernels,
     with_engine,
@@ -154,7 +154,7 @@ def test_modes_of_autograd(mode):
     plain = small_model("bc", efficient=False, drop_rate=0.1)
     ours = with_engine(plain, "shared")
     with MODES[mode]():
-        assert_same_step(ours, plain, picture("bc"))
+        assert_same_step(ours, plain, random_images("bc"))
     assert_same_buffers(ours, plain)
 
 
@@ -166,7 +166,7 @@ def test_memory_that_nobody_wrote_is_never_read():
     try:
         for frozen in (False, True):
             ours.train(not frozen), plain.train(not frozen)
-            assert_same_step(ours, plain, picture("bc"))
+            assert_same_step(ours, plain, random_images("bc"))
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same_buffers(ours, plain)
@@ -177,7 +177,7 @@ def test_memory_that_nobody_wrote_is_never_read():
 def test_torch_s_checkpoint_around_stages(use_reentrant):
     plain = small_model("bc", efficient=False, drop_rate=0.2)
     ours = with_engine(plain, "shared")
-    x = picture("bc")
+    x = random_images("bc")
     for model in (ours, plain):
         torch.manual_seed(1)
         leaf = x.clone().requires_grad_()
@@ -254,10 +254,10 @@ def test_gradients_of_weights_that_do_not_learn_are_not_made(ours, bn_size, lear
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_("norm" in name if learning == "norms" else learning in name and "norm" not in name)
     model, made = with_engine(plain, "shared"), []
-    here = kernels.kernels_for(picture("bc"))
+    here = kernels.kernels_for(random_images("bc"))
     for name in GRADIENTS:
         monkeypatch.setattr(here, name, _noting(getattr(here, name), name, made))
-    assert_same_step(model, plain, picture("bc"))
+    assert_same_step(model, plain, random_images("bc"))
     expected = {
         "norms": set(),
         "conv1": {"conv1x1_backward" if bn_size else "conv3x3_backward"},
@@ -281,7 +281,7 @@ def test_running_statistics_written_before_the_backward_do_not_matter():
     """As in plain in training mode; where norms are frozen the shared engine has its own copy."""
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, "shared")
-    x = picture("bc")
+    x = random_images("bc")
     for model in (ours, plain):
         loss = model(x).square().sum()
         model(x + 1)  # a second forward moves the running statistics
@@ -332,9 +332,9 @@ def _everything(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 )
 def test_not_finite_values_reach_everything_that_they_reach_in_plain(place, training, value):
     plain = small_model("bc", efficient=False)
-    plain(picture("bc"))
+    plain(random_images("bc"))
     plain.train(training)
-    x = picture("bc")
+    x = random_images("bc")
     with torch.no_grad():
         tensor = x if place == "input" else plain.get_parameter(place)
         tensor.view(-1)[0] = value
@@ -456,7 +456,7 @@ def test_consumers_and_blocks_of_other_forms(change):
     plain = small_model("bc", efficient=False)
     change(plain.features)
     ours = with_engine(plain, "shared")
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(ours, plain, random_images("bc"))
     assert_same_buffers(ours, plain)
 
 
@@ -464,13 +464,13 @@ def test_consumers_and_blocks_of_other_forms(change):
 def test_a_layer_without_a_norm_in_a_whole_model():
     plain = small_model("bc", efficient=False)
     plain.features.denseblock1.denselayer1.norm1 = nn.Identity()
-    assert_same_step(with_engine(plain, True), plain, picture("bc"))
+    assert_same_step(with_engine(plain, True), plain, random_images("bc"))
 
 
 def test_a_drop_rate_of_one():
     plain = small_model("bc", efficient=False)
     plain.features.denseblock1.denselayer1.drop_rate = 1.0
-    assert_same_step(with_engine(plain, "shared"), plain, picture("bc"))
+    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
 
 
 def test_norms_without_a_bias_fall_back(monkeypatch):
@@ -479,4 +479,4 @@ def test_norms_without_a_bias_fall_back(monkeypatch):
     plain.features.denseblock1.denselayer2.norm1.register_parameter("bias", None)
     plain.features.norm5.register_parameter("bias", None)
     with pytest.warns(UserWarning, match="found a layer that is not batch norm"):
-        assert_same_step(with_engine(plain, True), plain, picture("bc"))
+        assert_same_step(with_engine(plain, True), plain, random_images("bc"))

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from grids import grid
-from helpers import assert_close, backward, picture, small_model, with_engine
+from helpers import assert_close, backward, random_images, small_model, with_engine
 from kernel_operations import OPERATIONS, Case, accumulates_or_not, check, large_enough
 from torch import nn
 
@@ -173,7 +173,7 @@ def test_the_error_of_a_training_step_is_at_most_twice_plain_s(family, keep, fro
     truth = small_model(family, efficient=False).to(DEVICE)
     for layer in (m for m in truth.modules() if isinstance(m, DenseLayer)):
         layer.keep_bottleneck = keep
-    x = picture(family, batch=2).to(DEVICE)
+    x = random_images(family, batch=2).to(DEVICE)
     if frozen:
         truth(x)
         for module in truth.modules():
@@ -258,7 +258,7 @@ def test_the_error_in_tf32_is_at_most_twice_pytorch_s(operation, monkeypatch):
 @needs_device
 def test_a_step_can_be_captured_in_a_cuda_graph():
     plain = small_model("bc", efficient=False).float().to(DEVICE)
-    model, x = with_engine(plain, "shared"), picture("bc").float().to(DEVICE)
+    model, x = with_engine(plain, "shared"), random_images("bc").float().to(DEVICE)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
