@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import FAMILIES, SAVING, assert_close, random_images, small_model, with_engine
+from helpers import FAMILIES, MEMORY_EFFICIENT, assert_close, random_images, small_model, with_engine
 from torch import nn
 
 from efficient_densenet import DenseNet, create_model
@@ -32,7 +32,7 @@ def test_old_features_come_first():
     assert torch.equal(block(x)[:, :4], x)
 
 
-@pytest.mark.parametrize("engine", [True, False, *SAVING])
+@pytest.mark.parametrize("engine", [True, False, *MEMORY_EFFICIENT])
 def test_in_channels_classes_and_identity_head(engine):
     model = DenseNet(block_config=(1, 1), in_channels=1, num_classes=0, efficient=engine)
     assert isinstance(model.classifier, nn.Identity)
@@ -72,7 +72,7 @@ def test_the_two_initialisations(init, axis):
                 assert module.bias.eq(0).all()
 
 
-@pytest.mark.parametrize("engine", [True, False, *SAVING])
+@pytest.mark.parametrize("engine", [True, False, *MEMORY_EFFICIENT])
 @pytest.mark.parametrize("place", ["features.norm5", "features", "features.denseblock2", "features.transition1"])
 def test_full_backward_hooks(engine, place):
     """Grad-CAM reads activations and their gradients through such hooks."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from grids import grid
 from helpers import (
-    SAVING,
+    MEMORY_EFFICIENT,
     assert_close,
     assert_same_buffers,
     assert_same_step,
@@ -96,7 +96,7 @@ def test_synchronised_norms(dims, engine):
     assert_same_buffers(ours, plain)
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 @pytest.mark.parametrize("dims", [1, 3])
 def test_a_batch_of_one_by_every_engine(dims, engine):
     plain = _small(dims, drop_rate=0.2)

@@ -11,8 +11,8 @@ import torch.utils.checkpoint
 from grids import grid
 from helpers import (
     FAMILIES,
+    MEMORY_EFFICIENT,
     RECOMPUTING,
-    SAVING,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
@@ -31,7 +31,7 @@ from efficient_densenet.engines import dispatch as engines
 
 @pytest.mark.parametrize(
     *grid(
-        engine=SAVING,
+        engine=MEMORY_EFFICIENT,
         family=FAMILIES,
         drop_rate=[0.0, 0.2],
         batch=[1, 5],
@@ -54,7 +54,7 @@ def test_values_gradients_and_buffers_equal_plain(engine, family, drop_rate, bat
 
 @pytest.mark.parametrize(
     *grid(
-        engine=SAVING,
+        engine=MEMORY_EFFICIENT,
         compression=[0.1, 0.7, 1.0],
         block_config=[(1,), (3,), (1, 1), (1, 2, 1, 1, 1)],
     )
@@ -64,7 +64,7 @@ def test_any_number_of_blocks_and_any_compression(engine, compression, block_con
     assert_same_step(with_engine(plain, engine), plain, torch.randn(3, 3, 21, 18, dtype=torch.double))
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_frozen_stem_still_recomputes_and_gives_all_gradients(engine):
     plain = small_model("imagenet", efficient=False)
     plain.features.conv0.weight.requires_grad_(False)
@@ -83,7 +83,7 @@ def test_frozen_stem_still_recomputes_and_gives_all_gradients(engine):
 
 
 @pytest.mark.parametrize("frozen", ["norm1", "conv1", "norm2", "conv2", "denselayer1", "transition", "norm1.weight"])
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_partly_frozen_parameters(engine, frozen):
     plain = small_model("bc", efficient=False)
     freeze_parameters(plain, lambda name: frozen not in name)
@@ -91,7 +91,7 @@ def test_partly_frozen_parameters(engine, frozen):
     assert_same_step(ours, plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_frozen_norms(engine):
     plain = small_model("bc", efficient=False)
     plain(random_images("bc"))
@@ -103,7 +103,7 @@ def test_frozen_norms(engine):
     assert_same_buffers(ours, plain, tolerance=0)
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_eval_mode_with_gradients(engine):
     plain = small_model("bc", efficient=False)
     plain(random_images("bc"))
@@ -111,7 +111,7 @@ def test_eval_mode_with_gradients(engine):
     assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_several_forwards_before_one_backward_and_retained_graphs(engine):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
@@ -154,7 +154,7 @@ def test_autocast_gives_plain_s_numbers(engine, backward_inside):
     assert_same_gradients(ours, plain, tolerance=0)
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_parameter_hooks_fire_once(engine):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
@@ -264,7 +264,7 @@ def test_best_falls_back_with_one_warning_a_reason(monkeypatch):
         assert_close(grad, plain)
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_named_engine_raises_where_it_cannot_run(engine):
     model = small_model("bc", efficient=engine).eval()
 
@@ -302,7 +302,7 @@ def test_replaced_norms_and_activations(engine, replacement):
     assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_sync_batch_norm_conversion_keeps_the_rule(engine):
     """The step that distributed training takes puts torch's own norms in the place of ours."""
     plain = nn.SyncBatchNorm.convert_sync_batchnorm(small_model("bc", efficient=False))
@@ -418,7 +418,7 @@ def test_parametrized_convolution(engine):
     assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("engine", ["plain", *SAVING])
+@pytest.mark.parametrize("engine", ["plain", *MEMORY_EFFICIENT])
 def test_a_block_and_a_layer_work_alone(engine):
     block = small_model("bc", efficient=engine).features.denseblock1
     x = torch.randn(2, 4, 5, 5, dtype=torch.double)

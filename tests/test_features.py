@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from grids import grid
 from helpers import (
-    SAVING,
+    MEMORY_EFFICIENT,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
@@ -59,7 +59,7 @@ def _step(run, model: nn.Module, x: Tensor, chosen=None) -> list[Tensor]:
 @pytest.mark.parametrize(
     *grid(
         family=["bc", "imagenet"],
-        engine=["plain", *SAVING],
+        engine=["plain", *MEMORY_EFFICIENT],
         maps=MAPS,
     )
 )
