@@ -1,4 +1,4 @@
-"""Parametrized grids in two tiers: every pair of values in the first, the full product in the exhaustive one."""
+"""Parametrized grids in two tiers: the first covers every pair of values, the exhaustive one is the full product."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -10,10 +10,9 @@ import pytest
 def grid(where: Callable[..., bool] | None = None, strength: int = 2, **axes: Iterable) -> tuple[str, list]:
     """The arguments of `pytest.mark.parametrize` for the product of the axes.
 
-    An axis named `a__b` has pairs as its values. `where` takes the values of a combination by name and returns whether
-    the combination makes sense: the others are never generated. The first tier is a covering array of the rest: with
-    strength 2 it contains every pair of values of two axes that the product contains. The other combinations are marked
-    exhaustive.
+    The values of an axis named `a__b` are pairs. `where` takes a combination by keyword and returns whether it is
+    valid; invalid combinations are not generated. The first tier is a covering array of the valid ones: with strength 2
+    it contains every pair of values of two axes that occurs in them. The others are marked exhaustive.
     """
     names = ",".join(axes).replace("__", ",")
     widths = [axis.count("__") + 1 for axis in axes]
@@ -31,19 +30,19 @@ def grid(where: Callable[..., bool] | None = None, strength: int = 2, **axes: It
 
 
 def covering_array(rows: Sequence[Sequence[Any]], strength: int = 2) -> set[int]:
-    """The indices of a few rows that contain every combination of values that `strength` columns of the rows contain.
+    """Indices of a subset of rows that covers every combination of values in any `strength` columns.
 
-    Greedy: each time the first of the rows that contain most of what is still missing.
+    Greedy: each step adds the first row that covers the most uncovered combinations.
     """
     columns = range(len(rows[0]) if rows else 0)
-    places = list(itertools.combinations(columns, min(strength, len(columns))))
-    numbers: dict[tuple, int] = {}
-    covers = [sum(1 << numbers.setdefault((p, *(row[i] for i in p)), len(numbers)) for p in places) for row in rows]
-    missing, chosen = (1 << len(numbers)) - 1, set()
-    while missing:
-        best = max(range(len(rows)), key=lambda i: (covers[i] & missing).bit_count())
+    column_sets = list(itertools.combinations(columns, min(strength, len(columns))))
+    bits: dict[tuple, int] = {}
+    covers = [sum(1 << bits.setdefault((c, *(row[i] for i in c)), len(bits)) for c in column_sets) for row in rows]
+    uncovered, chosen = (1 << len(bits)) - 1, set()
+    while uncovered:
+        best = max(range(len(rows)), key=lambda i: (covers[i] & uncovered).bit_count())
         chosen.add(best)
-        missing &= ~covers[best]
+        uncovered &= ~covers[best]
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""What the tests share: small networks of every family, one exact comparison, and the choice of kernels."""
+"""Shared by the tests: small networks of every family, comparisons of training steps, and the choice of kernels."""
 
 import copy
 import importlib
@@ -23,11 +23,11 @@ FAMILIES = {
 }
 SIZES = {"basic": (9, 7), "bc": (9, 7), "imagenet": (69, 75)}
 RECOMPUTING = ("official", "checkpoint")
-SAVING = (*RECOMPUTING, "shared")
+MEMORY_EFFICIENT = (*RECOMPUTING, "shared")
 
 
 def small_model(family: str, **overrides) -> DenseNet:
-    """A few layers of a zoo family in float64, its norms and biases away from their neutral start."""
+    """A few layers of a zoo family in float64, with random weights and biases in its norms."""
     model = create_model(**FAMILIES[family] | {"num_classes": 5} | overrides).double()
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -35,7 +35,7 @@ def small_model(family: str, **overrides) -> DenseNet:
     return model
 
 
-def picture(family: str, batch: int = 5) -> Tensor:
+def random_images(family: str, batch: int = 5) -> Tensor:
     return torch.randn(batch, 3, *SIZES[family], dtype=torch.double)
 
 
@@ -44,7 +44,7 @@ def with_engine(model: DenseNet, engine: bool | str) -> DenseNet:
 
 
 def backward(model: nn.Module, x: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """One forward and backward with the same random numbers each time; the output and the input's gradient."""
+    """The output and the input's gradient of one seeded forward and backward."""
     torch.manual_seed(seed)
     x = x.detach().requires_grad_()
     output = model(x)
@@ -52,10 +52,14 @@ def backward(model: nn.Module, x: Tensor, seed: int = 1) -> tuple[Tensor, Tensor
     return output.detach(), x.grad
 
 
-def freeze_norms(model: nn.Module, which: str = "") -> None:
-    """Batch norms with `which` in their names in eval mode, with other statistics; an error where there are none."""
-    norms = [m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and which in name]
-    assert norms, f"no norm is called {which}"
+def freeze_norms(model: nn.Module, substring: str = "") -> None:
+    """Put the batch norms with `substring` in their names in eval mode, with random running statistics."""
+    norms = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and substring in name
+    ]
+    assert norms, f"no norm has {substring!r} in its name"
     for norm in norms:
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)
@@ -63,39 +67,41 @@ def freeze_norms(model: nn.Module, which: str = "") -> None:
 
 
 def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> None:
-    """Only the parameters with these names require gradients; an error where that is all or none of them."""
+    """Let only the parameters whose names satisfy `trainable` require gradients: some of them, but not all."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable(name))
     assert len({parameter.requires_grad for parameter in model.parameters()}) == 2
 
 
-def assert_same_step(ours: nn.Module, reference: nn.Module, x: Tensor, tolerance: float = 1e-10) -> None:
-    for found, expected in zip(backward(ours, x), backward(reference, x), strict=True):
-        assert_close(found, expected, tolerance)
-    assert_same_gradients(ours, reference, tolerance)
+def assert_same_step(actual: nn.Module, expected: nn.Module, x: Tensor, tolerance: float = 1e-10) -> None:
+    """Outputs, input gradients and parameter gradients of one training step are close."""
+    for result, reference in zip(backward(actual, x), backward(expected, x), strict=True):
+        assert_close(result, reference, tolerance)
+    assert_same_gradients(actual, expected, tolerance)
 
 
-def assert_same_gradients(ours: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
-    expected = dict(reference.named_parameters())
-    for name, parameter in ours.named_parameters():
-        if expected[name].grad is None:
+def assert_same_gradients(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
+    expected_parameters = dict(expected.named_parameters())
+    for name, parameter in actual.named_parameters():
+        expected_grad = expected_parameters[name].grad
+        if expected_grad is None:
             assert parameter.grad is None, name
         else:
             assert parameter.grad is not None, f"{name} has no gradient"
-            assert_close(parameter.grad, expected[name].grad, tolerance)
+            assert_close(parameter.grad, expected_grad, tolerance)
 
 
-def assert_same_buffers(ours: nn.Module, reference: nn.Module, tolerance: float = 1e-10) -> None:
-    expected = dict(reference.named_buffers())
-    assert expected.keys() == dict(ours.named_buffers()).keys()
-    for name, buffer in ours.named_buffers():
-        assert_close(buffer, expected[name], 0 if name.endswith("num_batches_tracked") else tolerance)
+def assert_same_buffers(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
+    expected_buffers = dict(expected.named_buffers())
+    assert expected_buffers.keys() == dict(actual.named_buffers()).keys()
+    for name, buffer in actual.named_buffers():
+        assert_close(buffer, expected_buffers[name], 0 if name.endswith("num_batches_tracked") else tolerance)
 
 
-def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    """Equal to `tolerance`, relative to the largest value expected, so that large tensors get no slack."""
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    """Errors are at most `tolerance` times the largest expected magnitude, which counts as 1 where it is smaller."""
     largest = expected.abs().max().item() if expected.is_floating_point() else 0
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, largest))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(1.0, largest))
 
 
 def plan_stage(block: nn.Module, consumer: nn.Module | None, x: Tensor, return_features: bool = False) -> StagePlan:
@@ -105,11 +111,13 @@ def plan_stage(block: nn.Module, consumer: nn.Module | None, x: Tensor, return_f
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
-    """Have the shared engine take these, so many bytes (portable) or rows (compiled) at a time; for a tile smaller than
-    usual, a layer at a time in the backward too."""
+    """Select the shared engine's kernels and their tile, in bytes (portable) or rows (compiled).
+
+    With a tile below 256, the backward also handles one layer at a time, as it does in large networks.
+    """
     if name == "compiled":
         if not kernels.numba_supports(torch.empty(1)):
-            pytest.skip("needs Numba, and what it calls in PyTorch")
+            pytest.skip("needs Numba and a PyTorch with GNU OpenMP")
         monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.operations"), "TILE", tile)
     else:
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)

@@ -1,4 +1,4 @@
-"""Every kernel as a function of (kernels, case), where a case holds random arguments, and how to check it."""
+"""Every kernel as a function of (kernels, case), where a case holds random arguments, and a check of its accuracy."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from efficient_densenet.engines.kernels.interface import AffineInput, BatchNormB
 class Case:
     """Random arguments for every operation. Each matrix is a slice of the channels of a wider one.
 
-    `truth` is the same case in float64.
+    `in_float64` returns the same case in float64.
     """
 
     def __init__(self, shape, channels, width, dtype=torch.float32, overwrite=False, device="cpu"):
@@ -29,7 +29,7 @@ class Case:
     def _matrix(self, num_rows, channels):
         return torch.randn(num_rows, channels + 3, device=self.device).to(self.dtype)[:, :channels]
 
-    def truth(self):
+    def in_float64(self):
         case = copy.copy(self)
         vars(case).update({k: v.double() for k, v in vars(self).items() if isinstance(v, torch.Tensor)})
         return case
@@ -54,7 +54,7 @@ class Case:
         kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
 
     def next_bottleneck_in_place(self, kernels):
-        """As the engine calls it: of fewer channels, written over the values that grad_output is computed from."""
+        """As the engine calls it: with fewer channels, and in place of the values behind grad_output."""
         fewer, output = max(1, self.values.shape[1] - 2), self.grad_output.clone(memory_format=torch.contiguous_format)
         input = AffineInput(self.values[:, :fewer], self.scale[:fewer], self.shift[:fewer])
         grad_accumulator = GradAccumulator(*self.batch_norm_backward(self.grad_output).accumulator[:2])
@@ -103,24 +103,24 @@ OPERATIONS = {
 }
 
 
-def large_enough(operation, shape, **_):
-    """Whether there is a pixel to pool."""
+def has_pooling_window(operation, shape, **_):
+    """A pooled operation needs at least one pooling window."""
     return "pooled" not in operation or min(shape[1:]) > 1
 
 
-def accumulates_or_not(operation, first, **_):
-    """Only a backward has a gradient to add to or to overwrite."""
-    return "backward" in operation or not first
+def overwrite_applies(operation, overwrite, **_):
+    """Only a backward accumulates into a gradient or overwrites it."""
+    return "backward" in operation or not overwrite
 
 
 def check(kernels, operation, case):
     """The error against float64 is at most twice the portable kernels'."""
-    exact = OPERATIONS[operation](portable, case.truth())
-    expected, found = (OPERATIONS[operation](each, case) for each in (portable, kernels))
-    assert len(found) == len(expected) == len(exact)
-    for i, (ours, theirs, truth) in enumerate(zip(found, expected, exact, strict=True)):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        slack = 4 * torch.finfo(ours.dtype).eps * (truth.norm() + len(case.values) ** 0.5)
+    reference = OPERATIONS[operation](portable, case.in_float64())
+    expected, actual = (OPERATIONS[operation](each, case) for each in (portable, kernels))
+    assert len(actual) == len(expected) == len(reference)
+    for i, (result, portable_result, exact) in enumerate(zip(actual, expected, reference, strict=True)):
+        assert (result.dtype, result.shape) == (portable_result.dtype, portable_result.shape)
+        slack = 4 * torch.finfo(result.dtype).eps * (exact.norm() + len(case.values) ** 0.5)
         if i == 0 and operation in ("conv3x3_backward", "pooled_conv1x1_backward"):
-            slack += 2 * torch.finfo(case.dtype).eps * truth.norm()  # grad_weight, which the library rounds
-        assert (ours - truth).norm() <= 2 * (theirs - truth).norm() + slack
+            slack += 2 * torch.finfo(case.dtype).eps * exact.norm()  # grad_weight is rounded by the BLAS library
+        assert (result - exact).norm() <= 2 * (portable_result - exact).norm() + slack

@@ -1,16 +1,16 @@
-"""The structure of the model, its starts, its hooks, and what it says to bad arguments."""
+"""The model's structure, initialization, hooks, and errors for invalid arguments."""
 
 import math
 
 import pytest
 import torch
-from helpers import FAMILIES, SAVING, assert_close, picture, small_model, with_engine
+from helpers import FAMILIES, MEMORY_EFFICIENT, assert_close, random_images, small_model, with_engine
 from torch import nn
 
 from efficient_densenet import DenseNet, create_model
 
 
-def test_names_and_shapes_of_a_layer():
+def test_names_of_layers_and_stem():
     names = [name for name, _ in small_model("bc").features.denseblock1.denselayer2.named_parameters()]
     assert names == ["norm1.weight", "norm1.bias", "conv1.weight", "norm2.weight", "norm2.bias", "conv2.weight"]
     basic = small_model("basic").features.denseblock1.denselayer2
@@ -22,17 +22,17 @@ def test_names_and_shapes_of_a_layer():
 
 
 @pytest.mark.parametrize("bn_size", [0, None])
-def test_no_bottleneck_by_zero_or_none(bn_size):
+def test_no_bottleneck_where_bn_size_is_zero_or_none(bn_size):
     assert not DenseNet(block_config=(1,), bn_size=bn_size).features.denseblock1.denselayer1.has_bottleneck
 
 
-def test_old_features_come_first():
+def test_input_features_come_first():
     block = small_model("bc").features.denseblock1
     x = torch.randn(2, 4, 5, 5, dtype=torch.double)
     assert torch.equal(block(x)[:, :4], x)
 
 
-@pytest.mark.parametrize("engine", [True, False, *SAVING])
+@pytest.mark.parametrize("engine", [True, False, *MEMORY_EFFICIENT])
 def test_in_channels_classes_and_identity_head(engine):
     model = DenseNet(block_config=(1, 1), in_channels=1, num_classes=0, efficient=engine)
     assert isinstance(model.classifier, nn.Identity)
@@ -45,7 +45,7 @@ def test_memory_efficient_is_an_alias():
     assert DenseNet(block_config=(1,), memory_efficient="official").engine == "official"
 
 
-def test_dropout_follows_the_last_convolution_and_rests_in_eval_mode():
+def test_dropout_follows_the_last_convolution_in_training_mode_only():
     model = small_model("bc", drop_rate=0.5)
     layer = model.features.denseblock1.denselayer1
     x = torch.randn(4, 4, 9, 9, dtype=torch.double)
@@ -56,15 +56,15 @@ def test_dropout_follows_the_last_convolution_and_rests_in_eval_mode():
 
 
 @pytest.mark.parametrize(("init", "axis"), [("fan_out", 0), ("fan_in", 1)])
-def test_the_two_initialisations(init, axis):
+def test_initialization(init, axis):
     model = DenseNet(growth_rate=24, block_config=(4,), num_init_features=48, init=init)
     default = DenseNet(block_config=(1,), small_inputs=init == "fan_out")
-    for net in (model, default):
-        for module in net.modules():
+    for each in (model, default):
+        for module in each.modules():
             if isinstance(module, nn.Conv2d):
                 fan = module.weight.shape[axis] * math.prod(module.kernel_size)
-                spread = 6 / math.sqrt(2 * module.weight.numel())
-                assert module.weight.std().item() == pytest.approx(math.sqrt(2 / fan), rel=spread)
+                rel_tolerance = 6 / math.sqrt(2 * module.weight.numel())
+                assert module.weight.std().item() == pytest.approx(math.sqrt(2 / fan), rel=rel_tolerance)
             elif isinstance(module, nn.BatchNorm2d):
                 assert module.weight.eq(1).all()
                 assert module.bias.eq(0).all()
@@ -72,23 +72,23 @@ def test_the_two_initialisations(init, axis):
                 assert module.bias.eq(0).all()
 
 
-@pytest.mark.parametrize("engine", [True, False, *SAVING])
-@pytest.mark.parametrize("place", ["features.norm5", "features", "features.denseblock2", "features.transition1"])
-def test_full_backward_hooks(engine, place):
-    """Grad-CAM reads activations and their gradients through such hooks."""
+@pytest.mark.parametrize("engine", [True, False, *MEMORY_EFFICIENT])
+@pytest.mark.parametrize("module_name", ["features.norm5", "features", "features.denseblock2", "features.transition1"])
+def test_full_backward_hooks(engine, module_name):
+    """Grad-CAM reads activations and gradients through these hooks."""
     plain = small_model("bc", efficient=False)
-    x = picture("bc").requires_grad_()
-    found = []
+    x = random_images("bc").requires_grad_()
+    results = []
     for model in (with_engine(plain, engine), plain):
         grads, maps = [], []
-        module = model.get_submodule(place)
+        module = model.get_submodule(module_name)
         module.register_full_backward_hook(lambda _m, _i, output, grads=grads: grads.append(output[0]))
         module.register_forward_hook(lambda _m, _i, output, maps=maps: maps.append(output.detach()))
         model(x)[:, 2].sum().backward()
         assert len(grads) == len(maps) == 1
-        found.append((grads[0], maps[0]))
-    assert_close(found[0][0], found[1][0])
-    assert_close(found[0][1], found[1][1])
+        results.append((grads[0], maps[0]))
+    assert_close(results[0][0], results[1][0])
+    assert_close(results[0][1], results[1][1])
 
 
 def test_hook_on_the_last_module_of_features():
@@ -96,29 +96,31 @@ def test_hook_on_the_last_module_of_features():
     assert model.features[-1] is model.features.norm5
     grads = []
     model.features[-1].register_full_backward_hook(lambda _m, _i, output: grads.append(output[0]))
-    model(picture("bc")).sum().backward()
+    model(random_images("bc")).sum().backward()
     assert grads[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize(("small", "blocks", "least"), [(True, 1, 1), (True, 3, 4), (False, 1, 1), (False, 4, 29)])
-def test_the_smallest_input_is_exact(small, blocks, least):
-    model = DenseNet(block_config=(1,) * blocks, small_inputs=small).eval()
+@pytest.mark.parametrize(
+    ("small_inputs", "blocks", "smallest"), [(True, 1, 1), (True, 3, 4), (False, 1, 1), (False, 4, 29)]
+)
+def test_smallest_input(small_inputs, blocks, smallest):
+    model = DenseNet(block_config=(1,) * blocks, small_inputs=small_inputs).eval()
     with torch.no_grad():
-        assert model.features(torch.randn(1, 3, least, least)).shape[2:] == (1, 1)
-        assert model(torch.randn(1, 3, least, least)).shape == (1, 10)
-        if least > 1:
-            message = f"found images of {least - 1}×{least}.*at least {least}×{least}"
+        assert model.features(torch.randn(1, 3, smallest, smallest)).shape[2:] == (1, 1)
+        assert model(torch.randn(1, 3, smallest, smallest)).shape == (1, 10)
+        if smallest > 1:
+            message = f"found images of {smallest - 1}×{smallest}.*at least {smallest}×{smallest}"
             with pytest.raises(ValueError, match=message):
-                model(torch.randn(1, 3, least - 1, least))
+                model(torch.randn(1, 3, smallest - 1, smallest))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 32, 32), (3, 32, 32), (2, 3, 32)])
-def test_wrong_input_shapes(shape):
+def test_wrong_input_shapes_raise(shape):
     with pytest.raises(ValueError, match=r"found an input of shape .*needs \(N, 3, height, width\)"):
         DenseNet(block_config=(1,))(torch.randn(shape))
 
 
-BAD = [
+INVALID = [
     ({"growth_rate": -12}, "growth_rate is -12, but must be a whole number of at least 1"),
     ({"growth_rate": 1.5}, "growth_rate is 1.5"),
     ({"growth_rate": True}, "growth_rate is True"),
@@ -139,16 +141,16 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_bad_arguments_get_a_sentence(arguments, message):
+@pytest.mark.parametrize(("arguments", "message"), INVALID)
+def test_invalid_arguments_raise_a_one_line_message(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         DenseNet(**arguments)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_channels_last_gives_the_same_numbers(family):
+def test_channels_last_matches_contiguous(family):
     model = small_model(family)
-    x = picture(family)
+    x = random_images(family)
     expected = model.eval()(x)
     assert_close(model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last)), expected)

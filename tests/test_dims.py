@@ -1,4 +1,4 @@
-"""Signals and volumes: the same network in one and in three dimensions, by every engine."""
+"""Networks on signals (1d) and volumes (3d) with every engine."""
 
 import statistics
 import warnings
@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from grids import grid
 from helpers import (
-    SAVING,
+    MEMORY_EFFICIENT,
     assert_close,
     assert_same_buffers,
     assert_same_step,
@@ -50,64 +50,65 @@ def _small(dims: int, family: str = "bc", **overrides) -> DenseNet:
 KERNELS = [("portable", 1), ("portable", 1 << 22), ("compiled", 7), ("compiled", 256)]
 
 
-def _possible(family, frozen, **_):
-    """Without bottlenecks there is no second norm."""
+def _valid(family, frozen, **_):
+    """Layers without bottlenecks have no norm2."""
     return not (family == "basic" and frozen == "norm2")
 
 
 @pytest.mark.parametrize(
     *grid(
-        _possible,
+        _valid,
         dims__family__size=CASES,
         kernels=KERNELS,
         frozen=[None, "norm", "norm2"],
     )
 )
-def test_shared_equals_plain(dims, family, size, kernels, frozen, monkeypatch):
+def test_shared_engine_matches_plain(dims, family, size, kernels, frozen, monkeypatch):
     use_kernels(monkeypatch, *kernels)
-    volumes = {"block_config": (1, 2)} if (dims, family) == (3, "imagenet") else {}  # which would be large ones
-    plain = _small(dims, family, drop_rate=0.2, **volumes)
+    # more stages would need large volumes
+    overrides = {"block_config": (1, 2)} if (dims, family) == (3, "imagenet") else {}
+    plain = _small(dims, family, drop_rate=0.2, **overrides)
     if frozen is not None:
         freeze_norms(plain, frozen)
-    ours = with_engine(plain, "shared")
+    efficient = with_engine(plain, "shared")
     x = _input(3, size)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_same_step(ours, plain, x)
-    assert_same_buffers(ours, plain)
+        assert_same_step(efficient, plain, x)
+    assert_same_buffers(efficient, plain)
 
 
 @pytest.fixture
-def _a_group_of_one():
+def _single_process_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("_a_group_of_one")
+@pytest.mark.usefixtures("_single_process_group")
 @pytest.mark.parametrize("engine", ["plain", "shared"])
 @pytest.mark.parametrize("dims", [1, 3])
-def test_synchronised_norms(dims, engine):
+def test_synchronized_norms(dims, engine):
     plain = _small(dims)
-    ours = with_engine(plain, engine)
-    synchronize_norms(ours, None)
+    efficient = with_engine(plain, engine)
+    synchronize_norms(efficient, None)
     for batch in (2, 3):
-        assert_same_step(ours, plain, _input(batch, (7, 5, 6)[:dims]))
-    assert_same_buffers(ours, plain)
+        assert_same_step(efficient, plain, _input(batch, (7, 5, 6)[:dims]))
+    assert_same_buffers(efficient, plain)
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 @pytest.mark.parametrize("dims", [1, 3])
-def test_a_batch_of_one_by_every_engine(dims, engine):
+def test_batch_of_one(dims, engine):
     plain = _small(dims, drop_rate=0.2)
-    ours = with_engine(plain, engine)
-    assert_same_step(ours, plain, _input(1, (11, 8, 9)[:dims]))
-    assert_same_buffers(ours, plain)
+    efficient = with_engine(plain, engine)
+    assert_same_step(efficient, plain, _input(1, (11, 8, 9)[:dims]))
+    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.parametrize("dims", [1, 3])
-def test_one_node_of_the_graph_for_a_stage(dims):
-    """The shared engine runs, and takes transitions with it."""
+def test_one_autograd_node_per_stage(dims):
+    """The shared engine runs and includes the transitions."""
     model = with_engine(_small(dims), True)
     x = _input(2, (11, 8, 9)[:dims])
     features = model.features(x)
@@ -115,17 +116,17 @@ def test_one_node_of_the_graph_for_a_stage(dims):
     while nodes:
         node = nodes.pop()
         names.append(type(node).__name__)
-        nodes += [earlier for earlier, _ in node.next_functions if earlier is not None]
+        nodes += [next_node for next_node, _ in node.next_functions if next_node is not None]
     assert names.count("SharedStageBackward") == 3
     assert not any("Pool" in name or "BatchNorm" in name for name in names)
 
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
-def test_memory_formats_of_volumes_are_kept(memory_format, alone):
+def test_memory_format_of_volumes_is_preserved(memory_format, alone):
     plain = _small(3).to(memory_format=memory_format)
-    ours = with_engine(plain, "shared")
-    module, reference = (m.features.denseblock1 if alone else m for m in (ours, plain))
+    efficient = with_engine(plain, "shared")
+    module, reference = (m.features.denseblock1 if alone else m for m in (efficient, plain))
     x = torch.randn(2, 4 if alone else 3, 7, 8, 9, dtype=torch.double).to(memory_format=memory_format)
     assert_same_step(module, reference, x)
     if alone:
@@ -141,26 +142,28 @@ def test_memory_formats_of_volumes_are_kept(memory_format, alone):
 )
 def test_gradcheck(dims, bn_size, consumer):
     model = _small(dims, bn_size=bn_size, growth_rate=2, num_init_features=2, block_config=(2, 1))
-    block, after = model.features.denseblock1, {"block": None, "transition": model.features.transition1}
+    block, consumers = model.features.denseblock1, {"block": None, "transition": model.features.transition1}
     if consumer == "norm":
-        block, after["norm"] = model.features.denseblock2, model.features.norm5
+        block, consumers["norm"] = model.features.denseblock2, model.features.norm5
     channels = block.denselayer1.norm1.num_features
     x = torch.randn(2, channels, *(3, 2, 2)[:dims], dtype=torch.double, requires_grad=True)
-    stage = plan_stage(block, after[consumer], x)
+    stage = plan_stage(block, consumers[consumer], x)
     assert torch.autograd.gradcheck(lambda x, *tensors: shared.apply(stage, x, *tensors), (x, *stage.tensors))
 
 
 @pytest.mark.parametrize("dims", [1, 3])
-def test_autocast_errs_at_most_twice_as_much_as_plain(dims):
+def test_autocast_error_is_at_most_twice_that_of_plain(dims):
     ratios = []
     for seed in range(5):
         torch.manual_seed(seed)
-        truth = _small(dims)
+        float64_model = _small(dims)
         x, errors = _input(4, (16, 10, 12)[:dims]), []
-        expected = _gradients(truth, x)
+        expected = _gradients(float64_model, x)
         for engine in ("shared", "plain"):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                errors.append((_gradients(with_engine(truth, engine).float(), x.float()) - expected).norm().item())
+                errors.append(
+                    (_gradients(with_engine(float64_model, engine).float(), x.float()) - expected).norm().item()
+                )
         ratios.append(errors[0] / errors[1])
     assert statistics.median(ratios) <= 2
 
@@ -172,9 +175,9 @@ def _gradients(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dims", "size", "most"), [(1, (512,), 0.25), (3, (12, 12, 12), 0.25)], ids=["signals", "volumes"]
+    ("dims", "size", "max_ratio"), [(1, (512,), 0.25), (3, (12, 12, 12), 0.25)], ids=["signals", "volumes"]
 )
-def test_the_shared_engine_s_memory(dims, size, most):
+def test_memory_of_the_shared_engine(dims, size, max_ratio):
     peaks = []
     for engine in ("shared", "plain"):
         model = DenseNet(12, (14, 10), dims=dims, efficient=engine)
@@ -185,7 +188,7 @@ def test_the_shared_engine_s_memory(dims, size, most):
 
         step()
         peaks.append(tensor_peak(step))
-    assert peaks[0] <= most * peaks[1]
+    assert peaks[0] <= max_ratio * peaks[1]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -207,29 +210,29 @@ def test_export_in_eval_mode(dims, engine):
 
 @pytest.mark.parametrize("small_inputs", [True, False])
 @pytest.mark.parametrize("dims", [1, 3])
-def test_names_and_widths_are_those_of_two_dimensions(dims, small_inputs):
-    ours, flat = (DenseNet(4, (2, 1), small_inputs=small_inputs, dims=d).state_dict() for d in (dims, 2))
-    assert list(ours) == list(flat)
-    for name, tensor in ours.items():
-        expected = flat[name].shape
+def test_parameter_names_and_channels_match_2d(dims, small_inputs):
+    state_dict, state_dict_2d = (DenseNet(4, (2, 1), small_inputs=small_inputs, dims=d).state_dict() for d in (dims, 2))
+    assert list(state_dict) == list(state_dict_2d)
+    for name, tensor in state_dict.items():
+        expected = state_dict_2d[name].shape
         assert tensor.shape == (expected if len(expected) < 4 else (*expected[:2], *[expected[2]] * dims))
 
 
-def test_the_same_function_of_a_signal_as_of_a_picture_of_one_column():
-    """A kernel of one dimension is the middle column of a picture's, where the others are beside the picture."""
-    signals = _small(1, block_config=(2,))
-    pictures = small_model("bc", block_config=(2,), efficient=False)
-    for name, parameter in pictures.named_parameters():
-        own = signals.get_parameter(name).detach()
+def test_1d_model_matches_2d_model_on_images_of_one_column():
+    """The 1d weight is the middle column of the 2d one, whose other columns only meet padding."""
+    model_1d = _small(1, block_config=(2,))
+    model_2d = small_model("bc", block_config=(2,), efficient=False)
+    for name, parameter in model_2d.named_parameters():
+        weight_1d = model_1d.get_parameter(name).detach()
         with torch.no_grad():
-            parameter.copy_(own[..., None].expand_as(parameter) if parameter.dim() == 4 else own)
+            parameter.copy_(weight_1d[..., None].expand_as(parameter) if parameter.dim() == 4 else weight_1d)
     x = _input(3, (12,))
     for engine in ("plain", "shared"):
-        assert_close(signals.set_engine(engine)(x), pictures.set_engine(engine)(x[..., None]))
+        assert_close(model_1d.set_engine(engine)(x), model_2d.set_engine(engine)(x[..., None]))
 
 
 @pytest.mark.parametrize("dims", [0, 4, 2.5, "3d", None])
-def test_other_numbers_of_dimensions_are_refused(dims):
+def test_unsupported_dims_raise(dims):
     builders = (
         lambda: DenseNet(dims=dims),
         lambda: DenseBlock(1, 3, 2, dims=dims),
@@ -250,12 +253,12 @@ def test_other_numbers_of_dimensions_are_refused(dims):
         (3, (2, 3, 3, 9, 9), "found volumes of 3×9×9, .*at least 4×4×4: enlarge"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused(dims, shape, message):
+def test_unsuitable_inputs_raise(dims, shape, message):
     with pytest.raises(ValueError, match=message):
         DenseNet(dims=dims)(torch.randn(shape))
 
 
-def test_modules_of_other_dimensions_inside_a_layer_fall_back_by_their_reason():
+def test_why_not_names_modules_and_inputs_of_other_dimensions():
     block = _small(3).features.denseblock1
     block.denselayer1.conv1 = nn.Conv2d(4, 12, 1, bias=False).double()
     reason = engines.why_not(engines.Engine.SHARED, block, torch.randn(2, 4, 3, 3, 3, dtype=torch.double))

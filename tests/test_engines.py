@@ -1,4 +1,4 @@
-"""Every engine gives the plain model's numbers; the dispatcher refuses and falls back as it says."""
+"""Every engine matches plain; the dispatcher falls back or raises where an engine cannot run."""
 
 import copy
 import pickle
@@ -11,15 +11,15 @@ import torch.utils.checkpoint
 from grids import grid
 from helpers import (
     FAMILIES,
+    MEMORY_EFFICIENT,
     RECOMPUTING,
-    SAVING,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
     assert_same_step,
     backward,
     freeze_parameters,
-    picture,
+    random_images,
     small_model,
     with_engine,
 )
@@ -31,30 +31,30 @@ from efficient_densenet.engines import dispatch as engines
 
 @pytest.mark.parametrize(
     *grid(
-        engine=SAVING,
+        engine=MEMORY_EFFICIENT,
         family=FAMILIES,
         drop_rate=[0.0, 0.2],
         batch=[1, 5],
     )
 )
-def test_values_gradients_and_buffers_equal_plain(engine, family, drop_rate, batch):
+def test_outputs_gradients_and_buffers_match_plain(engine, family, drop_rate, batch):
     plain = small_model(family, drop_rate=drop_rate, efficient=False)
-    x = picture(family, batch)
-    ours = with_engine(plain, engine)
-    assert_same_step(ours, plain, x)
-    for model in (ours, plain):
+    x = random_images(family, batch)
+    efficient = with_engine(plain, engine)
+    assert_same_step(efficient, plain, x)
+    for model in (efficient, plain):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(5):
             optimizer.zero_grad()
             backward(model, x + step, seed=step)
             optimizer.step()
-    assert_same_buffers(ours, plain)
-    assert_same_gradients(ours, plain)
+    assert_same_buffers(efficient, plain)
+    assert_same_gradients(efficient, plain)
 
 
 @pytest.mark.parametrize(
     *grid(
-        engine=SAVING,
+        engine=MEMORY_EFFICIENT,
         compression=[0.1, 0.7, 1.0],
         block_config=[(1,), (3,), (1, 1), (1, 2, 1, 1, 1)],
     )
@@ -64,109 +64,109 @@ def test_any_number_of_blocks_and_any_compression(engine, compression, block_con
     assert_same_step(with_engine(plain, engine), plain, torch.randn(3, 3, 21, 18, dtype=torch.double))
 
 
-@pytest.mark.parametrize("engine", SAVING)
-def test_frozen_stem_still_recomputes_and_gives_all_gradients(engine):
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
+def test_frozen_stem_saves_less_and_computes_all_gradients(engine):
     plain = small_model("imagenet", efficient=False)
     plain.features.conv0.weight.requires_grad_(False)
     plain.features.norm0.requires_grad_(False)
-    ours = with_engine(plain, engine)
-    x = picture("imagenet")
-    kept = []
-    for model in (ours, plain):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept[-1].append(t.nbytes) or t, lambda t: t):
-            kept.append([])
+    efficient = with_engine(plain, engine)
+    x = random_images("imagenet")
+    saved = []
+    for model in (efficient, plain):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved[-1].append(t.nbytes) or t, lambda t: t):
+            saved.append([])
             output = model(x)
         output.square().sum().backward()
-    assert_same_gradients(ours, plain)
-    assert sum(kept[0]) < sum(kept[1])
-    assert ours.features.conv0.weight.grad is None
+    assert_same_gradients(efficient, plain)
+    assert sum(saved[0]) < sum(saved[1])
+    assert efficient.features.conv0.weight.grad is None
 
 
 @pytest.mark.parametrize("frozen", ["norm1", "conv1", "norm2", "conv2", "denselayer1", "transition", "norm1.weight"])
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_partly_frozen_parameters(engine, frozen):
     plain = small_model("bc", efficient=False)
     freeze_parameters(plain, lambda name: frozen not in name)
-    ours = with_engine(plain, engine)
-    assert_same_step(ours, plain, picture("bc"))
+    efficient = with_engine(plain, engine)
+    assert_same_step(efficient, plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_frozen_norms(engine):
     plain = small_model("bc", efficient=False)
-    plain(picture("bc"))
+    plain(random_images("bc"))
     for module in plain.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    ours = with_engine(plain, engine)
-    assert_same_step(ours, plain, picture("bc"))
-    assert_same_buffers(ours, plain, tolerance=0)
+    efficient = with_engine(plain, engine)
+    assert_same_step(efficient, plain, random_images("bc"))
+    assert_same_buffers(efficient, plain, tolerance=0)
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_eval_mode_with_gradients(engine):
     plain = small_model("bc", efficient=False)
-    plain(picture("bc"))
+    plain(random_images("bc"))
     plain.eval()
-    assert_same_step(with_engine(plain, engine), plain, picture("bc"))
+    assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_several_forwards_before_one_backward_and_retained_graphs(engine):
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, engine)
-    for model in (plain, ours):
-        losses = [model(picture("bc") * 0 + value).square().sum() for value in torch.linspace(0.5, 1.5, 3)]
+    efficient = with_engine(plain, engine)
+    for model in (plain, efficient):
+        losses = [model(random_images("bc") * 0 + value).square().sum() for value in torch.linspace(0.5, 1.5, 3)]
         torch.stack(losses).sum().backward(retain_graph=True)
         losses[0].backward(retain_graph=True)
         losses[0].backward()
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.parametrize("engine", RECOMPUTING)
 def test_second_derivatives(engine):
     """A gradient penalty: the loss contains the norm of an input gradient."""
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, engine)
-    x = picture("bc")
-    for model in (plain, ours):
+    efficient = with_engine(plain, engine)
+    x = random_images("bc")
+    for model in (plain, efficient):
         leaf = x.clone().requires_grad_()
         output = model(leaf)
         (grad,) = torch.autograd.grad(output.square().sum(), leaf, create_graph=True)
         (output.sum() + grad.square().sum()).backward()
-    assert_same_gradients(ours, plain, tolerance=1e-9)
+    assert_same_gradients(efficient, plain, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
 @pytest.mark.parametrize("engine", RECOMPUTING)
-def test_autocast_gives_plain_s_numbers(engine, backward_inside):
+def test_autocast_matches_plain(engine, backward_inside):
     plain = small_model("bc", efficient=False).float()
-    ours = with_engine(plain, engine)
-    x = picture("bc").float()
-    for model in (plain, ours):
+    efficient = with_engine(plain, engine)
+    x = random_images("bc").float()
+    for model in (plain, efficient):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(x).square().sum()
             if backward_inside:
                 loss.backward()
         if not backward_inside:
             loss.backward()
-    assert_same_gradients(ours, plain, tolerance=0)
+    assert_same_gradients(efficient, plain, tolerance=0)
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_parameter_hooks_fire_once(engine):
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, engine)
-    for model in (plain, ours):
+    efficient = with_engine(plain, engine)
+    for model in (plain, efficient):
         for parameter in model.parameters():
             parameter.register_hook(lambda grad: grad * 3 + 1)
-    assert_same_step(ours, plain, picture("bc"))
-    assert all(p._backward_hooks for p in ours.parameters())
+    assert_same_step(efficient, plain, random_images("bc"))
+    assert all(p._backward_hooks for p in efficient.parameters())
 
 
 @pytest.mark.parametrize("engine", engines.Engine)
-def test_changing_engine_changes_no_state(engine):
+def test_set_engine_does_not_change_the_state_dict(engine):
     model = small_model("bc")
     before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     model.set_engine(engine.value)
@@ -187,7 +187,7 @@ def test_copies_compute_with_their_own_weights(engine, copier, tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    _, grad = backward(copied, picture("bc"))
+    _, grad = backward(copied, random_images("bc"))
     assert grad.abs().max() > 0
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in copied.parameters())
     assert all(p.grad is None for p in model.parameters())
@@ -195,9 +195,9 @@ def test_copies_compute_with_their_own_weights(engine, copier, tmp_path):
 
 
 @pytest.mark.parametrize("engine", [True, *engines.Engine])
-def test_no_grad_runs_plain_without_a_word(engine):
+def test_no_grad_runs_plain_without_a_warning(engine):
     model = small_model("bc").set_engine(engine)
-    x = picture("bc")
+    x = random_images("bc")
     expected = with_engine(model, "plain")(x)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
@@ -205,29 +205,29 @@ def test_no_grad_runs_plain_without_a_word(engine):
 
 
 @pytest.mark.parametrize("engine", ["checkpoint", "shared"])
-def test_replicas_in_threads_as_data_parallel_runs_them(engine):
-    """Replicas hold plain tensors in place of parameters; gradients must flow through them to the model's own."""
+def test_data_parallel_replicas_in_threads(engine):
+    """Replicas hold non-leaf tensors in place of parameters; gradients flow through them to the model's parameters."""
     plain = small_model("bc", efficient=False).eval()
-    ours = with_engine(plain, engine)
-    x = picture("bc", batch=4)
-    replicas = [_replica(ours) for _ in range(2)]
+    efficient = with_engine(plain, engine)
+    x = random_images("bc", batch=4)
+    replicas = [_replica(efficient) for _ in range(2)]
     outputs = [None, None]
 
-    def work(i: int) -> None:
+    def forward(i: int) -> None:
         outputs[i] = replicas[i](x[2 * i : 2 * i + 2])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    threads = [threading.Thread(target=forward, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     torch.cat(outputs).square().sum().backward()
     plain(x).square().sum().backward()
-    assert_same_gradients(ours, plain)
+    assert_same_gradients(efficient, plain)
 
 
 def _replica(model: nn.Module) -> nn.Module:
-    """What nn.parallel.replicate makes on one device: shallow copies whose parameters are non-leaf tensors."""
+    """A shallow copy whose parameters are non-leaf tensors, as nn.parallel.replicate creates on one device."""
     replica = model._replicate_for_data_parallel()
     for name, child in model._modules.items():
         replica._modules[name] = None if child is None else _replica(child)
@@ -239,7 +239,7 @@ def _replica(model: nn.Module) -> nn.Module:
     return replica
 
 
-def test_unknown_engine_is_named_with_the_ones_there_are():
+def test_unknown_engine_raises_and_lists_the_engines():
     with pytest.raises(ValueError, match=r"unknown engine 'fast'.*'plain', .*'shared'.*True.*False"):
         DenseNet(efficient="fast")
     model = small_model("bc")
@@ -248,39 +248,39 @@ def test_unknown_engine_is_named_with_the_ones_there_are():
     assert model.engine == "best"
 
 
-def test_best_falls_back_with_one_warning_a_reason(monkeypatch):
+def test_best_falls_back_with_one_warning_per_reason(monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
     model = small_model("bc", efficient=True).eval()
     parameters = dict(model.named_parameters())
 
     def loss(p):
-        return torch.func.functional_call(model, p, (picture("bc") * 0 + 1,)).square().sum()
+        return torch.func.functional_call(model, p, (random_images("bc") * 0 + 1,)).square().sum()
 
     with pytest.warns(UserWarning, match="falling back from .* to 'plain'.*torch.func transform") as caught:
-        found = torch.func.grad(loss)(parameters)
+        grads = torch.func.grad(loss)(parameters)
     assert len(caught) == 1
     expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
-    for grad, plain in zip(found.values(), expected, strict=True):
-        assert_close(grad, plain)
+    for actual, grad in zip(grads.values(), expected, strict=True):
+        assert_close(actual, grad)
 
 
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
 def test_named_engine_raises_where_it_cannot_run(engine):
     model = small_model("bc", efficient=engine).eval()
 
     def loss(p):
-        return torch.func.functional_call(model, p, (picture("bc"),)).sum()
+        return torch.func.functional_call(model, p, (random_images("bc"),)).sum()
 
     with pytest.raises(RuntimeError, match=f"engine '{engine}' cannot run here.*ordinary autograd.*use another engine"):
         torch.func.grad(loss)(dict(model.named_parameters()))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # torch's own, on entering a dual level
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # raised by torch on entering a dual level
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_forward_mode_falls_back(monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
     model = small_model("bc", efficient=True).eval()
-    x = picture("bc")
+    x = random_images("bc")
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.warns(UserWarning, match="forward-mode"):
@@ -299,18 +299,18 @@ def test_replaced_norms_and_activations(engine, replacement):
     for layer in (m for m in plain.modules() if isinstance(m, type(plain.features.denseblock1.denselayer1))):
         layer.norm1 = replacement(layer.norm1.num_features).double()
         layer.relu1 = nn.PReLU().double()
-    assert_same_step(with_engine(plain, engine), plain, picture("bc"))
+    assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("engine", SAVING)
-def test_sync_batch_norm_conversion_keeps_the_rule(engine):
-    """The step that distributed training takes puts torch's own norms in the place of ours."""
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
+def test_convert_sync_batchnorm_matches_plain(engine):
+    """Distributed training replaces the model's norms by nn.SyncBatchNorm."""
     plain = nn.SyncBatchNorm.convert_sync_batchnorm(small_model("bc", efficient=False))
-    ours = with_engine(plain, engine if engine != "shared" else True)
+    efficient = with_engine(plain, engine if engine != "shared" else True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        assert_same_step(ours, plain, picture("bc"))
-    assert_same_buffers(ours, plain)
+        assert_same_step(efficient, plain, random_images("bc"))
+    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.parametrize("engine", RECOMPUTING)
@@ -318,91 +318,91 @@ def test_instance_norm_with_running_statistics(engine):
     plain = small_model("bc", efficient=False)
     layer = plain.features.denseblock1.denselayer2
     layer.norm1 = nn.InstanceNorm2d(layer.norm1.num_features, track_running_stats=True).double()
-    ours = with_engine(plain, engine)
-    assert_same_step(ours, plain, picture("bc"))
-    assert_same_buffers(ours, plain)
+    efficient = with_engine(plain, engine)
+    assert_same_step(efficient, plain, random_images("bc"))
+    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["checkpoint", "shared"])
-def test_swapped_parameters_get_their_gradients_or_an_error(engine, family):
-    """torch.func.functional_call puts other tensors in the parameters' place and takes them out again."""
+def test_swapped_parameters_get_gradients_or_raise(engine, family):
+    """torch.func.functional_call swaps the parameters for other tensors during the forward only."""
     plain = small_model(family, efficient=False).eval()
-    ours = with_engine(plain, engine)
-    x = picture(family)
+    efficient = with_engine(plain, engine)
+    x = random_images(family)
     grads = []
-    for model in (plain, ours):
+    for model in (plain, efficient):
         swapped = {name: (p.detach() * 1.3).requires_grad_() for name, p in model.named_parameters()}
         loss = torch.func.functional_call(model, swapped, (x,)).square().sum()
-        if model is ours and engine == "checkpoint":
+        if model is efficient and engine == "checkpoint":
             with pytest.raises(RuntimeError, match="recomputed with other parameters than in the forward"):
                 loss.backward()
             return
         loss.backward()
         grads.append([p.grad for p in swapped.values()])
-    for found, expected in zip(*grads, strict=True):
-        assert_close(found, expected)
+    for actual, expected in zip(*grads, strict=True):
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("engine", ["checkpoint", "shared"])
 def test_switching_to_eval_mode_before_the_backward(engine):
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, engine)
-    for model in (plain, ours):
-        loss = model(picture("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7)).square().sum()
+    efficient = with_engine(plain, engine)
+    for model in (plain, efficient):
+        loss = model(random_images("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7)).square().sum()
         model.eval()
         loss.backward()
-    assert_same_gradients(ours, plain)
+    assert_same_gradients(efficient, plain)
 
 
 def test_forward_hooks_inside_a_layer_fire_once():
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "checkpoint")
+    efficient = with_engine(plain, "checkpoint")
     counts = [[], []]
-    for model, seen in zip((plain, ours), counts, strict=True):
+    for model, seen in zip((plain, efficient), counts, strict=True):
         model.features.denseblock1.denselayer1.conv1.register_forward_hook(lambda *_, seen=seen: seen.append(1))
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(efficient, plain, random_images("bc"))
     assert counts == [[1], [1]]
 
 
-def test_a_layer_with_a_parameter_of_its_own():
+def test_layer_subclass_with_its_own_parameter():
     plain = small_model("bc", efficient=False)
 
     class Scaled(type(plain.features.denseblock1.denselayer1)):
         def first_half(self, *features):
             return super().first_half(*features) * self.gain
 
-    for model in (plain, ours := with_engine(plain, "checkpoint")):
+    for model in (plain, efficient := with_engine(plain, "checkpoint")):
         layer = model.features.denseblock1.denselayer1
         layer.gain = nn.Parameter(torch.tensor(2.0, dtype=torch.double))
         layer.__class__ = Scaled
-    assert_same_step(ours, plain, picture("bc"))
+    assert_same_step(efficient, plain, random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", RECOMPUTING)
-def test_torch_s_checkpoint_around_ours(engine):
+def test_torch_checkpoint_around_the_model(engine):
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, engine)
-    x = picture("bc").requires_grad_()
-    torch.utils.checkpoint.checkpoint(ours, x, use_reentrant=False).square().sum().backward()
+    efficient = with_engine(plain, engine)
+    x = random_images("bc").requires_grad_()
+    torch.utils.checkpoint.checkpoint(efficient, x, use_reentrant=False).square().sum().backward()
     plain(x.detach()).square().sum().backward()
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
 
 
-def test_spectral_norm_and_cached_parametrizations_are_not_run_twice():
+def test_spectral_norm_and_cached_parametrizations_raise_in_checkpoint():
     model = small_model("bc", efficient="checkpoint")
     nn.utils.parametrizations.spectral_norm(model.features.denseblock1.denselayer1.conv1)
     with pytest.raises(RuntimeError, match="changes its own state when it is run"):
-        model(picture("bc"))
+        model(random_images("bc"))
     model = small_model("bc", efficient="checkpoint")
     nn.utils.parametrizations.weight_norm(model.features.denseblock1.denselayer1.conv1)
     with torch.nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match="being cached"):
-        model(picture("bc"))
+        model(random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", ["plain", *RECOMPUTING])
-def test_a_layer_without_a_norm_leaves_its_input_alone(engine):
+def test_layer_without_a_norm_does_not_modify_its_input(engine):
     block = small_model("bc", efficient=engine).features.denseblock1
     block.denselayer1.norm1 = nn.Identity()
     x = torch.randn(2, 4, 5, 5, dtype=torch.double)
@@ -415,11 +415,11 @@ def test_a_layer_without_a_norm_leaves_its_input_alone(engine):
 def test_parametrized_convolution(engine):
     plain = small_model("bc", efficient=False)
     nn.utils.parametrizations.weight_norm(plain.features.denseblock1.denselayer1.conv1)
-    assert_same_step(with_engine(plain, engine), plain, picture("bc"))
+    assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("engine", ["plain", *SAVING])
-def test_a_block_and_a_layer_work_alone(engine):
+@pytest.mark.parametrize("engine", ["plain", *MEMORY_EFFICIENT])
+def test_block_and_layer_without_a_model(engine):
     block = small_model("bc", efficient=engine).features.denseblock1
     x = torch.randn(2, 4, 5, 5, dtype=torch.double)
     features = [x]

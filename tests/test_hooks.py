@@ -1,4 +1,4 @@
-"""Hooks on a model and its parts fire once, with what they get in plain."""
+"""Hooks on a model and its modules fire once, with the values of plain."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from helpers import (
     assert_same_buffers,
     assert_same_gradients,
     assert_same_step,
-    picture,
+    random_images,
     small_model,
     with_engine,
 )
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from efficient_densenet.engines import dispatch as engines
 
-PLACES = ["", "features", "features.denseblock1", "features.denseblock3", "features.transition1", "features.norm5"]
-KINDS = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+NAMES = ["", "features", "features.denseblock1", "features.denseblock3", "features.transition1", "features.norm5"]
+HOOK_TYPES = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
 
 
 def _tensors(*values) -> Iterator[Tensor]:
@@ -29,88 +29,88 @@ def _tensors(*values) -> Iterator[Tensor]:
             yield from _tensors(*value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_hook_fires_once_with_plain_s_values(place, kind):
+@pytest.mark.parametrize("hook_type", HOOK_TYPES)
+@pytest.mark.parametrize("module_name", NAMES)
+def test_hook_fires_once_with_the_values_of_plain(module_name, hook_type):
     plain = small_model("bc", efficient=False, drop_rate=0.1)
-    ours = with_engine(plain, "shared")
+    efficient = with_engine(plain, "shared")
     seen = []
-    for model in (ours, plain):
+    for model in (efficient, plain):
         calls = []
         seen.append(calls)
-        register = getattr(model.get_submodule(place), f"register_{kind}")
+        register = getattr(model.get_submodule(module_name), f"register_{hook_type}")
         register(lambda module, *values, calls=calls: calls.append(list(_tensors(*values))))
-    assert_same_step(ours, plain, picture("bc"))
-    assert_same_buffers(ours, plain)
+    assert_same_step(efficient, plain, random_images("bc"))
+    assert_same_buffers(efficient, plain)
     assert [len(calls) for calls in seen] == [1, 1]
     assert len(seen[0][0]) == len(seen[1][0]) > 0
-    for found, expected in zip(seen[0][0], seen[1][0], strict=True):
-        assert_close(found, expected)
+    for actual, expected in zip(seen[0][0], seen[1][0], strict=True):
+        assert_close(actual, expected)
 
 
-def test_hooks_everywhere_at_once_and_the_stages_whole_again_without_them():
+def test_all_hooks_at_once_and_after_their_removal():
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "shared")
+    efficient = with_engine(plain, "shared")
     seen, handles = [[], []], []
-    for model, calls in zip((ours, plain), seen, strict=True):
-        for place in PLACES:
-            for kind in KINDS:
+    for model, calls in zip((efficient, plain), seen, strict=True):
+        for module_name in NAMES:
+            for hook_type in HOOK_TYPES:
 
-                def note(module, *values, calls=calls, name=f"{kind} of {place}"):
+                def record(module, *values, calls=calls, name=f"{hook_type} of {module_name}"):
                     calls.append((name, list(_tensors(*values))))
 
-                handles.append(getattr(model.get_submodule(place), f"register_{kind}")(note))
-    assert_same_step(ours, plain, picture("bc"))
+                handles.append(getattr(model.get_submodule(module_name), f"register_{hook_type}")(record))
+    assert_same_step(efficient, plain, random_images("bc"))
     assert sorted(name for name, _ in seen[0]) == sorted(name for name, _ in seen[1])
-    assert len(seen[0]) == len(PLACES) * len(KINDS)
+    assert len(seen[0]) == len(NAMES) * len(HOOK_TYPES)
     expected = dict(seen[1])
     for name, values in seen[0]:
-        for found, value in zip(values, expected[name], strict=True):
-            assert_close(found, value)
+        for actual, value in zip(values, expected[name], strict=True):
+            assert_close(actual, value)
     for handle in handles:
         handle.remove()
-    assert_same_step(ours, plain, picture("bc"))
-    assert len(seen[0]) == len(PLACES) * len(KINDS)
+    assert_same_step(efficient, plain, random_images("bc"))
+    assert len(seen[0]) == len(NAMES) * len(HOOK_TYPES)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_hook_may_change_what_it_gets(place):
+@pytest.mark.parametrize("module_name", NAMES)
+def test_hooks_may_replace_values(module_name):
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "shared")
-    for model in (ours, plain):
-        module = model.get_submodule(place)
+    efficient = with_engine(plain, "shared")
+    for model in (efficient, plain):
+        module = model.get_submodule(module_name)
         module.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
         module.register_forward_hook(lambda module, args, output: output + 0.25)
         module.register_full_backward_hook(lambda module, grads, _: (grads[0] * 3,))
-    assert_same_step(ours, plain, picture("bc"))
-    assert_same_buffers(ours, plain)
+    assert_same_step(efficient, plain, random_images("bc"))
+    assert_same_buffers(efficient, plain)
 
 
-def _descend(parameter: Tensor) -> None:
+def _sgd_step(parameter: Tensor) -> None:
     with torch.no_grad():
         parameter.sub_(parameter.grad, alpha=1e-3)
 
 
-def test_an_optimizer_that_steps_within_the_backward():
-    """Each parameter changes as soon as its gradient is there, when other stages' are still to come."""
+def test_optimizer_steps_within_the_backward():
+    """Each parameter is updated once its gradient is accumulated, before the backward of earlier stages."""
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "shared")
+    efficient = with_engine(plain, "shared")
     before = [parameter.detach().clone() for parameter in plain.parameters()]
-    for model in (ours, plain):
+    for model in (efficient, plain):
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_descend)
-    assert_same_step(ours, plain, picture("bc"))
-    for found, expected, old in zip(ours.parameters(), plain.parameters(), before, strict=True):
-        assert_close(found.detach(), expected.detach())
-        assert not torch.equal(found, old)
+            parameter.register_post_accumulate_grad_hook(_sgd_step)
+    assert_same_step(efficient, plain, random_images("bc"))
+    for actual, expected, old in zip(efficient.parameters(), plain.parameters(), before, strict=True):
+        assert_close(actual.detach(), expected.detach())
+        assert not torch.equal(actual, old)
 
 
-def test_a_hook_on_the_intermediate_tensors():
+def test_tensor_hooks_and_retained_gradients_of_features():
     """Retained gradients and tensor hooks of a stage's output."""
     plain = small_model("bc", efficient=False)
     grads = []
     for model in (with_engine(plain, "shared"), plain):
-        features = model.features(picture("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7))
+        features = model.features(random_images("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7))
         features.register_hook(lambda grad: grad * 2)
         features.retain_grad()
         features.square().sum().backward()
@@ -119,8 +119,8 @@ def test_a_hook_on_the_intermediate_tensors():
     assert_close(grads[1], grads[3])
 
 
-class Restless(nn.Module):
-    """Trains inside a forward hook: another forward and backward of the model it is in."""
+class NestedStep(nn.Module):
+    """Runs a forward and backward of a model inside a hook of another one."""
 
     def __init__(self, inner: nn.Module, x: Tensor) -> None:
         super().__init__()
@@ -130,17 +130,17 @@ class Restless(nn.Module):
         self.inner(self.x).square().sum().backward()
 
 
-def test_a_backward_within_a_forward_hook_and_within_a_backward_hook():
+def test_training_step_within_forward_and_backward_hooks():
     plain, other = small_model("bc", efficient=False), small_model("bc", efficient=False)
-    x = picture("bc", 2)
+    x = random_images("bc", 2)
     steps = []
     for engine in ("shared", "plain"):
         model, inner = with_engine(plain, engine), with_engine(other, engine)
-        inside = Restless(inner, x)
-        model.features.denseblock2.register_forward_hook(lambda *_, inside=inside: inside())
+        nested = NestedStep(inner, x)
+        model.features.denseblock2.register_forward_hook(lambda *_, nested=nested: nested())
         torch.manual_seed(2)
-        loss = model(picture("bc")).square().sum()
-        handle = model.features.transition2.register_full_backward_hook(lambda *_, inside=inside: inside())
+        loss = model(random_images("bc")).square().sum()
+        handle = model.features.transition2.register_full_backward_hook(lambda *_, nested=nested: nested())
         loss.backward()
         handle.remove()
         steps.append((model, inner))
@@ -149,16 +149,16 @@ def test_a_backward_within_a_forward_hook_and_within_a_backward_hook():
     assert_same_buffers(steps[0][0], steps[1][0])
 
 
-def test_a_hook_on_all_modules_falls_back_or_raises_by_name(monkeypatch):
+def test_global_module_hook_falls_back_with_a_warning_or_raises(monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
     model = small_model("bc", efficient=True)
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
     try:
         with pytest.warns(UserWarning, match="found a hook on all modules"):
-            model(picture("bc"))
+            model(random_images("bc"))
         with pytest.raises(RuntimeError, match="engine 'shared' cannot run here: found a hook on all modules"):
-            model.set_engine("shared")(picture("bc"))
+            model.set_engine("shared")(random_images("bc"))
     finally:
         handle.remove()
     assert {module for module in model.modules() if isinstance(module, nn.Conv2d)} <= set(seen)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import SAVING, small_model
+from helpers import MEMORY_EFFICIENT, small_model
 
 from efficient_densenet.engines.shared import plan
 
@@ -38,7 +38,7 @@ def test_steps_with_changing_batch_sizes_and_engines_do_not_leak(steps):
     """Tensors are counted without garbage collection, so that reference cycles are detected too."""
     model = small_model("bc", block_config=(3, 2), growth_rate=8, drop_rate=0.1).float()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    engines = (*SAVING, "shared", "plain", True)
+    engines = (*MEMORY_EFFICIENT, "shared", "plain", True)
 
     def step(i: int) -> None:
         model.set_engine(engines[i % len(engines)])

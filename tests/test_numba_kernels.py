@@ -1,4 +1,4 @@
-"""The Numba kernels: the same numbers as portable's with any number of threads, and what happens without Numba."""
+"""The Numba kernels match the portable ones with any number of threads; fallbacks where they cannot run."""
 
 import copy
 import functools
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from grids import grid
-from helpers import assert_close, assert_same_step, picture, small_model, with_engine
-from kernel_operations import OPERATIONS, Case, accumulates_or_not, check, large_enough
+from helpers import assert_close, assert_same_step, random_images, small_model, with_engine
+from kernel_operations import OPERATIONS, Case, check, has_pooling_window, overwrite_applies
 
 import efficient_densenet
 from efficient_densenet import DenseBlock
@@ -47,7 +47,7 @@ def tile(request, monkeypatch):
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(
     *grid(
-        large_enough,
+        has_pooling_window,
         operation=OPERATIONS,
         shape=[(1, 1, 1), (1, 1, 7), (1, 9, 7), (2, 5, 13), (5, 2, 2)],
         channels__width=[(1, 20), (2, 20), (5, 48), (300, 16)],
@@ -56,30 +56,30 @@ def tile(request, monkeypatch):
     ),
     indirect=["tile"],
 )
-def test_every_operation(operation, shape, channels, width, dtype):
+def test_operations_match_portable(operation, shape, channels, width, dtype):
     case = Case(shape, channels, width)
     if dtype == torch.float32:
         check(operation, case)
         return
-    ours, theirs = (OPERATIONS[operation](each, case.truth()) for each in (operations, portable))
-    for found, expected in zip(ours, theirs, strict=True):
-        assert_close(found, expected, 1e-13)
+    results, reference = (OPERATIONS[operation](each, case.in_float64()) for each in (operations, portable))
+    for actual, expected in zip(results, reference, strict=True):
+        assert_close(actual, expected, 1e-13)
 
 
 @pytest.mark.parametrize("avx512", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_gemm_of_any_size_for_avx512_and_for_fewer_registers(avx512, dtype):
-    gemm_of_few = gemm.make_gemm(avx512)
-    product = numba.njit(lambda *arguments: gemm_of_few(*arguments))
-    random, panel = np.random.default_rng(0), memory.PANEL_BYTES // dtype().itemsize
-    beyond = math.lcm(*micro_kernel.register_blocks(avx512).values())
+def test_gemm_of_any_size_with_and_without_avx512(avx512, dtype):
+    gemm_function = gemm.make_gemm(avx512)
+    product = numba.njit(lambda *arguments: gemm_function(*arguments))
+    rng, panel = np.random.default_rng(0), memory.PANEL_BYTES // dtype().itemsize
+    extra_rows = math.lcm(*micro_kernel.register_blocks(avx512).values())
     widths = [1, *(panels * panel + extra for panels in range(1, 8) for extra in (-3, 0))]
     for case, n in enumerate(widths * 2):
-        m, k, transposed, packed, accumulate = (int(random.integers(most)) for most in (110, 300, 2, 2, 2))
+        m, k, transposed, packed, accumulate = (int(rng.integers(high)) for high in (110, 300, 2, 2, 2))
         m, k, panels = m + 1, k + 1, -(-n // panel)
-        a = random.standard_normal((m + beyond, k)).astype(dtype)
-        b = random.standard_normal((k, panels * panel)).astype(dtype)
-        c = random.standard_normal((m + beyond, n + 5)).astype(dtype)
+        a = rng.standard_normal((m + extra_rows, k)).astype(dtype)
+        b = rng.standard_normal((k, panels * panel)).astype(dtype)
+        c = rng.standard_normal((m + extra_rows, n + 5)).astype(dtype)
         expected = c.astype(np.float64)
         expected[:m, :n] *= accumulate
         expected[:m, :n] += a[:m].astype(np.float64) @ b[:, :n].astype(np.float64)
@@ -87,9 +87,21 @@ def test_gemm_of_any_size_for_avx512_and_for_fewer_registers(avx512, dtype):
         if packed:
             stored_b = np.ascontiguousarray(b.reshape(k, panels, panel).swapaxes(0, 1))
         a_strides = (1, len(a)) if transposed else (k, 1)
-        b_row = 0 if packed else b.shape[1]
+        b_row_stride = 0 if packed else b.shape[1]
         addresses = [each.ctypes.data for each in (stored_a, stored_b, c)]
-        product(m, n, k, addresses[0], *a_strides, addresses[1], b_row, bool(accumulate), addresses[2], n + 5, dtype(0))
+        product(
+            m,
+            n,
+            k,
+            addresses[0],
+            *a_strides,
+            addresses[1],
+            b_row_stride,
+            bool(accumulate),
+            addresses[2],
+            n + 5,
+            dtype(0),
+        )
         bound = 4 * np.finfo(dtype).eps * (k + 1) ** 0.5
         assert np.abs(c - expected).max() <= bound * max(1, np.abs(expected).max()), (case, n)
 
@@ -106,13 +118,13 @@ libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 buffers = []
 
 def buffer(name, size, dtype, device):
-    wanted, page = size * dtype.itemsize, mmap.PAGESIZE
-    usable = -(-wanted // page) * page
+    nbytes, page = size * dtype.itemsize, mmap.PAGESIZE
+    usable = -(-nbytes // page) * page
     memory = mmap.mmap(-1, usable + 64 * page)
     buffers.append(memory)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     assert libc.mprotect(whole.data_ptr() + usable, 64 * page, 0) == 0
-    return whole[usable - wanted : usable].view(dtype).fill_(float("nan"))
+    return whole[usable - nbytes : usable].view(dtype).fill_(float("nan"))
 
 scratch.buffer = buffer
 torch.set_num_threads(1)
@@ -126,9 +138,9 @@ print("all")
 """
 
 
-def test_nothing_is_read_or_written_after_scratch():
-    """It is followed by protected pages."""
-    done = subprocess.run(
+def test_scratch_is_not_accessed_out_of_bounds():
+    """Protected pages follow each scratch buffer."""
+    completed = subprocess.run(
         [sys.executable, "-c", GUARDED],
         capture_output=True,
         text=True,
@@ -136,8 +148,8 @@ def test_nothing_is_read_or_written_after_scratch():
         timeout=300,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert done.returncode == 0, (done.stdout.splitlines()[-1:], done.stderr)
-    assert done.stdout.endswith("all\n")
+    assert completed.returncode == 0, (completed.stdout.splitlines()[-1:], completed.stderr)
+    assert completed.stdout.endswith("all\n")
 
 
 @pytest.mark.usefixtures("tile")
@@ -159,17 +171,17 @@ def test_without_grad_weight(operation):
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(
     *grid(
-        accumulates_or_not,
+        overwrite_applies,
         operation=["conv3x3_forward", "conv3x3_forward_with_statistics", "conv3x3_backward"],
         shape=[(2, 9), (3, 2), (2, 5, 13), (2, 4, 3, 5), (1, 7, 2, 3)],
         dilation=[1, 2, 3],
-        first=[False, True],
+        overwrite=[False, True],
         tile=TILES,
     ),
     indirect=["tile"],
 )
-def test_convolutions_in_other_dimensions_and_with_dilation(operation, shape, dilation, first):
-    case = Case(shape, 9, 16, overwrite=first)
+def test_convolutions_in_other_dimensions_and_with_dilation(operation, shape, dilation, overwrite):
+    case = Case(shape, 9, 16, overwrite=overwrite)
     case.dilation = dilation
     check(operation, case)
 
@@ -192,21 +204,21 @@ def many_threads():
     indirect=["tile"],
 )
 def test_more_threads_than_images_or_processors(operation, shape, dilation, monkeypatch):
-    ran = []
+    thread_counts = []
     run = openmp.run
     monkeypatch.setattr(
-        openmp, "run", lambda kernel, threads, record: ran.append(threads) or run(kernel, threads, record)
+        openmp, "run", lambda kernel, threads, record: thread_counts.append(threads) or run(kernel, threads, record)
     )
     case = Case(shape, 6, 8)
     case.dilation = dilation
     check(operation, case)
     if operations.TILE == 5 and "affine" not in operation and "pooled" not in operation:
-        assert max(ran) == 4
+        assert max(thread_counts) == 4
 
 
 @pytest.mark.usefixtures("many_threads")
 def test_halos_stay_small():
-    """Where a thread would have few more rows than its halo, fewer threads run."""
+    """Fewer threads run where a thread's rows would hardly outnumber those of its halo."""
     case = Case((1, 16, 16, 16), 4, 8)
     columns = case.weight3x3.flatten(1).shape[1] // 4 * 8
     peak = tensor_peak(lambda: operations.conv3x3_forward(case.input, case.weight3x3, case.shape))
@@ -216,18 +228,18 @@ def test_halos_stay_small():
 
 FEWER_THREADS = """
 import torch
-from helpers import assert_same_step, picture, small_model, with_engine
+from helpers import assert_same_step, random_images, small_model, with_engine
 from efficient_densenet.engines.kernels.numba_cpu import openmp
 torch.set_num_threads(4)
-asked, run = [], openmp.run
-openmp.run = lambda kernel, threads, record: asked.append(threads) or run(kernel, threads, record)
+requested, run = [], openmp.run
+openmp.run = lambda kernel, threads, record: requested.append(threads) or run(kernel, threads, record)
 plain = small_model("bc", efficient=False)
-assert_same_step(with_engine(plain, "shared"), plain, picture("bc", 32))
-assert max(asked) == 4
+assert_same_step(with_engine(plain, "shared"), plain, random_images("bc", 32))
+assert max(requested) == 4
 """
 
 
-def test_fewer_threads_may_run_than_were_asked_for():
+def test_fewer_threads_than_requested_may_run():
     paths = [os.path.dirname(__file__), *sys.path]
     environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", FEWER_THREADS], env=environment, check=True)
@@ -256,36 +268,36 @@ def test_variance_of_values_far_from_zero(operation):
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
-def test_values_that_are_not_finite_spread_as_in_portable(operation):
-    """Inside the image: at its border they also meet the padding's zeros, so that the gradients of all taps of their
-    channel are NaN, not just most."""
+def test_non_finite_values_propagate_as_in_portable(operation):
+    """The non-finite pixels are inside the image: at its border they are also multiplied by the padding's zeros, which
+    makes the gradients of all taps of their channel NaN instead of most."""
     case = Case((1, 8, 8), 6, 16)
     case.values[9, 1], case.values[30, 4] = math.nan, math.inf
-    ours, theirs = (OPERATIONS[operation](each, case) for each in (operations, portable))
-    for found, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(found.isfinite(), expected.isfinite())
+    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
+    for actual, expected in zip(results, reference, strict=True):
+        assert torch.equal(actual.isfinite(), expected.isfinite())
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
-def test_mixed_precision_is_left_to_portable(operation):
+def test_mixed_precision_runs_on_portable(operation):
     case = Case((1, 8, 8), 6, 16)
     case.values, case.grad_accum = case.values.double(), case.grad_accum.double()
     case.scale, case.shift, case.grad_scale = case.scale.double(), case.shift.double(), case.grad_scale.double()
-    ours, theirs = (OPERATIONS[operation](each, case) for each in (operations, portable))
-    for found, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(found, expected)
+    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
+    for actual, expected in zip(results, reference, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
-def test_large_weights_are_left_to_portable(operation, monkeypatch):
+def test_large_weights_run_on_portable(operation, monkeypatch):
     monkeypatch.setattr(operations, "WEIGHT_BYTES", 5 * 16 * 4)
     case = Case((1, 8, 8), 6, 16)
-    ours, theirs = (OPERATIONS[operation](each, case) for each in (operations, portable))
-    for found, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(found, expected)
+    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
+    for actual, expected in zip(results, reference, strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_which_tensors_they_are_used_for():
+def test_kernels_for_selects_them_for_cpu_float32_and_float64():
     for dtype in (torch.float32, torch.float64):
         assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is operations
     for other in (torch.empty(2, 2, dtype=torch.bfloat16), torch.empty(2, 2, device="meta"), _subclass()):
@@ -299,18 +311,18 @@ def _subclass():
     return torch.empty(2, 2).as_subclass(Wrapped)
 
 
-def test_without_numba_the_portable_kernels_are_used_silently(monkeypatch):
+def test_without_numba_portable_is_used_without_a_warning(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not kernels._has_numba.__wrapped__()
 
 
-def test_without_gnu_openmp_the_portable_kernels_are_used_silently(monkeypatch):
+def test_without_gnu_openmp_portable_is_used_without_a_warning(monkeypatch):
     monkeypatch.setattr(openmp, "available", openmp.available.__wrapped__)
     monkeypatch.setattr(openmp, "functions", lambda: openmp._library().no_such_function)
     assert not kernels._has_numba.__wrapped__()
 
 
-def test_a_broken_numba_is_warned_of(monkeypatch):
+def test_broken_numba_warns(monkeypatch):
     def fail(*args, **kwargs):
         raise TypeError("no such argument")
 
@@ -341,8 +353,8 @@ print(compilation.compile_kernel(kernels.batch_norm_grad_input, torch.float32).c
 """
 
 
-def test_the_cache_on_disk_depends_on_all_sources(tmp_path):
-    """A change in any file of the kernels recompiles them, no change does not, and nothing stale is left."""
+def test_disk_cache_depends_on_all_sources(tmp_path):
+    """A change in any source file recompiles the kernels and replaces their files in the cache."""
     package = Path(efficient_densenet.__file__).parent
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     folder = tmp_path / package.name / "engines" / "kernels" / "numba_cpu"
@@ -351,8 +363,8 @@ def test_the_cache_on_disk_depends_on_all_sources(tmp_path):
         command = [sys.executable, "-c", f"FOLDER = {str(tmp_path)!r}\n{COMPILES}"]
         environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
         environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), *sys.path))
-        done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-        return int(done.stdout)
+        completed = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+        return int(completed.stdout)
 
     def cached():
         return {file.name for file in (folder / "__pycache__").iterdir() if file.suffix in (".nbi", ".nbc")}
@@ -374,23 +386,23 @@ def test_the_cache_on_disk_depends_on_all_sources(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_features_in_float32_and_convolutions_in_a_lower_precision(dtype):
-    """As under autocast, where a block's input is float32."""
+    """Under autocast a block's input is float32."""
     plain = DenseBlock(3, 8, 4, efficient=False)
-    ours, x = copy.deepcopy(plain), torch.randn(4, 8, 9, 7)
-    ours.engine = engines.parse("shared")
+    efficient, x = copy.deepcopy(plain), torch.randn(4, 8, 9, 7)
+    efficient.engine = engines.parse("shared")
     assert kernels.kernels_for(x) is operations
-    for block in (ours, plain):
+    for block in (efficient, plain):
         with torch.autocast("cpu", dtype):
-            found = block(x)
-        found.float().square().sum().backward()
-    for (name, found), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        assert found.grad is not None, name
-        assert_close(found.grad, expected.grad, 0.05)
+            output = block(x)
+        output.float().square().sum().backward()
+    for (name, actual), expected in zip(efficient.named_parameters(), plain.parameters(), strict=True):
+        assert actual.grad is not None, name
+        assert_close(actual.grad, expected.grad, 0.05)
 
 
-def test_a_saved_tensor_may_come_back_with_contiguous_columns():
+def test_saved_tensors_may_be_unpacked_with_contiguous_columns():
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "shared")
+    efficient = with_engine(plain, "shared")
 
     def pack(tensor):
         return tensor.t().contiguous() if tensor.dim() == 2 else tensor
@@ -399,4 +411,4 @@ def test_a_saved_tensor_may_come_back_with_contiguous_columns():
         return tensor.t() if tensor.dim() == 2 else tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        assert_same_step(ours, plain, picture("bc"))
+        assert_same_step(efficient, plain, random_images("bc"))

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from grids import grid
-from helpers import assert_same_buffers, assert_same_step, picture, small_model
+from helpers import assert_same_buffers, assert_same_step, random_images, small_model
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet
@@ -62,7 +62,7 @@ def _compare_training(plain: DenseNet) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in (3, 2, 4):
-            assert_same_step(ours, plain, picture("bc", batch))
+            assert_same_step(ours, plain, random_images("bc", batch))
     assert_same_buffers(ours, plain)
     return [str(warning.message) for warning in caught if "falling back" in str(warning.message)]
 
@@ -98,14 +98,14 @@ def test_after_a_block_they_run_alone_without_a_warning(name, where, monkeypatch
 def test_engine_shared_by_name_raises(name):
     model = _model_with_norms(name, "norm1").set_engine("shared")
     with pytest.raises(RuntimeError, match=r"engine 'shared' cannot run here: found a .*use another engine"):
-        model(picture("bc"))
+        model(random_images("bc"))
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_in_eval_mode_without_gradients_there_is_no_warning(name):
     plain = _model_with_norms(name, "norm").eval()
     ours = copy.deepcopy(plain).set_engine(True)
-    x = picture("bc")
+    x = random_images("bc")
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         assert torch.equal(ours(x), plain(x))

@@ -1,4 +1,4 @@
-"""The shared-storage engine: plain's numbers, a tenth of plain's memory, and the cases that it leaves to others."""
+"""The shared engine: results of plain, linear memory growth, and fallbacks for what it does not support."""
 
 import copy
 import statistics
@@ -17,8 +17,8 @@ from helpers import (
     assert_same_step,
     backward,
     freeze_norms,
-    picture,
     plan_stage,
+    random_images,
     small_model,
     use_kernels,
     with_engine,
@@ -34,34 +34,34 @@ from efficient_densenet.engines.shared import plan
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 
-def _possible(family, frozen, **_):
-    """Without bottlenecks there is no second norm."""
+def _valid(family, frozen, **_):
+    """Layers without bottlenecks have no norm2."""
     return not (family == "basic" and frozen == "norm2")
 
 
 @pytest.mark.parametrize(
     *grid(
-        _possible,
+        _valid,
         family=FAMILIES,
         drop_rate=[0.0, 0.2],
         frozen=[None, "", "norm1", "norm2"],
         kernels=KERNELS,
     )
 )
-def test_every_stage_equals_plain(family, drop_rate, frozen, kernels, monkeypatch):
+def test_shared_engine_matches_plain(family, drop_rate, frozen, kernels, monkeypatch):
     use_kernels(monkeypatch, *kernels)
     plain = small_model(family, efficient=False, drop_rate=drop_rate)
     if frozen is not None:
-        freeze_norms(plain, frozen)  # with norm1, consumers that disagree with their block run by themselves
-    ours = with_engine(plain, "shared")
+        freeze_norms(plain, frozen)  # with norm1, consumers whose mode differs from the block's run outside the stage
+    efficient = with_engine(plain, "shared")
     for batch in (2, 7):
-        assert_same_step(ours, plain, picture(family, batch))
-        assert_same_buffers(ours, plain)
+        assert_same_step(efficient, plain, random_images(family, batch))
+        assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.parametrize("kernels", [("portable", 2000), ("compiled", 50)])
 @pytest.mark.parametrize("widths", [(6, 3, 8), (2, 0, 5, 3), (0, 0, 4, 4)])
-def test_layers_of_one_block_may_have_bottlenecks_of_any_width(widths, kernels, monkeypatch):
+def test_bottleneck_widths_may_differ_within_a_block(widths, kernels, monkeypatch):
     use_kernels(monkeypatch, *kernels)
     plain = DenseBlock(0, 6, 3, efficient=False)
     for i, width in enumerate(widths):
@@ -70,52 +70,52 @@ def test_layers_of_one_block_may_have_bottlenecks_of_any_width(widths, kernels, 
             layer.conv1 = nn.Conv2d(6 + 3 * i, width, 1, bias=False)
             layer.norm2, layer.conv2 = nn.BatchNorm2d(width), nn.Conv2d(width, 3, 3, padding=1, bias=False)
         plain.add_module(f"denselayer{i + 1}", layer)
-    ours = copy.deepcopy(plain.double())
-    ours.engine = engines.parse("shared")
+    efficient = copy.deepcopy(plain.double())
+    efficient.engine = engines.parse("shared")
     x = torch.randn(4, 6, 9, 7, dtype=torch.double)
     if kernels[0] == "portable":
         assert len(list(portable.tiles(x.movedim(1, -1).flatten(0, 2), x.dtype))) > 1
-    assert_same_step(ours, plain, x)
-    assert_same_buffers(ours, plain)
+    assert_same_step(efficient, plain, x)
+    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_memory_formats_are_kept(memory_format, alone):
+def test_memory_format_is_preserved(memory_format, alone):
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "shared")
-    x = picture("bc").to(memory_format=memory_format)
-    module, reference = (m.features.denseblock1 if alone else m for m in (ours, plain))
+    efficient = with_engine(plain, "shared")
+    x = random_images("bc").to(memory_format=memory_format)
+    module, reference = (m.features.denseblock1 if alone else m for m in (efficient, plain))
     if alone:
         x = torch.randn(3, 4, 6, 5, dtype=torch.double).to(memory_format=memory_format)
         assert module(x).is_contiguous(memory_format=memory_format)
     assert_same_step(module, reference, x)
 
 
-def test_a_strided_input_and_a_strided_gradient():
+def test_strided_input_and_gradient():
     plain = small_model("bc", efficient=False).features.denseblock1
-    ours = copy.deepcopy(plain)
-    ours.engine = engines.Engine.SHARED
-    wide, grads = torch.randn(3, 8, 12, 10, dtype=torch.double), []
-    for module in (ours, plain):
-        x = wide.clone().requires_grad_()
+    efficient = copy.deepcopy(plain)
+    efficient.engine = engines.Engine.SHARED
+    base, grads = torch.randn(3, 8, 12, 10, dtype=torch.double), []
+    for module in (efficient, plain):
+        x = base.clone().requires_grad_()
         (module(x[:, ::2, ::2, 1::2]).transpose(0, 1)[::2] * 2).sum().backward()
         grads.append(x.grad)
     assert_close(*grads)
-    assert_same_gradients(ours, plain)
+    assert_same_gradients(efficient, plain)
 
 
 @pytest.mark.parametrize(
     *grid(
-        lambda consumer, tap, **_: not (tap and consumer == "block"),  # whose output it is anyway
+        lambda consumer, return_features, **_: not (return_features and consumer == "block"),
         consumer=["block", "transition", "norm"],
         bn_size=[0, 2],
         training=[True, False],
-        tap=[False, True],
+        return_features=[False, True],
         kernels=[("portable", 1 << 22), ("compiled", 7)],
     )
 )
-def test_gradcheck(kernels, consumer, bn_size, training, tap, monkeypatch):
+def test_gradcheck(kernels, consumer, bn_size, training, return_features, monkeypatch):
     use_kernels(monkeypatch, *kernels)
     model = small_model("bc", bn_size=bn_size, growth_rate=2, num_init_features=2, block_config=(2, 2)).train(training)
     block = model.features.denseblock1
@@ -128,7 +128,7 @@ def test_gradcheck(kernels, consumer, bn_size, training, tap, monkeypatch):
         block, after["norm"] = model.features.denseblock2, model.features.norm5
     channels = block.denselayer1.norm1.num_features
     x = torch.randn(2, channels, 3, 4, dtype=torch.double, requires_grad=True)
-    stage = plan_stage(block, after[consumer], x, return_features=tap)
+    stage = plan_stage(block, after[consumer], x, return_features=return_features)
 
     def function(x, *tensors):
         return shared.apply(stage, x, *tensors)
@@ -137,63 +137,64 @@ def test_gradcheck(kernels, consumer, bn_size, training, tap, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_errs_at_most_twice_as_much_as_plain(family):
-    """In the median of several networks: where rounding shuts a ReLU or opens it, one network's error says little."""
+def test_float32_error_is_at_most_twice_that_of_plain(family):
+    """The median over several networks: in a single one, rounding may switch a ReLU on or off."""
     ratios = []
     for seed in range(7):
         torch.manual_seed(seed)
-        truth = small_model(family, efficient=False)
-        x = picture(family, batch=8)
-        expected = _everything(truth, x)
-        plain = copy.deepcopy(truth).float()
-        ours, theirs = (_error(_everything(m, x.float()), expected) for m in (with_engine(plain, "shared"), plain))
-        ratios.append(ours / theirs)
+        float64_model = small_model(family, efficient=False)
+        x = random_images(family, batch=8)
+        expected = _output_and_gradients(float64_model, x)
+        plain = copy.deepcopy(float64_model).float()
+        models = with_engine(plain, "shared"), plain
+        error, plain_error = (_error(_output_and_gradients(model, x.float()), expected) for model in models)
+        ratios.append(error / plain_error)
     assert statistics.median(ratios) <= 2
 
 
-def _error(found, expected):
-    parts = [(a.double() - b).norm() / (b.norm() + 1e-3) for a, b in zip(found, expected, strict=True)]
+def _error(actual, expected):
+    parts = [(a.double() - b).norm() / (b.norm() + 1e-3) for a, b in zip(actual, expected, strict=True)]
     return torch.stack(parts).norm().item()
 
 
-def _everything(model, x):
+def _output_and_gradients(model, x):
     model.zero_grad()
     output, grad = backward(model, x)
     return [output, grad, *(p.grad.clone() for p in model.parameters())]
 
 
-def test_one_batch_after_another_before_the_backward_and_other_sizes_between():
+def test_forwards_of_several_sizes_before_one_backward():
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "shared")
-    for model in (plain, ours):
+    efficient = with_engine(plain, "shared")
+    for model in (plain, efficient):
         torch.manual_seed(1)
         inputs = [torch.randn(n, 3, side, side + 1, dtype=torch.double) for n, side in ((2, 9), (5, 12), (1, 8))]
         sum(model(x).square().sum() for x in inputs).backward()
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
 
 
-def test_official_checkpointing_around_the_model_updates_statistics_once():
+def test_torch_checkpoint_around_the_model_updates_statistics_once():
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "shared")
-    x = picture("bc").requires_grad_()
-    torch_checkpoint(ours, x, use_reentrant=False).square().sum().backward()
+    efficient = with_engine(plain, "shared")
+    x = random_images("bc").requires_grad_()
+    torch_checkpoint(efficient, x, use_reentrant=False).square().sum().backward()
     plain(x).square().sum().backward()
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
 
 
-def test_not_finite_values_reach_the_output_as_in_plain():
+def test_non_finite_values_propagate_to_the_output_as_in_plain():
     for value in (float("nan"), float("inf")):
-        x = picture("bc")
+        x = random_images("bc")
         x[0, 0, 0, 0] = value
         plain = small_model("bc", efficient=False)
-        found = with_engine(plain, "shared")(x)
-        assert torch.equal(found.isfinite(), plain(x).isfinite())
+        actual = with_engine(plain, "shared")(x)
+        assert torch.equal(actual.isfinite(), plain(x).isfinite())
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
-def test_a_single_value_per_channel_is_refused_as_plain_refuses_it():
+def test_single_value_per_channel_raises_as_in_plain():
     model = create_model("densenet_bc_100_12", block_config=(1,))
     with pytest.raises(RuntimeError, match="single value per channel"):
         model.set_engine("shared")(torch.randn(1, 3, 1, 1))
@@ -202,23 +203,23 @@ def test_a_single_value_per_channel_is_refused_as_plain_refuses_it():
         model(torch.randn(1, 3, 1, 1))
 
 
-def test_a_gradient_of_a_gradient_is_refused_with_the_engine_that_gives_it():
+def test_double_backward_raises_and_names_an_engine_that_supports_it():
     model = small_model("bc", efficient="shared")
-    x = picture("bc").requires_grad_()
+    x = random_images("bc").requires_grad_()
     with pytest.raises(RuntimeError, match=r"create_graph=True.*set_engine\('checkpoint'\)"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
-def test_a_parameter_written_into_before_the_backward_raises_autograd_s_own_error():
+def test_parameter_modified_in_place_before_the_backward_raises_autograd_error():
     model = small_model("bc", efficient="shared")
-    loss = model(picture("bc")).sum()
+    loss = model(random_images("bc")).sum()
     with torch.no_grad():
         model.features.denseblock1.denselayer1.conv1.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-# What it leaves to others
+# Unsupported blocks
 
 
 def _group_norm(layer):
@@ -253,12 +254,12 @@ def _no_affine(layer):
     layer.norm1 = nn.BatchNorm2d(layer.norm1.num_features, affine=False).double()
 
 
-def _dilated_unevenly(layer):
-    reach = {"padding": (2, 1), "dilation": (2, 1)}
-    layer.conv2 = nn.Conv2d(*layer.conv2.weight.shape[1::-1], 3, **reach, bias=False).double()
+def _uneven_dilation(layer):
+    geometry = {"padding": (2, 1), "dilation": (2, 1)}
+    layer.conv2 = nn.Conv2d(*layer.conv2.weight.shape[1::-1], 3, **geometry, bias=False).double()
 
 
-def _biased(layer):
+def _conv_bias(layer):
     layer.conv1.bias = nn.Parameter(torch.randn(len(layer.conv1.weight), dtype=torch.double))
 
 
@@ -271,9 +272,9 @@ class Doubled(DenseLayer):
         return 2 * super().first_half(*features)
 
 
-CASES = {
-    _dilated_unevenly: "all of the usual kind",
-    _biased: "all of the usual kind",
+UNSUPPORTED = {
+    _uneven_dilation: "all of the usual kind",
+    _conv_bias: "all of the usual kind",
     _subclass: "found a layer of class Doubled",
     _group_norm: "found a GroupNorm inside a layer",
     _prelu: "found a PReLU inside a layer",
@@ -286,23 +287,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("change", CASES)
-def test_what_it_cannot_take_falls_back_with_a_reason_or_raises_by_name(change, monkeypatch):
+@pytest.mark.parametrize("change", UNSUPPORTED)
+def test_unsupported_block_falls_back_with_a_warning_or_raises(change, monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
     plain = small_model("bc", efficient=False)
     for block in (plain.features.denseblock1, plain.features.denseblock3):
         change(block.denselayer2)
-    x = picture("bc")
-    ours = with_engine(plain, True)
-    with pytest.warns(UserWarning, match=CASES[change]) as caught:
-        ours(x), ours(x)
+    x = random_images("bc")
+    efficient = with_engine(plain, True)
+    with pytest.warns(UserWarning, match=UNSUPPORTED[change]) as caught:
+        efficient(x), efficient(x)
     assert len([w for w in caught if "falling back" in str(w.message)]) == 1
     plain(x), plain(x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        assert_same_step(ours, plain, x)
-    assert_same_buffers(ours, plain)
-    with pytest.raises(RuntimeError, match=f"engine 'shared' cannot run here: .*({CASES[change]}).*efficient=True"):
+        assert_same_step(efficient, plain, x)
+    assert_same_buffers(efficient, plain)
+    message = f"engine 'shared' cannot run here: .*({UNSUPPORTED[change]}).*efficient=True"
+    with pytest.raises(RuntimeError, match=message):
         with_engine(plain, "shared")(x)
 
 
@@ -323,25 +325,26 @@ def _own_forward(transition):
 
 
 @pytest.mark.parametrize("change", [_ceil, _max_pool, _with_bias, _own_forward])
-def test_an_unusual_transition_runs_by_itself(change):
+def test_unsupported_transition_runs_outside_the_stage(change):
     plain = small_model("bc", efficient=False)
     change(plain.features.transition1)
-    assert_same_step(with_engine(plain, "shared"), plain, picture("bc"))
+    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("place", ["features.denseblock1", "features.transition1", "features.transition1.relu"])
-def test_where_a_hook_watches_the_stage_runs_apart(place):
+@pytest.mark.parametrize("module_name", ["features.denseblock1", "features.transition1", "features.transition1.relu"])
+def test_hooked_modules_run_outside_the_stage(module_name):
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "shared")
+    efficient = with_engine(plain, "shared")
     seen = []
-    for model in (ours, plain):
-        model.get_submodule(place).register_forward_hook(lambda m, a, output: seen.append(output.detach().clone()))
-    assert_same_step(ours, plain, picture("bc"))
+    for model in (efficient, plain):
+        module = model.get_submodule(module_name)
+        module.register_forward_hook(lambda _module, _args, output: seen.append(output.detach().clone()))
+    assert_same_step(efficient, plain, random_images("bc"))
     assert len(seen) == 2
     assert_close(*seen)
 
 
-LOW = {
+PRECISIONS = {
     "autocast bfloat16": (torch.float32, torch.float32, torch.bfloat16),
     "autocast float16": (torch.float32, torch.float32, torch.float16),
     "bfloat16": (torch.bfloat16, torch.bfloat16, None),
@@ -349,56 +352,56 @@ LOW = {
 }
 
 
-@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_low_precision_errs_at_most_twice_as_much_as_plain(family, precision):
-    dtype, of_norms, autocast = LOW[precision]
+def test_low_precision_error_is_at_most_twice_that_of_plain(family, precision):
+    dtype, norm_dtype, autocast = PRECISIONS[precision]
     ratios = []
     for seed in range(5):
         torch.manual_seed(seed)
-        truth = small_model(family, efficient=False)
-        x = picture(family, batch=8)
-        expected = _everything(truth, x)
-        plain = copy.deepcopy(truth).to(dtype)
+        float64_model = small_model(family, efficient=False)
+        x = random_images(family, batch=8)
+        expected = _output_and_gradients(float64_model, x)
+        plain = copy.deepcopy(float64_model).to(dtype)
         for module in plain.modules():
             if isinstance(module, nn.BatchNorm2d):
-                module.to(of_norms)
+                module.to(norm_dtype)
         with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-            ours, theirs = (
-                _error(_everything(m, x.to(dtype)), expected) for m in (with_engine(plain, "shared"), plain)
+            error, plain_error = (
+                _error(_output_and_gradients(m, x.to(dtype)), expected) for m in (with_engine(plain, "shared"), plain)
             )
-        ratios.append(ours / theirs)
+        ratios.append(error / plain_error)
     assert statistics.median(ratios) <= 2
 
 
-def test_precisions_that_it_does_not_mix_fall_back_with_a_reason_or_raise_by_name(monkeypatch):
+def test_unsupported_mixed_precision_falls_back_with_a_warning_or_raises(monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
     model = small_model("bc", efficient=True).float()
     model.features.denseblock2.denselayer1.norm1.double()
     x = torch.randn(2, 5, 3, 3)
     with pytest.warns(UserWarning, match="found float64 in a CpBatchNorm2d"), pytest.raises(RuntimeError):
-        model.features.denseblock2(x)  # as plain refuses it
+        model.features.denseblock2(x)  # plain raises too
     with pytest.raises(RuntimeError, match="found float64 in a CpBatchNorm2d"):
         model.set_engine("shared").features.denseblock2(x)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("family", ["bc", "imagenet"])
-def test_a_kept_bottleneck_changes_no_number(family, frozen):
+def test_keep_bottleneck_does_not_change_results(family, frozen):
     plain = small_model(family, efficient=False, drop_rate=0.1).train(not frozen)
-    ours = with_engine(plain, "shared")
-    for block in (m for m in ours.modules() if isinstance(m, DenseBlock)):
+    efficient = with_engine(plain, "shared")
+    for block in (m for m in efficient.modules() if isinstance(m, DenseBlock)):
         block.denselayer1.keep_bottleneck = True
-    everywhere = small_model(family, efficient="shared", drop_rate=0.1, keep_bottleneck=True).train(not frozen)
-    everywhere.load_state_dict(plain.state_dict())
-    for model in (ours, everywhere):
-        assert_same_step(model, copy.deepcopy(plain), picture(family))
+    all_layers = small_model(family, efficient="shared", drop_rate=0.1, keep_bottleneck=True).train(not frozen)
+    all_layers.load_state_dict(plain.state_dict())
+    for model in (efficient, all_layers):
+        assert_same_step(model, copy.deepcopy(plain), random_images(family))
 
 
-def test_features_come_beside_what_is_made_of_them():
+def test_run_stage_with_features_returns_output_and_features():
     plain = small_model("bc", efficient=False)
     block, transition = plain.features.denseblock1, plain.features.transition1
-    x, found = torch.randn(3, 4, 6, 5, dtype=torch.double), []
+    x, results = torch.randn(3, 4, 6, 5, dtype=torch.double), []
     for run in (engines.run_stage_with_features, lambda block, transition, x: (transition(y := block(x)), y)):
         for weights in ((1, 0), (0, 1), (2, 3)):
             plain.zero_grad()
@@ -406,10 +409,10 @@ def test_features_come_beside_what_is_made_of_them():
             outputs = run(block, transition, leaf)
             sum(w * output.square().sum() for w, output in zip(weights, outputs, strict=True) if w).backward()
             grads = [p.grad for module in (block, transition) for p in module.parameters()]
-            found.append([*outputs, leaf.grad, *(torch.zeros(()) if grad is None else grad for grad in grads)])
-    for ours, expected in zip(found[:3], found[3:], strict=True):
-        for a, b in zip(ours, expected, strict=True):
-            assert_close(a, b)
+            results.append([*outputs, leaf.grad, *(torch.zeros(()) if grad is None else grad for grad in grads)])
+    for from_engine, from_modules in zip(results[:3], results[3:], strict=True):
+        for actual, expected in zip(from_engine, from_modules, strict=True):
+            assert_close(actual, expected)
 
 
 # Memory
@@ -426,47 +429,47 @@ def _peak(engine: str, **overrides) -> int:
     return tensor_peak(step)
 
 
-def test_growth_with_depth_is_linear(monkeypatch):
-    """Here the worst moment is where the backward enters the stage.
+def test_memory_grows_linearly_with_depth(monkeypatch):
+    """The peak is reached where the backward enters the stage.
 
-    It holds, as wide as the stage: the features, their pending gradient, the ReLU of the last norm's output and the
-    gradient of that output.
+    Four tensors as wide as the stage exist then: the features, the accumulator of their gradient, the output of the
+    last norm's ReLU and the gradient of that output.
     """
-    monkeypatch.setitem(portable.TILE_BYTES, "cpu", 1 << 16)  # scratch is a constant once there are enough images
+    monkeypatch.setitem(portable.TILE_BYTES, "cpu", 1 << 16)  # scratch has a constant size for this many rows
     peaks = [_peak("shared", block_config=(depth,)) for depth in (24, 32, 40)]
-    pixels, k = 4 * 32 * 32 * 4, 12
+    channel_bytes, growth_rate = 4 * 32 * 32 * 4, 12
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.05)
-    assert peaks[1] - peaks[0] == pytest.approx(4 * 8 * k * pixels, rel=0.05)
+    assert peaks[1] - peaks[0] == pytest.approx(4 * 8 * growth_rate * channel_bytes, rel=0.05)
 
 
-def test_gradients_of_a_large_stage_do_not_wait_for_each_other(monkeypatch):
+def test_gradients_of_a_large_stage_are_released_by_layer_group(monkeypatch):
     model = DenseNet(32, (24,), num_init_features=64, efficient="shared")
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    pictures, labels = torch.randn(2, 3, 4, 4), torch.zeros(2, dtype=torch.long)
+    images, labels = torch.randn(2, 3, 4, 4), torch.zeros(2, dtype=torch.long)
 
     def step():
-        F.cross_entropy(model(pictures), labels).backward()
+        F.cross_entropy(model(images), labels).backward()
 
     step()
-    by_groups = tensor_peak(step)
+    grouped_peak = tensor_peak(step)
     monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", weights)
-    assert by_groups <= tensor_peak(step) - weights / 2
+    assert grouped_peak <= tensor_peak(step) - weights / 2
 
 
-def test_parameters_are_saved_as_they_are():
-    """What packs saved tensors may know parameters by their class, and leave them where they are."""
+def test_parameters_are_saved_for_backward_without_copies():
+    """Saved-tensor hooks may recognize parameters by their class and leave them in place."""
     model, saved = small_model("bc", efficient="shared"), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        model.features(picture("bc"))
-    held = {parameter.data_ptr() for parameter in model.features.parameters()}
-    assert held <= {tensor.data_ptr() for tensor in saved}
-    assert all(isinstance(tensor, nn.Parameter) for tensor in saved if tensor.data_ptr() in held)
+        model.features(random_images("bc"))
+    parameter_addresses = {parameter.data_ptr() for parameter in model.features.parameters()}
+    assert parameter_addresses <= {tensor.data_ptr() for tensor in saved}
+    assert all(isinstance(tensor, nn.Parameter) for tensor in saved if tensor.data_ptr() in parameter_addresses)
 
 
-def test_it_keeps_the_features_once_and_can_be_counted_on_the_meta_device():
+def test_features_are_saved_once_as_counted_on_the_meta_device():
     model = create_model("densenet_bc_100_12", efficient="shared").to("meta")
-    pictures, labels = torch.empty(256, 3, 32, 32, device="meta"), torch.empty(256, dtype=torch.long, device="meta")
-    kept = saved_bytes(lambda: F.cross_entropy(model(pictures), labels))
-    # The three stages' features, the two transitions' outputs being read from there; the last norm's output and ReLU.
+    images, labels = torch.empty(256, 3, 32, 32, device="meta"), torch.empty(256, dtype=torch.long, device="meta")
+    saved_total = saved_bytes(lambda: F.cross_entropy(model(images), labels))
+    # The features of the three stages, which start with the transitions' outputs, and the output of the last ReLU.
     features = 256 * 4 * (216 * 32**2 + 300 * 16**2 + 342 * 8**2)
-    assert kept == pytest.approx(features + 256 * 4 * 342 * 8**2, rel=0.05)
+    assert saved_total == pytest.approx(features + 256 * 4 * 342 * 8**2, rel=0.05)

@@ -1,4 +1,4 @@
-"""The shared engine as a guest of autograd: what it must not touch, and the modes that others train in."""
+"""The shared engine in autograd: no modified arguments, autograd's modes, errors and unusual structures."""
 
 import copy
 
@@ -11,7 +11,7 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     backward,
-    picture,
+    random_images,
     small_model,
     use_kernels,
     with_engine,
@@ -26,7 +26,7 @@ from efficient_densenet.engines.kernels import scratch
 from efficient_densenet.engines.shared import backward as backward_module
 from efficient_densenet.engines.shared import forward, plan
 
-LAYOUTS = [torch.contiguous_format, torch.channels_last]
+MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last]
 CONSUMERS = ["block", "transition1", "norm5"]
 
 
@@ -34,7 +34,7 @@ CONSUMERS = ["block", "transition1", "norm5"]
     autouse=True,
     params=[
         pytest.param(0, id="a layer at a time"),
-        # small networks have one layer group in all other tests
+        # the stages of small networks form one layer group
         pytest.param(plan.LAYER_GROUP_BYTES, id="a stage at a time", marks=pytest.mark.exhaustive),
     ],
 )
@@ -43,7 +43,7 @@ def _layer_groups(request, monkeypatch):
 
 
 def _stage(consumer: str, engine: str = "shared", training: bool = True) -> nn.Sequential:
-    """A block and what consumes it, of its own, run as the model runs them."""
+    """The features of a small model, reduced to a block and its consumer."""
     model = small_model("bc", efficient=engine).train(training)
     features = model.features
     names = {"block": ["denseblock1"], "transition1": ["denseblock1", "transition1"], "norm5": ["denseblock3", "norm5"]}
@@ -61,74 +61,74 @@ def _input(stage: nn.Sequential, batch: int = 2) -> Tensor:
 @pytest.mark.parametrize(
     *grid(
         consumer=CONSUMERS,
-        layout=LAYOUTS,
+        memory_format=MEMORY_FORMATS,
         training=[True, False],
     )
 )
-def test_nothing_that_it_is_handed_is_written_into_or_given_back(consumer, layout, training):
+def test_arguments_are_neither_modified_nor_returned(consumer, memory_format, training):
     stage = _stage(consumer, training=training)
-    x = _input(stage).to(memory_format=layout).requires_grad_()
+    x = _input(stage).to(memory_format=memory_format).requires_grad_()
     y = stage(x)
     grad = torch.randn_like(y)
-    handed = [x, grad, *stage.parameters()]
-    before = [tensor.detach().clone() for tensor in handed]
+    arguments = [x, grad, *stage.parameters()]
+    originals = [tensor.detach().clone() for tensor in arguments]
     y.backward(grad, retain_graph=True)
-    given = [x.grad, *(parameter.grad for parameter in stage.parameters())]
-    first = [tensor.clone() for tensor in given]
-    assert all(torch.equal(tensor, old) for tensor, old in zip(handed, before, strict=True))
-    storages = [tensor.untyped_storage().data_ptr() for tensor in (*handed, y, *given)]
+    grads = [x.grad, *(parameter.grad for parameter in stage.parameters())]
+    expected = [tensor.clone() for tensor in grads]
+    assert all(torch.equal(tensor, old) for tensor, old in zip(arguments, originals, strict=True))
+    storages = [tensor.untyped_storage().data_ptr() for tensor in (*arguments, y, *grads)]
     assert len(set(storages)) == len(storages)
-    for tensor in (*given, grad):  # what is done to gradients does not reach a second backward
+    for tensor in (*grads, grad):  # overwritten gradients must not affect a second backward
         tensor.fill_(torch.nan)
     y.detach().fill_(torch.nan)
     x.grad = None
     stage.zero_grad()
-    y.backward(before[1])
-    for tensor, old in zip((x.grad, *(parameter.grad for parameter in stage.parameters())), first, strict=True):
+    y.backward(originals[1])
+    for tensor, old in zip((x.grad, *(parameter.grad for parameter in stage.parameters())), expected, strict=True):
         assert torch.equal(tensor, old)
 
 
 @pytest.mark.parametrize(
     *grid(
         consumer=CONSUMERS,
-        layout=LAYOUTS,
+        memory_format=MEMORY_FORMATS,
         grad=["expanded", "transposed", "narrowed"],
     )
 )
-def test_incoming_gradients_of_any_strides(consumer, layout, grad):
-    ours = _stage(consumer)
-    plain = copy.deepcopy(ours)
+def test_output_gradients_of_any_strides(consumer, memory_format, grad):
+    efficient = _stage(consumer)
+    plain = copy.deepcopy(efficient)
     for block in (module for module in plain if isinstance(module, DenseBlock)):
         block.engine = engines.Engine.PLAIN
-    x, found = _input(ours).to(memory_format=layout), []
-    for stage in (ours, plain):
+    x, results = _input(efficient).to(memory_format=memory_format), []
+    for stage in (efficient, plain):
         torch.manual_seed(1)
         leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
         y = stage(leaf)
-        incoming = {
+        grad_output = {
             "expanded": lambda y: torch.randn(y.shape[1], 1, 1, dtype=y.dtype).expand_as(y),
             "transposed": lambda y: torch.randn(y.transpose(0, 3).shape, dtype=y.dtype).transpose(0, 3),
             "narrowed": lambda y: torch.randn(*y.shape[:-1], 2 * y.shape[-1], dtype=y.dtype)[..., ::2],
         }[grad](y)
-        y.backward(incoming)
-        found += [y, leaf.grad]
+        y.backward(grad_output)
+        results += [y, leaf.grad]
         assert leaf.grad.stride() == leaf.stride()
-    assert_close(found[0], found[2])
-    assert_close(found[1], found[3])
-    assert_same_gradients(ours, plain)
+    assert_close(results[0], results[2])
+    assert_close(results[1], results[3])
+    assert_same_gradients(efficient, plain)
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 1, 7), (3, 4, 1, 1), (1, 4, 6, 1)])
-def test_sides_of_one_in_either_layout_and_expanded_inputs(shape):
-    ours = _stage("block")
-    plain = copy.deepcopy(ours)
+def test_sides_of_one_pixel_and_expanded_inputs(shape):
+    efficient = _stage("block")
+    plain = copy.deepcopy(efficient)
     plain.denseblock1.engine = engines.Engine.PLAIN
     x = torch.randn(shape, dtype=torch.double)
     for leaf in (x, x.to(memory_format=torch.channels_last)):
-        assert_same_step(ours, plain, leaf)
+        assert_same_step(efficient, plain, leaf)
     base = torch.randn(4, 4, 1, dtype=torch.double)
-    assert_same_step(ours, plain, base.expand(3, 4, 4, 5))
-    assert_same_buffers(ours, plain)
+    assert_same_step(efficient, plain, base.expand(3, 4, 4, 5))
+    assert_same_buffers(efficient, plain)
 
 
 MODES = {
@@ -140,86 +140,88 @@ MODES = {
 }
 
 
-OF_TORCH = pytest.mark.xfail(
+MUTATION_XFAIL = pytest.mark.xfail(
     not kernels.numba_supports(torch.empty(1)),
     strict=True,
     raises=KeyError,
-    reason="torch takes every output argument to be named out, which that of the pooling's gradient is not",
+    reason="torch looks for an output argument named out, but that of the pooling's gradient has another name",
 )
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=OF_TORCH if "mutation" in mode else ()) for mode in MODES])
-def test_modes_of_autograd(mode):
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=MUTATION_XFAIL if "mutation" in mode else ()) for mode in MODES]
+)
+def test_autograd_modes(mode):
     plain = small_model("bc", efficient=False, drop_rate=0.1)
-    ours = with_engine(plain, "shared")
+    efficient = with_engine(plain, "shared")
     with MODES[mode]():
-        assert_same_step(ours, plain, picture("bc"))
-    assert_same_buffers(ours, plain)
+        assert_same_step(efficient, plain, random_images("bc"))
+    assert_same_buffers(efficient, plain)
 
 
-def test_memory_that_nobody_wrote_is_never_read():
+def test_uninitialized_memory_is_never_read():
     """Deterministic mode fills new memory with NaN."""
     plain = small_model("bc", efficient=False, drop_rate=0.1)
-    ours = with_engine(plain, "shared")
+    efficient = with_engine(plain, "shared")
     torch.use_deterministic_algorithms(True)
     try:
         for frozen in (False, True):
-            ours.train(not frozen), plain.train(not frozen)
-            assert_same_step(ours, plain, picture("bc"))
+            efficient.train(not frozen), plain.train(not frozen)
+            assert_same_step(efficient, plain, random_images("bc"))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_same_buffers(ours, plain)
+    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_torch_s_checkpoint_around_stages(use_reentrant):
+def test_torch_checkpoint_around_the_features(use_reentrant):
     plain = small_model("bc", efficient=False, drop_rate=0.2)
-    ours = with_engine(plain, "shared")
-    x = picture("bc")
-    for model in (ours, plain):
+    efficient = with_engine(plain, "shared")
+    x = random_images("bc")
+    for model in (efficient, plain):
         torch.manual_seed(1)
         leaf = x.clone().requires_grad_()
         features = torch_checkpoint(model.features, leaf, use_reentrant=use_reentrant)
         model.classifier(features.mean((2, 3))).square().sum().backward()
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
 
 
-def test_an_input_made_in_inference_mode():
+def test_input_created_in_inference_mode():
     plain = _stage("block", engine="plain")
-    ours = copy.deepcopy(plain)
-    ours.denseblock1.engine = engines.Engine.SHARED
+    efficient = copy.deepcopy(plain)
+    efficient.denseblock1.engine = engines.Engine.SHARED
     with torch.inference_mode():
         x = _input(plain)
-        assert_close(ours(x).clone(), plain(x).clone())
-    for stage in (ours, plain):
+        assert_close(efficient(x).clone(), plain(x).clone())
+    for stage in (efficient, plain):
         stage(x).square().sum().backward()
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("memory_format", MEMORY_FORMATS)
 @pytest.mark.parametrize("consumer", CONSUMERS)
-def test_inputs_and_outputs_may_be_changed_in_place_where_plain_allows_it(consumer, layout):
-    ours = _stage(consumer)
-    plain = copy.deepcopy(ours)
+def test_inputs_and_outputs_may_be_modified_in_place_as_in_plain(consumer, memory_format):
+    efficient = _stage(consumer)
+    plain = copy.deepcopy(efficient)
     for block in (module for module in plain if isinstance(module, DenseBlock)):
         block.engine = engines.Engine.PLAIN
-    x = _input(ours)
-    for stage in (ours, plain):
-        given = x.to(memory_format=layout, copy=True)
-        y = stage(given)
-        given.zero_()
+    x = _input(efficient)
+    for stage in (efficient, plain):
+        copied = x.to(memory_format=memory_format, copy=True)
+        y = stage(copied)
+        copied.zero_()
         (y.mul_(2) + 1).square().sum().backward()
-    assert_same_gradients(ours, plain)
+    assert_same_gradients(efficient, plain)
 
 
 @pytest.mark.parametrize(
     "name", ["denseblock1.denselayer1.norm1.weight", "denseblock1.denselayer2.conv2.weight", "transition1.conv.weight"]
 )
-def test_a_parameter_changed_in_place_raises_autograd_s_error_as_in_plain(name):
+def test_parameter_modified_in_place_raises_autograd_error_as_in_plain(name):
     for engine in ("shared", "plain"):
         stage = _stage("transition1", engine)
         loss = stage(_input(stage).requires_grad_()).square().sum()
@@ -229,7 +231,7 @@ def test_a_parameter_changed_in_place_raises_autograd_s_error_as_in_plain(name):
             loss.backward()
 
 
-def test_a_graph_used_up_raises_autograd_s_error():
+def test_second_backward_without_retain_graph_raises_autograd_error():
     stage = _stage("transition1")
     loss = stage(_input(stage)).sum()
     loss.backward()
@@ -237,59 +239,59 @@ def test_a_graph_used_up_raises_autograd_s_error():
         loss.backward()
 
 
-GRADIENTS = ["conv1x1_backward", "conv3x3_backward", "pooled_conv1x1_backward"]
+BACKWARD_KERNELS = ["conv1x1_backward", "conv3x3_backward", "pooled_conv1x1_backward"]
 
 
 @pytest.mark.parametrize(
     *grid(
-        lambda learning, bn_size, **_: not (learning == "conv2" and bn_size == 0),
-        learning=["norms", "conv1", "conv2", "transition"],
+        lambda trainable, bn_size, **_: not (trainable == "conv2" and bn_size == 0),
+        trainable=["norms", "conv1", "conv2", "transition"],
         bn_size=[0, 2],
-        ours=[("portable", 1 << 22), ("compiled", 256)],
+        backend=[("portable", 1 << 22), ("compiled", 256)],
     )
 )
-def test_gradients_of_weights_that_do_not_learn_are_not_made(ours, bn_size, learning, monkeypatch):
-    use_kernels(monkeypatch, *ours)
+def test_gradients_of_frozen_weights_are_not_computed(backend, bn_size, trainable, monkeypatch):
+    use_kernels(monkeypatch, *backend)
     plain = small_model("bc", bn_size=bn_size, efficient=False)
     for name, parameter in plain.named_parameters():
-        parameter.requires_grad_("norm" in name if learning == "norms" else learning in name and "norm" not in name)
-    model, made = with_engine(plain, "shared"), []
-    here = kernels.kernels_for(picture("bc"))
-    for name in GRADIENTS:
-        monkeypatch.setattr(here, name, _noting(getattr(here, name), name, made))
-    assert_same_step(model, plain, picture("bc"))
+        parameter.requires_grad_("norm" in name if trainable == "norms" else trainable in name and "norm" not in name)
+    model, computed = with_engine(plain, "shared"), []
+    backend_kernels = kernels.kernels_for(random_images("bc"))
+    for name in BACKWARD_KERNELS:
+        monkeypatch.setattr(backend_kernels, name, _recording(getattr(backend_kernels, name), name, computed))
+    assert_same_step(model, plain, random_images("bc"))
     expected = {
         "norms": set(),
         "conv1": {"conv1x1_backward" if bn_size else "conv3x3_backward"},
         "conv2": {"conv3x3_backward"} if bn_size else set(),
         "transition": {"pooled_conv1x1_backward"},
     }
-    assert set(made) == expected[learning]
+    assert set(computed) == expected[trainable]
 
 
-def _noting(function, name, made):
-    def noting(*args):
-        found = function(*args)
-        if found[0] is not None:
-            made.append(name)
-        return found
+def _recording(function, name, computed):
+    def recording(*args):
+        outputs = function(*args)
+        if outputs[0] is not None:
+            computed.append(name)
+        return outputs
 
-    return noting
+    return recording
 
 
-def test_running_statistics_written_before_the_backward_do_not_matter():
-    """As in plain in training mode; where norms are frozen the shared engine has its own copy."""
+def test_running_statistics_updated_before_the_backward_do_not_affect_it():
+    """In plain this holds in training mode; for frozen norms the shared engine keeps a copy."""
     plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, "shared")
-    x = picture("bc")
-    for model in (ours, plain):
+    efficient = with_engine(plain, "shared")
+    x = random_images("bc")
+    for model in (efficient, plain):
         loss = model(x).square().sum()
         model(x + 1)  # a second forward moves the running statistics
         loss.backward()
-    assert_same_gradients(ours, plain)
+    assert_same_gradients(efficient, plain)
 
 
-def test_an_error_midway_leaves_nothing_behind(monkeypatch):
+def test_exceptions_in_forward_or_backward_leave_no_state_behind(monkeypatch):
     stage = _stage("transition1")
     x = _input(stage)
     expected = [tensor.clone() for tensor in backward(copy.deepcopy(stage), x)]
@@ -306,62 +308,62 @@ def test_an_error_midway_leaves_nothing_behind(monkeypatch):
         assert getattr(scratch._local, "held", None) is None
         assert torch.is_grad_enabled()
         assert not torch.is_autocast_enabled("cpu")
-    for found, value in zip(backward(stage, x), expected, strict=True):
-        assert torch.equal(found, value)
+    for actual, value in zip(backward(stage, x), expected, strict=True):
+        assert torch.equal(actual, value)
 
 
 def _raise(*_):
     raise ZeroDivisionError
 
 
-# Values that are not finite, and inputs that are not there
+# Non-finite values and empty batches
 
 
-def _everything(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def _outputs_gradients_and_buffers(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     output, grad = backward(model, x)
-    found = {"output": output, "input": grad, **{name: p.grad for name, p in model.named_parameters()}}
-    return found | dict(model.named_buffers())
+    result = {"output": output, "input": grad, **{name: p.grad for name, p in model.named_parameters()}}
+    return result | dict(model.named_buffers())
 
 
 @pytest.mark.parametrize(
     *grid(
-        place=["input", "features.denseblock1.denselayer1.conv1.weight", "features.norm5.bias"],
+        location=["input", "features.denseblock1.denselayer1.conv1.weight", "features.norm5.bias"],
         training=[True, False],
         value=[float("nan"), float("inf"), -float("inf")],
     )
 )
-def test_not_finite_values_reach_everything_that_they_reach_in_plain(place, training, value):
+def test_non_finite_values_propagate_as_in_plain(location, training, value):
     plain = small_model("bc", efficient=False)
-    plain(picture("bc"))
+    plain(random_images("bc"))
     plain.train(training)
-    x = picture("bc")
+    x = random_images("bc")
     with torch.no_grad():
-        tensor = x if place == "input" else plain.get_parameter(place)
+        tensor = x if location == "input" else plain.get_parameter(location)
         tensor.view(-1)[0] = value
-    ours = with_engine(plain, "shared")
-    expected = _everything(plain, x)
-    for name, found in _everything(ours, x).items():
-        assert torch.equal(found.isfinite(), expected[name].isfinite()), name
-        finite = found.isfinite()
-        assert_close(found[finite].nan_to_num(), expected[name][finite].nan_to_num()) if finite.any() else None
+    efficient = with_engine(plain, "shared")
+    expected = _outputs_gradients_and_buffers(plain, x)
+    for name, actual in _outputs_gradients_and_buffers(efficient, x).items():
+        assert torch.equal(actual.isfinite(), expected[name].isfinite()), name
+        finite = actual.isfinite()
+        assert_close(actual[finite].nan_to_num(), expected[name][finite].nan_to_num()) if finite.any() else None
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_an_empty_batch_runs_as_in_plain(training):
+def test_empty_batch_matches_plain(training):
     plain = small_model("bc", efficient=False).train(training)
-    ours = with_engine(plain, "shared")
-    for model in (ours, plain):
+    efficient = with_engine(plain, "shared")
+    for model in (efficient, plain):
         output = model(torch.empty(0, 3, 9, 7, dtype=torch.double))
         assert output.shape == (0, 5)
         output.sum().backward()
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
 
 
-# Structures that only look like what it takes
+# Structures that the shared engine does not support
 
 
-def _fails_as_plain(stage: nn.Module, x: Tensor, found: str) -> None:
+def _assert_raises_as_plain(stage: nn.Module, x: Tensor, message: str) -> None:
     block = stage.denseblock1
     for engine in (engines.Engine.PLAIN, None):
         block.engine = engine
@@ -369,49 +371,49 @@ def _fails_as_plain(stage: nn.Module, x: Tensor, found: str) -> None:
             stage(x)
         assert "engine" not in str(raised.value)
     block.engine = engines.Engine.SHARED
-    with pytest.raises(RuntimeError, match=f"engine 'shared' cannot run here: {found}"):
+    with pytest.raises(RuntimeError, match=f"engine 'shared' cannot run here: {message}"):
         stage(x)
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize("shape", [(2, 3, 5, 5), (2, 6, 5, 5), (4, 5, 5)])
-def test_an_input_of_other_channels_or_dimensions_is_refused(shape):
-    _fails_as_plain(_stage("block"), torch.randn(shape, dtype=torch.double), "found (a layer|an input)")
+def test_input_with_wrong_channels_or_dimensions_raises(shape):
+    _assert_raises_as_plain(_stage("block"), torch.randn(shape, dtype=torch.double), "found (a layer|an input)")
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
-def test_layers_that_do_not_fit_together_are_refused():
+def test_inconsistent_layers_raise():
     stage = _stage("block")
     stage.denseblock1.denselayer2.norm1 = nn.BatchNorm2d(5).double()
-    _fails_as_plain(stage, _input(stage), "found a layer from 5 channels")
+    _assert_raises_as_plain(stage, _input(stage), "found a layer from 5 channels")
     stage = _stage("block")
     stage.denseblock1.denselayer2.norm2 = nn.BatchNorm2d(5).double()
-    _fails_as_plain(stage, _input(stage), "found a norm of 5 channels")
+    _assert_raises_as_plain(stage, _input(stage), "found a norm of 5 channels")
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
-def test_a_layer_of_another_growth_rate_falls_back():
+def test_layer_with_another_growth_rate_falls_back():
     plain = _stage("block", engine="plain")
     block = plain.denseblock1
     block.add_module("denselayer3", DenseLayer(10, 5, 4, 0.0).double())
-    ours = copy.deepcopy(plain)
-    ours.denseblock1.engine = None
-    assert_same_step(ours, plain, _input(plain))
-    ours.denseblock1.engine = engines.Engine.SHARED
+    efficient = copy.deepcopy(plain)
+    efficient.denseblock1.engine = None
+    assert_same_step(efficient, plain, _input(plain))
+    efficient.denseblock1.engine = engines.Engine.SHARED
     with pytest.raises(RuntimeError, match="found a layer from 10 channels to 5"):
-        ours(_input(plain))
+        efficient(_input(plain))
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
-def test_norms_inside_that_measure_a_single_value_are_refused_as_in_plain():
+def test_single_value_per_channel_in_an_inner_norm_raises_as_in_plain():
     stage = _stage("block")
     for layer in stage.denseblock1.children():
         layer.norm1.eval()
     x = torch.randn(1, 4, 1, 1, dtype=torch.double)
-    _fails_as_plain(stage, x, "found a single value per channel")
+    _assert_raises_as_plain(stage, x, "found a single value per channel")
 
 
-def _unnamed(features: nn.Sequential) -> None:
+def _unnamed_transition(features: nn.Sequential) -> None:
     features.transition1 = nn.Sequential(*features.transition1.children())
 
 
@@ -441,7 +443,7 @@ def _doubling_block(features: nn.Sequential) -> None:
     features.denseblock1.__class__ = DoublingBlock
 
 
-def _extra(features: nn.Sequential) -> None:
+def _extra_module(features: nn.Sequential) -> None:
     features.transition1.add_module("dropout", nn.Dropout(0.5))
 
 
@@ -450,27 +452,27 @@ def _renamed_norm(features: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_unnamed, _wrapped_norm, _no_norm, _doubling, _doubling_block, _extra, _renamed_norm]
+    "change", [_unnamed_transition, _wrapped_norm, _no_norm, _doubling, _doubling_block, _extra_module, _renamed_norm]
 )
-def test_consumers_and_blocks_of_other_forms(change):
+def test_unusual_consumers_and_blocks_match_plain(change):
     plain = small_model("bc", efficient=False)
     change(plain.features)
-    ours = with_engine(plain, "shared")
-    assert_same_step(ours, plain, picture("bc"))
-    assert_same_buffers(ours, plain)
+    efficient = with_engine(plain, "shared")
+    assert_same_step(efficient, plain, random_images("bc"))
+    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
-def test_a_layer_without_a_norm_in_a_whole_model():
+def test_layer_without_a_norm_falls_back():
     plain = small_model("bc", efficient=False)
     plain.features.denseblock1.denselayer1.norm1 = nn.Identity()
-    assert_same_step(with_engine(plain, True), plain, picture("bc"))
+    assert_same_step(with_engine(plain, True), plain, random_images("bc"))
 
 
-def test_a_drop_rate_of_one():
+def test_drop_rate_of_one():
     plain = small_model("bc", efficient=False)
     plain.features.denseblock1.denselayer1.drop_rate = 1.0
-    assert_same_step(with_engine(plain, "shared"), plain, picture("bc"))
+    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
 
 
 def test_norms_without_a_bias_fall_back(monkeypatch):
@@ -479,4 +481,4 @@ def test_norms_without_a_bias_fall_back(monkeypatch):
     plain.features.denseblock1.denselayer2.norm1.register_parameter("bias", None)
     plain.features.norm5.register_parameter("bias", None)
     with pytest.warns(UserWarning, match="found a layer that is not batch norm"):
-        assert_same_step(with_engine(plain, True), plain, picture("bc"))
+        assert_same_step(with_engine(plain, True), plain, random_images("bc"))

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 from grids import grid
-from helpers import assert_close, backward, picture, small_model, with_engine
-from kernel_operations import OPERATIONS, Case, accumulates_or_not, check, large_enough
+from helpers import assert_close, backward, random_images, small_model, with_engine
+from kernel_operations import OPERATIONS, Case, check, has_pooling_window, overwrite_applies
 from torch import nn
 
 from efficient_densenet import DenseLayer
@@ -66,7 +66,7 @@ check = functools.partial(check, triton_kernels)
 
 @pytest.mark.parametrize(
     *grid(
-        large_enough,
+        has_pooling_window,
         operation=OPERATIONS,
         shape=[(1, 1, 1), (1, 1, 7), (1, 9, 7), (2, 5, 13)],
         channels__width=[(1, 20), (5, 48), (36, 16)],
@@ -100,15 +100,15 @@ def test_program_instances_that_loop_and_tiles_of_one_image(operation, monkeypat
 
 @pytest.mark.parametrize(
     *grid(
-        accumulates_or_not,
+        overwrite_applies,
         operation=[name for name in OPERATIONS if "conv3x3" in name or "pooled" in name],
         shape=[(2, 9), (2, 4, 3, 5), (2, 3, 4, 5)],
-        first=[False, True],
+        overwrite=[False, True],
     )
 )
-def test_signals_and_volumes(operation, shape, first, monkeypatch):
+def test_signals_and_volumes(operation, shape, overwrite, monkeypatch):
     monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
-    check(operation, Case(shape, 9, 16, overwrite=first))
+    check(operation, Case(shape, 9, 16, overwrite=overwrite))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_error_of_a_training_step_is_at_most_twice_plain_s(family, keep, fro
     truth = small_model(family, efficient=False).to(DEVICE)
     for layer in (m for m in truth.modules() if isinstance(m, DenseLayer)):
         layer.keep_bottleneck = keep
-    x = picture(family, batch=2).to(DEVICE)
+    x = random_images(family, batch=2).to(DEVICE)
     if frozen:
         truth(x)
         for module in truth.modules():
@@ -258,7 +258,7 @@ def test_the_error_in_tf32_is_at_most_twice_pytorch_s(operation, monkeypatch):
 @needs_device
 def test_a_step_can_be_captured_in_a_cuda_graph():
     plain = small_model("bc", efficient=False).float().to(DEVICE)
-    model, x = with_engine(plain, "shared"), picture("bc").float().to(DEVICE)
+    model, x = with_engine(plain, "shared"), random_images("bc").float().to(DEVICE)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from helpers import assert_close, picture, small_model
+from helpers import assert_close, random_images, small_model
 from keras_layout import as_keras
 from torch import Tensor, nn
 
@@ -67,7 +67,7 @@ def test_every_layout_loads_and_computes_the_same(layout):
     for name, tensor in ours.state_dict().items():
         if name not in expected_kept:
             assert torch.equal(tensor, state[name]), name
-    x = picture("imagenet", batch=2)
+    x = random_images("imagenet", batch=2)
     assert_close(ours.eval()(x), source.eval()(x))
     assert len(report.used) == len(state) - len(expected_kept)
     assert set(report.kept) == expected_kept
@@ -82,7 +82,7 @@ def _trained(family: str, **overrides) -> DenseNet:
     """A model after one forward, whose running statistics differ from a new model's."""
     model = small_model(family, efficient=False, **overrides)
     with torch.no_grad():
-        model(picture(family, batch=2))
+        model(random_images(family, batch=2))
     return model
 
 
@@ -115,7 +115,7 @@ def test_weights_of_other_libraries_models_both_ways(library):
             nn.init.uniform_(tensor, 0.5, 1.5)
     ours = create_model("densenet121", num_init_features=8, **WORDS).double()
     load_weights(ours, theirs.state_dict())
-    x = picture("imagenet", batch=2)
+    x = random_images("imagenet", batch=2)
     expected = theirs.eval()(x)
     assert_close(ours.eval()(x), expected)
     for tensor in theirs.state_dict().values():
@@ -141,7 +141,7 @@ def test_weights_of_keras_s_model(monkeypatch):
     ours = densenet121(num_classes=5).double().eval()
     report = load_weights(ours, {v.path: v.numpy() for v in theirs.weights})
     assert len(report.used) == len(theirs.weights)
-    x = picture("imagenet", batch=2)[:, :, :64, :64]
+    x = random_images("imagenet", batch=2)[:, :, :64, :64]
     expected = torch.as_tensor(np.asarray(theirs.predict(x.permute(0, 2, 3, 1).numpy(), verbose=0)))
     assert_close(ours(x).detach(), expected.double(), 1e-5)  # some of Keras's operations stay in float32
 
@@ -268,7 +268,7 @@ def test_another_number_of_classes(num_classes, skip):
     assert report.kept == [f"classifier.{name}" for name in before]
     assert "skipped: class_layers.out.weight, class_layers.out.bias" in str(report)
     _unchanged(model.classifier, before)
-    x = picture("bc", batch=2)
+    x = random_images("bc", batch=2)
     assert_close(model.eval().features(x), source.eval().features(x))
 
 

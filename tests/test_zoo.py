@@ -1,4 +1,4 @@
-"""The published variants have their published sizes."""
+"""The zoo: published parameter counts, builders and defaults."""
 
 import inspect
 
@@ -8,7 +8,7 @@ import torch
 import efficient_densenet
 from efficient_densenet import DenseNet, create_model, list_models
 
-MILLIONS = {
+PARAMETERS_IN_MILLIONS = {
     "densenet_40_12": 1.020,
     "densenet_100_12": 6.980,
     "densenet_100_24": 27.249,
@@ -28,41 +28,41 @@ MILLIONS = {
 }
 
 
-def test_the_zoo_is_complete():
-    assert set(list_models()) == set(MILLIONS)
+def test_list_models_is_complete():
+    assert set(list_models()) == set(PARAMETERS_IN_MILLIONS)
 
 
-@pytest.mark.parametrize("name", MILLIONS)
+@pytest.mark.parametrize("name", PARAMETERS_IN_MILLIONS)
 def test_parameter_counts(name):
     with torch.device("meta"):
         model = create_model(name)
     count = sum(p.numel() for p in model.parameters())
-    assert round(count / 1e6, 3) == MILLIONS[name]
+    assert round(count / 1e6, 3) == PARAMETERS_IN_MILLIONS[name]
 
 
-@pytest.mark.parametrize("name", MILLIONS)
-def test_a_function_for_each(name):
+@pytest.mark.parametrize("name", PARAMETERS_IN_MILLIONS)
+def test_builder_functions(name):
     build = getattr(efficient_densenet, name)
     with torch.device("meta"):
-        ours, created = build(num_classes=3, efficient=False), create_model(name, num_classes=3)
-    assert ours.classifier.out_features == 3
-    assert ours.engine == "plain"
-    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in created.state_dict().items()}
+        built, created = build(num_classes=3, efficient=False), create_model(name, num_classes=3)
+    assert built.classifier.out_features == 3
+    assert built.engine == "plain"
+    assert {k: v.shape for k, v in built.state_dict().items()} == {k: v.shape for k, v in created.state_dict().items()}
 
 
-def test_patterns():
+def test_list_models_patterns():
     assert list_models("densenet_bc_40_*") == ["densenet_bc_40_36", "densenet_bc_40_48", "densenet_bc_40_60"]
     assert list_models("resnet*") == []
 
 
-def test_unknown_variant_and_unknown_override():
+def test_unknown_model_and_unknown_argument_raise():
     with pytest.raises(ValueError, match=r"unknown model 'densenet12': did you mean 'densenet121'.*densenet_40_12"):
         create_model("densenet12")
     with pytest.raises(TypeError, match="unknown argument 'growth' for densenet121: DenseNet takes growth_rate"):
         create_model("densenet121", growth=3)
 
 
-def test_defaults_are_those_callers_of_the_efficient_densenet_code_expect():
+def test_positional_arguments_and_defaults():
     parameters = inspect.signature(DenseNet).parameters
     expected = {
         "growth_rate": 12,
