@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-def grid(where: Callable[..., bool] | None = None, strength: int = 2, **axes: Iterable) -> tuple[str, list]:
+def grid(where: Callable[..., bool] | None = None, /, *, strength: int = 2, **axes: Iterable) -> tuple[str, list]:
     """The arguments of `pytest.mark.parametrize` for the product of the axes.
 
     An axis named `a__b` has pairs as its values. `where` takes the values of a combination by name and returns whether
