@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-def grid(where: Callable[..., bool] | None = None, strength: int = 2, **axes: Iterable) -> tuple[str, list]:
+def grid(where: Callable[..., bool] | None = None, /, *, strength: int = 2, **axes: Iterable) -> tuple[str, list]:
     """The arguments of `pytest.mark.parametrize` for the product of the axes.
 
     The values of an axis named `a__b` are pairs. `where` takes a combination by keyword and returns whether it is

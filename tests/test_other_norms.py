@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from grids import grid
 from helpers import assert_same_buffers, assert_same_step, random_images, small_model
 from torch import Tensor, nn
 
@@ -66,8 +67,13 @@ def _compare_training(plain: DenseNet) -> list[str]:
     return [str(warning.message) for warning in caught if "falling back" in str(warning.message)]
 
 
-@pytest.mark.parametrize("where", ["norm", "norm1", "norm2"])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    *grid(
+        name=NORMS,
+        where=["norm", "norm1", "norm2"],
+        strength=1,
+    )
+)
 def test_inside_layers_they_run_by_recomputation_with_one_warning(name, where, monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
     (message,) = _compare_training(_model_with_norms(name, where, drop_rate=0.2))
@@ -76,8 +82,13 @@ def test_inside_layers_they_run_by_recomputation_with_one_warning(name, where, m
         assert f"found a {name.split()[0]} inside a layer, where the shared engine takes BatchNorm2d" in message
 
 
-@pytest.mark.parametrize("where", ["transition", "norm5"])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    *grid(
+        name=NORMS,
+        where=["transition", "norm5"],
+        strength=1,
+    )
+)
 def test_after_a_block_they_run_alone_without_a_warning(name, where, monkeypatch):
     monkeypatch.setattr(engines, "_warned", set())
     assert _compare_training(_model_with_norms(name, where)) == []

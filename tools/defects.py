@@ -85,8 +85,8 @@ DEFECTS = [
     Defect(
         "running statistics of the first layer's channels for every norm",
         STATISTICS,
-        "update_running_statistics(norm, self.mean[columns], self.unbiased[columns])",
-        "update_running_statistics(norm, self.mean[columns].roll(1), self.unbiased[columns])",
+        "update_running_statistics(norm, self.mean[columns], self.unbiased_variances[columns])",
+        "update_running_statistics(norm, self.mean[columns].roll(1), self.unbiased_variances[columns])",
         STAGE_TESTS,
     ),
     Defect(
@@ -141,8 +141,8 @@ DEFECTS = [
     Defect(
         "bottleneck computed ahead for a layer with keep_bottleneck",
         BACKWARD,
-        "self.plan.frozen or self.plan.layers[i].keep_bottleneck or self._is_done(i)",
-        "self._is_done(i)",
+        "self.plan.frozen or self.plan.layers[i].keep_bottleneck or self._no_grad_needed_through(i)",
+        "self._no_grad_needed_through(i)",
         STAGE_TESTS,
     ),
     Defect(

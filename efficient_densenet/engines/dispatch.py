@@ -60,7 +60,7 @@ class BlockPlan(NamedTuple):
     parts: BlockParts | None = None
 
 
-BY_LAYER = {
+RUN_FIRST_HALF = {
     Engine.PLAIN: plain.run_first_half,
     Engine.OFFICIAL: recompute.run_first_half_official,
     Engine.CHECKPOINT: recompute.run_first_half_checkpoint,
@@ -126,7 +126,7 @@ def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
     """The output of a dense block."""
     if plan.parts is not None:
         return shared.run(plan.parts, x)
-    return as_engine_block(block).run_layers(x, BY_LAYER[plan.engine])
+    return as_engine_block(block).run_layers(x, RUN_FIRST_HALF[plan.engine])
 
 
 def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockParts | None = None) -> tuple[Tensor, bool]:

@@ -54,7 +54,8 @@ class BatchNormBackward(NamedTuple):
     """grad_input = scale · values + shift + grad_scale · grad_accum: a batch norm's backward, its two sums being known.
 
     It is r · (g − mean(g) − x̂ · mean(g · x̂)), with the terms in x and the constant ones collected in `input`:
-    grad_scale = r, scale = −r² · mean(g · x̂), shift = −r · mean(g) for values x − μ. No ReLU is applied.
+    grad_scale = r, scale = −r² · mean(g · x̂), shift = −r · mean(g) for values x − μ. Only the fields of the two are
+    borrowed: no ReLU is applied, and `accumulator.grad_accum` is read, not written.
     """
 
     input: AffineInput
@@ -65,7 +66,7 @@ Statistics = tuple[Tensor, Tensor]
 """Mean and biased variance of each channel, (channels,) each."""
 
 NormSums = tuple[Tensor, Tensor]
-"""Σ grad and Σ grad · values over the rows, grad being the gradient masked by the ReLU: (channels,) each."""
+"""Σ grad and Σ grad · values over the rows, grad being the gradient masked by any ReLU: (channels,) each."""
 
 ConvGradients = tuple[Tensor | None, Tensor, Tensor]
 """grad_weight (None where it is not needed), and the two sums of `NormSums`."""

@@ -58,7 +58,7 @@ class Backward:
         """The gradients of the group's tensors, where they are needed."""
         group = self.group
         for i in reversed(group.layers):
-            if self._is_done(i):
+            if self._no_grad_needed_through(i):
                 break
             start = self.num_channels - self.plan.growth_rate
             self._layer(i, self._grad_features(start, self.num_channels).to(self.plan.dtype))
@@ -73,7 +73,7 @@ class Backward:
         self.scratch.clear()
         return to_spatial(self._grad_features(0, self.num_channels), self.shape)
 
-    def _is_done(self, i: int) -> bool:
+    def _no_grad_needed_through(self, i: int) -> bool:
         """Whether neither this layer nor anything before it needs a gradient."""
         stop = max(0, self.plan.layer_tensors[i].stop - self.group.tensors.start)
         return not self.needs_grad_input and not any(self.needs_grad[:stop])
@@ -129,7 +129,7 @@ class Backward:
         return saved
 
     def _recomputed_bottleneck(self, input: AffineInput, conv1: Tensor) -> Tensor:
-        """relu(norm1(features)) @ conv1.T, unless the layer above has computed it with its tiles in cache."""
+        """relu(norm1(features)) @ conv1.T, unless the backward of layer i + 1 has computed it already."""
         conv = self.next_bottleneck
         if conv is None:
             conv = bottleneck_conv(input, conv1)
@@ -138,7 +138,7 @@ class Backward:
 
     def _next_bottleneck(self, i: int, width: int) -> Conv1x1 | None:
         """The bottleneck of layer i, the next in the backward, where it is known already and fits this one's memory."""
-        if i < 0 or self.plan.frozen or self.plan.layers[i].keep_bottleneck or self._is_done(i):
+        if i < 0 or self.plan.frozen or self.plan.layers[i].keep_bottleneck or self._no_grad_needed_through(i):
             return None
         weight, bias, conv, *bottleneck = self.tensors[self.plan.layer_tensors[i]]
         if not bottleneck or conv.shape[0] != width:

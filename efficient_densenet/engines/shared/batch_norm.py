@@ -1,6 +1,7 @@
 """A batch norm as an affine map on stored values, its running statistics and its backward.
 
-With the batch mean μ and r = 1/√(var + eps), a norm computes y = γ·(x − μ)·r + β = a·x + b with a = γ·r, b = β − μ·a.
+With the batch mean μ and r = 1/√(var + eps), a norm computes y = γ·(x − μ)·r + β = scale · x + shift, where
+scale = γ·r and shift = β − μ · scale.
 """
 
 import torch
@@ -66,7 +67,11 @@ def unbiased_variance(variance: Tensor, count: Count) -> Tensor:
 
 
 def update_running_statistics(norm: Norm, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics, in a forward that is no recomputation; `variance` is the unbiased one."""
+    """Update the running statistics, in a forward that is no recomputation; `variance` is the unbiased one.
+
+    Another checkpoint around this forward recomputes it while autograd executes a backward: then nothing is updated.
+    The shared engine's own recomputation calls kernels only, and never comes here.
+    """
     if not norm.track_running_stats or in_backward():
         return
     norm.num_batches_tracked.add_(1)
@@ -86,7 +91,10 @@ def batch_norm_backward(
     count: Count,
     sync_group: SyncGroup | None,
 ) -> BatchNormBackward:
-    """The gradient of values that `norm` alone reads; `grad_accum` holds grad_scale · the gradient behind its ReLU."""
+    """The arguments for the gradient of values that `norm` alone reads, which a kernel computes when it reads them.
+
+    `grad_accum` holds grad_scale · the gradient behind the norm's ReLU.
+    """
     if frozen:
         return identity_backward(values, grad_accum, norm.scale.dtype)
     sums = norm.weight * norm.grad_bias, norm.weight * norm.grad_weight
@@ -95,7 +103,7 @@ def batch_norm_backward(
 
 
 def identity_backward(values: Tensor, grad: Tensor, dtype: torch.dtype) -> BatchNormBackward:
-    """A gradient that is complete already, in the form that kernels take; `dtype` is the accumulation dtype."""
+    """The arguments for a gradient that is complete already: 0 · values + 0 + 1 · grad, in the accumulation `dtype`."""
     ones = grad.new_ones(grad.shape[1], dtype=dtype)
     zeros = torch.zeros_like(ones)
     return BatchNormBackward(AffineInput(values, zeros, zeros), GradAccumulator(ones, grad))
@@ -110,7 +118,7 @@ def grad_input_of_normalized(
     grad_accum: Tensor,
     count: Count,
 ) -> BatchNormBackward:
-    """dx = r · (g − Σg/n − x̂ · Σ(g·x̂)/n), as one affine map of the values plus r · g.
+    """The arguments for dx = r · (g − Σg/n − x̂ · Σ(g·x̂)/n), as one affine map of the values plus r · g.
 
     g is `grad_accum`, the gradient of x̂ = (x − μ) · r; the sums are Σg and Σ(g·x̂).
     """

@@ -36,13 +36,13 @@ def run_with_features(block: BlockParts, x: Tensor, consumer: ConsumerParts) -> 
 
 def apply(plan: StagePlan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters."""
-    before, running, (*earlier, last) = x, RunningBackwards(), plan.groups
+    before, handoff, (*earlier, last) = x, BackwardHandoff(), plan.groups
     for group in earlier:
-        before = EarlierLayers.apply(group, running, before, *tensors[group.tensors])
-    return SharedStage.apply(plan, running, x.detach(), tensors, before, *tensors[last.tensors])
+        before = EarlierLayers.apply(group, handoff, before, *tensors[group.tensors])
+    return SharedStage.apply(plan, handoff, x.detach(), tensors, before, *tensors[last.tensors])
 
 
-class RunningBackwards:
+class BackwardHandoff:
     """Hands a stage's `Backward` from the node of one layer group to the node of the group before.
 
     Several backwards may run through one graph, one after another or in threads, so each has its own entry.
@@ -63,25 +63,25 @@ class RunningBackwards:
 class SharedStage(torch.autograd.Function):
     """All of a stage's forward, and the backward of its consumer and its last layer group.
 
-    `values` are the plan's parameters. `before` is the stage's input, or a scalar that stands for the earlier layer
-    groups: only its place in the graph counts, since autograd then runs their nodes after this one.
+    `parameters` are the plan's. `before` is the stage's input, or a scalar that stands for the earlier layer groups:
+    only its place in the graph counts, since autograd then runs their nodes after this one.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         plan: StagePlan,
-        running: RunningBackwards,
+        handoff: BackwardHandoff,
         x: Tensor,
-        values: Sequence[Tensor],
+        parameters: Sequence[Tensor],
         before: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         with autocast_disabled(x), scratch.reused():
-            forward = Forward(plan, x, values)
+            forward = Forward(plan, x, parameters)
             outputs = forward.run()
-        ctx.plan, ctx.running, ctx.shape, ctx.count = plan, running, forward.shape, forward.statistics.count
-        ctx.save_for_backward(*forward.saved.flatten(), *values)
+        ctx.plan, ctx.handoff, ctx.shape, ctx.count = plan, handoff, forward.shape, forward.statistics.count
+        ctx.save_for_backward(*forward.saved.flatten(), *parameters)
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -97,33 +97,33 @@ class SharedStage(torch.autograd.Function):
         backward.enter(plan.groups[-1], ctx.needs_input_grad[4:])
         with autocast_disabled(backward.features), scratch.reused(backward.scratch):
             backward.start(grad_consumer, grad_block)
-            return None, None, None, None, *_run_group(backward, ctx.running)
+            return None, None, None, None, *_run_group(backward, ctx.handoff)
 
 
 class EarlierLayers(torch.autograd.Function):
     """The backward of a layer group that is not the last; its forward has nothing to compute."""
 
     @staticmethod
-    def forward(ctx: Any, group: LayerGroup, running: RunningBackwards, before: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.group, ctx.running = group, running
+    def forward(ctx: Any, group: LayerGroup, handoff: BackwardHandoff, before: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.group, ctx.handoff = group, handoff
         return before.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        backward = ctx.running.take()
+        backward = ctx.handoff.take()
         backward.enter(ctx.group, ctx.needs_input_grad[2:])
         with autocast_disabled(backward.features), scratch.reused(backward.scratch):
-            return None, None, *_run_group(backward, ctx.running)
+            return None, None, *_run_group(backward, ctx.handoff)
 
 
-def _run_group(backward: Backward, running: RunningBackwards) -> list[Tensor | None]:
+def _run_group(backward: Backward, handoff: BackwardHandoff) -> list[Tensor | None]:
     """The gradients of what comes before the group, and of its tensors."""
     grads = backward.run_group()
     if not backward.needs_grad_input:
         return [None, *grads]
     if backward.group.layers.start == 0:
         return [backward.grad_stage_input(), *grads]
-    running.hand_on(backward)
+    handoff.hand_on(backward)
     return [backward.features.new_zeros(()), *grads]
 
 

@@ -27,7 +27,8 @@ class StagePlan:
     """The modules of a stage, and the slice of `tensors` that holds the parameters of each.
 
     `dtype` is that of the convolutions, `memory_format` that of the input and so of the outputs. With `return_features`
-    the stage returns the block's output beside the consumer's.
+    the stage returns the block's output beside the consumer's. `frozen` norms are in eval mode: they use their running
+    statistics. Their weight and bias may require gradients all the same.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class SharedStatistics:
         self.frozen, self.eps, self.sync_group = frozen, eps, sync_group
         self.dtype = accumulation_dtype(features.dtype)
         zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
-        self.mean, self.unbiased = zeros.clone(), zeros.clone()
+        self.mean, self.unbiased_variances = zeros.clone(), zeros.clone()
         self.inv_std = zeros.clone() if inv_std is None else inv_std
         self.count: Count = features.shape[0]
         self.grad_sum, self.grad_normalized_sum = zeros.clone(), zeros
@@ -64,7 +64,7 @@ class SharedStatistics:
         statistics = statistics or kernels_for(values).batch_statistics(values)
         mean, variance, self.count = synchronized_statistics(*statistics, values.shape[0], self.sync_group)
         torch.sub(values, mean, out=self.features[:, columns])
-        self.mean[columns], self.unbiased[columns] = mean, unbiased_variance(variance, self.count)
+        self.mean[columns], self.unbiased_variances[columns] = mean, unbiased_variance(variance, self.count)
         self.inv_std[columns] = variance.add_(self.eps).rsqrt_()
 
     def affine(self, weight: Tensor, bias: Tensor) -> BatchNormAffine:
@@ -77,7 +77,7 @@ class SharedStatistics:
     def update_running_statistics(self, norm: Norm) -> None:
         if not self.frozen:
             columns = self._columns_read(norm.weight)
-            update_running_statistics(norm, self.mean[columns], self.unbiased[columns])
+            update_running_statistics(norm, self.mean[columns], self.unbiased_variances[columns])
 
     def add_gradients(self, norm: BatchNormAffine) -> None:
         """Add a consumer's γ · dβ and γ · dγ: its part of Σg and Σ(g·x̂) of the channels it reads."""

@@ -1,7 +1,7 @@
 """The ImageNet stem as one autograd node: output = max_pool(relu(batch_norm(conv(x)))).
 
 z = conv(x), the input of the norm, is the largest tensor of the whole network. It is not saved for backward: x, the
-parameters and the batch statistics are, and the backward recomputes z once. z is stored in full. What follows from it (its
+parameters and the batch statistics are, and the backward recomputes z once, in full. What follows from z (its
 normalized values, and their gradient before the pooling) exists for a tile at a time: some images or, where one image
 is too large, some channels of it.
 

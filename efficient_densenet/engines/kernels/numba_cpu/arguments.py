@@ -70,8 +70,8 @@ class PackedWeight(NamedTuple):
     gemm: int
 
 
-class Conv1x1(NamedTuple):
-    """output (pixels, out_channels) = relu(scale · values + shift) @ weight.T."""
+class ConvForward(NamedTuple):
+    """What a 1×1, 3×3 or pooled 1×1 convolution reads, its weight, and its output (pixels, out_channels)."""
 
     input: AffineInput
     weight: PackedWeight
@@ -173,7 +173,7 @@ class Conv1x1ForwardArguments(NamedTuple):
     rows: int
     tile: int
     scratch: Scratch
-    conv: Conv1x1
+    conv: ConvForward
     statistics: Statistics | None
 
 
@@ -186,7 +186,7 @@ class Conv1x1BackwardArguments(NamedTuple):
     scratch: Scratch
     conv: ConvBackward
     grad_output: BatchNormBackward
-    next_bottleneck: Conv1x1 | None
+    next_bottleneck: ConvForward | None
 
 
 class Conv3x3ForwardArguments(NamedTuple):
@@ -199,7 +199,7 @@ class Conv3x3ForwardArguments(NamedTuple):
     images: Images
     dilation: int
     halo: int
-    conv: Conv1x1
+    conv: ConvForward
     statistics: Statistics | None
 
 
@@ -223,7 +223,7 @@ class PooledConv1x1ForwardArguments(NamedTuple):
     scratch: Scratch
     images: Images
     window: int
-    conv: Conv1x1
+    conv: ConvForward
 
 
 class PooledConv1x1BackwardArguments(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numba import cfunc, from_dtype, njit, types
 from numba.core.ccallback import CFunc
-from numba.core.typing import Signature
+from numba.core.typing.templates import Signature
 
 from .arguments import record_dtype
 from .intrinsics import COMPILE_OPTIONS
@@ -60,16 +60,25 @@ def compile_kernel(kernel: Kernel, dtype: torch.dtype) -> CFunc:
     return compiled
 
 
+def kernel_address(kernel: Kernel, dtype: torch.dtype) -> int:
+    """Where the compiled kernel starts."""
+    address = compile_kernel(kernel, dtype).address
+    assert address is not None
+    return address
+
+
 @functools.cache
 def _hash_of_sources() -> str:
-    folder = importlib.resources.files(__package__)
+    folder = importlib.resources.files(__name__.rpartition(".")[0])
     sources = sorted((file.name, file.read_bytes()) for file in folder.iterdir() if file.name.endswith(".py"))
     return "sources_" + hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
 
 
 def _remove_stale_files(function: Callable) -> None:
     """Remove what Numba has cached of the kernel as other sources had it."""
-    folder = Path(njit(cache=True)(function).stats.cache_path)
+    cache_path = njit(cache=True)(function).stats.cache_path
+    assert cache_path is not None  # with cache=True
+    folder = Path(cache_path)
     current = f".{function.__qualname__}-"
     for suffix in ("nbi", "nbc"):
         for file in folder.glob(f"*.sources_*.{function.__name__}-*.{suffix}"):

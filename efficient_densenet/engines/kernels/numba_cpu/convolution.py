@@ -34,7 +34,10 @@ def weight_columns(weight, zero):
 
 @inlined
 def grad_activation(weight, rows, grad, stride, output, zero):
-    """output (rows, in_channels) = grad (rows, taps · out_channels) @ transposed weight. Returns its row stride."""
+    """output (rows, in_channels) = grad (rows, taps · out_channels) @ transposed weight. Returns output's row stride.
+
+    The kernels overwrite the activation with it, which is not read again: a tile then needs less of the cache.
+    """
     columns = panel_columns(weight.in_channels, zero)
     output_stride = stride_of(columns, zero)
     size = rows, columns, weight.taps * weight.out_channels

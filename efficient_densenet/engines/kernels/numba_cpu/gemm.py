@@ -100,31 +100,31 @@ def gemm(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
 
 
 @compiled
-def pack_weight(conv, thread, threads, zero):
+def pack_weight(weight, thread, threads, zero):
     """Pack a weight (out_channels, in_channels, taps) into panels, this thread's input channels of it.
 
     Forward, B is (in_channels, taps · out_channels). Transposed, for the gradient of the input, it is
     (taps · out_channels, in_channels), its taps in reverse. A panel holds `PANEL_BYTES` of every row, one row after
     another; the last one is padded with zeros. The transposition goes by blocks of `TRANSPOSE_BLOCK` channels.
     """
-    channels, width, taps = conv.in_channels, conv.out_channels, conv.taps
+    channels, width, taps = weight.in_channels, weight.out_channels, weight.taps
     panel = PANEL_BYTES // itemsize(zero)
-    rows, columns = (taps * width, channels) if conv.transposed else (channels, taps * width)
+    rows, columns = (taps * width, channels) if weight.transposed else (channels, taps * width)
     first, last = partition(channels, thread, threads)
-    weight = elements(conv.weight, 0, width * channels * taps, zero)
-    packed = elements(conv.panels, 0, rows * panel_columns(columns, zero), zero)
+    values = elements(weight.weight, 0, width * channels * taps, zero)
+    packed = elements(weight.panels, 0, rows * panel_columns(columns, zero), zero)
     for start in range(first, last, TRANSPOSE_BLOCK):
         stop = min(start + TRANSPOSE_BLOCK, last)
         for k in range(taps):
             for o in range(width):
                 at, row, column = o * channels * taps + k, (taps - 1 - k) * width + o, k * width + o
                 to = column // panel * rows * panel + column % panel
-                if conv.transposed:
+                if weight.transposed:
                     for c in range(start, stop):
-                        packed[(c // panel * rows + row) * panel + c % panel] = weight[at + c * taps]
+                        packed[(c // panel * rows + row) * panel + c % panel] = values[at + c * taps]
                 else:
                     for c in range(start, stop):
-                        packed[to + c * panel] = weight[at + c * taps]
+                        packed[to + c * panel] = values[at + c * taps]
     if thread == 0 and columns % panel:
         for row in range(rows):
             for column in range(columns % panel, panel):

@@ -182,8 +182,8 @@ def conv1x1_backward(record):
         if conv.grad_weight.result:
             affine_relu(conv.input, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, grad, stride, zero)
-        grad_input, width = activation, grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
-        accumulate_relu_grad(conv, conv.sums, sum_run(1), thread, start, stop, grad_input, width, zero)
+        grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
+        accumulate_relu_grad(conv, conv.sums, sum_run(1), thread, start, stop, activation, grad_stride, zero)
         if following.output.data:
             affine_relu(following.input, start, stop, activation, zero)
             conv1x1_product(following, start, stop, activation, zero)
@@ -217,8 +217,8 @@ def conv3x3_backward(record):
         if conv.grad_weight.result:
             affine_relu(conv.input, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, columns, stride, zero)
-        grad_input, width = activation, grad_activation(conv.weight, stop - start, columns, stride, activation, zero)
-        accumulate_relu_grad(conv, conv.sums, sum_run(1), thread, start, stop, grad_input, width, zero)
+        grad_stride = grad_activation(conv.weight, stop - start, columns, stride, activation, zero)
+        accumulate_relu_grad(conv, conv.sums, sum_run(1), thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
     reduce_sums(conv.sums, thread, threads, zero)
     if conv.grad_weight.result:
@@ -251,8 +251,8 @@ def pooled_conv1x1_backward(record):
             pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, grad, stride, zero)
         rows, run = stop - start, sum_run(args.window)
-        columns = grad_activation(conv.weight, rows, grad, stride, activation, zero)
-        accumulate_pooled_relu_grad(args, conv.sums, run, thread, start, stop, activation, columns, zero)
+        grad_stride = grad_activation(conv.weight, rows, grad, stride, activation, zero)
+        accumulate_pooled_relu_grad(args, conv.sums, run, thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
     reduce_sums(conv.sums, thread, threads, zero)
     if conv.grad_weight.result:

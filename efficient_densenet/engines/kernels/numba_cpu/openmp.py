@@ -28,7 +28,7 @@ def functions() -> dict[str, int]:
         "num_threads": library.omp_get_num_threads,
         "barrier": library.GOMP_barrier,
     }
-    return {name: ctypes.cast(function, ctypes.c_void_p).value for name, function in names.items()}
+    return {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in names.items()}
 
 
 def run(kernel: int, threads: int, record: bytes) -> None:

@@ -14,7 +14,7 @@ from .. import portable, scratch
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
 from ..portable import halved
 from . import arguments, kernels, openmp
-from .compilation import Kernel, compile_kernel
+from .compilation import Kernel, kernel_address
 from .gemm import TILE_MULTIPLE, gemm
 from .memory import padded_stride, whole_panels
 from .statistics import STATISTICS_ROWS
@@ -37,7 +37,8 @@ def batch_statistics(values: Tensor) -> Statistics:
     statistics = _statistics(values, values.shape[1])
     record = arguments.BatchStatisticsArguments(_openmp(), len(values), tiles.rows, values, statistics)
     _run(kernels.batch_statistics, record, values.dtype, tiles.threads)
-    return statistics.result.unbind()
+    mean, variance = statistics.result.unbind()
+    return mean, variance
 
 
 def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
@@ -58,7 +59,8 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
         *(grad_output, values, arguments.GradAccumulator(*accumulator[:3]), sums),
     )
     _run(kernels.affine_backward, record, values.dtype, tiles.threads)
-    return sums.result.unbind()
+    grad_sum, product_sum = sums.result.unbind()
+    return grad_sum, product_sum
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
@@ -72,7 +74,8 @@ def conv1x1_forward_with_statistics(conv: Conv1x1) -> Statistics:
         return portable.conv1x1_forward_with_statistics(conv)
     statistics = _statistics(conv.output, conv.weight.shape[0])
     _conv1x1(conv, statistics)
-    return statistics.result.unbind()
+    mean, variance = statistics.result.unbind()
+    return mean, variance
 
 
 def _conv1x1(conv: Conv1x1, statistics: arguments.Statistics | None) -> None:
@@ -116,7 +119,8 @@ def conv3x3_forward_with_statistics(
         return portable.conv3x3_forward_with_statistics(input, weight, shape, dilation)
     statistics = _statistics(input.values, weight.shape[0])
     output = _conv3x3(input, weight, shape, dilation, statistics)
-    return output, *statistics.result.unbind()
+    mean, variance = statistics.result.unbind()
+    return output, mean, variance
 
 
 def _conv3x3(
@@ -125,6 +129,7 @@ def _conv3x3(
     values = input.values
     output = values.new_empty(len(values), weight.shape[0])
     columns = whole_panels(weight.numel() // weight.shape[1], weight.itemsize)  # taps · out_channels
+    # the distance of the farthest tap: a pixel, a row of pixels and a plane
     halo = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
     tiles = _tiles(values, _padded(values.shape[1], values) + columns, halo=halo, columns=columns)
     record = arguments.Conv3x3ForwardArguments(
@@ -200,9 +205,10 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(values: Tensor, per_row: int = 0, window: int = 1, halo: int = 0, columns: int = 0) -> _Tiles:
-    """Tiles of rows that each take `per_row` elements of a cache; of output rows, if each is of a window of pixels.
+    """Chooses threads, and rows per tile so that `per_row` elements of each row fit the cache.
 
-    A halo of so many rows, with so many columns, is computed by two threads: fewer run where it would be much of all.
+    With a `window` of pixels, rows are pooled output rows. Two neighbouring threads both compute the `halo` rows (of so
+    many `columns`) between them: fewer threads run where the halo exceeds a quarter of a thread's rows.
     """
     threads = min(_threads(values), max(1, len(values) // (4 * halo or 1)))
     in_cache = max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1))
@@ -218,7 +224,7 @@ def _threads(values: Tensor) -> int:
 
 def _run(kernel: Kernel, record: tuple, dtype: torch.dtype, threads: int) -> None:
     packed, _alive = arguments.pack(record)
-    openmp.run(compile_kernel(kernel, dtype).address, threads, packed)
+    openmp.run(kernel_address(kernel, dtype), threads, packed)
 
 
 def _supported(input: AffineInput, weight: Tensor) -> bool:
@@ -246,7 +252,7 @@ def _packed_weight(weight: Tensor, transposed: bool = False) -> arguments.Packed
     taps = math.prod(kernel_size)
     rows, columns = (taps * out_channels, in_channels) if transposed else (in_channels, taps * out_channels)
     panels = weight.new_empty(rows, whole_panels(columns, weight.itemsize))
-    address = compile_kernel(gemm, weight.dtype).address
+    address = kernel_address(gemm, weight.dtype)
     return arguments.PackedWeight(weight, panels, out_channels, in_channels, taps, transposed, address)
 
 
@@ -254,8 +260,8 @@ def _affine_input(input: AffineInput) -> arguments.AffineInput:
     return arguments.AffineInput(input.values, input.values.shape[1], input.scale, input.shift)
 
 
-def _conv(input: AffineInput, weight: Tensor, output: Tensor) -> arguments.Conv1x1:
-    return arguments.Conv1x1(_affine_input(input), _packed_weight(weight), output)
+def _conv(input: AffineInput, weight: Tensor, output: Tensor) -> arguments.ConvForward:
+    return arguments.ConvForward(_affine_input(input), _packed_weight(weight), output)
 
 
 def _batch_norm_backward(grad: BatchNormBackward) -> arguments.BatchNormBackward:
@@ -293,4 +299,5 @@ def _conv_backward(
 
 
 def _gradients(conv: arguments.ConvBackward) -> ConvGradients:
-    return conv.grad_weight and conv.grad_weight.result, *conv.sums.result.unbind()
+    grad_sum, product_sum = conv.sums.result.unbind()
+    return conv.grad_weight and conv.grad_weight.result, grad_sum, product_sum
