@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_zoo import MILLIONS
+from test_zoo import PARAMETERS_IN_MILLIONS
 
 import efficient_densenet
 from efficient_densenet._extras import need
@@ -161,4 +161,4 @@ def test_the_zoo_s_table_lists_every_model_with_its_size():
     text = (ROOT / "docs" / "backbones-and-weights.md").read_text()
     rows = re.findall(r"^\| (densenet\w+) \| ([\d.]+) \|", text, re.MULTILINE)
     assert [name for name, _ in rows] == efficient_densenet.list_models()
-    assert all(f"{MILLIONS[name]:.3f}" == size for name, size in rows)
+    assert all(f"{PARAMETERS_IN_MILLIONS[name]:.3f}" == size for name, size in rows)
