@@ -1,4 +1,4 @@
-"""Defects that the tests must catch, as data: each is one small edit of the package, made by `plant_defects.py`."""
+"""Defects that the tests must catch: each is a small edit of the package, applied by `plant_defects.py`."""
 
 from typing import NamedTuple
 
@@ -139,7 +139,7 @@ DEFECTS = [
         STAGE_TESTS,
     ),
     Defect(
-        "bottleneck of a layer that keeps its own computed ahead",
+        "bottleneck computed ahead for a layer with keep_bottleneck",
         BACKWARD,
         "self.plan.frozen or self.plan.layers[i].keep_bottleneck or self._no_grad_needed_through(i)",
         "self._no_grad_needed_through(i)",
@@ -285,7 +285,7 @@ DEFECTS = [
         ("numba_kernels",),
     ),
     Defect(
-        "numba: pixels in no window keep what was in memory",
+        "numba: gradients of pixels outside all pooling windows uninitialized",
         NUMBA + "operations.py",
         "if accumulator.overwrite and any(side % 2 for side in shape[1:]):",
         "if False:",
@@ -408,7 +408,7 @@ DEFECTS = [
         CHECKPOINT,
     ),
     Defect(
-        "norms: updated in the recomputation too",
+        "norms: running statistics updated in the recomputation too",
         "norms/batch_norm.py",
         "b if b is None else b.clone()",
         "b",
