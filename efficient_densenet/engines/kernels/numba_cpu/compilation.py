@@ -60,13 +60,6 @@ def compile_kernel(kernel: Kernel, dtype: torch.dtype) -> CFunc:
     return compiled
 
 
-def kernel_address(kernel: Kernel, dtype: torch.dtype) -> int:
-    """Where the compiled kernel starts."""
-    address = compile_kernel(kernel, dtype).address
-    assert address is not None
-    return address
-
-
 @functools.cache
 def _hash_of_sources() -> str:
     folder = importlib.resources.files(__name__.rpartition(".")[0])

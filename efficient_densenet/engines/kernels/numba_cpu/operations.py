@@ -14,7 +14,7 @@ from .. import portable, scratch
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
 from ..portable import halved
 from . import arguments, kernels, openmp
-from .compilation import Kernel, kernel_address
+from .compilation import Kernel, compile_kernel
 from .gemm import TILE_MULTIPLE, gemm
 from .memory import padded_stride, whole_panels
 from .statistics import STATISTICS_ROWS
@@ -224,7 +224,14 @@ def _threads(values: Tensor) -> int:
 
 def _run(kernel: Kernel, record: tuple, dtype: torch.dtype, threads: int) -> None:
     packed, _alive = arguments.pack(record)
-    openmp.run(kernel_address(kernel, dtype), threads, packed)
+    openmp.run(_address(kernel, dtype), threads, packed)
+
+
+def _address(kernel: Kernel, dtype: torch.dtype) -> int:
+    """The address of the compiled kernel."""
+    address = compile_kernel(kernel, dtype).address
+    assert address is not None
+    return address
 
 
 def _supported(input: AffineInput, weight: Tensor) -> bool:
@@ -252,7 +259,7 @@ def _packed_weight(weight: Tensor, transposed: bool = False) -> arguments.Packed
     taps = math.prod(kernel_size)
     rows, columns = (taps * out_channels, in_channels) if transposed else (in_channels, taps * out_channels)
     panels = weight.new_empty(rows, whole_panels(columns, weight.itemsize))
-    address = kernel_address(gemm, weight.dtype)
+    address = _address(gemm, weight.dtype)
     return arguments.PackedWeight(weight, panels, out_channels, in_channels, taps, transposed, address)
 
 
