@@ -52,6 +52,11 @@ def parametrization_cache_enabled() -> bool:
     return bool(torch.nn.utils.parametrize._cache_enabled)
 
 
+def will_execute(node: torch.autograd.graph.Node) -> bool:
+    """True if the backward that the calling thread is executing will run `node`; `grad` of some inputs leaves some out."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def queue_backward_callback(callback: Callable[[], Any]) -> None:
     """Call `callback` at the end of the backward that the calling thread executes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,6 +1,7 @@
 """The shared engine in autograd: no modified arguments, autograd's modes, errors and unusual structures."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -482,3 +483,33 @@ def test_norms_without_a_bias_fall_back(monkeypatch):
     plain.features.norm5.register_parameter("bias", None)
     with pytest.warns(UserWarning, match="found a layer that is not batch norm"):
         assert_same_step(with_engine(plain, True), plain, random_images("bc"))
+
+
+def _live_backwards() -> int:
+    return sum(type(thing) is backward_module.Backward for thing in gc.get_objects())
+
+
+def test_a_failed_backward_leaves_nothing_in_the_graph():
+    """Layer groups hand one object on; it must not stay when a hook raises between two of them."""
+    model = small_model("bc", efficient="shared", block_config=(3, 2))
+    loss = model(random_images("bc")).square().sum()
+    handle = model.features.denseblock1.denselayer2.conv1.weight.register_hook(_raise)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+    gc.collect()
+    assert _live_backwards() == 0
+    handle.remove()
+    loss.backward()
+
+
+def test_gradients_of_the_last_layer_alone_hold_no_earlier_layers():
+    model = small_model("bc", efficient="shared", block_config=(3,))
+    layers, live = model.features.denseblock1, []
+    loss = model(random_images("bc")).square().sum()
+    last = layers.denselayer3.conv2.weight
+    last.register_hook(lambda _: live.append(_live_backwards()))
+    expected = torch.autograd.grad(loss, [last, layers.denselayer1.conv1.weight], retain_graph=True)
+    alone = torch.autograd.grad(loss, [last], retain_graph=True)
+    assert torch.equal(alone[0], expected[0])
+    assert live[1] == live[0] - 1 or live[1] == 0

@@ -135,7 +135,7 @@ def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockPart
     if plan is None or plan.parts is None:
         return block(x), False
     joined = joined_consumer(plan.parts, consumer)
-    return shared.run(plan.parts, x, joined), joined is not None
+    return (block(x), False) if joined is None else (shared.run(plan.parts, x, joined), True)
 
 
 def run_stage_with_features(

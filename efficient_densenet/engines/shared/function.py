@@ -4,14 +4,14 @@ A large stage's gradients are thereby released group by group, from the last lay
 first layers exist. Parameters are inputs of the nodes, so that replicas and gathered parameters get their gradients.
 """
 
+import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._torch_private import graph_task_id, queue_backward_callback
+from ..._torch_private import graph_task_id, queue_backward_callback, will_execute
 from ..kernels import scratch
 from ..parts import BlockParts, ConsumerParts
 from ..precision import autocast_disabled
@@ -45,19 +45,36 @@ def apply(plan: StagePlan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 class BackwardHandoff:
     """Hands a stage's `Backward` from the node of one layer group to the node of the group before.
 
-    Several backwards may run through one graph, one after another or in threads, so each has its own entry.
+    Several backwards may run through one graph, one after another or in threads, so each has its own entry. The
+    callback that autograd drops with a backward, finished or failed, owns the entry: nothing outlives the backward.
     """
 
     def __init__(self) -> None:
-        self._by_graph_task: dict[int, Backward] = {}
+        self._by_graph_task: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
 
     def hand_on(self, backward: Backward) -> None:
-        task = graph_task_id()
-        self._by_graph_task[task] = backward
-        queue_backward_callback(partial(self._by_graph_task.pop, task, None))  # if no earlier node runs
+        entry = _Entry(backward)
+        self._by_graph_task[graph_task_id()] = entry
+        queue_backward_callback(entry.clear)
 
     def take(self) -> Backward:
-        return self._by_graph_task.pop(graph_task_id())
+        entry = self._by_graph_task.pop(graph_task_id(), None)
+        if entry is None or entry.backward is None:
+            raise RuntimeError(
+                "found a backward that starts in the middle of a stage, but the shared engine's layers run in one "
+                "backward: use set_engine('checkpoint')"
+            )
+        backward = entry.backward
+        entry.clear()
+        return backward
+
+
+class _Entry:
+    def __init__(self, backward: Backward) -> None:
+        self.backward: Backward | None = backward
+
+    def clear(self) -> None:
+        self.backward = None
 
 
 class SharedStage(torch.autograd.Function):
@@ -94,7 +111,7 @@ class SharedStage(torch.autograd.Function):
         grad_consumer, grad_block = grad_outputs if plan.return_features else (*grad_outputs, None)
         if plan.consumer is None:
             grad_consumer, grad_block = None, grad_consumer
-        backward.enter(plan.groups[-1], ctx.needs_input_grad[4:])
+        backward.enter(plan.groups[-1], _needs_grad(ctx, plan.groups[-1], ctx.needs_input_grad[4:]))
         with autocast_disabled(backward.features), scratch.reused(backward.scratch):
             backward.start(grad_consumer, grad_block)
             return None, None, None, None, *_run_group(backward, ctx.handoff)
@@ -111,9 +128,24 @@ class EarlierLayers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         backward = ctx.handoff.take()
-        backward.enter(ctx.group, ctx.needs_input_grad[2:])
+        backward.enter(ctx.group, _needs_grad(ctx, ctx.group, ctx.needs_input_grad[2:]))
         with autocast_disabled(backward.features), scratch.reused(backward.scratch):
             return None, None, *_run_group(backward, ctx.handoff)
+
+
+def _needs_grad(ctx: Any, group: LayerGroup, needs_input_grad: Sequence[bool]) -> Sequence[bool]:
+    """Whether what comes before a group needs a gradient, and which of the group's tensors do.
+
+    Under `autograd.grad` of some inputs, the node of the group before may not run, and then nobody takes the gradient.
+    """
+    needs_grad, *rest = needs_input_grad
+    if needs_grad and group.layers.start > 0:
+        node = next(node for node, _ in ctx.next_functions if node is not None and node.name() == _EARLIER_NODE)
+        needs_grad = will_execute(node)
+    return needs_grad, *rest
+
+
+_EARLIER_NODE = "EarlierLayersBackward"
 
 
 def _run_group(backward: Backward, handoff: BackwardHandoff) -> list[Tensor | None]:

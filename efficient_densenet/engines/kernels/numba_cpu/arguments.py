@@ -257,6 +257,16 @@ def _fields(group: type) -> dict[str, type | Layout]:
     return {name: _field(hint) for name, hint in typing.get_type_hints(group, include_extras=True).items()}
 
 
+@functools.cache
+def _packing(group: type) -> list[tuple[str, typing.Any, bool, bool, int]]:
+    """Name and kind of each field, whether it is a tensor and a matrix, and of how many integers it consists."""
+    matrices = Layout.MATRIX, Layout.OUTPUT_MATRIX
+    return [
+        (name, field, isinstance(field, Layout), field in matrices, _field_dtype(field).itemsize // 8)
+        for name, field in _fields(group).items()
+    ]
+
+
 def _field(hint: typing.Any) -> type | Layout:
     if typing.get_origin(hint) is Annotated:
         return hint.__metadata__[0]
@@ -265,6 +275,7 @@ def _field(hint: typing.Any) -> type | Layout:
     return hint
 
 
+@functools.cache
 def _field_dtype(field: type | Layout) -> np.dtype:
     if field in (Layout.MATRIX, Layout.OUTPUT_MATRIX):
         return np.dtype([("data", np.int64), ("row_stride", np.int64)])
@@ -274,16 +285,16 @@ def _field_dtype(field: type | Layout) -> np.dtype:
 
 
 def _append(group: tuple, kind: type, numbers: list[int], tensors: list[Tensor]) -> None:
-    for value, (name, field) in zip(group, _fields(kind).items(), strict=True):
+    for value, (name, field, is_tensor, is_matrix, size) in zip(group, _packing(kind), strict=True):
         if field is int:
             numbers.append(value)
-        elif isinstance(field, Layout):
+        elif is_tensor:
             tensors.append(tensor := _laid_out(name, value, field))
             numbers.append(tensor.data_ptr())
-            if field in (Layout.MATRIX, Layout.OUTPUT_MATRIX):
+            if is_matrix:
                 numbers.append(tensor.stride(-2))
         elif value is None:
-            numbers.extend([0] * (_field_dtype(field).itemsize // 8))
+            numbers.extend([0] * size)
         else:
             _append(value, field, numbers, tensors)
 

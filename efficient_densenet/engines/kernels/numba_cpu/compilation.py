@@ -5,6 +5,7 @@ this folder. A kernel's qualified name, from which Numba makes the names of the 
 hash of all of them. Files with another hash are removed when a kernel is compiled again.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.resources
@@ -68,12 +69,12 @@ def _hash_of_sources() -> str:
 
 
 def _remove_stale_files(function: Callable) -> None:
-    """Remove what Numba has cached of the kernel as other sources had it."""
+    """Remove what Numba has cached of the kernel as other sources had it; what cannot be removed stays."""
     cache_path = njit(cache=True)(function).stats.cache_path
     assert cache_path is not None  # with cache=True
-    folder = Path(cache_path)
     current = f".{function.__qualname__}-"
     for suffix in ("nbi", "nbc"):
-        for file in folder.glob(f"*.sources_*.{function.__name__}-*.{suffix}"):
+        for file in Path(cache_path).glob(f"*.sources_*.{function.__name__}-*.{suffix}"):
             if current not in file.name:
-                file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another user's, in a directory that several write
+                    file.unlink()

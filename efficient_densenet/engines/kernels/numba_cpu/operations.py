@@ -207,7 +207,7 @@ class _Tiles(NamedTuple):
 def _tiles(values: Tensor, per_row: int = 0, window: int = 1, halo: int = 0, columns: int = 0) -> _Tiles:
     """Chooses threads, and rows per tile so that `per_row` elements of each row fit the cache.
 
-    With a `window` of pixels, rows are pooled output rows. Two neighbouring threads both compute the `halo` rows (of so
+    With a `window` of pixels, rows are pooled output rows. Two neighboring threads both compute the `halo` rows (of so
     many `columns`) between them: fewer threads run where the halo exceeds a quarter of a thread's rows.
     """
     threads = min(_threads(values), max(1, len(values) // (4 * halo or 1)))
