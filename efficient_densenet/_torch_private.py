@@ -53,7 +53,7 @@ def parametrization_cache_enabled() -> bool:
 
 
 def will_execute(node: torch.autograd.graph.Node) -> bool:
-    """True if the backward that the calling thread is executing will run `node`; `grad` of some inputs leaves some out."""
+    """True if the backward that the calling thread is executing will run `node`, as `grad` of some inputs may not."""
     return torch._C._will_engine_execute_node(node)
 
 

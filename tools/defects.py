@@ -152,6 +152,20 @@ DEFECTS = [
         "    if False:\n",
         ("shared", "stem"),
     ),
+    Defect(
+        "a failed backward stays in the graph",
+        SHARED + "function.py",
+        "weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()",
+        "dict[int, _Entry] = {}",
+        ("shared_autograd",),
+    ),
+    Defect(
+        "the first block's parts used for the next block too",
+        "engines/sequence.py",
+        "first_parts if module is first_block else None",
+        "first_parts",
+        ("stem",),
+    ),
     # The stem
     Defect(
         "stem: inactive maxima get a gradient", "engines/stem/backward.py", "(inactive, -1)", "(inactive, 0)", ("stem",)

@@ -257,12 +257,26 @@ def _fields(group: type) -> dict[str, type | Layout]:
     return {name: _field(hint) for name, hint in typing.get_type_hints(group, include_extras=True).items()}
 
 
+class _Packing(NamedTuple):
+    """How a field is packed: as `size` integers, of a tensor (a matrix or an array) or of a group of fields."""
+
+    name: str
+    field: typing.Any
+    is_tensor: bool
+    is_matrix: bool
+    all_integers: bool
+    size: int
+
+
 @functools.cache
-def _packing(group: type) -> list[tuple[str, typing.Any, bool, bool, int]]:
-    """Name and kind of each field, whether it is a tensor and a matrix, and of how many integers it consists."""
+def _packing(group: type) -> list[_Packing]:
     matrices = Layout.MATRIX, Layout.OUTPUT_MATRIX
     return [
-        (name, field, isinstance(field, Layout), field in matrices, _field_dtype(field).itemsize // 8)
+        _Packing(
+            *(name, field, isinstance(field, Layout), field in matrices),
+            all_integers=isinstance(field, type) and field is not int and set(_fields(field).values()) == {int},
+            size=_field_dtype(field).itemsize // 8,
+        )
         for name, field in _fields(group).items()
     ]
 
@@ -285,25 +299,28 @@ def _field_dtype(field: type | Layout) -> np.dtype:
 
 
 def _append(group: tuple, kind: type, numbers: list[int], tensors: list[Tensor]) -> None:
-    for value, (name, field, is_tensor, is_matrix, size) in zip(group, _packing(kind), strict=True):
+    for value, (name, field, is_tensor, is_matrix, all_integers, size) in zip(group, _packing(kind), strict=True):
         if field is int:
             numbers.append(value)
         elif is_tensor:
-            tensors.append(tensor := _laid_out(name, value, field))
+            tensor = _laid_out(name, value, field, is_matrix)
+            tensors.append(tensor)
             numbers.append(tensor.data_ptr())
             if is_matrix:
                 numbers.append(tensor.stride(-2))
         elif value is None:
             numbers.extend([0] * size)
+        elif all_integers:
+            numbers.extend(value)
         else:
             _append(value, field, numbers, tensors)
 
 
-def _laid_out(name: str, tensor: Tensor, layout: Layout) -> Tensor:
-    is_matrix = layout in (Layout.MATRIX, Layout.OUTPUT_MATRIX)
+def _laid_out(name: str, tensor: Tensor, layout: Layout, is_matrix: bool) -> Tensor:
     if is_matrix and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1):
         return tensor
-    contiguous = tensor.contiguous()
+    if tensor.is_contiguous():
+        return tensor
     is_input = layout in (Layout.MATRIX, Layout.ARRAY)
-    assert contiguous is tensor or is_input, f"{name} cannot be written: its strides are {tensor.stride()}"
-    return contiguous
+    assert is_input, f"{name} cannot be written: its strides are {tensor.stride()}"
+    return tensor.contiguous()

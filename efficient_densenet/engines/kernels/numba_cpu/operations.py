@@ -4,6 +4,7 @@ Each operation is one parallel region of PyTorch's own OpenMP threads. What is r
 weights) or memory-bound in one pass (`affine_forward`) is left to `portable`.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -245,6 +246,7 @@ def _padded(columns: int, tensor: Tensor) -> int:
     return padded_stride(columns, tensor.itemsize)
 
 
+@functools.cache
 def _openmp() -> arguments.OpenMP:
     return arguments.OpenMP(**openmp.functions())
 
