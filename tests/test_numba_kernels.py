@@ -6,10 +6,8 @@ import importlib
 import importlib.util
 import math
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from grids import grid
 from helpers import assert_close, assert_same_step, random_images, small_model, with_engine
 from kernel_operations import OPERATIONS, Case, check, has_pooling_window, overwrite_applies
 
-import efficient_densenet
 from efficient_densenet import DenseBlock
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines import kernels
@@ -326,62 +323,10 @@ def test_broken_numba_warns(monkeypatch):
     def fail(*args, **kwargs):
         raise TypeError("no such argument")
 
-    monkeypatch.setattr(compilation, "cfunc", fail)
+    monkeypatch.setattr(compilation, "_CachedCFunc", fail)
     monkeypatch.setattr(numba_kernels, "compile_kernel", compilation.compile_kernel.__wrapped__)
     with pytest.warns(UserWarning, match="Numba cannot run here .no such argument.*slower"):
         assert not kernels._has_numba.__wrapped__()
-
-
-def test_kernels_are_compiled_where_the_cache_is_not_writable(monkeypatch):
-    cfunc = compilation.cfunc
-
-    def not_writable(signature, cache=False, **options):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return cfunc(signature, **options)
-
-    monkeypatch.setattr(compilation, "cfunc", not_writable)
-    monkeypatch.setattr(operations, "compile_kernel", compilation.compile_kernel.__wrapped__)
-    check("batch_statistics", Case((2, 5, 7), 9, 16))
-
-
-COMPILES = """
-import torch
-from efficient_densenet.engines.kernels.numba_cpu import compilation, kernels
-assert kernels.__file__.startswith(FOLDER), kernels.__file__
-print(compilation.compile_kernel(kernels.batch_norm_grad_input, torch.float32).cache_hits)
-"""
-
-
-def test_disk_cache_depends_on_all_sources(tmp_path):
-    """A change in any source file recompiles the kernels and replaces their files in the cache."""
-    package = Path(efficient_densenet.__file__).parent
-    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    folder = tmp_path / package.name / "engines" / "kernels" / "numba_cpu"
-
-    def cache_hits():
-        command = [sys.executable, "-c", f"FOLDER = {str(tmp_path)!r}\n{COMPILES}"]
-        environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
-        environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), *sys.path))
-        completed = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-        return int(completed.stdout)
-
-    def cached():
-        return {file.name for file in (folder / "__pycache__").iterdir() if file.suffix in (".nbi", ".nbc")}
-
-    assert cache_hits() == 0
-    before = cached()
-    assert len(before) == 2
-    assert cache_hits() == 1
-    assert cached() == before
-    for changed in ("affine.py", "operations.py"):
-        with (folder / changed).open("a") as file:
-            file.write("# changed\n")
-        assert cache_hits() == 0
-        assert len(cached()) == 2
-        assert not cached() & before
-        before = cached()
-    assert cache_hits() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

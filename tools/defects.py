@@ -379,6 +379,20 @@ DEFECTS = [
         ("shared",),
     ),
     Defect(
+        "kernels: files on disk without their checksum",
+        NUMBA + "disk_cache.py",
+        "if checksum != _checksum(key, data):",
+        "if not data:",
+        ("kernel_cache",),
+    ),
+    Defect(
+        "kernels: files that a group may write",
+        NUMBA + "disk_cache.py",
+        "(stat.S_IWGRP | stat.S_IWOTH)",
+        "stat.S_IWOTH",
+        ("kernel_cache",),
+    ),
+    Defect(
         "kernels: Numba's for bfloat16 too",
         "engines/kernels/__init__.py",
         "_NUMBA_DTYPES = (torch.float32, torch.float64)",
