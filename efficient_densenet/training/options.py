@@ -1,14 +1,15 @@
 """The options of a run: what a user may give, and the defaults that depend on other options."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from .._checks import check_between, check_choice, check_integer
+from .._checks import Rule, check, choice, integer, number, optional
 from ..models.zoo import create_model, list_models
 from .data import DATASETS
 from .recipes import RECIPES
+from .schema import path_name
 
 ENGINES = ("best", "plain", "official", "checkpoint", "shared")
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,6 +97,45 @@ class RunOptions(Options):
     recipe: str = "step"
 
 
+_boolean = Rule("True or False", lambda value: isinstance(value, bool))
+_size = integer(1, 2**31 - 1)
+_pixels = integer(1, 2**16)
+
+DEPTH = Rule("6n + 4, such as 22, 40 or 100", lambda value: integer(10, 10_000).accepts(value) and (value - 4) % 6 == 0)
+
+RULES = {
+    "efficient": choice(True, False, *ENGINES),
+    "data": optional(path_name()),
+    "save": optional(path_name()),
+    "dataset": choice(*DATASETS),
+    "model": optional(Rule("the name of a model of the zoo", choice(*list_models()).accepts)),
+    "depth": optional(DEPTH),
+    "growth_rate": optional(integer(1, 10_000)),
+    "drop_rate": number(0, 1, "[)"),
+    "engine": choice(*ENGINES),
+    "n_epochs": _size,
+    "batch_size": _size,
+    "micro_batch_size": optional(_size),
+    "recipe": choice(*RECIPES),
+    "lr": number(0, float("inf"), "()"),
+    "valid_size": optional(_size),
+    "image_size": optional(_pixels),
+    "mirror": optional(_boolean),
+    "seed": integer(0, 2**63 - 1),
+    "amp": optional(choice(*AMP_DTYPES)),
+    "channels_last": _boolean,
+    "compile": _boolean,
+    "device": optional(path_name()),
+    "sync_bn": _boolean,
+    "workers": integer(0, 1024),
+    "stream": optional(_boolean),
+    "resume": _boolean,
+    "overwrite": _boolean,
+    "evaluate": Rule("True, False or a path", lambda value: isinstance(value, bool) or path_name().accepts(value)),
+    "tensorboard": _boolean,
+}
+"""What each checked option must be, on the command line and in the files of a run."""
+
 _DIGITS_DEFAULTS = {"depth": 22, "n_epochs": 20, "recipe": "one_cycle"}
 _DEFAULTS = {"depth": 100, "n_epochs": 300, "recipe": "step"}
 
@@ -137,28 +177,10 @@ def _text(name: str, value: Any) -> str:
 
 
 def _check(options: RunOptions) -> None:
-    check_choice("dataset", options.dataset, DATASETS)
-    check_choice("engine", options.engine, ENGINES)
-    check_choice("recipe", options.recipe, tuple(RECIPES))
-    check_integer("batch_size", options.batch_size, at_least=1)
-    check_integer("n_epochs", options.n_epochs, at_least=1)
-    check_integer("seed", options.seed, at_least=0)
-    check_integer("workers", options.workers, at_least=0)
-    check_between("lr", options.lr, 0, float("inf"), "()")
-    check_between("drop_rate", options.drop_rate, 0, 1, "[)")
-    for name in ("depth", "growth_rate", "micro_batch_size", "valid_size", "image_size"):
-        if getattr(options, name) is not None:
-            check_integer(name, getattr(options, name), at_least=1)
-    if options.amp is not None:
-        check_choice("amp", options.amp, tuple(AMP_DTYPES))
     if options.model is not None and options.model not in list_models():
         create_model(options.model)  # raises an error that lists the names
-    if options.depth is not None:
-        block_config_for(options.depth)
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if (field.type is bool or (field.type == bool | None and value is not None)) and not isinstance(value, bool):
-            raise ValueError(f"{field.name} is {value!r}, but must be True or False")
+    for name, rule in RULES.items():
+        check(name, getattr(options, name), rule)
     if options.resume and options.overwrite:
         raise ValueError(
             "found --resume and --overwrite, but a run is either resumed or started over: give one of them"
@@ -167,7 +189,6 @@ def _check(options: RunOptions) -> None:
 
 def block_config_for(depth: int) -> tuple[int, int, int]:
     """Three equal blocks of two-convolution layers; the stem, two transitions and the classifier are the other four."""
-    layers, rest = divmod(depth - 4, 6)
-    if rest or layers < 1:
-        raise ValueError(f"depth is {depth}, but must be 6n + 4, such as 22, 40 or 100")
+    check("depth", depth, DEPTH)
+    layers = (depth - 4) // 6
     return layers, layers, layers

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from . import files, models, run_state
+from . import files, models, run_format, run_state
 from .data import SplitDataset, load
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
@@ -70,6 +70,7 @@ class Run:
         self.record = run_state.run_record(options, self.config, self.dataset)
         if state:
             run_state.check_same_data(state, self.record)
+            run_format.check_state(folder / run_state.LAST, state, self.model)
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
         size = self.dataset.image_size
         expected_memory = describe_expected_memory(self.model, size, options, self.largest_batch)
@@ -77,7 +78,7 @@ class Run:
         self._print_summary(expected_memory)
         self.position, self.rows = TrainingPosition(), []
         if state:
-            self.position, self.rows = run_state.restore(state, self.trainer, folder)
+            self.position, self.rows = run_state.restore(state, self.trainer)
         self.stop_request = StopRequest()
 
     def train(self) -> None:
@@ -241,8 +242,7 @@ class Run:
     def _finish(self) -> None:
         """Test the weights of the best epoch."""
         self.context.barrier()
-        weights = self.folder / models.WEIGHTS
-        models.load_weights(self.model, files.load_torch(weights), weights)
+        models.load_weights(self.model, self.folder / models.WEIGHTS)
         _, test_error = self.trainer.evaluate(self.dataset.test)
         self.rows[-1]["test_error"] = test_error
         if not self.context.is_main_process:
