@@ -322,3 +322,38 @@ def test_an_image_folder_with_a_file_named_like_cifars_is_an_image_folder(tmp_pa
     write_folder(tmp_path)
     (tmp_path / "meta").write_text("notes")
     assert load(str(tmp_path)).name == f"image folder {tmp_path}"
+
+
+def _write_idx(folder: Path, labels: list[int]) -> None:
+    """The same images and labels for training and test."""
+    folder.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        images = struct.pack(">HBB3I", 0, 8, 3, len(labels), 28, 28) + bytes(len(labels) * 28 * 28)
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(images)
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, len(labels)) + bytes(labels))
+
+
+@pytest.mark.parametrize("below", ["", "MNIST/raw"])
+def test_mnist_is_not_taken_for_fashion_mnist(below, tmp_path):
+    """The files of both have the same names; their labels differ."""
+    _write_idx(tmp_path / "sets" / below, [5, 0, 4, 1, 9, 2, 1, 3, 1, 4, 3, 5])
+    dataset = load(str(tmp_path / "sets"))
+    assert (dataset.name, dataset.classes[5], dataset.horizontal_flip) == ("MNIST", "5", False)
+    with pytest.raises(ValueError, match="but --dataset fashion_mnist needs Fashion-MNIST there"):
+        load(str(tmp_path / "sets"), "fashion_mnist")
+
+
+def test_a_named_data_set_is_downloaded_beside_other_files(tmp_path, monkeypatch):
+    fetched = []
+
+    def fetch(datasets, folder: Path, dataset: str) -> None:
+        fetched.append(dataset)
+        write_cifar10(folder)
+
+    monkeypatch.setattr("efficient_densenet.training.data.download._fetch", fetch)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"contains notes.txt, but .* or a --dataset to download beside what is there"):
+        load(str(tmp_path))
+    assert load(str(tmp_path), "cifar10").name == load(str(tmp_path)).name == "CIFAR-10"
+    assert fetched == ["cifar10"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cifar-10-batches-py", "notes.txt"]

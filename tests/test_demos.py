@@ -56,7 +56,7 @@ SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
         (["--model", "densenet121", "--depth", "40"], "found --model densenet121 with --depth or --growth_rate"),
         (["--resume", "--overwrite"], "found --resume and --overwrite"),
         (["--resume", "maybe"], "resume is 'maybe', but must be True or False"),
-        (["--save"], "save is True, but needs a value"),
+        (["--save"], "--save needs a value: give --save VALUE"),
         (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 images to train on"),
         (["--evaluate", "nowhere"], "nowhere does not exist"),
         (["--sync_bn"], "found --sync_bn, but this is the only process: start several with torchrun"),
@@ -92,7 +92,7 @@ def test_the_reason_why_a_device_cannot_be_used_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("model", "found"),
     [
-        ({"dept": 22}, "model.model is missing, but must be one of"),
+        ({"dept": 22}, "model.model is missing, but must be the name of a model of the zoo"),
         (["depth", 22], "model is ['depth', 22], but must be a dict with model, depth, growth_rate, …"),
     ],
 )

@@ -18,9 +18,9 @@ from .results import Row
 LAST = "last.pt"
 RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
 
-PER_CALL = {"efficient", "engine", "device", "resume", "overwrite", "evaluate"}
+PER_CALL = {"efficient", "engine", "device", "dataset", "resume", "overwrite", "evaluate"}
 """Options that a resumed run takes from the present call; the engine only if it is given."""
-CHANGEABLE = PER_CALL | {"data", "dataset", "save", "channels_last", "compile", "workers", "stream", "tensorboard"}
+CHANGEABLE = PER_CALL | {"data", "save", "channels_last", "compile", "workers", "stream", "tensorboard"}
 """Options that may change when a run is resumed: they change no number, or only its rounding."""
 
 
@@ -110,6 +110,8 @@ def restore(state: dict[str, Any], trainer: Trainer) -> tuple[TrainingPosition, 
 def merge_options(state: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The options that the run was started with, overridden by those `given` now; raises if one must not change."""
     started = asdict(Options()) | state["options"]  # earlier versions had fewer options
+    if given.get("seed", 0) is None:  # no seed in particular: the run's
+        given = {name: value for name, value in given.items() if name != "seed"}
     for name, value in given.items():
         if name not in CHANGEABLE and name in started and value != started[name]:
             raise ValueError(
