@@ -1,10 +1,16 @@
 """What may be typed after the name of a demo: as for gpleiss's demo.py, by name, letter or position; help; refusals."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from samples import RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
+from forks import await_file
+from samples import DEMOS, RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
 
 import efficient_densenet.training
 from efficient_densenet.training.options import parse
@@ -141,3 +147,35 @@ def test_a_data_set_that_is_named_is_the_one_that_is_taken(tmp_path):
     assert "CIFAR-10: 10 classes" in done.stdout, done.stderr
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert "test error" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_while_modules_are_imported_ends_with_a_line(script, tmp_path):
+    """A module that waits stands in for torch, whose import takes seconds."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import time; open('importing', 'w'); time.sleep(60)")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(DEMOS / script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
+        await_file(tmp_path / "importing", process)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20)[1] == "interrupted\n"
+        assert process.returncode == 130
+
+
+def test_ctrl_c_before_the_first_step_ends_with_a_line(tmp_path, monkeypatch):
+    def load(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("efficient_densenet.training.run.load", load)
+    done = demo("cp_demo.py", *RUN, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.pt"])
+def test_a_pipe_in_the_place_of_a_file_of_a_run_is_refused(name, tmp_path):
+    shutil.copytree(DEMOS.parent / "checkpoints" / "digits", tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    os.mkfifo(tmp_path / "run" / name)
+    done = demo("cp_demo.py", "--evaluate", "run", cwd=tmp_path)
+    refused(done, f"run/{name} is no regular file, but a pipe or a device")

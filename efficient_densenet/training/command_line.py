@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import io
 import os
 import signal
 import sys
@@ -28,6 +29,9 @@ def command(function: Callable, options: type | None = None, about: str | None =
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler that measures memory
     called = _with_options(function, options, about or "") if options else function
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path or a class may have characters that it lacks
     try:
         with _short_warnings():
             if wants_help(sys.argv[1:]):
@@ -38,6 +42,7 @@ def command(function: Callable, options: type | None = None, about: str | None =
     except EXPECTED as exc:
         sys.exit(f"error: {_process()}{exc}")
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

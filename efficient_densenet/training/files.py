@@ -83,6 +83,7 @@ def to_torch(value: Any) -> bytes:
 
 def load_torch(path: Path) -> Any:
     """Load what `torch.save` wrote, tensors and plain data only: no code in the file is run."""
+    _refuse_pipe(path)
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -102,6 +103,7 @@ def load_torch(path: Path) -> Any:
 
 
 def load_json(path: Path) -> Any:
+    _refuse_pipe(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -110,6 +112,12 @@ def load_json(path: Path) -> Any:
         raise _not_readable(path, exc) from exc
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"{path} is damaged ({exc}): copy it again, or give another folder") from exc
+
+
+def _refuse_pipe(path: Path) -> None:
+    """Raise for a pipe, a socket or a device, on which reading may wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path} is no regular file, but a pipe or a device: restore it from a copy")
 
 
 def _not_readable(path: Path, exc: OSError) -> OSError:

@@ -41,7 +41,7 @@ def _read_array(path: Path) -> Tensor:
     """Read an IDX file: two zero bytes, type code (8 is uint8), number of dimensions, their sizes, the data."""
     gzipped = path.with_name(f"{path.name}.gz")
     try:
-        content = path.read_bytes() if path.exists() else gzip.decompress(gzipped.read_bytes())
+        content = path.read_bytes() if path.is_file() else gzip.decompress(gzipped.read_bytes())
         type_code, dims = struct.unpack(">HBB", content[:4])[1:]
         shape = struct.unpack(f">{dims}I", content[4 : 4 + 4 * dims])
         values = torch.frombuffer(bytearray(content[4 + 4 * dims :]), dtype=torch.uint8)
