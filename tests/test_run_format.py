@@ -301,3 +301,31 @@ def test_weights_that_overflow_are_an_error_when_evaluating_and_predicting(stopp
     done = demo("predict.py", IMAGE, "--model", "run", cwd=stopped)
     refused(done, f"{IMAGE}: the model's outputs are not finite")
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model.mean", [], "model.mean is [], but must be a list of at least 1"),
+        ("model.std", [0.0], "model.std.0 is 0.0, but must be a number in (0, 255]"),
+        ("model.std", [80.0, 80.0], "model.std is [80.0, 80.0], but must be a list of 1"),
+        ("model.depth", 16, "model.depth is 16, but must be 10"),
+        ("model.depth", 11, "model.depth is 11, but must be 6n + 4"),
+        ("model.channels", 2, "model.channels is 2, but must be one of 1, 3"),
+        ("model.model", "densenet121", "model.model is 'densenet121', but must be None"),
+        ("options.model", "densenet121", "options.depth is 10, but must be None"),
+        ("options.growth_rate", None, "options.growth_rate is None, but must be a whole number of at least 1"),
+        ("data.classes", ["a", "b"], "data.classes is ['a', 'b'], but must be"),
+        ("data.image_size", 33, "data.image_size is 33, but must be 32"),
+        ("position.epoch", 5, "position.epoch is 5, but must be a whole number of at least 1 and at most 4"),
+        ("position.epoch", 3, "rows is a list of 1, but must be a list of 2"),
+        ("position.step", 11, "position.step is 11, but must be a whole number of at least 0 and at most 10"),
+        ("position.seen", 7.0, "position.seen is 7.0, but must be 256"),
+        ("position.wrong", 257.0, "position.wrong is 257.0, but must be a number in [0, 256]"),
+        ("position.seconds", 0.0, "position.seconds is 0.0, but must be a number in (0, inf)"),
+    ],
+)
+def test_a_value_that_other_fields_exclude_is_refused(field, value, message, stopped):
+    changed = Case(tuple(field.split(".")), value).applied_to(_last(stopped))
+    with pytest.raises(ValueError, match=re.escape(f"last.pt: {message}")):
+        run_format.check_last(Path("last.pt"), changed)
