@@ -1,32 +1,101 @@
-"""Checks of arguments. Each error message is one sentence: the argument's name, its value, and what it must be."""
+"""Rules for values, and checks by them. Each message is one sentence: a name, what was found, what it must be."""
 
-from collections.abc import Sequence
-from numbers import Integral, Real
-from typing import Any
+from collections.abc import Callable, Sequence
+from numbers import Integral, Number, Real
+from typing import Any, NamedTuple
 
-
-def check_integer(name: str, value: Any, at_least: int) -> None:
-    """Raise ValueError unless `value` is an integer and not less than `at_least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name} is {value!r}, but must be a whole number of at least {at_least}")
+import torch
 
 
-def check_between(name: str, value: Any, low: float, high: float, closed: str) -> None:
-    """Raise ValueError unless `value` is a number in an interval from `low` to `high`.
+class Rule(NamedTuple):
+    """What a value must be, in words that follow "must be", and the test of it."""
+
+    needed: str
+    accepts: Callable[[Any], bool]
+
+
+def integer(at_least: int, at_most: int | None = None) -> Rule:
+    """A whole number within these bounds, and no boolean."""
+
+    def accepts(value: Any) -> bool:
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return whole and at_least <= int(value) and (at_most is None or int(value) <= at_most)
+
+    upper = "" if at_most is None else f" and at most {at_most}"
+    return Rule(f"a whole number of at least {at_least}{upper}", accepts)
+
+
+def number(low: float, high: float, closed: str) -> Rule:
+    """A number in an interval, and no boolean.
 
     `closed` gives the brackets of the interval: "[" and "]" include the bound, "(" and ")" exclude it.
     """
-    if not isinstance(value, Real) or not _in_interval(value, low, high, closed):
-        raise ValueError(f"{name} is {value!r}, but must be a number in {closed[0]}{low}, {high}{closed[1]}")
+
+    def accepts(value: Any) -> bool:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            return False
+        try:
+            value = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            return False
+        above = low < value or (closed[0] == "[" and low == value)
+        return above and (value < high or (closed[1] == "]" and value == high))
+
+    return Rule(f"a number in {closed[0]}{low}, {high}{closed[1]}", accepts)
+
+
+def choice(*allowed: Any) -> Rule:
+    """One of these values; True and 1 are different ones."""
+
+    def accepts(value: Any) -> bool:
+        plain = value is None or isinstance(value, (str, Number))  # the comparison of a tensor is a tensor
+        return plain and any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed)
+
+    return Rule(f"one of {', '.join(map(repr, allowed))}", accepts)
+
+
+def optional(rule: Rule) -> Rule:
+    return Rule(f"{rule.needed}, or None", lambda value: value is None or rule.accepts(value))
+
+
+def check(name: str, value: Any, rule: Rule) -> None:
+    """Raise ValueError unless `value` satisfies `rule`."""
+    if not rule.accepts(value):
+        raise ValueError(f"{name} is {describe(value)}, but must be {rule.needed}")
+
+
+def check_integer(name: str, value: Any, at_least: int) -> None:
+    check(name, value, integer(at_least))
+
+
+def check_between(name: str, value: Any, low: float, high: float, closed: str) -> None:
+    check(name, value, number(low, high, closed))
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, allowed))}")
+    check(name, value, choice(*allowed))
 
 
-def _in_interval(value: Any, low: float, high: float, closed: str) -> bool:
-    above = low < value or (closed[0] == "[" and low == value)
-    below = value < high or (closed[1] == "]" and value == high)
-    return above and below
+def describe(value: Any) -> str:
+    """The value, or what it is where it is too long for a sentence."""
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return f"a number of {len(str(abs(value) // 10**30)) + 30} digits" if abs(value) < 10**4000 else "a huge number"
+    text = repr(value)
+    if len(text) <= 80 and text.isprintable():
+        return text
+    if isinstance(value, str):
+        return f"{value[:60]!a} …"
+    size = f" of {len(value)}" if isinstance(value, (dict, list, tuple, set, bytes)) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    if tensor.is_nested:
+        return "a nested tensor"
+    shape = "×".join(map(str, tensor.shape)) or "no dimensions"
+    kind = f"tensor of {shape}, {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
+    finite = not dense or not tensor.is_floating_point() or bool(torch.isfinite(tensor.float()).all())
+    return f"a {kind}" if finite else f"a {kind}, with values that are not finite"

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from forks import forked_demo
-from samples import CIFAR10_CLASSES, demo, refused, write_cifar10, write_cifar100, write_folder
+from samples import CIFAR10_CLASSES, TINY, demo, refused, write_cifar10, write_cifar100, write_folder
 
 from efficient_densenet.training.data import Images, StreamedImages, digits, load
 
@@ -304,13 +304,13 @@ def test_a_download_into_an_unwritable_directory(tmp_path, monkeypatch):
         load(str(tmp_path / "cifar"))
 
 
-def test_an_unreadable_directory(tmp_path, monkeypatch):
+@pytest.mark.parametrize("unreadable", ["train/dog", "train/dog/more", "test/cat"])
+def test_an_unreadable_directory_is_an_error_not_fewer_images(unreadable, tmp_path, monkeypatch):
     write_folder(tmp_path)
-    (tmp_path / "train" / "dog").rename(tmp_path / "dog")
-    (tmp_path / "train" / "dog").mkdir()
-    iterdir = Path.iterdir
-    monkeypatch.setattr(Path, "iterdir", lambda path: _refuse(path) if path.name == "dog" else iterdir(path))
-    with pytest.raises(PermissionError, match="train/dog cannot be read: change its permissions"):
+    (tmp_path / "train" / "dog" / "more").mkdir()
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: _refuse(path) if str(path).endswith(unreadable) else scandir(path))
+    with pytest.raises(PermissionError, match=f"{unreadable} cannot be read: change its permissions"):
         load(str(tmp_path))
 
 
@@ -322,3 +322,75 @@ def test_an_image_folder_with_a_file_named_like_cifars_is_an_image_folder(tmp_pa
     write_folder(tmp_path)
     (tmp_path / "meta").write_text("notes")
     assert load(str(tmp_path)).name == f"image folder {tmp_path}"
+
+
+def _write_idx(folder: Path, labels: list[int]) -> None:
+    """The same images and labels for training and test."""
+    folder.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        images = struct.pack(">HBB3I", 0, 8, 3, len(labels), 28, 28) + bytes(len(labels) * 28 * 28)
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(images)
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, len(labels)) + bytes(labels))
+
+
+@pytest.mark.parametrize("below", ["", "MNIST/raw"])
+def test_mnist_is_not_taken_for_fashion_mnist(below, tmp_path):
+    """The files of both have the same names; their labels differ."""
+    _write_idx(tmp_path / "sets" / below, [5, 0, 4, 1, 9, 2, 1, 3, 1, 4, 3, 5])
+    dataset = load(str(tmp_path / "sets"))
+    assert (dataset.name, dataset.classes[5], dataset.horizontal_flip) == ("MNIST", "5", False)
+    with pytest.raises(ValueError, match="but --dataset fashion_mnist needs Fashion-MNIST there"):
+        load(str(tmp_path / "sets"), "fashion_mnist")
+
+
+def test_a_named_data_set_is_downloaded_beside_other_files(tmp_path, monkeypatch):
+    fetched = []
+
+    def fetch(datasets, folder: Path, dataset: str) -> None:
+        fetched.append(dataset)
+        write_cifar10(folder)
+
+    monkeypatch.setattr("efficient_densenet.training.data.download._fetch", fetch)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"contains notes.txt, but .* or a --dataset to download beside what is there"):
+        load(str(tmp_path))
+    assert load(str(tmp_path), "cifar10").name == load(str(tmp_path)).name == "CIFAR-10"
+    assert fetched == ["cifar10"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cifar-10-batches-py", "notes.txt"]
+
+
+def test_a_pipe_named_like_an_image_is_left_out(tmp_path):
+    before = load(str(write_folder(tmp_path)), image_size=8)
+    os.mkfifo(tmp_path / "train" / "cat" / "pipe.jpg")
+    (tmp_path / "test" / "dog" / "folder.png").mkdir()
+    dataset = load(str(tmp_path), image_size=8)
+    assert torch.equal(dataset.train.images, before.train.images)
+    assert dataset.fingerprint == before.fingerprint
+
+
+def test_a_dangling_link_is_named_rather_than_left_out(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "train" / "cat" / "gone.jpg").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"train/cat/gone.jpg is not an image that can be decoded \(.*No such file"):
+        load(str(tmp_path), image_size=8)
+
+
+def test_a_class_whose_name_is_no_utf8_is_named(tmp_path):
+    write_folder(tmp_path / "own")
+    for split in ("train", "test"):
+        (tmp_path / "own" / split / "cat").rename(os.fsdecode(os.fsencode(tmp_path / "own" / split) + b"/caf\xe9"))
+    done = forked_demo("cp_demo.py", "--data", "own", cwd=tmp_path)
+    refused(done, r"own/train/caf\udce9 is a class whose name is no valid UTF-8, which --save needs: rename it")
+
+
+def test_paths_that_are_no_utf8_are_used_and_shown_escaped(tmp_path):
+    own = os.fsdecode(b"own\xe9")
+    write_folder(tmp_path / own)
+    image = next((tmp_path / own).rglob("1.png"))
+    image.rename(image.with_name(os.fsdecode(b"\xff.png")))
+    words = [*TINY, "--image_size", "8", "--batch_size", "8", "--n_epochs", "1", "--save", os.fsdecode(b"run\xe9")]
+    done = forked_demo("cp_demo.py", *words, "--data", own, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert r"in run\udce9: model.pt" in done.stdout
+    done = forked_demo("cp_demo.py", "--evaluate", "--save", os.fsdecode(b"run\xe9"), cwd=tmp_path)
+    assert "test error" in done.stdout, done.stderr

@@ -34,7 +34,7 @@ SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
         (["cifar"], "found 'cifar' on its own, but every option has a name"),
         (["--depth", "22", "40"], "found '40' on its own"),
         (["--depth", "23"], "depth is 23, but must be 6n + 4"),
-        (["--efficient", "fast"], "engine is 'fast', but must be one of"),
+        (["--efficient", "fast"], "efficient is 'fast', but must be one of True, False, 'best', 'plain'"),
         (
             ["--engine", "fast"],
             "engine is 'fast', but must be one of 'best', 'plain', 'official', 'checkpoint', 'shared'",
@@ -56,7 +56,7 @@ SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
         (["--model", "densenet121", "--depth", "40"], "found --model densenet121 with --depth or --growth_rate"),
         (["--resume", "--overwrite"], "found --resume and --overwrite"),
         (["--resume", "maybe"], "resume is 'maybe', but must be True or False"),
-        (["--save"], "save is True, but needs a value"),
+        (["--save"], "--save needs a value: give --save VALUE"),
         (["--valid_size", "2000"], "valid_size is 2000, but must leave some of the 1438 images to train on"),
         (["--evaluate", "nowhere"], "nowhere does not exist"),
         (["--sync_bn"], "found --sync_bn, but this is the only process: start several with torchrun"),
@@ -89,12 +89,18 @@ def test_the_reason_why_a_device_cannot_be_used_is_one_sentence(tmp_path):
     assert len(done.stderr) < 300
 
 
-@pytest.mark.parametrize("model", [{"dept": 22}, ["depth", 22]])
-def test_a_config_of_something_else_is_refused(model, tmp_path):
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ({"dept": 22}, "model.model is missing, but must be the name of a model of the zoo"),
+        (["depth", 22], "model is ['depth', 22], but must be a dict with model, depth, growth_rate, …"),
+    ],
+)
+def test_a_config_of_something_else_is_refused(model, found, tmp_path):
     shutil.copytree(DIGITS, tmp_path / "run")
     path = tmp_path / "run" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
-    message = "run/config.json does not describe a model of these demos (channels, classes, dep"
+    message = f"run/config.json: {found}"
     refused(demo("cp_demo.py", "--evaluate", "run", cwd=tmp_path), message)
     image = str(DEMOS / "pictures" / "digit_3.png")
     refused(demo("predict.py", image, "--model", "run", cwd=tmp_path), message)

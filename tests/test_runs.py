@@ -157,7 +157,7 @@ def _of_another_model(folder: Path) -> str:
     content = torch.load(folder / "last.pt", weights_only=True)
     content["state"]["model"].popitem()
     torch.save(content, folder / "last.pt")
-    return "run/last.pt does not fit this run"
+    return "run/last.pt: state.model.classifier.bias is missing, but must be a dense tensor of 10, torch.float32, with"
 
 
 @pytest.mark.parametrize("harm", [_truncate, _foreign, _hostile, _missing, _of_another_model])

@@ -529,6 +529,27 @@ DEFECTS = [
         ("runs", "run_failures", "kills"),
     ),
     Defect(
+        "training: weights that are not finite pass the check of a file",
+        "training/schema.py",
+        "return bool(torch.isfinite(value).all()) and not (",
+        "return not (",
+        ("run_format",),
+    ),
+    Defect(
+        "training: fields of a file that nobody wrote are ignored",
+        "training/schema.py",
+        "if extra and not schema.open:",
+        "if False:",
+        ("run_format",),
+    ),
+    Defect(
+        "training: without validation images the first epoch is kept",
+        "training/run.py",
+        "            return self.rows[-1]\n",
+        "            return self.rows[0]\n",
+        ("command_line",),
+    ),
+    Defect(
         "data: labels shifted",
         "training/data/images.py",
         "yield self.images[indices], self.labels[indices]",

@@ -47,6 +47,14 @@ class DistributedContext:
         dist.all_reduce(sums)
         return sums.tolist()
 
+    def from_main_process(self, number: int) -> int:
+        """The main process's number, in every process."""
+        if self.world_size == 1:
+            return number
+        tensor = torch.tensor(number, device=self.device if self.device.type == "cuda" else "cpu")
+        dist.broadcast(tensor, 0)
+        return int(tensor)
+
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()

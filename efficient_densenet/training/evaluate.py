@@ -1,5 +1,6 @@
 """Evaluating a saved model on the test images of a data set."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,10 @@ def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> tu
     transform = replace(transform_for(dataset.test, False), mean=config.mean, std=config.std)
     trainer = Trainer(model, transform, replace(options, sync_bn=False), context)
     loss, error = trainer.evaluate(dataset.test.to(context.device))
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"{path}: the test loss is {loss}, but must be finite: its weights are damaged, so restore them from a copy"
+        )
     if context.is_main_process:
         print(f"{path}: {config.name} on {len(dataset.test):,} test images of {dataset.name}")
         print(f"test loss {loss:.4f}, test error {error:.2%}")

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,18 @@ def to_torch(value: Any) -> bytes:
 
 def load_torch(path: Path) -> Any:
     """Load what `torch.save` wrote, tensors and plain data only: no code in the file is run."""
+    _refuse_pipe(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            file.read(1)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: give the folder of a run, or a file of weights in one") from None
+    except OSError as exc:
+        raise _not_readable(path, exc) from exc
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about kinds of tensors that the caller refuses
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # a damaged archive can fail in any way
         raise ValueError(
             f"{path} is truncated, damaged or contains more than tensors and plain data "
@@ -94,12 +103,25 @@ def load_torch(path: Path) -> Any:
 
 
 def load_json(path: Path) -> Any:
+    _refuse_pipe(path)
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: give the folder of a run, which has one") from None
-    except (ValueError, OSError) as exc:
+    except OSError as exc:
+        raise _not_readable(path, exc) from exc
+    except (ValueError, RecursionError) as exc:
         raise ValueError(f"{path} is damaged ({exc}): copy it again, or give another folder") from exc
+
+
+def _refuse_pipe(path: Path) -> None:
+    """Raise for a pipe, a socket or a device, on which reading may wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path} is no regular file, but a pipe or a device: restore it from a copy")
+
+
+def _not_readable(path: Path, exc: OSError) -> OSError:
+    return OSError(f"{path} cannot be read ({exc.strerror or exc}): make it readable, or give another run")
 
 
 def _flush_directory(folder: Path) -> None:

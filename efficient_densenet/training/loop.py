@@ -16,6 +16,8 @@ from .distributed import DistributedContext, gradient_sync
 from .options import AMP_DTYPES, RunOptions
 from .recipes import RECIPES
 
+SGD_ARGUMENTS = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+
 
 @dataclass
 class TrainingPosition:
@@ -49,9 +51,7 @@ class Trainer:
         self.wrapped_model: Callable[..., Tensor] = context.wrap_model(self.model, options.sync_bn)
         if options.compile:
             self.wrapped_model = torch.compile(self.wrapped_model)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=options.lr, momentum=0.9, nesterov=True, weight_decay=1e-4
-        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=options.lr, **SGD_ARGUMENTS)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=options.amp == "fp16")
         self.dtype = next(self.model.parameters()).dtype
 
@@ -144,8 +144,12 @@ class Trainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        for name, part in state.items():
-            getattr(self, name).load_state_dict(part)
+        """Load what `state` returned; the optimizer keeps its own arguments but for the learning rate."""
+        self.model.load_state_dict(state["model"])
+        arguments = self.optimizer.state_dict()["param_groups"]
+        arguments[0]["lr"] = state["optimizer"]["param_groups"][0]["lr"]
+        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": arguments})
+        self.scaler.load_state_dict(state["scaler"])
 
     def _input(self, images: Tensor) -> Tensor:
         normalized = self.transform.normalize(images, self.dtype)

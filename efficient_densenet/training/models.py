@@ -1,9 +1,10 @@
 """The model of a run, rebuilt from its config, and its weights."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..engines.dispatch import describe_plan
@@ -11,10 +12,11 @@ from ..engines.precision import compute_dtype
 from ..models.densenet import DenseNet
 from ..models.layers import DenseBlock
 from ..models.zoo import VARIANTS, create_model
-from . import files
+from . import files, run_format
 from .data import Dataset
 from .data.augment import Transform
 from .options import Options, block_config_for
+from .schema import check_file, tensors_like
 
 WEIGHTS, CONFIG = "model.pt", "config.json"
 
@@ -74,10 +76,11 @@ def default_image_size(model: str | None) -> int:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    config = files.load_json(folder / CONFIG)
-    if not isinstance(config, dict) or not {"options", "model", "data"} <= config.keys():
-        raise ValueError(f"{folder / CONFIG} does not describe a run of these demos: give the folder of one")
-    return config
+    """The checked content of config.json."""
+    path = folder / CONFIG
+    content = files.load_json(path)
+    run_format.check_config(path, content)
+    return content
 
 
 def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:
@@ -85,33 +88,27 @@ def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:
     weights, folder = (path / WEIGHTS, path) if path.is_dir() else (path, path.parent)
     if not weights.exists():
         raise ValueError(f"{weights} does not exist: give the folder of a run, or a file of weights in one")
-    config = _parse_config(read_config(folder)["model"], folder / CONFIG)
+    entries = read_config(folder)["model"]
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
+    config = ModelConfig(**values)
+    content = files.load_torch(weights)
+    with torch.device("meta"):
+        expected = config.build()
+    check_weights(expected, content, weights)
     model = config.build()
-    load_weights(model, files.load_torch(weights), weights)
+    model.load_state_dict(content)
     return model.eval(), config
 
 
-def _parse_config(entries: Any, path: Path) -> ModelConfig:
-    names = {field.name for field in fields(ModelConfig)}
-    entries = entries if isinstance(entries, dict) else {}
-    if entries.keys() != names:
-        differing = sorted(names.symmetric_difference(entries))
-        raise ValueError(
-            f"{path} does not describe a model of these demos ({', '.join(differing[:3])}): give the folder of a run"
-        )
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
-    return ModelConfig(**values)
+def load_weights(model: nn.Module, weights: Path) -> None:
+    content = files.load_torch(weights)
+    check_weights(model, content, weights)
+    model.load_state_dict(content)
 
 
-def load_weights(model: nn.Module, weights: Any, path: Path) -> None:
-    expected = model.state_dict()
-    matches = isinstance(weights, dict) and weights.keys() == expected.keys()
-    if not matches or any(weights[k].shape != expected[k].shape for k in expected):
-        raise ValueError(
-            f"{path} contains other tensors than this model has, and was left unchanged: give the folder that it was "
-            "trained in, with its config.json"
-        )
-    model.load_state_dict(weights)
+def check_weights(model: nn.Module, content: Any, path: Path) -> None:
+    """Raise unless `content`, of the file `path`, is a state dict of `model`."""
+    check_file(path, content, tensors_like(model.state_dict()))
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

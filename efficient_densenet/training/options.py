@@ -1,14 +1,22 @@
 """The options of a run: what a user may give, and the defaults that depend on other options."""
 
-from dataclasses import asdict, dataclass, fields
+import secrets
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from .._checks import check_between, check_choice, check_integer
+from .._checks import Rule, check, choice, integer, number, optional
 from ..models.zoo import create_model, list_models
+from .arguments import SWITCH
 from .data import DATASETS
 from .recipes import RECIPES
+from .schema import path_name
+
+PAIR = ("data", "save")
+"""Options that may be given by position, together."""
+LETTERS = {"e": "efficient"}
+"""As everywhere, a letter stands for the only option that it begins; this one begins several."""
 
 ENGINES = ("best", "plain", "official", "checkpoint", "shared")
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,7 +32,8 @@ class Options:
             of images for each class. An absent or empty directory is filled by a download; without this option,
             training is on the handwritten digits that ship with the package.
         save: directory of the results; by default checkpoints/ and a name made of data, model and engine.
-        dataset: what to download into an absent directory: cifar10, cifar100, svhn or fashion_mnist.
+        dataset: cifar10, cifar100, svhn or fashion_mnist: which one to take from the directory, or to download into it
+            if it is not there; by default what is there, and cifar10 into an absent directory.
         model: a name from the zoo, such as densenet121; by default a DenseNet-BC of this depth and growth rate.
         depth: convolutions and classifier, 6n + 4; by default 100, and 22 on the digits.
         growth_rate: channels that each layer adds; by default 12.
@@ -38,11 +47,12 @@ class Options:
             runs); by default step, and one_cycle on the digits.
         lr: the highest learning rate.
         valid_size: training images held out to choose the best epoch by; by default 5000, or a tenth of a smaller set.
+            With 0 training is on all of them, and the weights of the last epoch are kept.
         image_size: height and width that the images of an image folder are resized to; by default 32, and 224 for
             models of the zoo's ImageNet family.
         mirror: whether half of the training images are flipped horizontally; by default in CIFAR and image folders, and
             not where a flip changes the class, as in digits.
-        seed: the same seed gives the same run, exactly on a CPU.
+        seed: the same seed gives the same run, exactly on a CPU. None draws one, which config.json then has.
         amp: bf16 or fp16 for automatic mixed precision.
         channels_last: use the channels-last memory format for images and weights.
         compile: run the model through torch.compile.
@@ -59,7 +69,7 @@ class Options:
     efficient: bool | str = True
     data: str | None = None
     save: str | None = None
-    dataset: str = "cifar10"
+    dataset: str | None = None
     model: str | None = None
     depth: int | None = None
     growth_rate: int | None = None
@@ -73,7 +83,7 @@ class Options:
     valid_size: int | None = None
     image_size: int | None = None
     mirror: bool | None = None
-    seed: int = 0
+    seed: int | None = 0
     amp: str | None = None
     channels_last: bool = False
     compile: bool = False
@@ -94,7 +104,47 @@ class RunOptions(Options):
     engine: str = "best"
     n_epochs: int = 300
     recipe: str = "step"
+    seed: int = 0
 
+
+_boolean = Rule("True or False", lambda value: isinstance(value, bool))
+_size = integer(1, 2**31 - 1)
+_pixels = integer(1, 2**16)
+
+DEPTH = Rule("6n + 4, such as 22, 40 or 100", lambda value: integer(10, 10_000).accepts(value) and (value - 4) % 6 == 0)
+
+RULES = {
+    "efficient": choice(True, False, *ENGINES),
+    "data": optional(path_name()),
+    "save": optional(path_name()),
+    "dataset": optional(choice(*DATASETS)),
+    "model": optional(Rule("the name of a model of the zoo", choice(*list_models()).accepts)),
+    "depth": optional(DEPTH),
+    "growth_rate": optional(integer(1, 10_000)),
+    "drop_rate": number(0, 1, "[)"),
+    "engine": choice(*ENGINES),
+    "n_epochs": _size,
+    "batch_size": _size,
+    "micro_batch_size": optional(_size),
+    "recipe": choice(*RECIPES),
+    "lr": number(0, float("inf"), "()"),
+    "valid_size": optional(integer(0, 2**31 - 1)),
+    "image_size": optional(_pixels),
+    "mirror": optional(_boolean),
+    "seed": integer(0, 2**63 - 1),
+    "amp": optional(choice(*AMP_DTYPES)),
+    "channels_last": _boolean,
+    "compile": _boolean,
+    "device": optional(path_name()),
+    "sync_bn": _boolean,
+    "workers": integer(0, 1024),
+    "stream": optional(_boolean),
+    "resume": _boolean,
+    "overwrite": _boolean,
+    "evaluate": Rule("True, False or a path", lambda value: isinstance(value, bool) or path_name().accepts(value)),
+    "tensorboard": _boolean,
+}
+"""What each checked option must be, on the command line and in the files of a run."""
 
 _DIGITS_DEFAULTS = {"depth": 22, "n_epochs": 20, "recipe": "one_cycle"}
 _DEFAULTS = {"depth": 100, "n_epochs": 300, "recipe": "step"}
@@ -103,6 +153,7 @@ _DEFAULTS = {"depth": 100, "n_epochs": 300, "recipe": "step"}
 def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
     """Check the `given` options and fill in the defaults; `efficient_engine` is what --efficient True means."""
     given = dict(given)
+    given["efficient"] = SWITCH.get(str(given.get("efficient", True)), given.get("efficient"))
     for name in ("data", "save", "device", "model", "engine"):
         if given.get(name) is not None:
             given[name] = _text(name, given[name])
@@ -113,7 +164,7 @@ def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
             "leave out one or the other"
         )
     defaults: dict[str, Any] = dict(_DIGITS_DEFAULTS if options.data is None else _DEFAULTS)
-    defaults["growth_rate"] = 12
+    defaults |= {"growth_rate": 12, "seed": secrets.randbits(31)}
     if options.model is not None:
         defaults["depth"] = defaults["growth_rate"] = None
     values = asdict(options)
@@ -137,28 +188,10 @@ def _text(name: str, value: Any) -> str:
 
 
 def _check(options: RunOptions) -> None:
-    check_choice("dataset", options.dataset, DATASETS)
-    check_choice("engine", options.engine, ENGINES)
-    check_choice("recipe", options.recipe, tuple(RECIPES))
-    check_integer("batch_size", options.batch_size, at_least=1)
-    check_integer("n_epochs", options.n_epochs, at_least=1)
-    check_integer("seed", options.seed, at_least=0)
-    check_integer("workers", options.workers, at_least=0)
-    check_between("lr", options.lr, 0, float("inf"), "()")
-    check_between("drop_rate", options.drop_rate, 0, 1, "[)")
-    for name in ("depth", "growth_rate", "micro_batch_size", "valid_size", "image_size"):
-        if getattr(options, name) is not None:
-            check_integer(name, getattr(options, name), at_least=1)
-    if options.amp is not None:
-        check_choice("amp", options.amp, tuple(AMP_DTYPES))
     if options.model is not None and options.model not in list_models():
         create_model(options.model)  # raises an error that lists the names
-    if options.depth is not None:
-        block_config_for(options.depth)
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if (field.type is bool or (field.type == bool | None and value is not None)) and not isinstance(value, bool):
-            raise ValueError(f"{field.name} is {value!r}, but must be True or False")
+    for name, rule in RULES.items():
+        check(name, getattr(options, name), rule)
     if options.resume and options.overwrite:
         raise ValueError(
             "found --resume and --overwrite, but a run is either resumed or started over: give one of them"
@@ -167,7 +200,6 @@ def _check(options: RunOptions) -> None:
 
 def block_config_for(depth: int) -> tuple[int, int, int]:
     """Three equal blocks of two-convolution layers; the stem, two transitions and the classifier are the other four."""
-    layers, rest = divmod(depth - 4, 6)
-    if rest or layers < 1:
-        raise ValueError(f"depth is {depth}, but must be 6n + 4, such as 22, 40 or 100")
+    check("depth", depth, DEPTH)
+    layers = (depth - 4) // 6
     return layers, layers, layers

@@ -33,5 +33,9 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
     normalize = Transform(config.mean, config.std, padding=0, horizontal_flip=False).normalize
     for name, image in zip(images, decoded, strict=True):
         probabilities = network(normalize(image[None])).softmax(1)[0]
+        if not probabilities.isfinite().all():
+            raise FloatingPointError(
+                f"{name}: the model's outputs are not finite, so its weights are damaged: restore them from a copy"
+            )
         likeliest = probabilities.argsort(descending=True)[:top].tolist()
         print(f"{name}: {', '.join(f'{config.classes[i]} ({probabilities[i]:.1%})' for i in likeliest)}")

@@ -50,9 +50,13 @@ class EpochProgress:
     def finish(self, row: dict[str, Any]) -> None:
         self.close()
         if self.visible:
+            validation = (
+                ""
+                if row["valid_loss"] == ""
+                else f"validation loss {row['valid_loss']:.3f}, error {row['valid_error']:.2%}; "
+            )
             print(
-                f"{self.title}: train loss {row['train_loss']:.3f}, error {row['train_error']:.2%}; "
-                f"validation loss {row['valid_loss']:.3f}, error {row['valid_error']:.2%}; "
+                f"{self.title}: train loss {row['train_loss']:.3f}, error {row['train_error']:.2%}; {validation}"
                 f"{row['seconds']:.1f} s, {row['images_per_second']:,.0f} images/s, "
                 f"peak memory {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}",
                 flush=True,

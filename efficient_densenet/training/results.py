@@ -19,7 +19,8 @@ COLUMNS = (
     "peak_memory_mib",
     "lr",
 )
-"""`test_error` is empty but in the last row: only the best epoch's model is tested, at the end of the run."""
+"""`test_error` is empty but in the last row: only the best epoch's model is tested, at the end of the run. Without
+validation images `valid_loss` and `valid_error` are empty."""
 
 Row = dict[str, Any]
 
@@ -40,6 +41,8 @@ def plot_curves(folder: Path, rows: list[Row], title: str) -> None:
     for axes, metric, unit in zip(figure.subplots(1, 2), ("loss", "error"), ("nats", "% of the images"), strict=True):
         scale = 100 if metric == "error" else 1
         for split, color in (("train", "tab:blue"), ("valid", "tab:orange")):
+            if rows[0][f"{split}_{metric}"] == "":
+                continue  # there were no images to validate by
             values = [scale * row[f"{split}_{metric}"] for row in rows]
             axes.plot(epochs, values, color=color, label=split, marker="." if len(rows) < 40 else None)
         axes.set(xlabel="epoch", ylabel=f"{metric}, {unit}", yscale="log" if metric == "loss" else "linear")

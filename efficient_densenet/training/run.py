@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from . import files, models, run_state
+from . import files, models, run_format, run_state
 from .data import SplitDataset, load
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
@@ -28,6 +29,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
     """Train, resume or evaluate, as the `given` options say; `efficient_engine` is what `efficient=True` means."""
     options = parse(given, efficient_engine)
     with init_distributed(options.device) as context:
+        options = replace(options, seed=context.from_main_process(options.seed))  # which may have drawn it
         folder = run_directory(options)
         if options.evaluate is not False:
             evaluate(folder if options.evaluate is True else Path(options.evaluate), options, context)
@@ -70,6 +72,7 @@ class Run:
         self.record = run_state.run_record(options, self.config, self.dataset)
         if state:
             run_state.check_same_data(state, self.record)
+            run_format.check_state(folder / run_state.LAST, state, self.model)
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
         size = self.dataset.image_size
         expected_memory = describe_expected_memory(self.model, size, options, self.largest_batch)
@@ -77,7 +80,7 @@ class Run:
         self._print_summary(expected_memory)
         self.position, self.rows = TrainingPosition(), []
         if state:
-            self.position, self.rows = run_state.restore(state, self.trainer, folder)
+            self.position, self.rows = run_state.restore(state, self.trainer)
         self.stop_request = StopRequest()
 
     def train(self) -> None:
@@ -117,7 +120,8 @@ class Run:
             return
         dataset = self.dataset
         count, size = models.count_parameters(self.model)
-        print(f"{self.config.name}: {count:,} parameters, {mib(size)}; engine {engines}; {self.context.describe()}")
+        where = f"{self.context.describe()}; seed {self.options.seed}"
+        print(f"{self.config.name}: {count:,} parameters, {mib(size)}; engine {engines}; {where}")
         print(f"expected memory of a step: {expected_memory}")
         splits = f"{len(dataset.train):,} to train, {len(dataset.valid):,} to validate, {len(dataset.test):,} to test"
         print(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}", flush=True)
@@ -160,7 +164,7 @@ class Run:
             self._train_steps(progress, started)
             # Where processes evaluate different numbers of batches, they cannot agree on stopping between them.
             after_batch = self._raise_if_stopped if self.context.world_size == 1 else None
-            valid = self.trainer.evaluate(self.dataset.valid, after_batch)
+            valid = self.trainer.evaluate(self.dataset.valid, after_batch) if len(self.dataset.valid) else ("", "")
         except ChildProcessError:
             if self.context.world_size == 1:
                 self._raise_if_stopped()  # a signal to the process group has killed the decoding processes too
@@ -168,7 +172,8 @@ class Run:
         finally:
             progress.close()
         row = self._row(valid, time.perf_counter() - started)
-        check_finite("validation loss", row["valid_loss"], f"epoch {row['epoch']}", row["lr"])
+        if row["valid_loss"] != "":
+            check_finite("validation loss", row["valid_loss"], f"epoch {row['epoch']}", row["lr"])
         self.rows.append(row)
         self.position = TrainingPosition(position.epoch + 1)
         progress.finish(row)
@@ -187,7 +192,7 @@ class Run:
             progress.step(loss, error, position.seen / position.seconds, peak_memory(self.context.device))
             self._raise_if_stopped()
 
-    def _row(self, valid: tuple[float, float], seconds: float) -> Row:
+    def _row(self, valid: tuple[float | str, float | str], seconds: float) -> Row:
         position = self.position
         return {
             "epoch": position.epoch,
@@ -206,10 +211,16 @@ class Run:
         """Save the weights first and the position last: a run that is killed in between repeats the epoch."""
         if not self.context.is_main_process:
             return
-        if row is min(self.rows, key=lambda row: (row["valid_error"], row["valid_loss"])):
+        if row is self._best_row():
             files.write_atomic(self.folder / models.WEIGHTS, files.to_torch(self.model.state_dict()))
         self._save()
         self.tensorboard.add(row)
+
+    def _best_row(self) -> Row:
+        """The best by validation, or the last one if there are no images to validate by."""
+        if not len(self.dataset.valid):
+            return self.rows[-1]
+        return min(self.rows, key=lambda row: (row["valid_error"], row["valid_loss"]))
 
     def _save(self, plot: bool = False) -> None:
         if not self.context.is_main_process:
@@ -239,11 +250,11 @@ class Run:
         sys.exit(128 + interrupted.number)
 
     def _finish(self) -> None:
-        """Test the weights of the best epoch."""
+        """Test the weights of the best epoch, or of the last one if there are no images to validate by."""
         self.context.barrier()
-        weights = self.folder / models.WEIGHTS
-        models.load_weights(self.model, files.load_torch(weights), weights)
-        _, test_error = self.trainer.evaluate(self.dataset.test)
+        models.load_weights(self.model, self.folder / models.WEIGHTS)
+        test_loss, test_error = self.trainer.evaluate(self.dataset.test)
+        check_finite("test loss", test_loss, f"epoch {self.rows[-1]['epoch']}", self.rows[-1]["lr"])
         self.rows[-1]["test_error"] = test_error
         if not self.context.is_main_process:
             return
@@ -251,7 +262,8 @@ class Run:
         save_csv(self.folder, self.rows)
         self._plot()
         self.tensorboard.add(self.rows[-1])
+        which = "the best epoch by validation" if len(self.dataset.valid) else "the last epoch"
         print(
-            f"test error {test_error:.2%}; in {self.folder}: {models.WEIGHTS} (the best epoch by validation), "
+            f"test error {test_error:.2%}; in {self.folder}: {models.WEIGHTS} ({which}), "
             f"{run_state.LAST}, results.csv, curves.png, {models.CONFIG}"
         )

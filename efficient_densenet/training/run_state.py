@@ -1,7 +1,6 @@
 """The state of a run on disk: last.pt, what it must agree with when the run is resumed, and what overwriting removes.
 
-last.pt is a dict with the keys "format", "options", "model", "data", "position", "rows" and "state". These keys, and
-those inside them, stay as they are, such as "train_pictures": earlier versions wrote them, and their runs are resumed.
+`run_format` says what last.pt contains.
 """
 
 import math
@@ -9,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import files
+from . import files, run_format
 from .data import SplitDataset
 from .loop import Trainer, TrainingPosition
 from .models import CONFIG, WEIGHTS, ModelConfig
@@ -17,12 +16,11 @@ from .options import Options, RunOptions
 from .results import Row
 
 LAST = "last.pt"
-FORMAT = "efficient_densenet run 1"
 RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
 
-PER_CALL = {"efficient", "engine", "device", "resume", "overwrite", "evaluate"}
+PER_CALL = {"efficient", "engine", "device", "dataset", "resume", "overwrite", "evaluate"}
 """Options that a resumed run takes from the present call; the engine only if it is given."""
-CHANGEABLE = PER_CALL | {"data", "dataset", "save", "channels_last", "compile", "workers", "stream", "tensorboard"}
+CHANGEABLE = PER_CALL | {"data", "save", "channels_last", "compile", "workers", "stream", "tensorboard"}
 """Options that may change when a run is resumed: they change no number, or only its rounding."""
 
 
@@ -49,11 +47,12 @@ def read(folder: Path) -> dict[str, Any] | None:
             )
         return None
     state = files.load_torch(path)
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or "format" not in state:
         raise ValueError(
             f"{path} is not the state of a run of these demos, and was left unchanged: give another --save, "
             "or --overwrite"
         )
+    run_format.check_last(path, state)
     return state
 
 
@@ -87,7 +86,7 @@ def run_record(options: RunOptions, config: ModelConfig, dataset: SplitDataset) 
 def write(folder: Path, trainer: Trainer, position: TrainingPosition, rows: list[Row], record: dict[str, Any]) -> None:
     """Save all that resuming needs. Learning rates and random numbers follow from the seed and the position."""
     content = {
-        "format": FORMAT,
+        "format": run_format.FORMAT,
         **record,
         "position": asdict(position),
         "rows": rows,
@@ -102,20 +101,17 @@ def update_rows(folder: Path, rows: list[Row]) -> None:
     files.write_atomic(folder / LAST, files.to_torch(state | {"rows": rows}))
 
 
-def restore(state: dict[str, Any], trainer: Trainer, folder: Path) -> tuple[TrainingPosition, list[Row]]:
-    try:
-        trainer.load_state(state["state"])
-        return TrainingPosition(**state["position"]), list(state["rows"])
-    except (KeyError, TypeError, RuntimeError, ValueError) as exc:
-        raise ValueError(
-            f"{folder / LAST} does not fit this run ({str(exc).splitlines()[0]}), and was left unchanged: "
-            "give the options that it was started with, or another --save"
-        ) from exc
+def restore(state: dict[str, Any], trainer: Trainer) -> tuple[TrainingPosition, list[Row]]:
+    """Load a checked `state` into `trainer`; returns the position and the rows."""
+    trainer.load_state(state["state"])
+    return TrainingPosition(**state["position"]), list(state["rows"])
 
 
 def merge_options(state: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The options that the run was started with, overridden by those `given` now; raises if one must not change."""
     started = asdict(Options()) | state["options"]  # earlier versions had fewer options
+    if given.get("seed", 0) is None:  # no seed in particular: the run's
+        given = {name: value for name, value in given.items() if name != "seed"}
     for name, value in given.items():
         if name not in CHANGEABLE and name in started and value != started[name]:
             raise ValueError(
@@ -137,7 +133,7 @@ def check_same_data(state: dict[str, Any], record: dict[str, Any]) -> None:
             raise ValueError(
                 f"found {value!r} for {words} of the data, but the run was started with {started.get(name)!r}: {remedy}"
             )
-    statistics = (zip(record["model"][name], state["model"][name], strict=False) for name in ("mean", "std"))
+    statistics = (zip(record["model"][name], state["model"][name], strict=True) for name in ("mean", "std"))
     same = all(math.isclose(now, then, rel_tol=1e-6) for pairs in statistics for now, then in pairs)
     if not same or started["fingerprint"] != record["data"]["fingerprint"]:
         raise ValueError(f"found other images than the run was started with, though as many: {remedy}")

@@ -45,9 +45,11 @@ LAYOUTS = {
 }
 
 
-def find(folder: Path) -> tuple[Path, Layout] | None:
-    """The folder that contains the batches of a CIFAR: below `folder`, or `folder` itself."""
-    for layout in LAYOUTS.values():
+def find(folder: Path, dataset: str | None = None) -> tuple[Path, Layout] | None:
+    """The folder that contains the batches of a CIFAR, or of this `dataset` alone: below `folder`, or `folder`."""
+    for name, layout in LAYOUTS.items():
+        if dataset not in (None, name):
+            continue
         for path in (folder / layout.folder, folder):
             batches = any((path / name).is_file() for name in (*layout.train, *layout.test))
             if (path.name == layout.folder and path.is_dir()) or ((path / layout.meta).is_file() and batches):

@@ -11,7 +11,7 @@ TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN", "fashi
 
 
 def download(folder: Path, dataset: str) -> None:
-    """Download `dataset` into `folder`, which is absent or empty."""
+    """Download `dataset` into `folder`, which is absent, empty, or has other files."""
     datasets = need("torchvision", extra="demos").datasets
     existing = next(parent for parent in folder.absolute().parents if parent.is_dir())
     try:
@@ -20,12 +20,16 @@ def download(folder: Path, dataset: str) -> None:
         raise OSError(
             f"{folder} is absent or empty, and nothing can be downloaded into it ({exc.strerror}): give another --data"
         ) from exc
-    print(f"{folder} is absent or empty: downloading {TITLES[dataset]}", flush=True)
+    print(f"{folder} contains no images: downloading {TITLES[dataset]}", flush=True)
     try:
         _fetch(datasets, temporary, dataset)
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.chmod(0o755)
-        temporary.replace(folder)  # which replaces an empty directory
+        if any(folder.iterdir()):
+            for downloaded in temporary.iterdir():
+                downloaded.replace(folder / downloaded.name)
+        else:
+            temporary.chmod(0o755)
+            temporary.replace(folder)  # which replaces an empty directory
     except (OSError, RuntimeError) as exc:
         reason = " ".join(str(exc).split())
         raise ConnectionError(

@@ -1,7 +1,7 @@
 """Image folders: `train/`, and `test/` or `val/` or both, with a folder of images of any size for each class."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..._extras import need
+from ..schema import is_utf8
 from .decode import decode
 from .images import Images, ImageSet, StreamedImages, digest
 
@@ -63,7 +64,7 @@ def read_all(streamed: StreamedImages) -> Images:
 
 
 def _file_digest(folder: Path, paths: Iterable[Path]) -> str:
-    return digest(f"{path.relative_to(folder)}:{path.stat().st_size}\n".encode() for path in paths)
+    return digest(os.fsencode(path.relative_to(folder)) + f":{path.stat().st_size}\n".encode() for path in paths)
 
 
 def _class_names(train: Path) -> tuple[str, ...]:
@@ -72,7 +73,25 @@ def _class_names(train: Path) -> tuple[str, ...]:
         raise ValueError(
             f"{train} has {len(names)} class folders, but a classifier needs at least two: make a folder for each class"
         )
+    for name in names:
+        if not is_utf8(name):
+            raise ValueError(f"{train}/{name} is a class whose name is no valid UTF-8, which --save needs: rename it")
     return names
+
+
+def _image_files(folder: Path) -> Iterator[Path]:
+    """The images below `folder`; pipes and devices with an image's name are left out."""
+    for parent, _, names in os.walk(folder, onerror=_raise_unless_missing):
+        for path in (Path(parent, name) for name in names if not name.startswith(".")):
+            special = path.exists() and not path.is_file()  # a dangling link remains, and cannot be decoded
+            if path.suffix.lower() in SUFFIXES and not special:
+                yield path
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    """A class may lack its folder in a split; a folder that cannot be read is an error, not a few images less."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _list_images(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], list[int]]:
@@ -82,10 +101,8 @@ def _list_images(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], li
         raise ValueError(f"{folder / unknown[0]} is a class that train/ does not have: rename it, or add it to train/")
     paths, labels = [], []
     for label, name in enumerate(classes):
-        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in SUFFIXES and p.name[0] != ".")
+        found = sorted(_image_files(folder / name))
         if not found:
-            if (folder / name).is_dir():
-                next((folder / name).iterdir(), None)  # raises PermissionError, which rglob ignores
             raise ValueError(
                 f"{folder / name} contains no images: put some there, or remove the class from every folder"
             )

@@ -1,4 +1,4 @@
-"""Fashion-MNIST as published: IDX files, gzipped or not, as torchvision and Debian place them."""
+"""Fashion-MNIST and MNIST as published: IDX files, gzipped or not, as torchvision and Debian place them."""
 
 import gzip
 import struct
@@ -15,8 +15,13 @@ _UINT8 = 8
 
 
 def find(folder: Path) -> Path | None:
-    candidates = (folder, folder / "FashionMNIST" / "raw")
+    candidates = (folder, folder / "FashionMNIST" / "raw", folder / "MNIST" / "raw")
     return next((path for path in candidates if any(path.glob("train-images-idx3-ubyte*"))), None)
+
+
+def is_mnist(train: Images) -> bool:
+    """Whether the training labels begin as MNIST's do; the files of both sets have the same names."""
+    return train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
 
 
 def read(folder: Path) -> tuple[Images, Images]:
@@ -36,7 +41,7 @@ def _read_array(path: Path) -> Tensor:
     """Read an IDX file: two zero bytes, type code (8 is uint8), number of dimensions, their sizes, the data."""
     gzipped = path.with_name(f"{path.name}.gz")
     try:
-        content = path.read_bytes() if path.exists() else gzip.decompress(gzipped.read_bytes())
+        content = path.read_bytes() if path.is_file() else gzip.decompress(gzipped.read_bytes())
         type_code, dims = struct.unpack(">HBB", content[:4])[1:]
         shape = struct.unpack(f">{dims}I", content[4 : 4 + 4 * dims])
         values = torch.frombuffer(bytearray(content[4 + 4 * dims :]), dtype=torch.uint8)

@@ -1,5 +1,6 @@
 """Loading a directory of images as a data set, whose kind is recognized by its contents."""
 
+import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,14 @@ class Dataset:
     def with_validation(self, valid_size: int | None) -> "SplitDataset":
         """Hold out `valid_size` training images for validation, unless there is a validation set.
 
-        None holds out a tenth, at most 5,000.
+        None holds out a tenth, at most 5,000; with 0 there are no images to validate by.
         """
         if self.valid is not None:
             if valid_size is not None:
                 raise ValueError(f"valid_size is {valid_size}, but {self.name} has val/ to validate by: leave it out")
             return self._split(self.train, self.valid)
         size = min(5000, round(len(self.train) / 10)) if valid_size is None else valid_size
-        if not 0 < size < len(self.train):
+        if not (0 < size < len(self.train) or size == valid_size == 0):
             raise ValueError(f"valid_size is {size}, but must leave some of the {len(self.train)} images to train on")
         return self._split(*random_split(self.train, size, SPLIT_SEED))
 
@@ -67,7 +68,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class SplitDataset(Dataset):
-    """A data set that has validation images."""
+    """A data set that is split for training, with validation images unless that split is empty."""
 
     valid: ImageSet
 
@@ -77,7 +78,7 @@ class SplitDataset(Dataset):
 
 def load(
     data: str | None,
-    dataset: str = "cifar10",
+    dataset: str | None = None,
     image_size: int = 32,
     workers: int = 2,
     stream: bool | None = None,
@@ -85,7 +86,8 @@ def load(
 ) -> Dataset:
     """The data set in the directory `data`, or the digits if it is None.
 
-    Where the directory is absent or empty, `dataset` is downloaded into it.
+    With a `dataset` it is that one; if the directory has no images, it is downloaded into it. Without, it is what the
+    directory has; if it is absent or empty, CIFAR-10 is downloaded.
     """
     if data is None:
         train, test = random_split(digits.load_digits(), 359, SPLIT_SEED)
@@ -98,7 +100,9 @@ def load(
         ) from exc
 
 
-def _load(path: Path, dataset: str, image_size: int, workers: int, stream: bool | None, may_download: bool) -> Dataset:
+def _load(
+    path: Path, dataset: str | None, image_size: int, workers: int, stream: bool | None, may_download: bool
+) -> Dataset:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file, but --data needs a directory of images")
     if not path.exists() or not any(path.iterdir()):
@@ -106,33 +110,51 @@ def _load(path: Path, dataset: str, image_size: int, workers: int, stream: bool 
             raise ValueError(
                 f"{path} is absent or empty, but the run was started with images there: give their place with --data"
             )
+        download(path, dataset or "cifar10")
+    elif dataset and may_download and not any(find(path) for find in _FINDERS):
         download(path, dataset)
-    return _recognize(path, image_size, workers, stream)
+    return _recognize(path, dataset, image_size, workers, stream)
 
 
-def _recognize(path: Path, image_size: int, workers: int, stream: bool | None) -> Dataset:
-    found = cifar.find(path)
+def _recognize(path: Path, dataset: str | None, image_size: int, workers: int, stream: bool | None) -> Dataset:
+    found = cifar.find(path, dataset)
     if found:
         train, test, classes = cifar.read(*found)
         modified = cifar.modified_files(*found)
         note = f"not the original files: the checksums of {', '.join(modified)} differ" if modified else ""
         return Dataset(found[1].name, train, None, test, classes, horizontal_flip=True, note=note)
-    if folder.is_image_folder(path):
+    if dataset is None and folder.is_image_folder(path):
         splits, classes, file_digest = folder.read(path, image_size, workers, stream)
         train, valid, test = splits["train"], splits.get("val"), splits["test"]
-        name = f"image folder {path}"
+        name = f"image folder {os.fsencode(path).decode(errors='replace')}"
         return Dataset(name, train, valid, test, classes, horizontal_flip=True, file_digest=file_digest)
-    idx_folder = idx.find(path)
+    idx_folder = idx.find(path) if dataset in (None, "fashion_mnist") else None
     if idx_folder:
         train, test = idx.read(idx_folder)
-        return Dataset("Fashion-MNIST", train, None, test, idx.CLASSES, horizontal_flip=True)
-    if (path / "train_32x32.mat").exists():
+        if not idx.is_mnist(train):
+            return Dataset("Fashion-MNIST", train, None, test, idx.CLASSES, horizontal_flip=True)
+        if dataset is None:
+            return Dataset("MNIST", train, None, test, digits.CLASSES, horizontal_flip=False)
+    if dataset in (None, "svhn") and _has_svhn(path):
         return _load_svhn(path)
     names = sorted(entry.name for entry in path.iterdir())
+    contains = f"{path} contains {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+    if dataset:
+        raise ValueError(
+            f"{contains}, but --dataset {dataset} needs {TITLES[dataset]} there: leave --dataset out to take what is "
+            "there, or give another --data"
+        )
     raise ValueError(
-        f"{path} contains {', '.join(names[:3])}{', …' if len(names) > 3 else ''}, but a directory of images needs "
-        "torchvision's CIFAR files, or train/ and test/ with a folder of images for each class: give another --data"
+        f"{contains}, but a directory of images needs torchvision's CIFAR files, or train/ and test/ with a folder of "
+        "images for each class: give another --data, or a --dataset to download beside what is there"
     )
+
+
+def _has_svhn(path: Path) -> bool:
+    return (path / "train_32x32.mat").exists()
+
+
+_FINDERS = (cifar.find, folder.is_image_folder, idx.find, _has_svhn)
 
 
 def _load_svhn(path: Path) -> Dataset:
