@@ -1,5 +1,6 @@
 """The report of a conversion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..engines.dispatch import Engine
@@ -43,6 +44,13 @@ class Report:
     changed: list[Changed] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     unchanged: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, names: Sequence[str], change: Changed) -> None:
+        """Put `change` in the place of those called `names`."""
+        first = next((i for i, each in enumerate(self.changed) if each.name in names), None)
+        if first is not None:
+            self.changed[first] = change
+            self.changed = [each for each in self.changed if each.name not in names]
 
     def __bool__(self) -> bool:
         return bool(self.changed)

@@ -79,11 +79,13 @@ class LayerParts:
 class BlockParts:
     """The layers of a dense block; each reads the block's input and the outputs of all layers before it.
 
-    `newest_first` says that a layer's output is concatenated before the features that it read, not after them.
+    `newest_first` says that a layer's output is concatenated before the features that it read, not after them. With
+    `new_features_only` the block returns the outputs of its layers without its input.
     """
 
     layers: tuple[LayerParts, ...]
     newest_first: bool = False
+    new_features_only: bool = False
 
 
 @dataclass(frozen=True)
