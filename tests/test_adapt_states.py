@@ -89,7 +89,7 @@ def test_an_engine_asked_for_by_name_raises_when_the_state_has_changed():
     block, _ = _block()
     make_efficient(block, "shared")
     block.denselayer1.scale = 2.0
-    with pytest.raises(RuntimeError, match="engine 'shared' cannot run here.*scale of a _Layer was 1.0 and is 2.0"):
+    with pytest.raises(RuntimeError, match=r"engine 'shared' cannot run here.*scale of a _Layer was 1.0 and is 2.0"):
         block(torch.randn(3, START, 6, 5, dtype=torch.double, requires_grad=True))
 
 

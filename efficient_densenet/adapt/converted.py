@@ -187,12 +187,15 @@ def _match(
     block: nn.Module, block_results: Results, run: Run, readings: Iterable[Reading], reason: str | None
 ) -> tuple[Reading, str | None]:
     """The reading that reproduces the block's results, and the reason why the parts of its layers do not, if so."""
+    difference = None
     for reading in readings:
-        difference = describe_difference(block_results, run, partial(_run_reading, block, reading))
-        if difference is None:
-            return reading, None if reading.layer_call is None else reason
-        reason = reason or difference
-    raise VerificationError(reason)
+        found = describe_difference(block_results, run, partial(_run_reading, block, reading))
+        if found is None and reading.layer_call is None:
+            return reading, None
+        if found is None:
+            return reading, reason or f"found that by the parts of its layers it {difference}"
+        difference = difference or found
+    raise VerificationError(reason or difference)
 
 
 def _run_reading(block: nn.Module, reading: Reading, x: Tensor) -> Tensor:

@@ -86,5 +86,5 @@ _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "_conversion",  # of the conversion itself
     "keep_bottleneck",  # which is read at every forward
-    "_is_full_backward_hook",
+    "_is_replica",  # what nn.DataParallel makes of a module
 }

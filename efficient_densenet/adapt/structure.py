@@ -43,7 +43,7 @@ def readings_by_parts(block: nn.Module) -> list[Reading]:
 
 def readings_by_calls(block: nn.Module) -> list[Reading]:
     """The ways to call the layers of `block` whole, if it looks like a dense block."""
-    if not (looks_dense(block) and layers_in(block)) or block_reader(block) is not None or not has_forward(block):
+    if block_reader(block) is not None or _is_compiled(block) or not (looks_dense(block) and layers_in(block)):
         return []
     return [
         Reading(newest_first, new_features_only, layer_call=call)
@@ -63,12 +63,16 @@ def read_block(block: nn.Module, reading: Reading = _BY_STRUCTURE) -> BlockParts
     reader = block_reader(block)
     if reader is not None:
         return reader(block)
-    if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
+    if _is_compiled(block):
         raise NoPartsError("found a forward that is compiled or was set on the instance")
     layers = [block] if reading.is_layer else layers_in(block)
     parts = BlockParts(tuple(map(read_layer, layers)), reading.newest_first, reading.new_features_only)
     _check_widths(parts)
     return parts
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    return "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
 
 
 def layers_in(block: nn.Module) -> list[nn.Module]:
