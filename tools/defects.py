@@ -99,9 +99,23 @@ DEFECTS = [
     Defect(
         "newest_first ignored",
         STATISTICS,
-        "slice(self.total - stop, self.total - start) if self.newest_first",
-        "slice(start, stop) if self.newest_first",
+        "return slice(self.total - stop, self.total - start)",
+        "return slice(start, stop)",
         ("parts",),
+    ),
+    Defect(
+        "columns of new features not shifted by those of the input",
+        STATISTICS,
+        "slice(start - self.first, stop - self.first)",
+        "slice(start, stop)",
+        ("new_features_only",),
+    ),
+    Defect(
+        "bias missing in a block's own output",
+        SHARED + "forward.py",
+        "output = values if bias is None else values + bias",
+        "output = values",
+        ("conv_biases", "new_features_only"),
     ),
     Defect(
         "dropout mask not scaled in the backward",
@@ -155,8 +169,8 @@ DEFECTS = [
     Defect(
         "gradient of the block's own output lost beside a consumer",
         BACKWARD,
-        "if self.grad_block is not None:",
-        "if self.grad_block is not None and self.plan.consumer is None:",
+        "if self.grad_block is not None and start",
+        "if self.grad_block is not None and self.plan.consumer is None and start",
         ("parts", "features", "shared"),
     ),
     Defect(

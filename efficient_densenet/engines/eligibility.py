@@ -147,7 +147,7 @@ def _dtype_names(dtypes: set[torch.dtype]) -> str:
 def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | None:
     """The parts of `consumer`, such as a transition or a norm, where the shared engine can run it with a block that it
     runs; None where it has a hook, which may use the features that it reads."""
-    parts = consumer_parts(consumer)
+    parts = None if block.new_features_only else consumer_parts(consumer)  # it would read other channels
     if parts is None or any(map(must_be_called, consumer.modules())):
         return None
     layer, norm, conv = block.layers[-1], parts.norm, parts.conv

@@ -18,7 +18,7 @@ from .batch_norm import BatchNormAffine, batch_norm_backward, identity_backward
 from .forward import bottleneck_conv
 from .plan import LayerGroup, NormConv, StagePlan, norm_convs
 from .saved import SavedLayer, SavedNorm, SavedStage
-from .statistics import ChannelOrder, SharedStatistics
+from .statistics import SharedStatistics
 
 
 class Backward:
@@ -30,9 +30,8 @@ class Backward:
         self.plan, self.shape, self.saved, self.tensors = plan, shape, saved, tensors
         self.features = saved.features
         self.kernels = kernels_for(self.features)
-        self.order = ChannelOrder(self.features.shape[1], plan.newest_first)
         settings = plan.frozen, plan.eps, plan.sync_group
-        self.statistics = SharedStatistics(self.features, self.order, *settings, saved.inv_std)
+        self.statistics = SharedStatistics(self.features, plan.order, *settings, saved.inv_std)
         self.statistics.count = count
         self.grads: list[Tensor | None] = [None] * len(tensors)
         self.next_bottleneck: Conv1x1 | None = None
@@ -91,7 +90,7 @@ class Backward:
 
     def _accumulator(self, norm: BatchNormAffine, needs_grad_weight: bool, overwrite: bool = False) -> GradAccumulator:
         """For a consumer of the features; `needs_grad_weight` is of its convolution."""
-        grad_accum = self.grad_accum[:, self.order.slice(0, norm.weight.shape[0])]
+        grad_accum = self.grad_accum[:, self.plan.order.slice(0, norm.weight.shape[0])]
         return GradAccumulator(norm.grad_scale(self.plan.frozen), grad_accum, overwrite, needs_grad_weight)
 
     def _needs_grads(self, tensors: slice) -> list[NormConv]:
@@ -101,10 +100,10 @@ class Backward:
 
     def _grad_features(self, start: int, stop: int) -> Tensor:
         """The gradient of the channels written as number `start` to `stop`, whose consumers are all done."""
-        columns = self.order.slice(start, stop)
-        grad_input = self.statistics.grad_input(self.grad_accum, columns)
-        if self.grad_block is not None:
-            to_spatial(grad_input, self.shape).add_(self.grad_block[:, columns])
+        grad_input = self.statistics.grad_input(self.grad_accum, self.plan.order.slice(start, stop))
+        if self.grad_block is not None and start >= self.plan.output_order.first:
+            grad_output = self.grad_block[:, self.plan.output_order.slice(start, stop)]
+            to_spatial(grad_input, self.shape).add_(grad_output)
         return grad_input
 
     def _layer(self, i: int, grad_output: Tensor) -> None:

@@ -18,7 +18,7 @@ from .batch_norm import (
 )
 from .plan import NormConv, StagePlan, norm_convs
 from .saved import SavedLayer, SavedNorm, SavedStage
-from .statistics import ChannelOrder, SharedStatistics
+from .statistics import SharedStatistics
 
 
 class Forward:
@@ -27,14 +27,13 @@ class Forward:
     def __init__(self, plan: StagePlan, x: Tensor, tensors: Sequence[Tensor | None]) -> None:
         self.plan, self.tensors, self.x = plan, tensors, x
         self.shape = torch.Size([x.shape[0], *x.shape[2:]])
-        channels = x.shape[1] + plan.growth_rate * len(plan.layers)
-        self.features = x.new_empty(self.shape.numel(), channels)
+        self.features = x.new_empty(self.shape.numel(), plan.order.total)
         self.kernels = kernels_for(self.features)
-        self.order = ChannelOrder(channels, plan.newest_first)
-        self.statistics = SharedStatistics(self.features, self.order, plan.frozen, plan.eps, plan.sync_group)
+        self.statistics = SharedStatistics(self.features, plan.order, plan.frozen, plan.eps, plan.sync_group)
         self.saved = SavedStage(self.features, self.statistics.inv_std, [SavedLayer() for _ in plan.layers])
         returns_features = plan.return_features or plan.consumer is None
-        self.block_output = self._empty_images(channels) if returns_features else None
+        output_channels = plan.output_order.total - plan.output_order.first
+        self.block_output = self._empty_images(output_channels) if returns_features else None
 
     def run(self) -> tuple[Tensor, ...]:
         """The consumer's output, the block's, or both."""
@@ -53,11 +52,10 @@ class Forward:
     ) -> int:
         """Store new channels, values + bias; `statistics` are of the values, where a kernel has computed them."""
         stop = start + values.shape[1]
-        columns = self.order.slice(start, stop)
-        self.statistics.write(values, columns, statistics, bias)
-        if self.block_output is not None:
+        self.statistics.write(values, self.plan.order.slice(start, stop), statistics, bias)
+        if self.block_output is not None and start >= self.plan.output_order.first:
             output = values if bias is None else values + bias
-            self.block_output[:, columns] = to_spatial(output, self.shape)
+            self.block_output[:, self.plan.output_order.slice(start, stop)] = to_spatial(output, self.shape)
         return stop
 
     def _norm(self, norm: Norm, tensors: NormConv, saved: SavedNorm) -> AffineInput:

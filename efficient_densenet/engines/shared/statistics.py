@@ -21,14 +21,20 @@ from .batch_norm import (
 
 
 class ChannelOrder(NamedTuple):
-    """The columns of channels in the feature matrix, whose columns are filled from the oldest channel to the newest."""
+    """The columns of channels in a matrix, whose columns are filled from the oldest channel to the newest.
+
+    The matrix lacks the channels before number `first`.
+    """
 
     total: int
     newest_first: bool
+    first: int = 0
 
     def slice(self, start: int, stop: int) -> slice:
         """The columns of the channels written as number `start` to `stop`."""
-        return slice(self.total - stop, self.total - start) if self.newest_first else slice(start, stop)
+        if self.newest_first:
+            return slice(self.total - stop, self.total - start)
+        return slice(start - self.first, stop - self.first)
 
 
 class SharedStatistics:
