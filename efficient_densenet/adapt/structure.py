@@ -183,6 +183,8 @@ def _dropout(layer: nn.Module, module: _DropoutNd | None = None) -> tuple[float,
 
 def is_dense_layer(module: nn.Module) -> bool:
     """Whether `module` has the parts of a dense layer."""
+    if not has_forward(module):
+        return False
     try:
         read_layer(module)
     except NoPartsError:

@@ -147,7 +147,7 @@ def _dtype_names(dtypes: set[torch.dtype]) -> str:
 def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | None:
     """The parts of `consumer`, such as a transition or a norm, where the shared engine can run it with a block that it
     runs; None where it has a hook, which may use the features that it reads."""
-    parts = consumer_parts(consumer)
+    parts = None if block.new_features_only else consumer_parts(consumer)  # it would read other channels
     if parts is None or any(map(must_be_called, consumer.modules())):
         return None
     layer, norm, conv = block.layers[-1], parts.norm, parts.conv
@@ -161,7 +161,7 @@ def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | N
         and all(type(activation) is nn.ReLU for activation in parts.activations)
     )
     if joins and conv is not None:
-        same_dtype = conv.weight.dtype == layer.conv1.weight.dtype
+        same_dtype = all(tensor.dtype == layer.conv1.weight.dtype for tensor in _tensors(conv))
         joins = type(conv) is type(layer.last_conv) and _is_dense_conv(conv, 1) and same_dtype
     return parts if joins else None
 
@@ -198,7 +198,7 @@ def _dims(conv: _ConvNd) -> int:
 
 
 def _is_dense_conv(conv: _ConvNd, kernel_size: int) -> bool:
-    """Whether this is a convolution as DenseNets have it: it keeps the spatial size, and has no bias."""
+    """Whether this is a convolution as DenseNets have it, which keeps the spatial size; it may have a bias."""
     dilation = conv.dilation[0]
     return (
         set(conv.kernel_size) == {kernel_size}
@@ -206,9 +206,12 @@ def _is_dense_conv(conv: _ConvNd, kernel_size: int) -> bool:
         and set(conv.dilation) == {dilation}
         and set(conv.stride) == {1}
         and conv.groups == 1
-        and conv.bias is None
         and conv.padding_mode == "zeros"
     )
+
+
+def _tensors(conv: _ConvNd) -> list[Tensor]:
+    return [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
 
 
 def must_be_called(module: nn.Module) -> bool:

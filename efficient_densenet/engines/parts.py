@@ -79,8 +79,8 @@ class LayerParts:
 class BlockParts:
     """The layers of a dense block; each reads the block's input and the outputs of all layers before it.
 
-    `newest_first` says that a layer's output is concatenated before the features that it read, not after them. With
-    `new_features_only` the block returns the outputs of its layers without its input.
+    `newest_first` says that a layer's output is concatenated before the features that it read, not after them.
+    `new_features_only` says that the block returns the outputs of its layers without its input, in the same order.
     """
 
     layers: tuple[LayerParts, ...]

@@ -42,6 +42,13 @@ class BatchNormAffine:
         """
         return self.scale if frozen else self.weight
 
+    def grad_conv_bias(self, frozen: bool) -> Tensor:
+        """The gradient of the bias of the convolution before the norm, Σ dx over the pixels, after `set_gradients`.
+
+        Batch statistics remove a bias: its gradient is zero, summed over the processes of a sync group.
+        """
+        return self.scale * self.grad_bias if frozen else torch.zeros_like(self.grad_bias)
+
     def set_gradients(self, grad_sum: Tensor, grad_values_sum: Tensor) -> None:
         """From Σ grad and Σ grad · values: grad_bias = Σ grad and grad_weight = Σ grad · x̂."""
         self.grad_bias = grad_sum

@@ -34,7 +34,7 @@ def run_with_features(block: BlockParts, x: Tensor, consumer: ConsumerParts) -> 
     return plan.finish(output), features
 
 
-def apply(plan: StagePlan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def apply(plan: StagePlan, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters."""
     before, handoff, (*earlier, last) = x, BackwardHandoff(), plan.groups
     for group in earlier:
@@ -90,9 +90,9 @@ class SharedStage(torch.autograd.Function):
         plan: StagePlan,
         handoff: BackwardHandoff,
         x: Tensor,
-        parameters: Sequence[Tensor],
+        parameters: Sequence[Tensor | None],
         before: Tensor,
-        *tensors: Tensor,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         with autocast_disabled(x), scratch.reused():
             forward = Forward(plan, x, parameters)
@@ -121,7 +121,9 @@ class EarlierLayers(torch.autograd.Function):
     """The backward of a layer group that is not the last; its forward has nothing to compute."""
 
     @staticmethod
-    def forward(ctx: Any, group: LayerGroup, handoff: BackwardHandoff, before: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, group: LayerGroup, handoff: BackwardHandoff, before: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
         ctx.group, ctx.handoff = group, handoff
         return before.new_zeros(())
 
