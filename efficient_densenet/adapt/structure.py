@@ -30,15 +30,19 @@ def readings_by_parts(block: nn.Module) -> list[Reading]:
     if block_reader(block) is not None:  # it knows the right one by itself
         parts = read_block(block)
         return [Reading(parts.newest_first, parts.new_features_only)]
-    orders = [Reading(), Reading(newest_first=True)]
-    single = [replace(order, is_layer=True) for order in orders] if is_dense_layer(block) else []
+    kinds = Reading(), Reading(new_features_only=True), Reading(is_layer=True)
+    readable = [kind for kind in kinds if _can_read(block, kind)]
+    if not readable:
+        read_block(block)  # which raises the reason
+    return [replace(kind, newest_first=newest_first) for kind in readable for newest_first in (False, True)]
+
+
+def _can_read(block: nn.Module, reading: Reading) -> bool:
     try:
-        read_block(block)
+        read_block(block, reading)
     except NoPartsError:
-        if not single:
-            raise
-        return single
-    return [*orders, *(replace(order, new_features_only=True) for order in orders), *single]
+        return False
+    return True
 
 
 def readings_by_calls(block: nn.Module) -> list[Reading]:
