@@ -8,13 +8,14 @@ from .._mixins import add_mixin, remove_mixin
 from ..engines import dispatch
 from ..engines.dispatch import Engine
 from ..engines.eligibility import joined_consumer
-from ..engines.parts import NoPartsError, parts_of
+from ..engines.parts import BlockParts, NoPartsError, parts_of
 from ..models.layers import DenseBlock
 from .converted import ConvertedBlock, convert_block, restore_block
 from .report import Changed, Report, saved_values_per_pixel
 from .sequences import ConvertedSequence, has_converted_blocks, stages_of
 from .stages import BlocksInARow, is_block
 from .structure import first_conv, has_forward, layers_in, looks_dense
+from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 from .verify import VerificationError
 
 
@@ -32,6 +33,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
     for module in [*model.modules()][::-1]:  # those inside a sequence first
         if has_converted_blocks(module):
             add_mixin(module, ConvertedSequence)
+    report.transitions = _convert_transitions(model)
     _report_stages(model, report, parsed)
     return report
 
@@ -41,6 +43,8 @@ def restore(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         if isinstance(module, ConvertedSequence):
             remove_mixin(module, ConvertedSequence)
+        if isinstance(module, ConvertedTransition):
+            restore_transition(module)
         if isinstance(module, ConvertedBlock):
             restore_block(module)
         if isinstance(module, DenseBlock) and "_original_engine" in vars(module):
@@ -85,6 +89,33 @@ def _convert(module: nn.Module, engine: Engine | None) -> str | None:
         except (NoPartsError, VerificationError) as reason:
             return str(reason)
     return None
+
+
+def _convert_transitions(model: nn.Module) -> list[str]:
+    """Convert the modules that look like transitions and read as many channels as a converted block returns."""
+    blocks = [module for module in model.modules() if isinstance(module, ConvertedBlock)]
+    widths = {_out_channels(parts) for parts in map(_parts, blocks) if parts is not None}
+    inside = {module for block in blocks for module in block.modules()}
+    names = []
+    for name, module in model.named_modules():
+        if module in inside or transition_width(module) not in widths:
+            continue
+        if isinstance(module, ConvertedTransition) or convert_transition(module):
+            names.append(name)
+            inside.update(module.modules())
+    return names
+
+
+def _parts(block: ConvertedBlock) -> BlockParts | None:
+    try:
+        return block.dense_parts()
+    except NoPartsError:
+        return None
+
+
+def _out_channels(parts: BlockParts) -> int:
+    last = parts.layers[-1]
+    return last.conv1.in_channels + last.last_conv.out_channels
 
 
 def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:

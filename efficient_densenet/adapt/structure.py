@@ -113,8 +113,11 @@ def looks_dense(block: nn.Module) -> bool:
     """
     if "denseblock" in type(block).__name__.lower().replace("_", "") or block_reader(block) is not None:
         return True
-    widths = list(map(_widths, layers_in(block)))
-    return len(widths) > 1 and all(widths) and all(sum(layer) == after[0] for layer, after in pairwise(widths))
+    all_widths = list(map(_widths, layers_in(block)))
+    widths = list(filter(None, all_widths))
+    if len(widths) < (2 if len(widths) == len(all_widths) else 3):  # an activation beside convolutions proves less
+        return False
+    return all(sum(layer) == after[0] for layer, after in pairwise(widths))
 
 
 def _widths(layer: nn.Module) -> tuple[int, ...]:
@@ -123,10 +126,14 @@ def _widths(layer: nn.Module) -> tuple[int, ...]:
     return (convolutions[0].in_channels, convolutions[-1].out_channels) if convolutions else ()
 
 
-def read_layer(layer: nn.Module) -> LayerParts:
-    """The parts of a layer: norm, activation and convolution, once or twice, and perhaps dropout."""
+def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> LayerParts:
+    """The parts of a layer: norm, activation and convolution, once or twice, and perhaps dropout.
+
+    `modules` are those to read, if they are not all modules inside.
+    """
     norms, convolutions, activations, dropouts = [], [], [], []
-    for module in _leaf_modules(layer):
+    modules = list(leaf_modules(layer)) if modules is None else modules
+    for module in modules:
         if any(is_lazy(parameter) for parameter in module.parameters()):
             raise NoPartsError(f"found a {type(module).__name__} that has not seen data yet")
         if _is_norm(module):
@@ -138,9 +145,8 @@ def read_layer(layer: nn.Module) -> LayerParts:
         elif not isinstance(module, nn.Identity):
             activations.append(module)
     if not (1 <= len(norms) == len(convolutions) <= 2 and len(activations) <= len(norms) and len(dropouts) <= 1):
-        modules = list(_leaf_modules(layer)) or [layer]
         names = ", ".join(type(module).__name__ for module in modules[:8]) + (", …" if len(modules) > 8 else "")
-        found = names if modules == [layer] else f"{type(layer).__name__} of {names}"
+        found = f"{type(layer).__name__} of {names}" if names else type(layer).__name__
         raise NoPartsError(
             f"found a {found}, where a dense layer is norm, activation and convolution, once or twice, and perhaps "
             "dropout"
@@ -158,13 +164,13 @@ def read_layer(layer: nn.Module) -> LayerParts:
     )
 
 
-def _leaf_modules(module: nn.Module) -> Iterator[nn.Module]:
+def leaf_modules(module: nn.Module) -> Iterator[nn.Module]:
     """The modules inside `module` without children, and the norms and convolutions with theirs."""
     for child in module.children():
         if _is_norm(child) or isinstance(child, _ConvNd) or not any(True for _ in child.children()):
             yield child
         else:
-            yield from _leaf_modules(child)
+            yield from leaf_modules(child)
 
 
 def _is_norm(module: nn.Module) -> bool:

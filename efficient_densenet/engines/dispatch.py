@@ -219,3 +219,7 @@ def _is_tracing(block: nn.Module, x: Tensor) -> bool:
 
 def _needs_grad(x: Tensor, *modules: nn.Module) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters_of(*modules)))
+
+
+def run_consumer(module, x):
+    return None

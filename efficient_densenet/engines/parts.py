@@ -185,13 +185,13 @@ def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
     activations = [*activations_of(norm), *(rest.pop(0) for _ in rest[:1] if type(rest[0]) is nn.ReLU)]
     conv = rest[0] if rest else None
     if not (activations and isinstance(conv, _ConvNd)):
-        return ConsumerParts(norm, after=_composed(*activations, *rest))
+        return ConsumerParts(norm, after=composed(*activations, *rest))
     rest = rest[1:]
     pools = bool(rest) and halves(rest[0])
-    return ConsumerParts(norm, conv, pools, tuple(activations), _composed(*rest[pools:]))
+    return ConsumerParts(norm, conv, pools, tuple(activations), composed(*rest[pools:]))
 
 
-def _composed(*modules: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def composed(*modules: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """The modules as one function, or None if there are none."""
     return (lambda x: functools.reduce(lambda value, module: module(value), modules, x)) if modules else None
 

@@ -62,7 +62,7 @@ class BackwardHandoff:
         if entry is None or entry.backward is None:
             raise RuntimeError(
                 "found a backward that starts in the middle of a stage, but the shared engine's layers run in one "
-                "backward: use set_engine('checkpoint')"
+                f"backward: use {_CHECKPOINT}"
             )
         backward = entry.backward
         entry.clear()
@@ -148,6 +148,7 @@ def _needs_grad(ctx: Any, group: LayerGroup, needs_input_grad: Sequence[bool]) -
 
 
 _EARLIER_NODE = "EarlierLayersBackward"
+_CHECKPOINT = "model.set_engine('checkpoint'), or make_efficient(model, 'checkpoint') for another library's model"
 
 
 def _run_group(backward: Backward, handoff: BackwardHandoff) -> list[Tensor | None]:
@@ -165,6 +166,6 @@ def refuse_create_graph() -> None:
     """Called in a backward, which records a graph of its own only under create_graph=True."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "found create_graph=True, but the shared engine gives first derivatives only: "
-            "use set_engine('checkpoint') for a loss that contains a gradient"
+            "found create_graph=True, but the shared engine gives first derivatives only: for a loss that contains a "
+            f"gradient use {_CHECKPOINT}"
         )
