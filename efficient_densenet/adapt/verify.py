@@ -46,7 +46,7 @@ def describe_difference(block_results: Results, run: Run, forward: Callable[[Ten
     try:
         results = run(forward)
     except VerificationError as failure:
-        return f"does not run as a dense block of its layers would, which {failure}"
+        return f"has layers that {failure}, as norm, activation and convolution in turn on a growing concatenation"
     return None if all(map(_agree, results, block_results)) else _describe_difference(block_results, results)
 
 
