@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._torch_private import has_global_module_hooks
-from ..checkpoint.parameters import parameters_of
 from ..norms.batch_norm import torch_class
+from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import sync_group
 from .parts import BlockParts, ConsumerParts, LayerParts, NoPartsError, Norm, consumer_parts, is_norm, parts_of
 from .precision import autocast_enabled, compute_dtype
@@ -64,7 +64,7 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
         if "parametrizations" in module._modules:
             return f"found a parametrization of a {type(module).__name__} inside a layer"
     for norm in layer.norms:
-        if not (is_norm(norm) and isinstance(norm, _NORMS[dims])):
+        if not _is_norm_of(norm, dims):
             return _wrong_class(norm, _NORMS[dims])
     for activation in layer.activations:
         if type(activation) is not nn.ReLU:
@@ -90,7 +90,7 @@ def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     for i, layer in enumerate(layers):
         expected, channels, growth = (
             x.shape[1] + i * growth_rate,
-            layer.norm1.num_features,
+            num_channels(layer.norm1),
             layer.last_conv.out_channels,
         )
         if channels != expected or growth != growth_rate:
@@ -98,8 +98,8 @@ def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
                 f"found a layer from {channels} channels to {growth}, where the shared engine takes one from "
                 f"{expected} to {growth_rate}"
             )
-        if layer.norm2 is not None and layer.norm2.num_features != layer.conv1.out_channels:
-            return f"found a norm of {layer.norm2.num_features} channels after {layer.conv1.out_channels}"
+        if layer.norm2 is not None and num_channels(layer.norm2) != layer.conv1.out_channels:
+            return f"found a norm of {num_channels(layer.norm2)} channels after {layer.conv1.out_channels}"
     return None
 
 
@@ -112,9 +112,10 @@ def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
         )
     inside = [layer.norm2 for layer in layers if layer.norm2 is not None]
     joined = sync_group(first) is not None
-    if any(sync_group(norm) != sync_group(first) or (joined and norm.training != first.training) for norm in inside):
+    frozen = [uses_running_statistics(norm) for norm in (first, *inside)]
+    if any(sync_group(norm) != sync_group(first) for norm in inside) or (joined and len(set(frozen)) > 1):
         return "found synchronized norms beside others in one block"
-    if not joined and any(norm.training for norm in (first, *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
+    if not joined and not all(frozen) and x.shape[0] * x.shape[2:].numel() == 1:
         return "found a single value per channel, which has no variance"
     return None
 
@@ -127,7 +128,7 @@ def _why_not_precision(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     for layer in layers:
         for modules, allowed in ((layer.norms, of_norms), (layer.convolutions, of_convolutions)):
             for module in modules:
-                dtypes = {tensor.dtype for tensor in parameters_of(module)}
+                dtypes = {tensor.dtype for tensor in _tensors(module)}
                 if not dtypes <= allowed:
                     return (
                         f"found {_dtype_names(dtypes)} in a {type(module).__name__}, with an input of "
@@ -152,12 +153,12 @@ def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | N
         return None
     layer, norm, conv = block.layers[-1], parts.norm, parts.conv
     joins = (
-        is_norm(norm)
-        and isinstance(norm, _NORMS[_dims(layer.last_conv)])
+        _is_norm_of(norm, _dims(layer.last_conv))
         and _has_tensors(norm)
         and normalize_alike(layer.norm1, norm)
         and norm.weight.dtype == layer.norm1.weight.dtype
-        and norm.num_features == layer.norm1.num_features + layer.last_conv.out_channels
+        and num_channels(norm) == num_channels(layer.norm1) + layer.last_conv.out_channels
+        and not (conv is None and _may_widen(norm))
         and all(type(activation) is nn.ReLU for activation in parts.activations)
     )
     if joins and conv is not None:
@@ -171,17 +172,17 @@ def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor)
     dims = x.dim() - 2
     if type(conv) is not _CONVOLUTIONS.get(dims) or type(pool) is not _MAX_POOLS[dims] or type(relu) is not nn.ReLU:
         return False
-    if not (is_norm(norm) and isinstance(norm, _NORMS[dims]) and _has_tensors(norm)):
+    if not (_is_norm_of(norm, dims) and _has_tensors(norm)) or _may_widen(norm):
         return False
     if any(map(must_be_called, (conv, norm, relu, pool))) or pool.return_indices:
         return False
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
         return False
     size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
-    if norm.training and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
+    if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
         return False  # the norm itself raises: a single value has no variance
     layer = LayerParts(conv, norm, conv)
-    return norm.num_features == conv.out_channels and _why_not_precision((layer,), x) is None
+    return num_channels(norm) == conv.out_channels and _why_not_precision((layer,), x) is None
 
 
 def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Sequence[int]) -> torch.Size:
@@ -210,8 +211,9 @@ def _is_dense_conv(conv: _ConvNd, kernel_size: int) -> bool:
     )
 
 
-def _tensors(conv: _ConvNd) -> list[Tensor]:
-    return [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
+def _tensors(module: Any) -> list[Tensor]:
+    """The weight and the bias of a norm or a convolution, as far as it has them."""
+    return [tensor for tensor in (module.weight, module.bias) if tensor is not None]
 
 
 def must_be_called(module: nn.Module) -> bool:
@@ -221,8 +223,21 @@ def must_be_called(module: nn.Module) -> bool:
 
 def normalize_alike(first: Norm, other: Norm) -> bool:
     """Whether two norms normalize the same values alike."""
-    return first.training == other.training and first.eps == other.eps and sync_group(first) == sync_group(other)
+    settings = [(uses_running_statistics(norm), eps_of(norm), sync_group(norm)) for norm in (first, other)]
+    return settings[0] == settings[1]
+
+
+def _is_norm_of(norm: Norm, dims: int) -> bool:
+    """Whether this is a norm of signals, images or volumes that the shared engine can run."""
+    return is_norm(norm) and (isinstance(norm, _NORMS[dims]) or (dims == 2 and is_frozen_batch_norm(norm)))
 
 
 def _has_tensors(norm: Norm) -> bool:
-    return norm.weight is not None and norm.bias is not None and (norm.training or norm.running_mean is not None)
+    has_statistics = not uses_running_statistics(norm) or norm.running_mean is not None
+    return norm.weight is not None and norm.bias is not None and has_statistics
+
+
+def _may_widen(norm: Norm) -> bool:
+    """Whether the output of `norm` may have a wider dtype than the input: that of a FrozenBatchNorm2d under autocast,
+    which is ordinary arithmetic with float32 buffers."""
+    return is_frozen_batch_norm(norm) and autocast_enabled(norm.weight)

@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._mixins import original_class
 from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce, UsesTorchForward
+from ..norms.frozen import is_frozen_batch_norm
 from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
 
 Norm: TypeAlias = Any
@@ -197,10 +198,11 @@ def composed(*modules: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether `module` is a batch norm, under the exactly-once rule or not, possibly with an activation of its own."""
+    """Whether `module` is a batch norm, under the exactly-once rule or not, perhaps with an activation of its own; or a
+    FrozenBatchNorm2d."""
     cls = _class(module)
     from_timm = cls.__name__ == "BatchNormAct2d" and cls.__module__.startswith("timm.")
-    return cls in NORMS or from_timm or isinstance(module, UsesTorchForward)
+    return cls in NORMS or from_timm or isinstance(module, UsesTorchForward) or is_frozen_batch_norm(module)
 
 
 def activations_of(norm: Norm) -> tuple[nn.Module, ...]:

@@ -73,7 +73,7 @@ class DenseLayer(nn.Module):
 class DenseBlock(nn.Module):
     """`num_layers` dense layers, each of which reads the block's input and the outputs of all layers before it.
 
-    The output is the concatenation of the input and the layers' outputs, or with `new_features_only` of the latter alone.
+    The output is the concatenation of the input and the layers' outputs, with `new_features_only` of the latter alone.
     With `bias` the convolutions have biases.
     """
 

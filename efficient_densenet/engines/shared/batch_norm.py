@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import in_backward
+from ...norms.frozen import eps_of
 from ...norms.sync_batch_norm import SyncGroup
 from ..kernels.interface import AffineInput, BatchNormBackward, GradAccumulator
 from ..parts import Norm
@@ -59,7 +60,7 @@ class BatchNormAffine:
 def running_statistics(norm: Norm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and inverse standard deviation of a frozen norm, as copies: the buffers may change before the backward."""
     mean, variance = norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype)
-    return mean, torch.rsqrt(variance + norm.eps)
+    return mean, torch.rsqrt(variance + eps_of(norm))
 
 
 def synchronized_statistics(

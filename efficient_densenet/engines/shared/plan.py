@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
+from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..memory_format import memory_format_of
 from ..parts import BlockParts, ConsumerParts, Norm
@@ -37,9 +38,9 @@ class StagePlan:
     """The modules of a stage, and the slice of `tensors` that holds the parameters of each, as `norm_convs` reads them.
 
     `dtype` is that of the convolutions, `memory_format` that of the input and so of the outputs. With `return_features`
-    the stage returns the block's output beside the consumer's. `order` is of the features' channels, `output_order` of the
-    channels of the block's output, which may lack the block's input. `frozen` norms are in eval mode: they use their
-    running statistics. Their weight and bias may require gradients all the same.
+    the stage returns the block's output beside the consumer's. `order` is of the features' channels, `output_order` of
+    the channels of the block's output, which may lack the block's input. `frozen` norms use their running statistics.
+    Their weight and bias may require gradients all the same.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class StagePlan:
         self.layers, self.consumer = block.layers, consumer
         self.return_features = return_features
         norm = self.layers[0].norm1
-        self.sync_group, self.frozen, self.eps = sync_group(norm), not norm.training, norm.eps
-        self.bottleneck_frozen = [layer.norm2 is not None and not layer.norm2.training for layer in self.layers]
+        self.sync_group, self.frozen, self.eps = sync_group(norm), uses_running_statistics(norm), eps_of(norm)
+        self.bottleneck_frozen = [
+            layer.norm2 is not None and uses_running_statistics(layer.norm2) for layer in self.layers
+        ]
         self.growth_rate = self.layers[0].last_conv.out_channels
         self.order = ChannelOrder(x.shape[1] + self.growth_rate * len(self.layers), block.newest_first)
         self.output_order = self.order._replace(first=x.shape[1] if block.new_features_only else 0)
