@@ -269,7 +269,7 @@ class Doubled(DenseLayer):
 
 
 UNSUPPORTED = {
-    _uneven_dilation: "all of the usual kind",
+    _uneven_dilation: r"found padding=\(2, 1\) in a Conv2d of a layer, where the shared engine takes \(2, 2\)",
     _subclass: "found a layer of class Doubled",
     _group_norm: "found a GroupNorm inside a layer",
     _prelu: "found a PReLU inside a layer",
@@ -278,7 +278,7 @@ UNSUPPORTED = {
     _parametrization: "found a .*Conv2d inside a layer|found a parametrization",
     _other_eps: "disagree about training mode, eps",
     _other_mode: "disagree about training mode, eps",
-    _no_affine: "all of the usual kind",
+    _no_affine: "found a .*BatchNorm2d without weight and bias",
 }
 
 

@@ -73,9 +73,8 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
         if type(conv) is not _CONVOLUTIONS[dims]:
             return _wrong_class(conv, _CONVOLUTIONS[dims])
     sizes = zip(layer.convolutions[::-1], (3, 1), strict=False)
-    if not all(_is_dense_conv(conv, size) for conv, size in sizes) or not all(map(_has_tensors, layer.norms)):
-        return "found a layer that is not batch norm, ReLU and convolution in turn, all of the usual kind"
-    return None
+    unusual = (_unusual(conv, size) for conv, size in sizes)
+    return next(filter(None, (*unusual, *map(_missing_tensors, layer.norms))), None)
 
 
 def _wrong_class(module: nn.Module, usual: type[nn.Module]) -> str:
@@ -154,7 +153,7 @@ def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | N
     layer, norm, conv = block.layers[-1], parts.norm, parts.conv
     joins = (
         _is_norm_of(norm, _dims(layer.last_conv))
-        and _has_tensors(norm)
+        and not _missing_tensors(norm)
         and normalize_alike(layer.norm1, norm)
         and norm.weight.dtype == layer.norm1.weight.dtype
         and num_channels(norm) == num_channels(layer.norm1) + layer.last_conv.out_channels
@@ -163,7 +162,7 @@ def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | N
     )
     if joins and conv is not None:
         same_dtype = all(tensor.dtype == layer.conv1.weight.dtype for tensor in _tensors(conv))
-        joins = type(conv) is type(layer.last_conv) and _is_dense_conv(conv, 1) and same_dtype
+        joins = type(conv) is type(layer.last_conv) and not _unusual(conv, 1) and same_dtype
     return parts if joins else None
 
 
@@ -172,7 +171,7 @@ def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor)
     dims = x.dim() - 2
     if type(conv) is not _CONVOLUTIONS.get(dims) or type(pool) is not _MAX_POOLS[dims] or type(relu) is not nn.ReLU:
         return False
-    if not (_is_norm_of(norm, dims) and _has_tensors(norm)) or _may_widen(norm):
+    if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)) or _may_widen(norm):
         return False
     if any(map(must_be_called, (conv, norm, relu, pool))) or pool.return_indices:
         return False
@@ -198,17 +197,24 @@ def _dims(conv: _ConvNd) -> int:
     return len(conv.kernel_size)
 
 
-def _is_dense_conv(conv: _ConvNd, kernel_size: int) -> bool:
-    """Whether this is a convolution as DenseNets have it, which keeps the spatial size; it may have a bias."""
-    dilation = conv.dilation[0]
-    return (
-        set(conv.kernel_size) == {kernel_size}
-        and conv.padding == (kernel_size // 2 * dilation,) * _dims(conv)
-        and set(conv.dilation) == {dilation}
-        and set(conv.stride) == {1}
-        and conv.groups == 1
-        and conv.padding_mode == "zeros"
-    )
+def _unusual(conv: _ConvNd, kernel_size: int) -> str | None:
+    """In what this is no convolution as DenseNets have it, which keeps the spatial size; it may have a bias."""
+    dims, dilation = _dims(conv), conv.dilation[0]
+    usual = {
+        "kernel_size": (kernel_size,) * dims,
+        "padding": (kernel_size // 2 * dilation,) * dims,
+        "dilation": (dilation,) * dims,
+        "stride": (1,) * dims,
+        "groups": 1,
+        "padding_mode": "zeros",
+    }
+    for name, value in usual.items():
+        found = getattr(conv, name)
+        if found != value:
+            return (
+                f"found {name}={found!r} in a {type(conv).__name__} of a layer, where the shared engine takes {value!r}"
+            )
+    return None
 
 
 def _tensors(module: Any) -> list[Tensor]:
@@ -232,9 +238,14 @@ def _is_norm_of(norm: Norm, dims: int) -> bool:
     return is_norm(norm) and (isinstance(norm, _NORMS[dims]) or (dims == 2 and is_frozen_batch_norm(norm)))
 
 
-def _has_tensors(norm: Norm) -> bool:
-    has_statistics = not uses_running_statistics(norm) or norm.running_mean is not None
-    return norm.weight is not None and norm.bias is not None and has_statistics
+def _missing_tensors(norm: Norm) -> str | None:
+    """What a norm lacks that the shared engine reads."""
+    name = torch_class(norm).__name__
+    if norm.weight is None or norm.bias is None:
+        return f"found a {name} without weight and bias, which the shared engine needs"
+    if uses_running_statistics(norm) and norm.running_mean is None:
+        return f"found a {name} in evaluation mode without running statistics, which the shared engine needs there"
+    return None
 
 
 def _may_widen(norm: Norm) -> bool:
