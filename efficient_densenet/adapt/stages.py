@@ -7,7 +7,7 @@ each sequence. What is put together here lives for one forward.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -33,7 +33,7 @@ class BlocksInARow(nn.Sequential):
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         for block in self:
-            x = block.run_layers(x, run_first_half)
+            x = cast(ConvertedBlock, block).run_layers(x, run_first_half)
         return x
 
 
@@ -48,23 +48,24 @@ def stages(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
         name, module = rest[0]
         group, together = [module], module
         if isinstance(module, ConvertedBlock):
-            group, together = _blocks_in_a_row([module for _, module in rest])
+            group, together = _blocks_in_a_row(module, [each for _, each in rest[1:]])
         elif grouped and is_block(grouped[-1][1]):
-            group = _transition([module for _, module in rest])
+            group = _transition([each for _, each in rest])
             together = module if len(group) == 1 else nn.Sequential(*group)
         grouped.append((name, together))
         del rest[: len(group)]
     return grouped
 
 
-def _blocks_in_a_row(modules: Sequence[nn.Module]) -> tuple[Sequence[nn.Module], nn.Module]:
-    """The first of `modules` that run as one block, and that block."""
-    first = modules[0]
-    parts = _parts(first)
+def _blocks_in_a_row(first: ConvertedBlock, others: Sequence[nn.Module]) -> tuple[Sequence[nn.Module], nn.Module]:
+    """`first` and those after it with which it runs as one block, and that block."""
+    parts = _parts(first) if others and isinstance(others[0], ConvertedBlock) else None
     if parts is None:
         return [first], first
     blocks, layers = [first], list(parts.layers)
-    for block in modules[1:]:
+    for block in others:
+        if not isinstance(block, ConvertedBlock):
+            break
         following = _parts(block)
         if following is None or not _continues(parts, layers, following) or block.engine is not first.engine:
             break
@@ -73,9 +74,9 @@ def _blocks_in_a_row(modules: Sequence[nn.Module]) -> tuple[Sequence[nn.Module],
     return blocks, first if len(blocks) == 1 else BlocksInARow(blocks, replace(parts, layers=tuple(layers)))
 
 
-def _parts(module: nn.Module) -> BlockParts | None:
+def _parts(module: ConvertedBlock) -> BlockParts | None:
     """The parts of a converted block that the shared engine may run without calling it, or else None."""
-    if not isinstance(module, ConvertedBlock) or module.engine not in (None, Engine.SHARED) or must_be_called(module):
+    if module.engine not in (None, Engine.SHARED) or must_be_called(module):
         return None
     try:
         parts = module.dense_parts()

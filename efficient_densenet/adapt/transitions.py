@@ -28,11 +28,14 @@ TRIAL_SIZE = 5
 
 @dataclass
 class TransitionConversion:
-    """The state of a converted transition; `pool` is the name of a pooling function, where that is no module."""
+    """The state of a converted transition.
+
+    `pool` is the name of the pooling function that its forward calls, "" for none; it is None for a module that was no
+    transition at its last trial. `verified` is its state then.
+    """
 
     pool: str | None
-    verified: Fingerprint | None
-    described: bool = True
+    verified: Fingerprint
 
 
 class ConvertedTransition(KeepsSignature):
@@ -50,9 +53,9 @@ class ConvertedTransition(KeepsSignature):
         """What the engine reads of it; None if it has been altered to something else since it was converted."""
         state = fingerprint(self)
         if state != self._conversion.verified:
-            pool = _find_pool(self, super().forward)
-            self._conversion = TransitionConversion(pool or "", state, pool is not None)
-        return _read(self, self._conversion.pool) if self._conversion.described else None
+            self._conversion = TransitionConversion(_find_pool(self, super().forward), state)
+        pool = self._conversion.pool
+        return None if pool is None else _read(self, pool)
 
 
 def convert_transition(module: nn.Module) -> bool:

@@ -210,10 +210,9 @@ def _unusual(conv: _ConvNd, kernel_size: int) -> str | None:
     }
     for name, value in usual.items():
         found = getattr(conv, name)
-        if found != value:
-            return (
-                f"found {name}={found!r} in a {type(conv).__name__} of a layer, where the shared engine takes {value!r}"
-            )
+        if found not in (value, "same"):  # padding="same" means just that for an odd kernel size
+            where = f"in a {type(conv).__name__} of a layer"
+            return f"found {name}={found!r} {where}, where the shared engine takes {value!r}"
     return None
 
 

@@ -192,8 +192,8 @@ def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
     return ConsumerParts(norm, conv, pools, tuple(activations), composed(*rest[pools:]))
 
 
-def composed(*modules: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The modules as one function, or None if there are none."""
+def composed(*modules: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:
+    """The modules, or functions, as one function; None if there are none."""
     return (lambda x: functools.reduce(lambda value, module: module(value), modules, x)) if modules else None
 
 
