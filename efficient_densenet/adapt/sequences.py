@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 
+from ..engines import dispatch
 from ..engines.eligibility import must_be_called
 from ..engines.sequence import run_sequence
 from .converted import ConvertedBlock, KeepsSignature
@@ -22,8 +22,7 @@ class ConvertedSequence(KeepsSignature, _SequentialMixin):
     modules before the first one as a stem, where the shared engine can."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        joins = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not joins:
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not dispatch.may_run_engines(self):
             return super().forward(*args, **kwargs)
         return run_sequence(stages_of(self), args[0], is_block)[0]
 

@@ -94,6 +94,12 @@ def as_engine_block(block: Any) -> EngineBlock:
     return block
 
 
+def may_run_engines(module: nn.Module) -> bool:
+    """Whether there is memory to save for a backward in what `module` runs now, and ordinary autograd to do it."""
+    tracing = is_exporting(module.training) or torch.compiler.is_compiling() or functorch_is_active()
+    return torch.is_grad_enabled() and not tracing
+
+
 def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> BlockPlan:
     """How to run `block` on `x` now; `parts` are the block's, if they have been read already."""
     if _is_tracing(block, x):
