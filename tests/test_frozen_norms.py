@@ -147,7 +147,7 @@ def test_outputs_and_gradients_match_plain_and_buffers_stay(cls, family, where, 
 
 def test_the_whole_network_is_a_stem_and_stages():
     model = _replace_norms(small_model("imagenet", efficient="shared"), TorchvisionNorm)
-    assert _nodes(model.features(random_images("imagenet"))) [:5] == ["SharedStage"] * 4 + ["SharedStem"]
+    assert _nodes(model.features(random_images("imagenet")))[:5] == ["SharedStage"] * 4 + ["SharedStem"]
 
 
 def test_norms_of_another_eps_are_told_apart():
