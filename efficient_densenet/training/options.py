@@ -153,9 +153,7 @@ def _check(options: RunOptions) -> None:
         check_choice("amp", options.amp, tuple(AMP_DTYPES))
     if options.model is not None and options.model not in VARIANTS:
         create_model(options.model)  # raises an error that lists the names
-        raise ValueError(
-            f"model is {options.model!r}, which labels pixels, but the demos train models that label images"
-        )
+        raise ValueError(f"model is {options.model!r}, which labels pixels: choose one that labels images")
     if options.depth is not None:
         block_config_for(options.depth)
     for field in fields(options):
