@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .._checks import check_between, check_choice, check_integer
-from ..models.zoo import create_model, list_models
+from ..models.zoo import VARIANTS, create_model
 from .data import DATASETS
 from .recipes import RECIPES
 
@@ -151,8 +151,9 @@ def _check(options: RunOptions) -> None:
             check_integer(name, getattr(options, name), at_least=1)
     if options.amp is not None:
         check_choice("amp", options.amp, tuple(AMP_DTYPES))
-    if options.model is not None and options.model not in list_models():
+    if options.model is not None and options.model not in VARIANTS:
         create_model(options.model)  # raises an error that lists the names
+        raise ValueError(f"model is {options.model!r}, which labels pixels: choose one that labels images")
     if options.depth is not None:
         block_config_for(options.depth)
     for field in fields(options):
