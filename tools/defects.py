@@ -167,6 +167,20 @@ DEFECTS = [
         ("conv_biases",),
     ),
     Defect(
+        "features of a block that were changed in place since found all the same",
+        SHARED + "stored.py",
+        "or stored.version != x._version",
+        "",
+        ("separate_consumers",),
+    ),
+    Defect(
+        "features of a block found by a consumer that normalizes otherwise",
+        SHARED + "stored.py",
+        "if features is None or stored.settings != (plan.frozen, plan.eps, plan.sync_group):",
+        "if features is None:",
+        ("separate_consumers",),
+    ),
+    Defect(
         "gradient of the block's own output lost beside a consumer",
         BACKWARD,
         "if self.grad_block is not None and start",

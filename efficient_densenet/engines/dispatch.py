@@ -18,7 +18,7 @@ from torch.fx import Proxy
 from .._torch_private import compiled_checkpoint_updates_once, functorch_is_active, is_exporting
 from ..checkpoint.parameters import parameters_of
 from . import plain, recompute, stem
-from .eligibility import joined_consumer, must_be_called, shared_eligibility
+from .eligibility import joined_consumer, must_be_called, separate_consumer, shared_eligibility
 from .kernels import kernel_set_name
 from .parts import BlockParts
 from .plain import RunFirstHalf
@@ -175,6 +175,19 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
     return None if parts is None else (stem.run(modules_of_stem, x), parts)
 
 
+def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
+    """The output of a transition or a norm that does not run together with its block, by the shared engine.
+
+    None where that cannot run it, and where it has nothing to save: then `consumer` is to be called.
+    """
+    if _is_tracing(consumer, x) or torch.compiler.is_compiling() or functorch_is_active() or x.numel() == 0:
+        return None
+    if not _needs_grad(x, consumer) or forward_ad.unpack_dual(x).tangent is not None:
+        return None
+    parts = separate_consumer(consumer, x)
+    return None if parts is None else shared.run_consumer(parts, x)
+
+
 def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
     """Why `engine` cannot run `block` on `x`, or None where it can."""
     return _plan_by(engine, block, x)[1]
@@ -225,7 +238,3 @@ def _is_tracing(block: nn.Module, x: Tensor) -> bool:
 
 def _needs_grad(x: Tensor, *modules: nn.Module) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters_of(*modules)))
-
-
-def run_consumer(module, x):
-    return None

@@ -53,7 +53,8 @@ def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
         reason = _why_not_layer(layer, dims)
         if reason is not None:
             return reason
-    return _why_not_widths(layers, x) or _why_not_precision(layers, x) or _why_not_norms(layers, x)
+    units = [(layer.norms, layer.convolutions) for layer in layers]
+    return _why_not_widths(layers, x) or _why_not_precision(units, x) or _why_not_norms(layers, x)
 
 
 def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
@@ -119,21 +120,22 @@ def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     return None
 
 
-def _why_not_precision(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
-    """Features have the input's dtype, norms that or float32, and convolutions autocast's or the input's."""
+def _why_not_precision(units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor) -> str | None:
+    """`units` are the norms and the convolutions of a layer, a consumer or a stem.
+
+    Features have the input's dtype, norms that or float32, and convolutions autocast's or the input's."""
     convolutions = compute_dtype(x)
     of_convolutions = {convolutions} | ({torch.float32} if autocast_enabled(x) and x.dtype != torch.float64 else set())
     of_norms = {x.dtype} | ({torch.float32} if x.dtype in _HALVES else set())
-    for layer in layers:
-        for modules, allowed in ((layer.norms, of_norms), (layer.convolutions, of_convolutions)):
-            for module in modules:
-                dtypes = {tensor.dtype for tensor in _tensors(module)}
-                if not dtypes <= allowed:
-                    return (
-                        f"found {_dtype_names(dtypes)} in a {type(module).__name__}, with an input of "
-                        f"{_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}, which the "
-                        "shared engine does not mix"
-                    )
+    for norms, convs in units:
+        for module, allowed in (*((norm, of_norms) for norm in norms), *((conv, of_convolutions) for conv in convs)):
+            dtypes = {tensor.dtype for tensor in _tensors(module)}
+            if not dtypes <= allowed:
+                return (
+                    f"found {_dtype_names(dtypes)} in a {type(module).__name__}, with an input of "
+                    f"{_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}, which the "
+                    "shared engine does not mix"
+                )
     usual = {torch.float32, torch.float64, *_HALVES}
     if x.dtype not in usual or (x.dtype in _HALVES and convolutions != x.dtype):
         return f"found an input of {_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}"
@@ -152,18 +154,40 @@ def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | N
         return None
     layer, norm, conv = block.layers[-1], parts.norm, parts.conv
     joins = (
-        _is_norm_of(norm, _dims(layer.last_conv))
-        and not _missing_tensors(norm)
+        _can_share_consumer(parts, _dims(layer.last_conv))
         and normalize_alike(layer.norm1, norm)
         and norm.weight.dtype == layer.norm1.weight.dtype
         and num_channels(norm) == num_channels(layer.norm1) + layer.last_conv.out_channels
-        and not (conv is None and _may_widen(norm))
-        and all(type(activation) is nn.ReLU for activation in parts.activations)
+        and (conv is None or all(tensor.dtype == layer.conv1.weight.dtype for tensor in _tensors(conv)))
     )
-    if joins and conv is not None:
-        same_dtype = all(tensor.dtype == layer.conv1.weight.dtype for tensor in _tensors(conv))
-        joins = type(conv) is type(layer.last_conv) and not _unusual(conv, 1) and same_dtype
     return parts if joins else None
+
+
+def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
+    """The parts of `consumer` where the shared engine can run it by itself on `x`; None as in `joined_consumer`."""
+    dims, parts = x.dim() - 2, consumer_parts(consumer)
+    if parts is None or dims not in _CONVOLUTIONS or not _can_share_consumer(parts, dims):
+        return None
+    if has_global_module_hooks() or any(map(must_be_called, consumer.modules())):
+        return None
+    norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
+    if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
+        return None
+    if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * x.shape[2:].numel() == 1:
+        return None  # the norm itself raises: a single value has no variance
+    return parts if _why_not_precision([([norm], convolutions)], x) is None else None
+
+
+def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
+    """Whether the shared engine can run these modules, by their classes and settings."""
+    norm, conv = parts.norm, parts.conv
+    if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)):
+        return False
+    if not all(type(activation) is nn.ReLU for activation in parts.activations):
+        return False
+    if conv is None:
+        return not _may_widen(norm)
+    return type(conv) is _CONVOLUTIONS[dims] and not _unusual(conv, 1)
 
 
 def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor) -> bool:
@@ -180,8 +204,7 @@ def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor)
     size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
     if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
         return False  # the norm itself raises: a single value has no variance
-    layer = LayerParts(conv, norm, conv)
-    return num_channels(norm) == conv.out_channels and _why_not_precision((layer,), x) is None
+    return num_channels(norm) == conv.out_channels and _why_not_precision([([norm], [conv])], x) is None
 
 
 def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Sequence[int]) -> torch.Size:

@@ -22,26 +22,38 @@ from .statistics import SharedStatistics
 
 
 class Forward:
-    """One forward of a stage; `tensors` are the values of the plan's parameters."""
+    """One forward of a stage; `tensors` are the values of the plan's parameters.
 
-    def __init__(self, plan: StagePlan, x: Tensor, tensors: Sequence[Tensor | None]) -> None:
+    `stored` has the features of x and their statistics, if a block before the stage has stored them.
+    """
+
+    def __init__(
+        self, plan: StagePlan, x: Tensor, tensors: Sequence[Tensor | None], stored: SharedStatistics | None = None
+    ) -> None:
         self.plan, self.tensors, self.x = plan, tensors, x
         self.shape = torch.Size([x.shape[0], *x.shape[2:]])
-        self.features = x.new_empty(self.shape.numel(), plan.order.total)
-        self.kernels = kernels_for(self.features)
-        self.statistics = SharedStatistics(self.features, plan.order, plan.frozen, plan.eps, plan.sync_group)
-        self.saved = SavedStage(self.features, self.statistics.inv_std, [SavedLayer() for _ in plan.layers])
+        self.is_stored = stored is not None
+        self.statistics = stored or self._new_statistics()
+        features = self.statistics.features
+        self.kernels = kernels_for(features)
+        self.saved = SavedStage(features, self.statistics.inv_std, [SavedLayer() for _ in plan.layers])
         returns_features = plan.return_features or plan.consumer is None
         output_channels = plan.output_order.total - plan.output_order.first
         self.block_output = self._empty_images(output_channels) if returns_features else None
 
     def run(self) -> tuple[Tensor, ...]:
         """The consumer's output, the block's, or both."""
-        num_channels = self._write(0, to_pixel_matrix(self.x))
+        num_channels = self.x.shape[1] if self.is_stored else self._write(0, to_pixel_matrix(self.x))
         for i in range(len(self.plan.layers)):
             num_channels = self._write(num_channels, *self._layer(i))
         outputs = [] if self.plan.consumer is None else [self._consumer(self.plan.consumer)]
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
+
+    def _new_statistics(self) -> SharedStatistics:
+        """Memory for the features, and for their statistics."""
+        plan = self.plan
+        features = self.x.new_empty(self.shape.numel(), plan.order.total)
+        return SharedStatistics(features, plan.order, plan.frozen, plan.eps, plan.sync_group)
 
     def _empty_images(self, channels: int) -> Tensor:
         shape = self.shape[0], channels, *self.shape[1:]

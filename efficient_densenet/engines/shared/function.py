@@ -19,6 +19,8 @@ from .backward import Backward
 from .forward import Forward
 from .plan import LayerGroup, StagePlan
 from .saved import SavedStage
+from .statistics import SharedStatistics
+from .stored import StoredFeatures, stored_statistics
 
 
 def run(block: BlockParts, x: Tensor, consumer: ConsumerParts | None = None) -> Tensor:
@@ -34,12 +36,20 @@ def run_with_features(block: BlockParts, x: Tensor, consumer: ConsumerParts) -> 
     return plan.finish(output), features
 
 
-def apply(plan: StagePlan, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def run_consumer(consumer: ConsumerParts, x: Tensor) -> Tensor:
+    """The output of `consumer` on x, which may be any tensor; a block's own output need not be stored again."""
+    plan = StagePlan(BlockParts(()), consumer, x)
+    return plan.finish(apply(plan, x, *plan.tensors, stored=stored_statistics(x, plan))[0])
+
+
+def apply(
+    plan: StagePlan, x: Tensor, *tensors: Tensor | None, stored: SharedStatistics | None = None
+) -> tuple[Tensor, ...]:
     """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters."""
     before, handoff, (*earlier, last) = x, BackwardHandoff(), plan.groups
     for group in earlier:
         before = EarlierLayers.apply(group, handoff, before, *tensors[group.tensors])
-    return SharedStage.apply(plan, handoff, x.detach(), tensors, before, *tensors[last.tensors])
+    return SharedStage.apply(plan, handoff, x.detach(), stored, tensors, before, *tensors[last.tensors])
 
 
 class BackwardHandoff:
@@ -80,8 +90,9 @@ class _Entry:
 class SharedStage(torch.autograd.Function):
     """All of a stage's forward, and the backward of its consumer and its last layer group.
 
-    `parameters` are the plan's. `before` is the stage's input, or a scalar that stands for the earlier layer groups:
-    only its place in the graph counts, since autograd then runs their nodes after this one.
+    `stored` are features and statistics of x from an earlier stage, if there are any. `parameters` are the plan's.
+    `before` is the stage's input, or a scalar that stands for the earlier layer groups: only its place in the graph
+    counts, since autograd then runs their nodes after this one.
     """
 
     @staticmethod
@@ -90,13 +101,16 @@ class SharedStage(torch.autograd.Function):
         plan: StagePlan,
         handoff: BackwardHandoff,
         x: Tensor,
+        stored: SharedStatistics | None,
         parameters: Sequence[Tensor | None],
         before: Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         with autocast_disabled(x), scratch.reused():
-            forward = Forward(plan, x, parameters)
+            forward = Forward(plan, x, parameters, stored)
             outputs = forward.run()
+        if plan.consumer is None and not plan.output_order.first:
+            ctx.stored_features = StoredFeatures(outputs[0], forward.statistics)
         ctx.plan, ctx.handoff, ctx.shape, ctx.count = plan, handoff, forward.shape, forward.statistics.count
         ctx.save_for_backward(*forward.saved.flatten(), *parameters)
         ctx.set_materialize_grads(False)
@@ -111,10 +125,10 @@ class SharedStage(torch.autograd.Function):
         grad_consumer, grad_block = grad_outputs if plan.return_features else (*grad_outputs, None)
         if plan.consumer is None:
             grad_consumer, grad_block = None, grad_consumer
-        backward.enter(plan.groups[-1], _needs_grad(ctx, plan.groups[-1], ctx.needs_input_grad[4:]))
+        backward.enter(plan.groups[-1], _needs_grad(ctx, plan.groups[-1], ctx.needs_input_grad[5:]))
         with autocast_disabled(backward.features), scratch.reused(backward.scratch):
             backward.start(grad_consumer, grad_block)
-            return None, None, None, None, *_run_group(backward, ctx.handoff)
+            return None, None, None, None, None, *_run_group(backward, ctx.handoff)
 
 
 class EarlierLayers(torch.autograd.Function):

@@ -35,7 +35,7 @@ class NormConv(NamedTuple):
 
 
 class StagePlan:
-    """The modules of a stage, and the slice of `tensors` that holds the parameters of each, as `norm_convs` reads them.
+    """The modules of a stage, layers or a consumer or both, and the slice of `tensors` with the parameters of each.
 
     `dtype` is that of the convolutions, `memory_format` that of the input and so of the outputs. With `return_features`
     the stage returns the block's output beside the consumer's. `order` is of the features' channels, `output_order` of
@@ -49,12 +49,12 @@ class StagePlan:
         self.dtype, self.memory_format = compute_dtype(x), memory_format_of(x)
         self.layers, self.consumer = block.layers, consumer
         self.return_features = return_features
-        norm = self.layers[0].norm1
+        norm = self.layers[0].norm1 if consumer is None or self.layers else consumer.norm
         self.sync_group, self.frozen, self.eps = sync_group(norm), uses_running_statistics(norm), eps_of(norm)
         self.bottleneck_frozen = [
             layer.norm2 is not None and uses_running_statistics(layer.norm2) for layer in self.layers
         ]
-        self.growth_rate = self.layers[0].last_conv.out_channels
+        self.growth_rate = self.layers[0].last_conv.out_channels if self.layers else 0
         self.order = ChannelOrder(x.shape[1] + self.growth_rate * len(self.layers), block.newest_first)
         self.output_order = self.order._replace(first=x.shape[1] if block.new_features_only else 0)
         self.tensors: list[Tensor | None] = []
@@ -78,7 +78,7 @@ class StagePlan:
                 firsts.append(i)
                 size = 0
             size += own
-        starts = [self.layer_tensors[first].start for first in firsts]
+        starts = [0, *(self.layer_tensors[first].start for first in firsts[1:])]
         nexts, stops = [*firsts[1:], len(self.layers)], [*starts[1:], len(self.tensors)]
         return list(map(LayerGroup, map(range, firsts, nexts), map(slice, starts, stops)))
 
