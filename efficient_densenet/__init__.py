@@ -5,6 +5,7 @@ from .adapt import make_efficient, register_block, restore
 from .checkpoint import CheckpointFunction
 from .models.backbone import features
 from .models.densenet import DenseNet
+from .models.fc_densenet import FCDenseNet
 from .models.layers import DenseBlock, DenseLayer, Transition
 from .models.zoo import (
     create_model,
@@ -24,6 +25,9 @@ from .models.zoo import (
     densenet_bc_100_12,
     densenet_bc_190_40,
     densenet_bc_250_24,
+    fc_densenet56,
+    fc_densenet67,
+    fc_densenet103,
     list_models,
 )
 from .norms.batch_norm import (
@@ -48,6 +52,7 @@ __all__ = [
     "DenseBlock",
     "DenseLayer",
     "DenseNet",
+    "FCDenseNet",
     "Transition",
     "WeightsReport",
     "__version__",
@@ -70,6 +75,9 @@ __all__ = [
     "densenet_bc_100_12",
     "densenet_bc_190_40",
     "densenet_bc_250_24",
+    "fc_densenet56",
+    "fc_densenet67",
+    "fc_densenet103",
     "features",
     "list_models",
     "load_weights",

@@ -25,7 +25,7 @@ def add_mixin(module: nn.Module, mixin: type, innermost: bool = False) -> None:
         innermost: True to put `mixin` after all mixins that `module` has already, False to put it before them.
     """
     others = _mixins(module)
-    module.__class__ = _subclass(_base_class(module), (mixin, *others) if innermost else (*others, mixin))
+    module.__class__ = _subclass(base_class(type(module)), (mixin, *others) if innermost else (*others, mixin))
 
 
 def remove_mixin(module: nn.Module, mixin: type) -> None:
@@ -35,16 +35,17 @@ def remove_mixin(module: nn.Module, mixin: type) -> None:
             f"found a {type(module).__name__} whose class was changed again since {mixin.__name__} was added to it, as "
             "parametrizations do: undo that first"
         )
-    module.__class__ = _subclass(_base_class(module), tuple(m for m in _mixins(module) if m is not mixin))
+    module.__class__ = _subclass(base_class(type(module)), tuple(m for m in _mixins(module) if m is not mixin))
 
 
 def original_class(module: nn.Module, *known: type) -> type[nn.Module]:
     """The class of `module` without its mixins if all of them are in `known`, and otherwise its class as it is."""
-    return _base_class(module) if set(_mixins(module)) <= set(known) else type(module)
+    return base_class(type(module)) if set(_mixins(module)) <= set(known) else type(module)
 
 
-def _base_class(module: nn.Module) -> type[nn.Module]:
-    return vars(type(module)).get("_class_before_mixins", type(module))
+def base_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class to which mixins were added to make `cls`, or `cls` itself."""
+    return vars(cls).get("_class_before_mixins", cls)
 
 
 def _mixins(module: nn.Module) -> tuple[type, ...]:
@@ -69,7 +70,7 @@ def _subclass(base: type[nn.Module], mixins: tuple[type, ...]) -> type[nn.Module
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle a module by its base class and mixins, which can be imported; the subclass itself cannot."""
     state = module.__getstate__() if hasattr(module, "__getstate__") else module.__dict__
-    return _new_instance, (_base_class(module), _mixins(module)), state
+    return _new_instance, (base_class(type(module)), _mixins(module)), state
 
 
 def _new_instance(base: type[nn.Module], mixins: tuple[type, ...]) -> nn.Module:

@@ -35,6 +35,18 @@ def small_model(family: str, **overrides) -> DenseNet:
     return model
 
 
+def add_conv_biases(model: nn.Module, substring: str = "") -> nn.Module:
+    """Give random biases to the convolutions with `substring` in their names."""
+    convolutions = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.conv._ConvNd) and substring in name
+    ]
+    for conv in convolutions:
+        conv.bias = nn.Parameter(torch.randn(conv.out_channels, dtype=conv.weight.dtype))
+    return model
+
+
 def random_images(family: str, batch: int = 5) -> Tensor:
     return torch.randn(batch, 3, *SIZES[family], dtype=torch.double)
 

@@ -20,19 +20,11 @@ class ChannelNorm(nn.Module):
         return x / (x.square().mean(1, keepdim=True) + 1).sqrt()
 
 
-def _frozen(channels: int) -> nn.Module:
-    norm = pytest.importorskip("torchvision").ops.FrozenBatchNorm2d(channels)
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        getattr(norm, name).uniform_(0.5, 1.5)
-    return norm
-
-
 NORMS = {
     "GroupNorm": lambda channels: nn.GroupNorm(1, channels),
     "GroupNorm without affine": lambda channels: nn.GroupNorm(1, channels, affine=False),
     "InstanceNorm2d": nn.InstanceNorm2d,
     "InstanceNorm2d with affine": lambda channels: nn.InstanceNorm2d(channels, affine=True, track_running_stats=True),
-    "FrozenBatchNorm2d": _frozen,
     "SyncBatchNorm": nn.SyncBatchNorm,
     "BatchNorm2d without affine": lambda channels: nn.BatchNorm2d(channels, affine=False),
     "BatchNorm2d without bias": lambda channels: _without_bias(nn.BatchNorm2d(channels)),

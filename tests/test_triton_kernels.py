@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from grids import grid
-from helpers import assert_close, backward, random_images, small_model, with_engine
+from helpers import add_conv_biases, assert_close, backward, random_images, small_model, with_engine
 from kernel_operations import OPERATIONS, Case, check, has_pooling_window, overwrite_applies
 from torch import nn
 
@@ -168,9 +168,13 @@ def _triton_everywhere(monkeypatch):
 
 @pytest.mark.usefixtures("_triton_everywhere")
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("family", "keep"), [("basic", False), ("bc", False), ("bc", True)])
-def test_the_error_of_a_training_step_is_at_most_twice_plain_s(family, keep, frozen):
-    truth = small_model(family, efficient=False).to(DEVICE)
+@pytest.mark.parametrize(
+    ("family", "keep", "biases"),
+    [("basic", False, False), ("bc", False, False), ("bc", True, False), ("basic", False, True), ("bc", False, True)],
+)
+def test_the_error_of_a_training_step_is_at_most_twice_plain_s(family, keep, biases, frozen):
+    truth = small_model(family, efficient=False)
+    truth = (add_conv_biases(truth) if biases else truth).to(DEVICE)
     for layer in (m for m in truth.modules() if isinstance(m, DenseLayer)):
         layer.keep_bottleneck = keep
     x = random_images(family, batch=2).to(DEVICE)

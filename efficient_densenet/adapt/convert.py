@@ -1,20 +1,21 @@
 """Convert every dense block of a model in place, and restore them."""
 
 from itertools import pairwise
-from typing import TypeGuard
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from .._mixins import add_mixin, remove_mixin
 from ..engines import dispatch
 from ..engines.dispatch import Engine
 from ..engines.eligibility import joined_consumer
-from ..engines.parts import NoPartsError
+from ..engines.parts import BlockParts, NoPartsError, parts_of
 from ..models.layers import DenseBlock
-from .converted import ConvertedBlock, ConvertedSequence, convert_block, restore_block
+from .converted import ConvertedBlock, convert_block, restore_block
 from .report import Changed, Report, saved_values_per_pixel
-from .structure import layers_in, looks_dense, read_block
+from .sequences import ConvertedSequence, has_converted_blocks, stages_of
+from .stages import BlocksInARow, is_block
+from .structure import first_conv, has_forward, layers_in, looks_dense
+from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 from .verify import VerificationError
 
 
@@ -25,16 +26,15 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
         model: any module: a DenseNet, a network that has one inside, a wrapped one. Blocks of this package are set to
             `engine`; those of other libraries are converted.
         engine: True for the best one for each block, or a name, as for `DenseNet(efficient=...)`. Another call with
-            another engine changes it.
+            another engine changes it, and verifies blocks that were altered since.
     """
     parsed, report = dispatch.parse(engine), Report()
     _convert_tree("", model, parsed, report, set())
-    for name, module in model.named_modules():
-        if _has_converted_blocks(module):
-            if not isinstance(module, ConvertedSequence):
-                add_mixin(module, ConvertedSequence)
-            if any(_can_join(*pair) for pair in pairwise(module)):
-                report.joined.append(name)
+    for module in [*model.modules()][::-1]:  # those inside a sequence first
+        if has_converted_blocks(module):
+            add_mixin(module, ConvertedSequence)
+    report.transitions = _convert_transitions(model)
+    _report_stages(model, report, parsed)
     return report
 
 
@@ -43,6 +43,8 @@ def restore(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         if isinstance(module, ConvertedSequence):
             remove_mixin(module, ConvertedSequence)
+        if isinstance(module, ConvertedTransition):
+            restore_transition(module)
         if isinstance(module, ConvertedBlock):
             restore_block(module)
         if isinstance(module, DenseBlock) and "_original_engine" in vars(module):
@@ -59,12 +61,12 @@ def _convert_tree(name: str, module: nn.Module, engine: Engine | None, report: R
     if reason is None:
         report.changed.append(_changed(name, module, engine))
         return True
-    layers = layers_in(module) if looks_dense(module) else []  # a layer alone is not a block
-    children = [(key, child) for key, child in module.named_children() if child not in layers]
-    converted = [
-        _convert_tree(f"{name}.{key}" if name else key, child, engine, report, visited) for key, child in children
-    ]
+    children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
+    converted = [_convert_tree(key, child, engine, report, visited) for key, child in children.items()]
     if looks_dense(module) and not any(converted):
+        for key, child in children.items():
+            if layers_in(child) == layers_in(module):
+                report.unchanged.pop(key, None)  # a container of this block's layers
         report.unchanged[name] = reason
     return any(converted)
 
@@ -72,16 +74,48 @@ def _convert_tree(name: str, module: nn.Module, engine: Engine | None, report: R
 def _convert(module: nn.Module, engine: Engine | None) -> str | None:
     """Convert `module` itself; return the reason if it cannot be converted, and None if it was."""
     if isinstance(module, ConvertedBlock):
-        module._conversion.engine = engine
+        module.set_engine(engine)
     elif isinstance(module, DenseBlock):
         vars(module).setdefault("_original_engine", module.engine)
         module.engine = engine
+    elif not has_forward(module):
+        return (
+            f"found a {type(module).__name__}, whose layers the author's forward calls one by one; a module is needed "
+            "whose own forward is the dense block"
+        )
     else:
         try:
             convert_block(module, engine)
         except (NoPartsError, VerificationError) as reason:
             return str(reason)
     return None
+
+
+def _convert_transitions(model: nn.Module) -> list[str]:
+    """Convert the modules that look like transitions and read as many channels as a converted block returns."""
+    blocks = [module for module in model.modules() if isinstance(module, ConvertedBlock)]
+    widths = {_out_channels(parts) for parts in map(_parts, blocks) if parts is not None}
+    inside = {module for block in blocks for module in block.modules()}
+    names = []
+    for name, module in model.named_modules():
+        if module in inside or transition_width(module) not in widths:
+            continue
+        if isinstance(module, ConvertedTransition) or convert_transition(module):
+            names.append(name)
+            inside.update(module.modules())
+    return names
+
+
+def _parts(block: ConvertedBlock) -> BlockParts | None:
+    try:
+        return block.dense_parts()
+    except NoPartsError:
+        return None
+
+
+def _out_channels(parts: BlockParts) -> int:
+    last = parts.layers[-1]
+    return last.conv1.in_channels + last.last_conv.out_channels
 
 
 def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
@@ -92,8 +126,8 @@ def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
     if reason is not None:
         text += f" ({reason})" if engine is None else f", which will raise: {reason}"
     try:
-        parts = read_block(block)
-    except NoPartsError:  # the block was converted before, and has been altered since
+        parts = parts_of(block)
+    except NoPartsError:
         return Changed(name, len(layers_in(block)), text, 0, 0)
     saved_by_plain, saved = (saved_values_per_pixel(parts, each) for each in (Engine.PLAIN, used))
     return Changed(name, len(parts.layers), text, saved_by_plain, saved)
@@ -101,22 +135,30 @@ def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
 
 def _why_not(engine: Engine, block: nn.Module) -> str | None:
     """Why `engine` cannot run `block` on a small input of the parameters' dtype and device."""
-    conv = next(module for module in block.modules() if isinstance(module, _ConvNd))
+    conv = first_conv(block)
     parameter = next(conv.parameters())  # not conv.weight, which a parametrization would compute
     return dispatch.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size))))
 
 
-def _has_converted_blocks(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether `module` has children that are converted blocks and runs as nn.Sequential does."""
-    if isinstance(module, ConvertedSequence):
-        return True
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        return False
-    return "forward" not in vars(module) and any(isinstance(child, ConvertedBlock) for child in module)
+def _report_stages(model: nn.Module, report: Report, engine: Engine | None) -> None:
+    """Report blocks in a row as one, and the sequences in which a block runs together with the module after it."""
+    names = {module: name for name, module in model.named_modules()}
+    inside: set[nn.Module] = set()
+    for sequence, name in names.items():
+        if not isinstance(sequence, ConvertedSequence) or sequence in inside:
+            continue
+        inside.update(module for module in sequence.modules() if isinstance(module, ConvertedSequence))
+        blocks = [module for _, module in stages_of(sequence)]
+        for block in blocks:
+            if isinstance(block, BlocksInARow):
+                row = [names[each] for each in block]
+                report.merge(row, _changed(f"{row[0]} to {row[-1]}", block, engine))
+        if any(is_block(block) and _can_join(block, consumer) for block, consumer in pairwise(blocks)):
+            report.joined.append(name)
 
 
-def _can_join(block: nn.Module, consumer: nn.Module) -> bool:
+def _can_join(block: ConvertedBlock | BlocksInARow, consumer: nn.Module) -> bool:
     """Whether the shared engine can run a converted block together with the module after it."""
-    if not isinstance(block, ConvertedBlock) or block.engine not in (None, Engine.SHARED):
+    if block.engine not in (None, Engine.SHARED) or _why_not(Engine.SHARED, block) is not None:
         return False
-    return _why_not(Engine.SHARED, block) is None and joined_consumer(block.dense_parts(), consumer) is not None
+    return joined_consumer(parts_of(block), consumer) is not None

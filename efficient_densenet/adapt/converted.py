@@ -1,15 +1,17 @@
-"""Converted dense blocks, and sequences with converted blocks: mixins for the classes of other libraries' modules."""
+"""Converted dense blocks: a mixin for the classes of other libraries' modules, and the trial that finds its reading."""
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .._mixins import ModuleMixin, add_mixin, remove_mixin
+from .._mixins import ModuleMixin, add_mixin, base_class, remove_mixin
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engines import dispatch, plain, recompute
@@ -17,62 +19,103 @@ from ..engines.dispatch import Engine
 from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import RunFirstHalf
-from ..engines.sequence import run_sequence
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
-from .layers import run_layers, skips_a_hook
-from .structure import read_block
-from .verify import matching_channel_order, trial
+from .fingerprint import Fingerprint, describe_change, fingerprint
+from .layers import run_layers, run_whole_layers, skips_a_hook
+from .reading import Reading
+from .structure import in_channels_of, layers_in, read_block, readings_by_calls, readings_by_parts
+from .verify import Results, Run, VerificationError, describe_difference, trial
 
-if TYPE_CHECKING:
-    _SequentialMixin = nn.Sequential
-else:
-    _SequentialMixin = object
+
+class KeepsSignature(ModuleMixin):
+    """Base of mixins whose classes show the signature of the author's forward to whoever inspects it, as tracers do."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if base_class(cls) is not cls:  # a class with mixins, not the mixin itself
+            cls.forward = _with_signature_of(base_class(cls).forward, cls.forward)
+
+
+def _with_signature_of(original: Callable, forward: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return wrapper
 
 
 @dataclass
 class Conversion:
-    """The state of a converted block. It refers to no modules, so a copy or replica never refers to the original's."""
+    """The state of a converted block. It refers to no modules, so a copy or replica never refers to the original's.
 
-    engine: Engine | None
-    newest_first: bool
-    exactly_once_norms: tuple[str, ...]  # the names of norms that were under the exactly-once rule before
+    Attributes:
+        engine: what was asked for.
+        exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
+        reading: how the block's forward uses its layers; None where a trial did not find out.
+        reason: why the parts of its layers do not describe the block, or None where they do.
+        verified: the block's state at the last trial; None before the first one.
+    """
+
+    engine: Engine | None = None
+    exactly_once_norms: tuple[str, ...] | None = None
+    reading: Reading | None = None
+    reason: str | None = None
+    verified: Fingerprint | None = None
 
 
-class ConvertedBlock(ModuleMixin):
+class ConvertedBlock(KeepsSignature):
     """Mixin: a dense block that an engine runs wherever its own forward would save much memory for backward."""
 
-    _conversion: Conversion
+    _conversion = Conversion()  # of a module that nn.Sequential made of some layers of a converted one
     can_join_stage = True
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Compilers see the author's forward, and so do tracers, which may pass a proxy in the place of a tensor.
-        if args or kwargs or not isinstance(x, Tensor) or torch.compiler.is_compiling():
-            return super().forward(x, *args, **kwargs)
-        plan = dispatch.plan_block(self, x)
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        plan = dispatch.plan_block(self, args[0])
         if plan.engine is Engine.PLAIN:
-            return super().forward(x)
-        return dispatch.run_block(self, x, plan)
+            return super().forward(*args)
+        return dispatch.run_block(self, args[0], plan)
 
     @property
     def engine(self) -> Engine | None:
         return self._conversion.engine
 
+    def set_engine(self, engine: Engine | None) -> None:
+        self._conversion = replace(self._conversion, engine=engine)
+
+    def verify(self) -> None:
+        """Find out by a trial how the block uses its layers, unless its state is that of the last trial."""
+        state, before = fingerprint(self), self._conversion.verified
+        if state == before:
+            return
+        reading = None
+        try:
+            reading, reason = _find_reading(self, super().forward)
+        except (NoPartsError, VerificationError) as failure:
+            reason = str(failure)
+        if reason is not None and before is not None:
+            reason = f"found that {describe_change(before, state)} since it was verified: {reason}"
+        self._conversion = replace(self._conversion, reading=reading, reason=reason, verified=state)
+
     def dense_parts(self) -> BlockParts:
-        parts = read_block(self, self._conversion.newest_first)
+        self.verify()
+        if self._conversion.reason is not None or self._conversion.reading is None:
+            raise NoPartsError(self._conversion.reason)
+        parts = read_block(self, self._conversion.reading)
         layers = [layer.module for layer in parts.layers]
         for child in self.children():
-            if child not in layers and must_be_called(child):
+            if child not in layers and must_be_called(child) and self not in layers:
                 raise NoPartsError(f"found a hook on, or a new forward of, a {type(child).__name__} around the layers")
         return parts
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
-        try:
-            parts = self.dense_parts()
-        except NoPartsError:
-            parts = None
-        if parts is not None and not skips_a_hook(parts):
-            return run_layers(parts, x, run_first_half)
+        self.verify()
+        by_layers = _run_by_layers(self, self._conversion.reading)
+        if by_layers is not None:
+            return by_layers(x, run_first_half)
         if run_first_half is recompute.run_first_half_official:
             return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
         if run_first_half is plain.run_first_half:
@@ -83,16 +126,20 @@ class ConvertedBlock(ModuleMixin):
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
 
 
-class ConvertedSequence(_SequentialMixin):
-    """Mixin: an nn.Sequential that runs a converted block together with the module that consumes its output, and the
-    modules before the first one as a stem, where the shared engine can."""
-
-    def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (named `input` there)
-        return run_sequence(list(self._modules.items()), x, _is_converted)[0]
-
-
-def _is_converted(module: nn.Module) -> bool:
-    return isinstance(module, ConvertedBlock)
+def _run_by_layers(block: ConvertedBlock, reading: Reading | None) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
+    """The function that runs `block` layer by layer, or None where that would skip a module that must be called."""
+    if reading is None:
+        return None
+    if reading.layer_call is not None:
+        layers = layers_in(block)
+        if any(must_be_called(child) for child in block.children() if child not in layers):
+            return None
+        return partial(run_whole_layers, layers, reading.layer_call, reading)
+    try:
+        parts = block.dense_parts()
+    except NoPartsError:
+        return None
+    return None if skips_a_hook(parts) else partial(run_layers, parts)
 
 
 def convert_block(block: nn.Module, engine: Engine | None) -> None:
@@ -100,42 +147,72 @@ def convert_block(block: nn.Module, engine: Engine | None) -> None:
 
     If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
     """
-    read_block(block)
     exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
     try:
-        newest_first = _verify_block(block)
+        reading, reason = _find_reading(block, block.forward)
     except Exception:
         _restore_norms(block, exactly_once)
         raise
     add_mixin(block, ConvertedBlock)
-    cast(ConvertedBlock, block)._conversion = Conversion(engine, newest_first, exactly_once)
+    cast(ConvertedBlock, block)._conversion = Conversion(engine, exactly_once, reading, reason, fingerprint(block))
 
 
-def _verify_block(block: nn.Module) -> bool:
-    """Verify by a trial that `block` computes what its parts say; return whether it puts the newest features first.
+def _find_reading(block: nn.Module, forward: Callable[[Tensor], Tensor]) -> tuple[Reading, str | None]:
+    """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if so.
 
     Torch's norms are put under the exactly-once rule before the trial, so that a library's checkpointing, which updates
     them twice, does not count as a difference. Norms with a forward of their own run it in the trial of the block's own
     forward, and torch's forward from then on.
     """
+    reason, by_parts = None, []
+    try:
+        by_parts = readings_by_parts(block)
+    except NoPartsError as failure:
+        reason = str(failure)
+    by_calls = readings_by_calls(block)
+    if reason is not None and not by_calls:
+        raise NoPartsError(reason)
     custom_norms = [module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)]
     for module in block.modules():
         if isinstance(module, _NormBase) and not isinstance(module, UpdatesOnce) and module not in custom_norms:
             add_mixin(module, UpdatesOnce, innermost=True)  # update_once would change the name of the class
-    with trial(block) as run:
-        block_results = run(block.forward)
+    with trial(block, in_channels_of(block)) as run:
+        block_results = run(forward)
         for module in custom_norms:
             add_mixin(module, UsesTorchForward, innermost=True)
-        return matching_channel_order(block_results, run, partial(read_block, block))
+        return _match(block, block_results, run, [*by_parts, *by_calls], reason)
+
+
+def _match(
+    block: nn.Module, block_results: Results, run: Run, readings: Iterable[Reading], reason: str | None
+) -> tuple[Reading, str | None]:
+    """The reading that reproduces the block's results, and the reason why the parts of its layers do not, if so."""
+    difference = None
+    for reading in readings:
+        found = describe_difference(block_results, run, partial(_run_reading, block, reading))
+        if found is None and reading.layer_call is None:
+            return reading, None
+        if found is None:
+            return reading, reason or f"found that by the parts of its layers it {difference}"
+        difference = difference or found
+    raise VerificationError(reason or difference)
+
+
+def _run_reading(block: nn.Module, reading: Reading, x: Tensor) -> Tensor:
+    if reading.layer_call is None:
+        return run_layers(read_block(block, reading), x)
+    return run_whole_layers(layers_in(block), reading.layer_call, reading, x)
 
 
 def restore_block(block: ConvertedBlock) -> None:
     """Undo `convert_block`."""
+    exactly_once = block._conversion.exactly_once_norms
     remove_mixin(block, ConvertedBlock)
     for module in block.modules():
         undo_fire_once(module)
-    _restore_norms(block, block._conversion.exactly_once_norms)
-    del block._conversion
+    if exactly_once is not None:
+        _restore_norms(block, exactly_once)
+    vars(block).pop("_conversion", None)
 
 
 def _restore_norms(block: nn.Module, exactly_once: tuple[str, ...]) -> None:

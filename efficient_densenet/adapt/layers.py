@@ -1,6 +1,7 @@
-"""Run a dense block layer by layer, from its parts."""
+"""Run a dense block layer by layer: from the parts of its layers, or calling them whole."""
 
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,9 @@ from ..engines import plain
 from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, LayerParts, activations_of
 from ..engines.plain import RunFirstHalf
+from .reading import LayerCall, Reading
+
+AnyLayer = TypeVar("AnyLayer")
 
 
 class FirstHalf(nn.Module):
@@ -26,15 +30,67 @@ class FirstHalf(nn.Module):
 
 def run_layers(block: BlockParts, x: Tensor, run_first_half: RunFirstHalf = plain.run_first_half) -> Tensor:
     """The output of a block; `run_first_half` runs the first half of each layer."""
-    features = [x]
-    for layer in block.layers:
+
+    def run(layer: LayerParts, features: list[Tensor]) -> Tensor:
         output = run_first_half(FirstHalf(layer), features)
         if layer.conv2 is not None:
             norm2 = cast(nn.Module, layer.norm2)  # which a layer with a second convolution has
             output = layer.conv2(_activation_after_norm(layer, 1)(norm2(output)))
-        if layer.drop_rate > 0:
-            output = layer.dropout(output, layer.drop_rate)
-        features = [output, *features] if block.newest_first else [*features, output]
+        return layer.dropout(output, layer.drop_rate) if layer.drop_rate > 0 else output
+
+    return _grow(block.layers, run, x, block.newest_first, block.new_features_only)
+
+
+class WholeLayer(nn.Module):
+    """Concatenation and a layer of any kind, as what the engines that recompute run again."""
+
+    def __init__(self, layer: nn.Module, call: LayerCall, newest_first: bool) -> None:
+        super().__init__()
+        self.layer, self.call, self.newest_first = layer, call, newest_first
+        self.norm1 = _IDENTITY  # the norms inside are under the exactly-once rule already
+        self.training = layer.training
+
+    def first_half(self, *features: Tensor) -> Tensor:
+        if self.call.separately:
+            return self.layer(*features)
+        x = torch.cat(features, 1)
+        output = self.layer(x)
+        if not self.call.returns_input:
+            return output
+        new = output.shape[1] - x.shape[1]
+        # A copy, since a view would keep the input alive.
+        return (output[:, :new] if self.newest_first else output[:, -new:]).clone()
+
+
+def run_whole_layers(
+    layers: Sequence[nn.Module],
+    call: LayerCall,
+    reading: Reading,
+    x: Tensor,
+    run_first_half: RunFirstHalf = plain.run_first_half,
+) -> Tensor:
+    """The output of a block whose layers are called whole, each by `run_first_half`."""
+
+    def run(layer: nn.Module, features: list[Tensor]) -> Tensor:
+        return run_first_half(WholeLayer(layer, call, reading.newest_first), features)
+
+    return _grow(layers, run, x, reading.newest_first, reading.new_features_only)
+
+
+def _grow(
+    layers: Iterable[AnyLayer],
+    run: Callable[[AnyLayer, list[Tensor]], Tensor],
+    x: Tensor,
+    newest_first: bool,
+    new_features_only: bool,
+) -> Tensor:
+    """The growing concatenation: each layer runs on the block's input and all outputs so far."""
+    features = [x]
+    for layer in layers:
+        output = run(layer, features)
+        features = [output, *features] if newest_first else [*features, output]
+    if new_features_only:
+        del features[-1 if newest_first else 0]
     return torch.cat(features, 1)
 
 

@@ -1,5 +1,6 @@
 """The report of a conversion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..engines.dispatch import Engine
@@ -36,13 +37,23 @@ class Report:
 
     Attributes:
         changed: the dense blocks that were changed.
-        joined: the names of sequences in which a block runs together with the transition or norm after it.
+        joined: the names of sequences in which a block runs together with the transition or norm after it, if the
+            author's forward calls the sequence rather than the modules in it.
+        transitions: the names of the transitions that were converted; each is a stage of its own where it is called.
         unchanged: the names of modules that look like a dense block but were not converted, each with the reason.
     """
 
     changed: list[Changed] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
+    transitions: list[str] = field(default_factory=list)
     unchanged: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, names: Sequence[str], change: Changed) -> None:
+        """Put `change` in the place of those called `names`."""
+        first = next((i for i, each in enumerate(self.changed) if each.name in names), None)
+        if first is not None:
+            self.changed[first] = change
+            self.changed = [each for each in self.changed if each.name not in names]
 
     def __bool__(self) -> bool:
         return bool(self.changed)
@@ -53,14 +64,29 @@ class Report:
     def __str__(self) -> str:
         if not (self.changed or self.unchanged):
             return "nothing to convert: found no dense block"
-        number = f"{len(self.changed)} dense block{'' if len(self.changed) == 1 else 's'}"
-        lines = [f"{number} changed" if self.changed else "nothing was changed"]
+        lines = [f"{_count(self.changed, 'dense block')} changed" if self.changed else "nothing was changed"]
         lines += [f"  {change}" for change in self.changed]
-        lines += [f"  {name or 'the model'}: blocks run together with the module after them" for name in self.joined]
+        lines += [
+            f"  {name or 'the model'}: where it is called itself, blocks run together with the module after them"
+            for name in self.joined
+        ]
+        if self.transitions:
+            names = ", ".join(self.transitions)
+            lines.append(f"  {_count(self.transitions, 'transition')}, run with a block or alone: {names}")
         if self.unchanged:
             lines.append("not changed")
             lines += [f"  {name or 'the model'}: {reason}" for name, reason in self.unchanged.items()]
+            lines += ["to recompute such a block as a whole (efficient_densenet.checkpoint)", f"  {self._snippet()}"]
         return "\n".join(lines)
+
+    def _snippet(self) -> str:
+        """How to save memory in the first block that was not changed."""
+        name = next(iter(self.unchanged))
+        return f"checkpoint_wrapper(model.get_submodule({name!r}))" if name else "checkpoint_wrapper(model)"
+
+
+def _count(items: Sequence[object], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
 def saved_values_per_pixel(block: BlockParts, engine: Engine) -> int:

@@ -1,6 +1,7 @@
 """Recognize dense blocks by their structure: the classes of modules, their order and their widths, but no names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from ..engines.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader
+from .reading import LayerCall, Reading
 
 _DROPOUTS = {
     nn.Dropout: F.dropout,
@@ -19,33 +21,88 @@ _DROPOUTS = {
     nn.Dropout2d: F.dropout2d,
     nn.Dropout3d: F.dropout3d,
 }
+_BY_STRUCTURE = Reading()
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def read_block(block: nn.Module, newest_first: bool = False) -> BlockParts:
+def readings_by_parts(block: nn.Module) -> list[Reading]:
+    """The ways to read `block`, of which a trial chooses one; `NoPartsError` if there is none."""
+    if block_reader(block) is not None:  # it knows the right one by itself
+        parts = read_block(block)
+        return [Reading(parts.newest_first, parts.new_features_only)]
+    kinds = Reading(), Reading(new_features_only=True), Reading(is_layer=True)
+    readable = [kind for kind in kinds if _can_read(block, kind)]
+    if not readable:
+        read_block(block)  # which raises the reason
+    return [replace(kind, newest_first=newest_first) for kind in readable for newest_first in (False, True)]
+
+
+def _can_read(block: nn.Module, reading: Reading) -> bool:
+    try:
+        read_block(block, reading)
+    except NoPartsError:
+        return False
+    return True
+
+
+def readings_by_calls(block: nn.Module) -> list[Reading]:
+    """The ways to call the layers of `block` whole, if it looks like a dense block."""
+    if block_reader(block) is not None or _is_compiled(block) or not (looks_dense(block) and layers_in(block)):
+        return []
+    return [
+        Reading(newest_first, new_features_only, layer_call=call)
+        for call in (LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True))
+        for newest_first in (False, True)
+        for new_features_only in (False, True)
+    ]
+
+
+def read_block(block: nn.Module, reading: Reading = _BY_STRUCTURE) -> BlockParts:
     """The parts of `block`, from the reader that was registered for its class or else from its structure.
 
     Args:
         block: a module that may be a dense block; `NoPartsError` is raised if it is not.
-        newest_first: the channel order, which structure does not show and a registered reader knows by itself.
+        reading: what structure does not show.
     """
     reader = block_reader(block)
     if reader is not None:
         return reader(block)
-    if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
+    if _is_compiled(block):
         raise NoPartsError("found a forward that is compiled or was set on the instance")
-    parts = BlockParts(tuple(map(read_layer, layers_in(block))), newest_first)
-    if not parts.layers or not _has_dense_widths(parts):
-        raise NoPartsError("found layers whose widths are not those of a growing concatenation")
+    layers = [block] if reading.is_layer else layers_in(block)
+    parts = BlockParts(tuple(map(read_layer, layers)), reading.newest_first, reading.new_features_only)
+    _check_widths(parts)
     return parts
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    return "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
 
 
 def layers_in(block: nn.Module) -> list[nn.Module]:
     """The candidates for layers: the children of `block`, or those of a container that is its only child."""
     children = list(block.children())
-    if len(children) == 1 and isinstance(children[0], _CONTAINERS) and not _is_dense_layer(children[0]):
+    if len(children) == 1 and isinstance(children[0], _CONTAINERS) and not is_dense_layer(children[0]):
         return list(children[0].children())
     return children
+
+
+def in_channels_of(block: nn.Module) -> int:
+    """The channels that a block reads."""
+    try:
+        return read_block(block).layers[0].conv1.in_channels
+    except NoPartsError:
+        return first_conv(block).in_channels
+
+
+def first_conv(module: nn.Module) -> _ConvNd:
+    """The first convolution inside `module`."""
+    return next(each for each in module.modules() if isinstance(each, _ConvNd))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called: an nn.ModuleList and an nn.ModuleDict only hold others."""
+    return type(module).forward is not nn.Module.forward
 
 
 def looks_dense(block: nn.Module) -> bool:
@@ -56,20 +113,27 @@ def looks_dense(block: nn.Module) -> bool:
     """
     if "denseblock" in type(block).__name__.lower().replace("_", "") or block_reader(block) is not None:
         return True
-    widths = []
-    for layer in layers_in(block):
-        convolutions = [module for module in layer.modules() if isinstance(module, _ConvNd)]
-        if not convolutions:
-            return False
-        widths.append((convolutions[0].in_channels, convolutions[-1].out_channels))
-    grows = all(inputs + outputs == next_inputs for (inputs, outputs), (next_inputs, _) in pairwise(widths))
-    return grows and len(widths) > 1 and len({outputs for _, outputs in widths}) == 1
+    all_widths = list(map(_widths, layers_in(block)))
+    widths = list(filter(None, all_widths))
+    if len(widths) < (2 if len(widths) == len(all_widths) else 3):  # an activation beside convolutions proves less
+        return False
+    return all(sum(layer) == after[0] for layer, after in pairwise(widths))
 
 
-def read_layer(layer: nn.Module) -> LayerParts:
-    """The parts of a layer: norm, activation and convolution, once or twice, and perhaps dropout."""
+def _widths(layer: nn.Module) -> tuple[int, ...]:
+    """The channels that the first convolution of a layer reads and its last one writes; none without convolutions."""
+    convolutions = [module for module in layer.modules() if isinstance(module, _ConvNd)]
+    return (convolutions[0].in_channels, convolutions[-1].out_channels) if convolutions else ()
+
+
+def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> LayerParts:
+    """The parts of a layer: norm, activation and convolution, once or twice, and perhaps dropout.
+
+    `modules` are those to read, if they are not all modules inside.
+    """
     norms, convolutions, activations, dropouts = [], [], [], []
-    for module in _leaf_modules(layer):
+    modules = list(leaf_modules(layer)) if modules is None else modules
+    for module in modules:
         if any(is_lazy(parameter) for parameter in module.parameters()):
             raise NoPartsError(f"found a {type(module).__name__} that has not seen data yet")
         if _is_norm(module):
@@ -81,11 +145,11 @@ def read_layer(layer: nn.Module) -> LayerParts:
         elif not isinstance(module, nn.Identity):
             activations.append(module)
     if not (1 <= len(norms) == len(convolutions) <= 2 and len(activations) <= len(norms) and len(dropouts) <= 1):
-        names = [type(module).__name__ for module in _leaf_modules(layer)]
-        names = ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"
+        names = ", ".join(type(module).__name__ for module in modules[:8]) + (", …" if len(modules) > 8 else "")
+        found = f"{type(layer).__name__} of {names}" if names else type(layer).__name__
         raise NoPartsError(
-            f"found a {type(layer).__name__} of {names}, where a dense layer is norm, activation and convolution, "
-            "once or twice, and perhaps dropout"
+            f"found a {found}, where a dense layer is norm, activation and convolution, once or twice, and perhaps "
+            "dropout"
         )
     drop_rate, dropout = _dropout(layer, *dropouts)
     (norm1, *norm2), (conv1, *conv2) = norms, convolutions
@@ -100,13 +164,13 @@ def read_layer(layer: nn.Module) -> LayerParts:
     )
 
 
-def _leaf_modules(module: nn.Module) -> Iterator[nn.Module]:
+def leaf_modules(module: nn.Module) -> Iterator[nn.Module]:
     """The modules inside `module` without children, and the norms and convolutions with theirs."""
     for child in module.children():
         if _is_norm(child) or isinstance(child, _ConvNd) or not any(True for _ in child.children()):
             yield child
         else:
-            yield from _leaf_modules(child)
+            yield from leaf_modules(child)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -127,7 +191,10 @@ def _dropout(layer: nn.Module, module: _DropoutNd | None = None) -> tuple[float,
     return (rates.pop() if rates and layer.training else 0.0), F.dropout
 
 
-def _is_dense_layer(module: nn.Module) -> bool:
+def is_dense_layer(module: nn.Module) -> bool:
+    """Whether `module` has the parts of a dense layer."""
+    if not has_forward(module):
+        return False
     try:
         read_layer(module)
     except NoPartsError:
@@ -135,13 +202,28 @@ def _is_dense_layer(module: nn.Module) -> bool:
     return True
 
 
-def _has_dense_widths(parts: BlockParts) -> bool:
-    """Whether each layer reads the block's input and all earlier outputs, and all outputs have the same width."""
-    first = parts.layers[0]
-    growth_rate = first.last_conv.out_channels
+def _check_widths(parts: BlockParts) -> None:
+    """Raise `NoPartsError` unless each layer reads the block's input and all outputs before, all of one width."""
+    if not parts.layers:
+        raise NoPartsError("found no layers")
+    growth_rates = [layer.last_conv.out_channels for layer in parts.layers]
+    if len(set(growth_rates)) > 1:
+        raise NoPartsError(f"found layers that add {_enumerated(growth_rates)} channels, where all must add the same")
+    first = parts.layers[0].conv1.in_channels
     for i, layer in enumerate(parts.layers):
-        reads_all = layer.conv1.in_channels == first.conv1.in_channels + i * growth_rate
-        bottleneck_fits = layer.conv2 is None or layer.conv2.in_channels == layer.conv1.out_channels
-        if not (reads_all and bottleneck_fits and layer.last_conv.out_channels == growth_rate):
-            return False
-    return True
+        expected, channels = first + i * growth_rates[0], layer.conv1.in_channels
+        if channels != expected:
+            raise NoPartsError(
+                f"found {channels} input channels in layer {i + 1}, where a growing concatenation has {expected}: "
+                f"{first} of the block's input and {growth_rates[0]} of each layer before it"
+            )
+        if layer.conv2 is not None and layer.conv2.in_channels != layer.conv1.out_channels:
+            raise NoPartsError(
+                f"found a convolution to {layer.conv1.out_channels} channels before one from {layer.conv2.in_channels} "
+                f"in layer {i + 1}"
+            )
+
+
+def _enumerated(values: Sequence[int]) -> str:
+    """Distinct values in the order of their first appearance, such as "4, 8"."""
+    return ", ".join(map(str, dict.fromkeys(values)))

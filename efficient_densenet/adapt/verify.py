@@ -8,16 +8,13 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..engines.eligibility import HOOKS
-from ..engines.parts import BlockParts
-from .layers import run_layers
-from .structure import read_block
+from .structure import first_conv
 
 
 class VerificationError(Exception):
@@ -32,29 +29,25 @@ Run = Callable[[Callable[[Tensor], Tensor]], Results]
 
 
 @contextmanager
-def trial(block: nn.Module) -> Iterator[Run]:
-    """Prepare `block` for a trial, and yield a function that runs a forward in it on the trial input."""
-    conv = read_block(block).layers[0].conv1
-    if any(isinstance(v, Tensor) and v.requires_grad for module in block.modules() for v in vars(module).values()):
-        raise VerificationError("holds weights that are no parameters, such as those of torch.nn.utils.weight_norm")
-    with _isolated(block), _random_parameters_and_buffers(block):
-        shape = 2, conv.in_channels, *([3] * len(conv.kernel_size))
-        x = torch.randn(shape).to(conv.weight.device, conv.weight.dtype)
-        yield lambda forward: [_run(block, forward, x, training) for training in (False, True)]
+def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Run]:
+    """Prepare `module` for a trial, and yield a function that runs a forward in it on an input of few pixels."""
+    for each in module.modules():
+        if any(isinstance(value, Tensor) and value.requires_grad for value in vars(each).values()):
+            raise VerificationError("holds weights that are no parameters, such as those of torch.nn.utils.weight_norm")
+    conv = first_conv(module)
+    with _isolated(module), _random_parameters_and_buffers(module):
+        weight = next(conv.parameters())  # not conv.weight, which a parametrization would compute
+        x = torch.randn(2, in_channels, *([size] * len(conv.kernel_size))).to(weight.device, weight.dtype)
+        yield lambda forward: [_run(module, forward, x, training) for training in (False, True)]
 
 
-def matching_channel_order(block_results: Results, run: Run, read: Callable[[bool], BlockParts]) -> bool:
-    """The `newest_first` with which the parts reproduce the block's results; `VerificationError` if neither does."""
-    orders = [order for order in (False, True) if read(order).newest_first == order]
-    results_by_order = [run(partial(_run_parts, read, order)) for order in orders]
-    for order, parts_results in zip(orders, results_by_order, strict=True):
-        if all(map(_agree, parts_results, block_results)):
-            return order
-    raise VerificationError(_describe_difference(block_results, results_by_order[0]))
-
-
-def _run_parts(read: Callable[[bool], BlockParts], newest_first: bool, x: Tensor) -> Tensor:
-    return run_layers(read(newest_first), x)
+def describe_difference(block_results: Results, run: Run, forward: Callable[[Tensor], Tensor]) -> str | None:
+    """In what the block differs from the dense block that `forward` computes, or None if they agree."""
+    try:
+        results = run(forward)
+    except VerificationError as failure:
+        return f"has layers that {failure}, as norm, activation and convolution in turn on a growing concatenation"
+    return None if all(map(_agree, results, block_results)) else _describe_difference(block_results, results)
 
 
 def _run(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, training: bool) -> Result:

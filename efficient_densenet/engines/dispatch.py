@@ -18,7 +18,7 @@ from torch.fx import Proxy
 from .._torch_private import compiled_checkpoint_updates_once, functorch_is_active, is_exporting
 from ..checkpoint.parameters import parameters_of
 from . import plain, recompute, stem
-from .eligibility import joined_consumer, must_be_called, shared_eligibility
+from .eligibility import joined_consumer, must_be_called, separate_consumer, shared_eligibility
 from .kernels import kernel_set_name
 from .parts import BlockParts
 from .plain import RunFirstHalf
@@ -94,6 +94,12 @@ def as_engine_block(block: Any) -> EngineBlock:
     return block
 
 
+def may_run_engines(module: nn.Module) -> bool:
+    """Whether there is memory to save for a backward in what `module` runs now, and ordinary autograd to do it."""
+    tracing = is_exporting(module.training) or torch.compiler.is_compiling() or functorch_is_active()
+    return torch.is_grad_enabled() and not tracing
+
+
 def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> BlockPlan:
     """How to run `block` on `x` now; `parts` are the block's, if they have been read already."""
     if _is_tracing(block, x):
@@ -167,6 +173,19 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
     )
     parts, _ = shared_eligibility(block, output_like)
     return None if parts is None else (stem.run(modules_of_stem, x), parts)
+
+
+def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
+    """The output of a transition or a norm that does not run together with its block, by the shared engine.
+
+    None where that cannot run it, and where it has nothing to save: then `consumer` is to be called.
+    """
+    if _is_tracing(consumer, x) or torch.compiler.is_compiling() or functorch_is_active() or x.numel() == 0:
+        return None
+    if not _needs_grad(x, consumer) or forward_ad.unpack_dual(x).tangent is not None:
+        return None
+    parts = separate_consumer(consumer, x)
+    return None if parts is None else shared.run_consumer(parts, x)
 
 
 def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._torch_private import has_global_module_hooks
-from ..checkpoint.parameters import parameters_of
 from ..norms.batch_norm import torch_class
+from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import sync_group
 from .parts import BlockParts, ConsumerParts, LayerParts, NoPartsError, Norm, consumer_parts, is_norm, parts_of
 from .precision import autocast_enabled, compute_dtype
@@ -53,7 +53,8 @@ def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
         reason = _why_not_layer(layer, dims)
         if reason is not None:
             return reason
-    return _why_not_widths(layers, x) or _why_not_precision(layers, x) or _why_not_norms(layers, x)
+    units = [(layer.norms, layer.convolutions) for layer in layers]
+    return _why_not_widths(layers, x) or _why_not_precision(units, x) or _why_not_norms(layers, x)
 
 
 def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
@@ -64,7 +65,7 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
         if "parametrizations" in module._modules:
             return f"found a parametrization of a {type(module).__name__} inside a layer"
     for norm in layer.norms:
-        if not (is_norm(norm) and isinstance(norm, _NORMS[dims])):
+        if not _is_norm_of(norm, dims):
             return _wrong_class(norm, _NORMS[dims])
     for activation in layer.activations:
         if type(activation) is not nn.ReLU:
@@ -73,9 +74,8 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
         if type(conv) is not _CONVOLUTIONS[dims]:
             return _wrong_class(conv, _CONVOLUTIONS[dims])
     sizes = zip(layer.convolutions[::-1], (3, 1), strict=False)
-    if not all(_is_dense_conv(conv, size) for conv, size in sizes) or not all(map(_has_tensors, layer.norms)):
-        return "found a layer that is not batch norm, ReLU and convolution in turn, all of the usual kind"
-    return None
+    unusual = (_unusual(conv, size) for conv, size in sizes)
+    return next(filter(None, (*unusual, *map(_missing_tensors, layer.norms))), None)
 
 
 def _wrong_class(module: nn.Module, usual: type[nn.Module]) -> str:
@@ -90,7 +90,7 @@ def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     for i, layer in enumerate(layers):
         expected, channels, growth = (
             x.shape[1] + i * growth_rate,
-            layer.norm1.num_features,
+            num_channels(layer.norm1),
             layer.last_conv.out_channels,
         )
         if channels != expected or growth != growth_rate:
@@ -98,8 +98,8 @@ def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
                 f"found a layer from {channels} channels to {growth}, where the shared engine takes one from "
                 f"{expected} to {growth_rate}"
             )
-        if layer.norm2 is not None and layer.norm2.num_features != layer.conv1.out_channels:
-            return f"found a norm of {layer.norm2.num_features} channels after {layer.conv1.out_channels}"
+        if layer.norm2 is not None and num_channels(layer.norm2) != layer.conv1.out_channels:
+            return f"found a norm of {num_channels(layer.norm2)} channels after {layer.conv1.out_channels}"
     return None
 
 
@@ -112,28 +112,30 @@ def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
         )
     inside = [layer.norm2 for layer in layers if layer.norm2 is not None]
     joined = sync_group(first) is not None
-    if any(sync_group(norm) != sync_group(first) or (joined and norm.training != first.training) for norm in inside):
+    frozen = [uses_running_statistics(norm) for norm in (first, *inside)]
+    if any(sync_group(norm) != sync_group(first) for norm in inside) or (joined and len(set(frozen)) > 1):
         return "found synchronized norms beside others in one block"
-    if not joined and any(norm.training for norm in (first, *inside)) and x.shape[0] * x.shape[2:].numel() == 1:
+    if not joined and not all(frozen) and x.shape[0] * x.shape[2:].numel() == 1:
         return "found a single value per channel, which has no variance"
     return None
 
 
-def _why_not_precision(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
-    """Features have the input's dtype, norms that or float32, and convolutions autocast's or the input's."""
+def _why_not_precision(units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor) -> str | None:
+    """`units` are the norms and the convolutions of a layer, a consumer or a stem.
+
+    Features have the input's dtype, norms that or float32, and convolutions autocast's or the input's."""
     convolutions = compute_dtype(x)
     of_convolutions = {convolutions} | ({torch.float32} if autocast_enabled(x) and x.dtype != torch.float64 else set())
     of_norms = {x.dtype} | ({torch.float32} if x.dtype in _HALVES else set())
-    for layer in layers:
-        for modules, allowed in ((layer.norms, of_norms), (layer.convolutions, of_convolutions)):
-            for module in modules:
-                dtypes = {tensor.dtype for tensor in parameters_of(module)}
-                if not dtypes <= allowed:
-                    return (
-                        f"found {_dtype_names(dtypes)} in a {type(module).__name__}, with an input of "
-                        f"{_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}, which the "
-                        "shared engine does not mix"
-                    )
+    for norms, convs in units:
+        for module, allowed in (*((norm, of_norms) for norm in norms), *((conv, of_convolutions) for conv in convs)):
+            dtypes = {tensor.dtype for tensor in _tensors(module)}
+            if not dtypes <= allowed:
+                return (
+                    f"found {_dtype_names(dtypes)} in a {type(module).__name__}, with an input of "
+                    f"{_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}, which the "
+                    "shared engine does not mix"
+                )
     usual = {torch.float32, torch.float64, *_HALVES}
     if x.dtype not in usual or (x.dtype in _HALVES and convolutions != x.dtype):
         return f"found an input of {_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}"
@@ -147,23 +149,45 @@ def _dtype_names(dtypes: set[torch.dtype]) -> str:
 def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | None:
     """The parts of `consumer`, such as a transition or a norm, where the shared engine can run it with a block that it
     runs; None where it has a hook, which may use the features that it reads."""
-    parts = consumer_parts(consumer)
+    parts = None if block.new_features_only else consumer_parts(consumer)  # it would read other channels
     if parts is None or any(map(must_be_called, consumer.modules())):
         return None
     layer, norm, conv = block.layers[-1], parts.norm, parts.conv
     joins = (
-        is_norm(norm)
-        and isinstance(norm, _NORMS[_dims(layer.last_conv)])
-        and _has_tensors(norm)
+        _can_share_consumer(parts, _dims(layer.last_conv))
         and normalize_alike(layer.norm1, norm)
         and norm.weight.dtype == layer.norm1.weight.dtype
-        and norm.num_features == layer.norm1.num_features + layer.last_conv.out_channels
-        and all(type(activation) is nn.ReLU for activation in parts.activations)
+        and num_channels(norm) == num_channels(layer.norm1) + layer.last_conv.out_channels
+        and (conv is None or all(tensor.dtype == layer.conv1.weight.dtype for tensor in _tensors(conv)))
     )
-    if joins and conv is not None:
-        same_dtype = conv.weight.dtype == layer.conv1.weight.dtype
-        joins = type(conv) is type(layer.last_conv) and _is_dense_conv(conv, 1) and same_dtype
     return parts if joins else None
+
+
+def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
+    """The parts of `consumer` where the shared engine can run it by itself on `x`; None as in `joined_consumer`."""
+    dims, parts = x.dim() - 2, consumer_parts(consumer)
+    if parts is None or dims not in _CONVOLUTIONS or not _can_share_consumer(parts, dims):
+        return None
+    if has_global_module_hooks() or any(map(must_be_called, consumer.modules())):
+        return None
+    norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
+    if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
+        return None
+    if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * x.shape[2:].numel() == 1:
+        return None  # the norm itself raises: a single value has no variance
+    return parts if _why_not_precision([([norm], convolutions)], x) is None else None
+
+
+def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
+    """Whether the shared engine can run these modules, by their classes and settings."""
+    norm, conv = parts.norm, parts.conv
+    if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)):
+        return False
+    if not all(type(activation) is nn.ReLU for activation in parts.activations):
+        return False
+    if conv is None:
+        return not _may_widen(norm)
+    return type(conv) is _CONVOLUTIONS[dims] and not _unusual(conv, 1)
 
 
 def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor) -> bool:
@@ -171,17 +195,16 @@ def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor)
     dims = x.dim() - 2
     if type(conv) is not _CONVOLUTIONS.get(dims) or type(pool) is not _MAX_POOLS[dims] or type(relu) is not nn.ReLU:
         return False
-    if not (is_norm(norm) and isinstance(norm, _NORMS[dims]) and _has_tensors(norm)):
+    if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)) or _may_widen(norm):
         return False
     if any(map(must_be_called, (conv, norm, relu, pool))) or pool.return_indices:
         return False
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
         return False
     size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
-    if norm.training and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
+    if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
         return False  # the norm itself raises: a single value has no variance
-    layer = LayerParts(conv, norm, conv)
-    return norm.num_features == conv.out_channels and _why_not_precision((layer,), x) is None
+    return num_channels(norm) == conv.out_channels and _why_not_precision([([norm], [conv])], x) is None
 
 
 def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Sequence[int]) -> torch.Size:
@@ -197,18 +220,28 @@ def _dims(conv: _ConvNd) -> int:
     return len(conv.kernel_size)
 
 
-def _is_dense_conv(conv: _ConvNd, kernel_size: int) -> bool:
-    """Whether this is a convolution as DenseNets have it: it keeps the spatial size, and has no bias."""
-    dilation = conv.dilation[0]
-    return (
-        set(conv.kernel_size) == {kernel_size}
-        and conv.padding == (kernel_size // 2 * dilation,) * _dims(conv)
-        and set(conv.dilation) == {dilation}
-        and set(conv.stride) == {1}
-        and conv.groups == 1
-        and conv.bias is None
-        and conv.padding_mode == "zeros"
-    )
+def _unusual(conv: _ConvNd, kernel_size: int) -> str | None:
+    """In what this is no convolution as DenseNets have it, which keeps the spatial size; it may have a bias."""
+    dims, dilation = _dims(conv), conv.dilation[0]
+    usual = {
+        "kernel_size": (kernel_size,) * dims,
+        "padding": (kernel_size // 2 * dilation,) * dims,
+        "dilation": (dilation,) * dims,
+        "stride": (1,) * dims,
+        "groups": 1,
+        "padding_mode": "zeros",
+    }
+    for name, value in usual.items():
+        found = getattr(conv, name)
+        if found not in (value, "same"):  # padding="same" means just that for an odd kernel size
+            where = f"in a {type(conv).__name__} of a layer"
+            return f"found {name}={found!r} {where}, where the shared engine takes {value!r}"
+    return None
+
+
+def _tensors(module: Any) -> list[Tensor]:
+    """The weight and the bias of a norm or a convolution, as far as it has them."""
+    return [tensor for tensor in (module.weight, module.bias) if tensor is not None]
 
 
 def must_be_called(module: nn.Module) -> bool:
@@ -218,8 +251,26 @@ def must_be_called(module: nn.Module) -> bool:
 
 def normalize_alike(first: Norm, other: Norm) -> bool:
     """Whether two norms normalize the same values alike."""
-    return first.training == other.training and first.eps == other.eps and sync_group(first) == sync_group(other)
+    settings = [(uses_running_statistics(norm), eps_of(norm), sync_group(norm)) for norm in (first, other)]
+    return settings[0] == settings[1]
 
 
-def _has_tensors(norm: Norm) -> bool:
-    return norm.weight is not None and norm.bias is not None and (norm.training or norm.running_mean is not None)
+def _is_norm_of(norm: Norm, dims: int) -> bool:
+    """Whether this is a norm of signals, images or volumes that the shared engine can run."""
+    return is_norm(norm) and (isinstance(norm, _NORMS[dims]) or (dims == 2 and is_frozen_batch_norm(norm)))
+
+
+def _missing_tensors(norm: Norm) -> str | None:
+    """What a norm lacks that the shared engine reads."""
+    name = torch_class(norm).__name__
+    if norm.weight is None or norm.bias is None:
+        return f"found a {name} without weight and bias, which the shared engine needs"
+    if uses_running_statistics(norm) and norm.running_mean is None:
+        return f"found a {name} in evaluation mode without running statistics, which the shared engine needs there"
+    return None
+
+
+def _may_widen(norm: Norm) -> bool:
+    """Whether the output of `norm` may have a wider dtype than the input: that of a FrozenBatchNorm2d under autocast,
+    which is ordinary arithmetic with float32 buffers."""
+    return is_frozen_batch_norm(norm) and autocast_enabled(norm.weight)

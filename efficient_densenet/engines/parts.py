@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._mixins import original_class
 from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce, UsesTorchForward
+from ..norms.frozen import is_frozen_batch_norm
 from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
 
 Norm: TypeAlias = Any
@@ -80,10 +81,12 @@ class BlockParts:
     """The layers of a dense block; each reads the block's input and the outputs of all layers before it.
 
     `newest_first` says that a layer's output is concatenated before the features that it read, not after them.
+    `new_features_only` says that the block returns the outputs of its layers without its input, in the same order.
     """
 
     layers: tuple[LayerParts, ...]
     newest_first: bool = False
+    new_features_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,22 +186,23 @@ def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
     activations = [*activations_of(norm), *(rest.pop(0) for _ in rest[:1] if type(rest[0]) is nn.ReLU)]
     conv = rest[0] if rest else None
     if not (activations and isinstance(conv, _ConvNd)):
-        return ConsumerParts(norm, after=_composed(*activations, *rest))
+        return ConsumerParts(norm, after=composed(*activations, *rest))
     rest = rest[1:]
     pools = bool(rest) and halves(rest[0])
-    return ConsumerParts(norm, conv, pools, tuple(activations), _composed(*rest[pools:]))
+    return ConsumerParts(norm, conv, pools, tuple(activations), composed(*rest[pools:]))
 
 
-def _composed(*modules: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The modules as one function, or None if there are none."""
+def composed(*modules: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:
+    """The modules, or functions, as one function; None if there are none."""
     return (lambda x: functools.reduce(lambda value, module: module(value), modules, x)) if modules else None
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether `module` is a batch norm, under the exactly-once rule or not, possibly with an activation of its own."""
+    """Whether `module` is a batch norm, under the exactly-once rule or not, perhaps with an activation of its own; or a
+    FrozenBatchNorm2d."""
     cls = _class(module)
     from_timm = cls.__name__ == "BatchNormAct2d" and cls.__module__.startswith("timm.")
-    return cls in NORMS or from_timm or isinstance(module, UsesTorchForward)
+    return cls in NORMS or from_timm or isinstance(module, UsesTorchForward) or is_frozen_batch_norm(module)
 
 
 def activations_of(norm: Norm) -> tuple[nn.Module, ...]:

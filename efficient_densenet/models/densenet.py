@@ -6,17 +6,16 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from .._checks import check_between, check_choice, check_integer
-from ..engines import dispatch
 from ..weights.load import WeightsReport
+from .base import DenseModel
 from .dimensions import CONVOLUTIONS, modules_for
 from .features import block_strides, build_features, dilate
 from .layers import DenseBlock
 
 
-class DenseNet(nn.Module):
+class DenseNet(DenseModel):
     """A densely connected network (Huang et al., https://arxiv.org/abs/1608.06993), with or without bottlenecks.
 
     Args:
@@ -171,43 +170,12 @@ class DenseNet(nn.Module):
         if self.features_only:
             raise RuntimeError(f"{method} needs a whole model, but this one has features_only: call it for its maps")
 
-    def set_engine(self, efficient: bool | str) -> "DenseNet":
-        """Run every dense block by this engine from now on; nothing else about the model changes."""
-        engine = dispatch.parse(efficient)
-        for module in self.modules():
-            if isinstance(module, DenseBlock):
-                module.engine = engine
-        return self
-
-    @property
-    def engine(self) -> str:
-        """The engine's name, or "best" where the dispatcher chooses."""
-        return dispatch.describe(next(m.engine for m in self.modules() if isinstance(m, DenseBlock)))
-
     def _initialize(self, init: Literal["fan_out", "fan_in"]) -> None:
         for module in self.modules():
             if isinstance(module, CONVOLUTIONS):
                 nn.init.kaiming_normal_(module.weight, mode=init, nonlinearity="relu")
             elif isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
-
-    def _check_input(self, x: Tensor) -> None:
-        # A tracer would record the sizes of its example as the only ones allowed.
-        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] (public)
-            return
-        if torch.compiler.is_compiling() or isinstance(x, Proxy):
-            return
-        if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
-            sides = ", ".join(modules_for(self.dims).sides)
-            raise ValueError(
-                f"found an input of shape {tuple(x.shape)}, but this model needs (N, {self.in_channels}, {sides})"
-            )
-        if min(x.shape[2:]) < self.smallest_input:
-            size, smallest = ("×".join(map(str, sizes)) for sizes in (x.shape[2:], [self.smallest_input] * self.dims))
-            raise ValueError(
-                f"found {modules_for(self.dims).inputs} of {size}, but this model's poolings need at least {smallest}: "
-                "enlarge them, or use fewer blocks"
-            )
 
 
 def _check_architecture(

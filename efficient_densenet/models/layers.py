@@ -36,6 +36,8 @@ class DenseLayer(nn.Module):
         drop_rate: float,
         keep_bottleneck: bool = False,
         dims: int = 2,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         modules = modules_for(dims)
@@ -45,11 +47,11 @@ class DenseLayer(nn.Module):
         kernel_size = 1 if self.has_bottleneck else 3
         self.norm1 = modules.Norm(num_input_features)
         self.relu1 = nn.ReLU(inplace=True)
-        self.conv1 = modules.Conv(num_input_features, width, kernel_size, padding=kernel_size // 2, bias=False)
+        self.conv1 = modules.Conv(num_input_features, width, kernel_size, padding=kernel_size // 2, bias=bias)
         if self.has_bottleneck:
             self.norm2 = modules.Norm(width)
             self.relu2 = nn.ReLU(inplace=True)
-            self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=False)
+            self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=bias)
 
     def forward(
         self,
@@ -69,7 +71,11 @@ class DenseLayer(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """`num_layers` dense layers, each of which reads the block's input and the outputs of all layers before it."""
+    """`num_layers` dense layers, each of which reads the block's input and the outputs of all layers before it.
+
+    The output is the concatenation of the input and the layers' outputs, with `new_features_only` of the latter alone.
+    With `bias` the convolutions have biases.
+    """
 
     def __init__(
         self,
@@ -81,13 +87,16 @@ class DenseBlock(nn.Module):
         efficient: bool | str = True,
         keep_bottleneck: bool = False,
         dims: int = 2,
+        *,
+        bias: bool = False,
+        new_features_only: bool = False,
     ) -> None:
         super().__init__()
-        self.engine = dispatch.parse(efficient)
-        self.num_output_features = num_input_features + num_layers * growth_rate
+        self.engine, self.new_features_only = dispatch.parse(efficient), new_features_only
+        self.num_output_features = num_layers * growth_rate + (0 if new_features_only else num_input_features)
         for i in range(num_layers):
             channels = num_input_features + i * growth_rate
-            layer = DenseLayer(channels, growth_rate, bn_size, drop_rate, keep_bottleneck, dims)
+            layer = DenseLayer(channels, growth_rate, bn_size, drop_rate, keep_bottleneck, dims, bias=bias)
             self.add_module(f"denselayer{i + 1}", layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,7 +112,7 @@ class DenseBlock(nn.Module):
         features = [x]
         for layer in self.children():
             features.append(layer(features, run_first_half))
-        return torch.cat(features, 1)
+        return torch.cat(features[1:] if self.new_features_only else features, 1)
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls it first
         raise NotImplementedError("torch.jit.script cannot compile a dense block: use torch.export or torch.jit.trace")
@@ -138,7 +147,8 @@ def _layer_parts(module: nn.Module) -> LayerParts:
 
 
 def _block_parts(block: nn.Module) -> BlockParts:
-    return BlockParts(tuple(map(_layer_parts, block.children())))
+    new_features_only = cast(DenseBlock, block).new_features_only
+    return BlockParts(tuple(map(_layer_parts, block.children())), new_features_only=new_features_only)
 
 
 def _transition_parts(module: nn.Module) -> ConsumerParts | None:

@@ -9,6 +9,7 @@ import torch
 
 from ..weights.published import load_published, published_weights
 from .densenet import DenseNet
+from .fc_densenet import FCDenseNet
 
 _CIFAR = {"compression": 0.5, "bn_size": 4, "small_inputs": True, "num_classes": 10}
 _CIFAR_BASIC = _CIFAR | {"compression": 1.0, "bn_size": 0, "num_init_features": 16}
@@ -35,14 +36,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "densenet264_48": _IMAGENET_48 | {"block_config": (6, 12, 64, 48)},
 }
 
+FC_VARIANTS: dict[str, dict[str, Any]] = {
+    "fc_densenet56": {"growth_rate": 12, "block_config": (4,) * 11},
+    "fc_densenet67": {"growth_rate": 16, "block_config": (5,) * 11},
+    "fc_densenet103": {"growth_rate": 16, "block_config": (4, 5, 7, 10, 12, 15, 12, 10, 7, 5, 4)},
+}
+"""Those that label every pixel: arguments of `FCDenseNet`."""
+
 
 def list_models(pattern: str = "*") -> list[str]:
     """The names of the variants that match a shell pattern such as "densenet_bc_*"."""
-    return fnmatch.filter(VARIANTS, pattern)
+    return fnmatch.filter([*VARIANTS, *FC_VARIANTS], pattern)
 
 
-def create_model(name: str, *, weights: Any = None, adapt_input: str | None = None, **overrides: Any) -> DenseNet:
-    """Build the variant called `name`.
+def create_model(name: str, *, weights: Any = None, adapt_input: str | None = None, **overrides: Any) -> Any:
+    """Build the variant called `name`: a `DenseNet` or, for fc_densenet…, an `FCDenseNet`.
 
     Args:
         name: one of `list_models()`.
@@ -50,20 +58,22 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
             member. With another number of classes the classifier keeps its initialization; `model.weights_report`
             says what was loaded.
         adapt_input: for `weights` with other than three `in_channels`, as in `load_weights`.
-        overrides: arguments of `DenseNet` that replace the variant's.
+        overrides: arguments of the class that replace the variant's.
     """
-    if name not in VARIANTS:
-        near = difflib.get_close_matches(str(name), VARIANTS, n=1)
+    names = list_models()
+    if name not in names:
+        near = difflib.get_close_matches(str(name), names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown model {name!r}: {hint}the zoo has {', '.join(VARIANTS)}")
-    allowed = list(inspect.signature(DenseNet).parameters)
+        raise ValueError(f"unknown model {name!r}: {hint}the zoo has {', '.join(names)}")
+    cls, variants = (DenseNet, VARIANTS) if name in VARIANTS else (FCDenseNet, FC_VARIANTS)
+    allowed = list(inspect.signature(cls).parameters)
     unknown = [key for key in overrides if key not in allowed]
     if unknown:
-        raise TypeError(f"unknown argument {unknown[0]!r} for {name}: DenseNet takes {', '.join(allowed)}")
+        raise TypeError(f"unknown argument {unknown[0]!r} for {name}: {cls.__name__} takes {', '.join(allowed)}")
     if weights is not None:
         published_weights(name, weights)  # raises for a wrong name before anything is built
-    model = DenseNet(**(VARIANTS[name] | overrides))
-    if weights is not None:
+    model = cls(**(variants[name] | overrides))
+    if isinstance(model, DenseNet) and weights is not None:
         model.weights_report = load_published(model, name, weights, _unused(model, name), adapt_input)
     return model
 
@@ -140,3 +150,15 @@ def densenet232_48(**overrides: Any) -> DenseNet:
 
 def densenet264_48(**overrides: Any) -> DenseNet:
     return create_model("densenet264_48", **overrides)
+
+
+def fc_densenet56(**overrides: Any) -> FCDenseNet:
+    return create_model("fc_densenet56", **overrides)
+
+
+def fc_densenet67(**overrides: Any) -> FCDenseNet:
+    return create_model("fc_densenet67", **overrides)
+
+
+def fc_densenet103(**overrides: Any) -> FCDenseNet:
+    return create_model("fc_densenet103", **overrides)

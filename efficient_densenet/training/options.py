@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._checks import Rule, check, choice, integer, number, optional
-from ..models.zoo import create_model, list_models
+from ..models.zoo import VARIANTS, create_model
 from .arguments import SWITCH
 from .data import DATASETS
 from .recipes import RECIPES
@@ -118,7 +118,7 @@ RULES = {
     "data": optional(path_name()),
     "save": optional(path_name()),
     "dataset": optional(choice(*DATASETS)),
-    "model": optional(Rule("the name of a model of the zoo", choice(*list_models()).accepts)),
+    "model": optional(Rule("the name of a model of the zoo that labels images", choice(*VARIANTS).accepts)),
     "depth": optional(DEPTH),
     "growth_rate": optional(integer(1, 10_000)),
     "drop_rate": number(0, 1, "[)"),
@@ -188,8 +188,9 @@ def _text(name: str, value: Any) -> str:
 
 
 def _check(options: RunOptions) -> None:
-    if options.model is not None and options.model not in list_models():
+    if options.model is not None and options.model not in VARIANTS:
         create_model(options.model)  # raises an error that lists the names
+        raise ValueError(f"model is {options.model!r}, which labels pixels: choose one that labels images")
     for name, rule in RULES.items():
         check(name, getattr(options, name), rule)
     if options.resume and options.overwrite:

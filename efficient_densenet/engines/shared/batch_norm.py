@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import in_backward
+from ...norms.frozen import eps_of
 from ...norms.sync_batch_norm import SyncGroup
 from ..kernels.interface import AffineInput, BatchNormBackward, GradAccumulator
 from ..parts import Norm
@@ -42,6 +43,13 @@ class BatchNormAffine:
         """
         return self.scale if frozen else self.weight
 
+    def grad_conv_bias(self, frozen: bool) -> Tensor:
+        """The gradient of the bias of the convolution before the norm, Σ dx over the pixels, after `set_gradients`.
+
+        Batch statistics remove a bias: its gradient is zero, summed over the processes of a sync group.
+        """
+        return self.scale * self.grad_bias if frozen else torch.zeros_like(self.grad_bias)
+
     def set_gradients(self, grad_sum: Tensor, grad_values_sum: Tensor) -> None:
         """From Σ grad and Σ grad · values: grad_bias = Σ grad and grad_weight = Σ grad · x̂."""
         self.grad_bias = grad_sum
@@ -52,7 +60,7 @@ class BatchNormAffine:
 def running_statistics(norm: Norm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean and inverse standard deviation of a frozen norm, as copies: the buffers may change before the backward."""
     mean, variance = norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype)
-    return mean, torch.rsqrt(variance + norm.eps)
+    return mean, torch.rsqrt(variance + eps_of(norm))
 
 
 def synchronized_statistics(

@@ -19,6 +19,8 @@ from .backward import Backward
 from .forward import Forward
 from .plan import LayerGroup, StagePlan
 from .saved import SavedStage
+from .statistics import SharedStatistics
+from .stored import StoredFeatures, stored_statistics
 
 
 def run(block: BlockParts, x: Tensor, consumer: ConsumerParts | None = None) -> Tensor:
@@ -34,12 +36,20 @@ def run_with_features(block: BlockParts, x: Tensor, consumer: ConsumerParts) -> 
     return plan.finish(output), features
 
 
-def apply(plan: StagePlan, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def run_consumer(consumer: ConsumerParts, x: Tensor) -> Tensor:
+    """The output of `consumer` on x, which may be any tensor; a block's own output need not be stored again."""
+    plan = StagePlan(BlockParts(()), consumer, x)
+    return plan.finish(apply(plan, x, *plan.tensors, stored=stored_statistics(x, plan))[0])
+
+
+def apply(
+    plan: StagePlan, x: Tensor, *tensors: Tensor | None, stored: SharedStatistics | None = None
+) -> tuple[Tensor, ...]:
     """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters."""
     before, handoff, (*earlier, last) = x, BackwardHandoff(), plan.groups
     for group in earlier:
         before = EarlierLayers.apply(group, handoff, before, *tensors[group.tensors])
-    return SharedStage.apply(plan, handoff, x.detach(), tensors, before, *tensors[last.tensors])
+    return SharedStage.apply(plan, handoff, x.detach(), stored, tensors, before, *tensors[last.tensors])
 
 
 class BackwardHandoff:
@@ -62,7 +72,7 @@ class BackwardHandoff:
         if entry is None or entry.backward is None:
             raise RuntimeError(
                 "found a backward that starts in the middle of a stage, but the shared engine's layers run in one "
-                "backward: use set_engine('checkpoint')"
+                f"backward: use {_CHECKPOINT}"
             )
         backward = entry.backward
         entry.clear()
@@ -80,8 +90,9 @@ class _Entry:
 class SharedStage(torch.autograd.Function):
     """All of a stage's forward, and the backward of its consumer and its last layer group.
 
-    `parameters` are the plan's. `before` is the stage's input, or a scalar that stands for the earlier layer groups:
-    only its place in the graph counts, since autograd then runs their nodes after this one.
+    `stored` are features and statistics of x from an earlier stage, if there are any. `parameters` are the plan's.
+    `before` is the stage's input, or a scalar that stands for the earlier layer groups: only its place in the graph
+    counts, since autograd then runs their nodes after this one.
     """
 
     @staticmethod
@@ -90,13 +101,16 @@ class SharedStage(torch.autograd.Function):
         plan: StagePlan,
         handoff: BackwardHandoff,
         x: Tensor,
-        parameters: Sequence[Tensor],
+        stored: SharedStatistics | None,
+        parameters: Sequence[Tensor | None],
         before: Tensor,
-        *tensors: Tensor,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         with autocast_disabled(x), scratch.reused():
-            forward = Forward(plan, x, parameters)
+            forward = Forward(plan, x, parameters, stored)
             outputs = forward.run()
+        if plan.consumer is None and not plan.output_order.first:
+            ctx.stored_features = StoredFeatures(outputs[0], forward.statistics)
         ctx.plan, ctx.handoff, ctx.shape, ctx.count = plan, handoff, forward.shape, forward.statistics.count
         ctx.save_for_backward(*forward.saved.flatten(), *parameters)
         ctx.set_materialize_grads(False)
@@ -111,17 +125,19 @@ class SharedStage(torch.autograd.Function):
         grad_consumer, grad_block = grad_outputs if plan.return_features else (*grad_outputs, None)
         if plan.consumer is None:
             grad_consumer, grad_block = None, grad_consumer
-        backward.enter(plan.groups[-1], _needs_grad(ctx, plan.groups[-1], ctx.needs_input_grad[4:]))
+        backward.enter(plan.groups[-1], _needs_grad(ctx, plan.groups[-1], ctx.needs_input_grad[5:]))
         with autocast_disabled(backward.features), scratch.reused(backward.scratch):
             backward.start(grad_consumer, grad_block)
-            return None, None, None, None, *_run_group(backward, ctx.handoff)
+            return None, None, None, None, None, *_run_group(backward, ctx.handoff)
 
 
 class EarlierLayers(torch.autograd.Function):
     """The backward of a layer group that is not the last; its forward has nothing to compute."""
 
     @staticmethod
-    def forward(ctx: Any, group: LayerGroup, handoff: BackwardHandoff, before: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, group: LayerGroup, handoff: BackwardHandoff, before: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
         ctx.group, ctx.handoff = group, handoff
         return before.new_zeros(())
 
@@ -146,6 +162,7 @@ def _needs_grad(ctx: Any, group: LayerGroup, needs_input_grad: Sequence[bool]) -
 
 
 _EARLIER_NODE = "EarlierLayersBackward"
+_CHECKPOINT = "model.set_engine('checkpoint'), or make_efficient(model, 'checkpoint') for another library's model"
 
 
 def _run_group(backward: Backward, handoff: BackwardHandoff) -> list[Tensor | None]:
@@ -163,6 +180,6 @@ def refuse_create_graph() -> None:
     """Called in a backward, which records a graph of its own only under create_graph=True."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "found create_graph=True, but the shared engine gives first derivatives only: "
-            "use set_engine('checkpoint') for a loss that contains a gradient"
+            "found create_graph=True, but the shared engine gives first derivatives only: for a loss that contains a "
+            f"gradient use {_CHECKPOINT}"
         )

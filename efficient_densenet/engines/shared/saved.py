@@ -44,7 +44,7 @@ class SavedStage:
         return tensors
 
     @classmethod
-    def unflatten(cls, tensors: tuple[Any, ...], num_layers: int) -> tuple["SavedStage", list[Tensor]]:
+    def unflatten(cls, tensors: tuple[Any, ...], num_layers: int) -> tuple["SavedStage", list[Tensor | None]]:
         """The record again, from `ctx.saved_tensors`, and the tensors that were saved after it."""
         features, inv_std, *rest = tensors
         consumer_norm, rest = SavedNorm(*rest[:_TENSORS_OF_A_NORM]), rest[_TENSORS_OF_A_NORM:]

@@ -21,14 +21,20 @@ from .batch_norm import (
 
 
 class ChannelOrder(NamedTuple):
-    """The columns of channels in the feature matrix, whose columns are filled from the oldest channel to the newest."""
+    """The columns of channels in a matrix, whose columns are filled from the oldest channel to the newest.
+
+    The matrix lacks the channels before number `first`.
+    """
 
     total: int
     newest_first: bool
+    first: int = 0
 
     def slice(self, start: int, stop: int) -> slice:
         """The columns of the channels written as number `start` to `stop`."""
-        return slice(self.total - stop, self.total - start) if self.newest_first else slice(start, stop)
+        if self.newest_first:
+            return slice(self.total - stop, self.total - start)
+        return slice(start - self.first, stop - self.first)
 
 
 class SharedStatistics:
@@ -56,15 +62,27 @@ class SharedStatistics:
         self.count: Count = features.shape[0]
         self.grad_sum, self.grad_normalized_sum = zeros.clone(), zeros
 
-    def write(self, values: Tensor, columns: slice, statistics: tuple[Tensor, Tensor] | None = None) -> None:
-        """Store new channels (pixels, channels) and their statistics: mean and variance, computed here if None."""
+    def write(
+        self,
+        values: Tensor,
+        columns: slice,
+        statistics: tuple[Tensor, Tensor] | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Store new channels, values + bias (pixels, channels), and their statistics.
+
+        `statistics` are mean and variance of the values, computed here if None. Centered values have no bias: it is in
+        their mean.
+        """
         if self.frozen:
-            self.features[:, columns].copy_(values)
+            features = self.features[:, columns]
+            features.copy_(values) if bias is None else torch.add(values, bias, out=features)
             return
         statistics = statistics or kernels_for(values).batch_statistics(values)
         mean, variance, self.count = synchronized_statistics(*statistics, values.shape[0], self.sync_group)
         torch.sub(values, mean, out=self.features[:, columns])
-        self.mean[columns], self.unbiased_variances[columns] = mean, unbiased_variance(variance, self.count)
+        self.mean[columns] = mean if bias is None else mean + bias
+        self.unbiased_variances[columns] = unbiased_variance(variance, self.count)
         self.inv_std[columns] = variance.add_(self.eps).rsqrt_()
 
     def affine(self, weight: Tensor, bias: Tensor) -> BatchNormAffine:

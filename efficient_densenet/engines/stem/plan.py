@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.pooling import _MaxPoolNd
 
+from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..kernels.portable import CONV_BY_DIMS, accumulation_dtype
 from ..parts import Norm
@@ -33,7 +34,8 @@ class StemPlan:
         conv, self.norm, _, pool = stem
         self.dtype, self.accumulation_dtype = compute_dtype(x), accumulation_dtype(compute_dtype(x))
         self.output_dtype = output_dtype(x)
-        self.frozen, self.eps, self.sync_group = not self.norm.training, self.norm.eps, sync_group(self.norm)
+        self.frozen, self.eps = uses_running_statistics(self.norm), eps_of(self.norm)
+        self.sync_group = sync_group(self.norm)
         assert not isinstance(conv.padding, str)  # `can_share_stem` refuses it
         self.conv = Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
         settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation

@@ -1,0 +1,49 @@
+"""Converted sequences: a mixin for every nn.Sequential that has converted blocks among its modules."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from ..engines import dispatch
+from ..engines.eligibility import must_be_called
+from ..engines.sequence import run_sequence
+from .converted import ConvertedBlock, KeepsSignature
+from .stages import is_block, stages
+
+if TYPE_CHECKING:
+    _SequentialMixin = nn.Sequential
+else:
+    _SequentialMixin = object
+
+
+class ConvertedSequence(KeepsSignature, _SequentialMixin):
+    """Mixin: an nn.Sequential that runs converted blocks together with the module that consumes their output, and the
+    modules before the first one as a stem, where the shared engine can."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not dispatch.may_run_engines(self):
+            return super().forward(*args, **kwargs)
+        return run_sequence(stages_of(self), args[0], is_block)[0]
+
+
+def stages_of(sequence: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """The stages of a sequence and of the converted sequences inside, where a stage may start or end."""
+    return stages(_flattened("", sequence))
+
+
+def _flattened(prefix: str, sequence: nn.Sequential) -> Iterable[tuple[str, nn.Module]]:
+    for key, module in cast(dict[str, nn.Module], sequence._modules).items():
+        if isinstance(module, ConvertedSequence) and not must_be_called(module):
+            yield from _flattened(f"{prefix}{key}.", module)
+        else:
+            yield f"{prefix}{key}", module
+
+
+def has_converted_blocks(module: nn.Module) -> bool:
+    """Whether `module` runs as nn.Sequential does, and has converted blocks among its modules or their sequences."""
+    if not isinstance(module, nn.Sequential) or isinstance(module, ConvertedBlock):
+        return False
+    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
+        return False
+    return any(isinstance(child, (ConvertedBlock, ConvertedSequence)) for child in module)

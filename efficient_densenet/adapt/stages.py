@@ -1,0 +1,113 @@
+"""The stages of a converted sequence: consecutive blocks as one block, and the modules of a transition as one module.
+
+Networks are also laid out flat, layer after layer in one nn.Sequential, or with a transition at the start or the end of
+each sequence. What is put together here lives for one forward.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import TypeGuard, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from ..engines.dispatch import Engine
+from ..engines.eligibility import must_be_called, normalize_alike
+from ..engines.parts import BlockParts, LayerParts, NoPartsError, halves, is_norm
+from ..engines.plain import RunFirstHalf
+from .converted import ConvertedBlock
+
+
+class BlocksInARow(nn.Sequential):
+    """Converted blocks, each of which continues the concatenation of the one before, as one block."""
+
+    can_join_stage = True
+
+    def __init__(self, blocks: Sequence[ConvertedBlock], parts: BlockParts) -> None:
+        super().__init__(*blocks)
+        self.engine, self._parts = blocks[0].engine, parts
+
+    def dense_parts(self) -> BlockParts:
+        return self._parts
+
+    def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
+        for block in self:
+            x = cast(ConvertedBlock, block).run_layers(x, run_first_half)
+        return x
+
+
+def is_block(module: nn.Module) -> TypeGuard[ConvertedBlock | BlocksInARow]:
+    return isinstance(module, (ConvertedBlock, BlocksInARow))
+
+
+def stages(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """The modules of a sequence, with blocks in a row, and what may be a transition after a block, put together."""
+    rest, grouped = list(modules), []
+    while rest:
+        name, module = rest[0]
+        group, together = [module], module
+        if isinstance(module, ConvertedBlock):
+            group, together = _blocks_in_a_row(module, [each for _, each in rest[1:]])
+        elif grouped and is_block(grouped[-1][1]):
+            group = _transition([each for _, each in rest])
+            together = module if len(group) == 1 else nn.Sequential(*group)
+        grouped.append((name, together))
+        del rest[: len(group)]
+    return grouped
+
+
+def _blocks_in_a_row(first: ConvertedBlock, others: Sequence[nn.Module]) -> tuple[Sequence[nn.Module], nn.Module]:
+    """`first` and those after it with which it runs as one block, and that block."""
+    parts = _parts(first) if others and isinstance(others[0], ConvertedBlock) else None
+    if parts is None:
+        return [first], first
+    blocks, layers = [first], list(parts.layers)
+    for block in others:
+        if not isinstance(block, ConvertedBlock):
+            break
+        following = _parts(block)
+        if following is None or not _continues(parts, layers, following) or block.engine is not first.engine:
+            break
+        blocks.append(block)
+        layers += following.layers
+    return blocks, first if len(blocks) == 1 else BlocksInARow(blocks, replace(parts, layers=tuple(layers)))
+
+
+def _parts(module: ConvertedBlock) -> BlockParts | None:
+    """The parts of a converted block that the shared engine may run without calling it, or else None."""
+    if module.engine not in (None, Engine.SHARED) or must_be_called(module):
+        return None
+    try:
+        parts = module.dense_parts()
+    except NoPartsError:
+        return None
+    return None if parts.new_features_only else parts
+
+
+def _continues(first: BlockParts, layers: Sequence[LayerParts], following: BlockParts) -> bool:
+    """Whether the layers of `following` read what `layers`, of which `first` has the first, have concatenated."""
+    last, layer = layers[-1], following.layers[0]
+    growth_rate = last.last_conv.out_channels
+    return (
+        first.newest_first == following.newest_first
+        and layer.last_conv.out_channels == growth_rate
+        and layer.conv1.in_channels == last.conv1.in_channels + growth_rate
+        and normalize_alike(last.norm1, layer.norm1)
+    )
+
+
+def _transition(modules: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """The first of `modules` that may be a transition in parts: norm, ReLU, 1×1 convolution, average pooling."""
+    free = list(takewhile(lambda module: not must_be_called(module), modules))
+    expected = (is_norm, _is_relu, _is_conv1x1, halves)
+    count = sum(1 for _ in takewhile(bool, (check(module) for check, module in zip(expected, free, strict=False))))
+    return modules[: max(1, count)]
+
+
+def _is_relu(module: nn.Module) -> bool:
+    return type(module) is nn.ReLU
+
+
+def _is_conv1x1(module: nn.Module) -> bool:
+    return isinstance(module, _ConvNd) and set(module.kernel_size) == {1}

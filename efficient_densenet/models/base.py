@@ -1,0 +1,57 @@
+"""What all models of this package have: one engine for their dense blocks, and a check of their input."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from ..engines import dispatch
+from .dimensions import modules_for
+from .layers import DenseBlock
+
+Model = TypeVar("Model", bound="DenseModel")
+
+
+class DenseModel(nn.Module):
+    """The base of the models, which set these attributes."""
+
+    in_channels: int
+    dims: int
+
+    @property
+    def smallest_input(self) -> int:
+        """The smallest height and width whose last feature map has a pixel."""
+        raise NotImplementedError
+
+    def set_engine(self: Model, efficient: bool | str) -> Model:
+        """Run every dense block by this engine from now on; nothing else about the model changes."""
+        engine = dispatch.parse(efficient)
+        for module in self.modules():
+            if isinstance(module, DenseBlock):
+                module.engine = engine
+        return self
+
+    @property
+    def engine(self) -> str:
+        """The engine's name, or "best" where the dispatcher chooses."""
+        return dispatch.describe(next(m.engine for m in self.modules() if isinstance(m, DenseBlock)))
+
+    def _check_input(self, x: Tensor) -> None:
+        # A tracer would record the sizes of its example as the only ones allowed.
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] (public)
+            return
+        if torch.compiler.is_compiling() or isinstance(x, Proxy):
+            return
+        modules = modules_for(self.dims)
+        if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
+            sides = ", ".join(modules.sides)
+            raise ValueError(
+                f"found an input of shape {tuple(x.shape)}, but this model needs (N, {self.in_channels}, {sides})"
+            )
+        if min(x.shape[2:]) < self.smallest_input:
+            size, smallest = ("×".join(map(str, sizes)) for sizes in (x.shape[2:], [self.smallest_input] * self.dims))
+            raise ValueError(
+                f"found {modules.inputs} of {size}, but this model's poolings need at least {smallest}: "
+                "enlarge them, or use fewer blocks"
+            )

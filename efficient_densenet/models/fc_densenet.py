@@ -1,0 +1,171 @@
+"""The FC-DenseNet, a DenseNet that labels every pixel: dense blocks on the way down and on the way up again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_between, check_integer
+from ..engines import dispatch
+from .base import DenseModel
+from .dimensions import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, modules_for
+from .layers import DenseBlock
+
+
+class FCDenseNet(DenseModel):
+    """The One Hundred Layers Tiramisu (Jégou et al., https://arxiv.org/abs/1611.09326): logits for every pixel.
+
+    Args:
+        growth_rate: channels that each layer adds.
+        block_config: layers in each dense block, an odd number of blocks: those before the middle one go down, those
+            after it up again.
+        num_init_features: channels of the first convolution.
+        drop_rate: dropout after each layer's convolution and each transition's on the way down.
+        num_classes: channels of the output; 0 makes the classifier the identity, for features of every pixel.
+        efficient: True for the best engine here, False for "plain", or an engine's name.
+        in_channels: channels of the input images.
+        memory_efficient: torchvision's and timm's name for `efficient`, which it replaces if given.
+        dims: 1 for signals (N, channels, length), 2 for images, 3 for volumes (N, channels, depth, height, width).
+    """
+
+    def __init__(
+        self,
+        growth_rate: int = 16,
+        block_config: Sequence[int] = (4, 5, 7, 10, 12, 15, 12, 10, 7, 5, 4),
+        num_init_features: int = 48,
+        drop_rate: float = 0.2,
+        num_classes: int = 11,
+        efficient: bool | str = True,
+        *,
+        in_channels: int = 3,
+        memory_efficient: bool | str | None = None,
+        dims: int = 2,
+    ) -> None:
+        super().__init__()
+        _check_architecture(growth_rate, block_config, num_init_features)
+        check_between("drop_rate", drop_rate, 0, 1, "[)")
+        check_integer("num_classes", num_classes, at_least=0)
+        check_integer("in_channels", in_channels, at_least=1)
+        efficient = efficient if memory_efficient is None else memory_efficient
+        self.in_channels, self.num_classes, self.dims = in_channels, num_classes, dims
+        self.features = FCFeatures(
+            growth_rate, block_config, num_init_features, drop_rate, efficient, in_channels, dims
+        )
+        self.num_features = self.features.num_output_features
+        conv = modules_for(dims).Conv
+        self.classifier = conv(self.num_features, num_classes, kernel_size=1) if num_classes else nn.Identity()
+        self._initialize()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits, (N, num_classes, *spatial), of the input's size."""
+        self._check_input(x)
+        return self.classifier(self.features(x))
+
+    @property
+    def smallest_input(self) -> int:
+        """The smallest height and width that has a pixel after the last pooling."""
+        return 2**self.features.depth
+
+    def _initialize(self) -> None:
+        for module in self.modules():
+            if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)):
+                nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+
+class FCFeatures(nn.Module):
+    """A convolution, then dense blocks with a transition between any two: `depth` of them down, and as many up.
+
+    What a block on the way down returns is concatenated again on the way up, to the features of the block below. All
+    blocks but these and the last one return their new features only. Blocks and transitions are numbered throughout.
+    """
+
+    def __init__(
+        self,
+        growth_rate: int,
+        block_config: Sequence[int],
+        num_init_features: int,
+        drop_rate: float,
+        efficient: bool | str,
+        in_channels: int,
+        dims: int,
+    ) -> None:
+        super().__init__()
+        self.depth, last = len(block_config) // 2, len(block_config)
+        self.conv0 = modules_for(dims).Conv(in_channels, num_init_features, kernel_size=3, padding=1)
+        channels, skipped = num_init_features, []
+        for i, num_layers in enumerate(block_config, start=1):
+            goes_down = i <= self.depth
+            settings = growth_rate, 0, drop_rate, efficient, False, dims
+            block = DenseBlock(num_layers, channels, *settings, bias=True, new_features_only=not goes_down and i < last)
+            self.add_module(f"denseblock{i}", block)
+            channels = block.num_output_features
+            if goes_down:
+                skipped.append(channels)
+                self.add_module(f"transition{i}", TransitionDown(channels, drop_rate, dims))
+            elif i < last:
+                self.add_module(f"transition{i}", TransitionUp(channels, dims))
+                channels += skipped.pop()
+        self.num_output_features = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, skipped = self.conv0(x), []
+        for i in range(1, self.depth + 1):
+            block, transition = self.get_submodule(f"denseblock{i}"), self.get_submodule(f"transition{i}")
+            x, features = _run_down(block, transition, x)
+            skipped.append(features)
+            del features  # so that the way up frees it
+        x = self.get_submodule(f"denseblock{self.depth + 1}")(x)
+        for i in range(self.depth + 1, 2 * self.depth + 1):
+            x = self.get_submodule(f"transition{i}")(x, skipped.pop())
+            x = self.get_submodule(f"denseblock{i + 1}")(x)
+        return x
+
+
+class TransitionDown(nn.Sequential):
+    """Norm, ReLU, a 1×1 convolution that keeps the channels, dropout, and max pooling that halves height and width."""
+
+    def __init__(self, channels: int, drop_rate: float, dims: int = 2) -> None:
+        super().__init__()
+        modules = modules_for(dims)
+        self.norm = modules.Norm(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv = modules.Conv(channels, channels, kernel_size=1)
+        self.drop = nn.Dropout(drop_rate)
+        self.pool = modules.MaxPool(2)
+
+
+class TransitionUp(nn.Module):
+    """A transposed convolution doubles height and width; the result is cropped and concatenated with `skipped`."""
+
+    def __init__(self, channels: int, dims: int = 2) -> None:
+        super().__init__()
+        self.conv, self.dims = modules_for(dims).ConvTranspose(channels, channels, kernel_size=3, stride=2), dims
+
+    def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
+        x = self.conv(x)
+        for dim in range(2, self.dims + 2):
+            x = x.narrow(dim, 0, skipped.shape[dim])
+        return torch.cat([x, skipped], 1)
+
+
+def _run_down(block: nn.Module, transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of the transition on that of the block, and the latter."""
+    if dispatch.as_engine_block(block).can_join_stage:
+        return dispatch.run_stage_with_features(block, transition, x)
+    features = block(x)
+    return transition(features), features
+
+
+def _check_architecture(growth_rate: Any, block_config: Any, num_init_features: Any) -> None:
+    check_integer("growth_rate", growth_rate, at_least=1)
+    is_list = isinstance(block_config, Sequence) and not isinstance(block_config, str)
+    if not is_list or len(block_config) % 2 == 0 or len(block_config) < 3:
+        raise ValueError(
+            f"block_config is {block_config!r}, but must list the layers of an odd number of blocks, such as (4, 5, 4)"
+        )
+    for layers in block_config:
+        check_integer("a number of layers in block_config", layers, at_least=1)
+    check_integer("num_init_features", num_init_features, at_least=1)

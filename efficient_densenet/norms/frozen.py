@@ -1,0 +1,63 @@
+"""What an engine asks of a norm: whether its statistics are constants, its eps and its number of channels.
+
+Frozen are batch norms in eval mode and, in any mode, the FrozenBatchNorm2d of detection libraries. Those of
+torchvision, detectron2 and DETR have weight, bias and statistics as buffers, and differ in little else.
+"""
+
+import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+_CLASS_NAMES = {"FrozenBatchNorm2d", "FrozenBatchNormAct2d"}
+_BUFFERS = ("weight", "bias", "running_mean", "running_var")
+
+_eps_by_class: WeakKeyDictionary[type[nn.Module], float | None] = WeakKeyDictionary()
+
+
+def uses_running_statistics(norm: Any) -> bool:
+    """Whether a norm that the engines know normalizes by its running statistics now."""
+    return not norm.training or is_frozen_batch_norm(norm)
+
+
+def eps_of(norm: Any) -> float:
+    """The number that a norm adds to the variance; some classes have it as a constant in their forward."""
+    return norm.eps if hasattr(norm, "eps") else _eps_by_class[type(norm)] or 0.0
+
+
+def num_channels(norm: Any) -> int:
+    return norm.num_features if hasattr(norm, "num_features") else norm.weight.shape[0]
+
+
+def is_frozen_batch_norm(module: nn.Module) -> bool:
+    """Whether `module` is a FrozenBatchNorm2d: judged by the names of its class and base classes, by its buffers, and
+    by what the class computes, which is tried once."""
+    cls = type(module)
+    if not any(base.__name__ in _CLASS_NAMES for base in cls.__mro__) or any(True for _ in module.parameters()):
+        return False
+    if any(module._buffers.get(name) is None for name in _BUFFERS):
+        return False
+    if cls not in _eps_by_class:
+        try:
+            _eps_by_class[cls] = _tried_eps(module)
+        except Exception:  # it may fail in any way; under FakeTensorMode the next time may succeed
+            return False
+    return _eps_by_class[cls] is not None
+
+
+def _tried_eps(module: nn.Module) -> float | None:
+    """The eps for which the forward, less an activation in it, is weight · (x − mean) / √(var + eps) + bias."""
+    values = [[3.0, -2.0], [0.5, 1.0], [2.0, 0.25], [-1.0, 4.0], [5.0, 0.5]]
+    x, *buffers = torch.tensor(values, dtype=torch.double, device="cpu")
+    copied = copy.copy(module)
+    copied._buffers = module._buffers | dict(zip(_BUFFERS, buffers, strict=True))
+    copied._modules = {name: nn.Identity() for name in module._modules}
+    with torch.no_grad():
+        output = type(module).forward(copied, x.view(1, 2, 1, 1)).flatten()
+    weight, bias, mean, variance = buffers
+    tried = ((x - mean) * weight / (output - bias)).square() - variance
+    first, second = (round(eps, 12) for eps in tried.tolist())
+    fits = first == second and 0 <= first < 1 and abs(first - getattr(module, "eps", first)) < 1e-11
+    return first if fits else None

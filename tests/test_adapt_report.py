@@ -1,0 +1,117 @@
+"""What the report of a conversion says: what was found, what is needed and what to do."""
+
+import copy
+
+import pytest
+import torch
+from test_adapt_families import Block, tiramisu
+from third_party_models import GROWTH, START, FeaturesBlock, TakesFeatures, assert_same_training, build
+from torch import Tensor, nn
+
+from efficient_densenet import make_efficient
+
+
+class _ConvolutionsOnly(nn.Module):
+    """A residual dense block without norms, as in super resolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(3):
+            self.add_module(f"conv{i}", nn.Conv2d(START + i * GROWTH, GROWTH, 3, padding=1))
+        self.last, self.relu = nn.Conv2d(START + 3 * GROWTH, START, 3, padding=1), nn.LeakyReLU(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for i in range(3):
+            features.append(self.relu(self.get_submodule(f"conv{i}")(torch.cat(features, 1))))
+        return self.last(torch.cat(features, 1)) * 0.2 + x
+
+
+def test_a_residual_dense_block_is_reported_with_the_snippet_that_recomputes_it():
+    report = make_efficient(nn.Sequential(nn.Conv2d(3, START, 1), _ConvolutionsOnly()))
+    assert list(report.unchanged) == ["1"]
+    assert report.unchanged["1"].startswith("found a Conv2d, where a dense layer is norm, activation and convolution")
+    assert str(report).endswith("checkpoint_wrapper(model.get_submodule('1'))")
+
+
+def test_the_snippet_of_the_report_runs():
+    from efficient_densenet.checkpoint import checkpoint_wrapper
+
+    model = nn.Sequential(nn.Conv2d(3, START, 1), _ConvolutionsOnly())
+    snippet = str(make_efficient(model)).splitlines()[-1].strip()
+    exec(snippet, {"checkpoint_wrapper": checkpoint_wrapper, "model": model})
+    model(torch.randn(2, 3, 4, 4)).sum().backward()
+
+
+def test_a_sequence_is_said_to_join_only_where_it_is_called_itself():
+    assert "  features: where it is called itself, blocks run together with" in str(make_efficient(build("kuangliu")))
+
+
+class _Wrong(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.5
+
+
+def test_a_block_is_listed_once_though_its_container_looks_like_one_too():
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(*(tiramisu(START + i * GROWTH) for i in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layer:
+                x = torch.cat([x, layer(x) * 0.5], 1)
+            return x
+
+    assert list(make_efficient(nn.Sequential(Outer())).unchanged) == ["0"]
+    assert list(make_efficient(_Wrong(tiramisu)).unchanged) == [""]
+
+
+def test_a_list_of_layers_that_the_author_s_forward_calls_is_said_to_be_one():
+    model = nn.Module()
+    model.layers = nn.ModuleList(tiramisu(START + i * GROWTH) for i in range(3))
+    model.head = nn.Linear(3, 2)
+    (reason,) = make_efficient(model).unchanged.values()
+    assert reason.startswith(
+        "found a ModuleList, whose layers the author's forward calls one by one; a module is needed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("alter", "reason"),
+    [
+        (lambda conv: nn.Conv2d(conv.in_channels, GROWTH, 3, padding=1, groups=2), "found groups=2 in a Conv2d"),
+        (lambda conv: nn.Conv2d(conv.in_channels, GROWTH, 5, padding=2), r"found kernel_size=\(5, 5\) in a Conv2d"),
+        (lambda conv: nn.Conv2d(conv.in_channels, GROWTH, 3, padding=1, padding_mode="reflect"), "found padding_mode="),
+    ],
+)
+def test_what_is_unusual_in_a_convolution_is_named(alter, reason):
+    block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
+    block.denselayer2.conv2 = alter(block.denselayer2.conv2)
+    (changed,) = make_efficient(block).changed
+    with pytest.raises(AssertionError, match=rf"checkpoint \({reason}"):
+        raise AssertionError(changed.engine)
+
+
+def test_a_norm_without_weights_is_named():
+    block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
+    block.denselayer1.norm2 = nn.BatchNorm2d(2 * GROWTH, affine=False)
+    (changed,) = make_efficient(block).changed
+    assert changed.engine.startswith("checkpoint (found a BatchNorm2d without weight and bias")
+
+
+def test_create_graph_names_the_remedy_for_another_library_s_model():
+    block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
+    make_efficient(block)
+    x = torch.randn(2, START, 4, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*make_efficient\(model, 'checkpoint'\)"):
+        torch.autograd.grad(block(x).sum(), x, create_graph=True)
+
+
+def test_padding_given_by_name_is_the_usual_one():
+    block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)]).double()
+    for layer in block.children():
+        layer.conv2 = nn.Conv2d(2 * GROWTH, GROWTH, 3, padding="same", bias=False).double()
+    plain = copy.deepcopy(block)
+    assert [change.engine for change in make_efficient(block).changed] == ["shared"]
+    assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))

@@ -1,0 +1,179 @@
+"""Layers, blocks and transitions in an nn.Sequential, however they are laid out, and slices of it."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from helpers import assert_close
+from third_party_models import (
+    CLASSES,
+    GROWTH,
+    START,
+    NewestFirst,
+    assert_same_training,
+    build,
+    image_batch,
+    loss_of,
+    plain_reference,
+)
+from torch import Tensor, nn
+
+from efficient_densenet import make_efficient, restore
+from efficient_densenet.memory import saved_bytes
+
+
+class OldestFirst(NewestFirst):
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        return torch.cat([x, output[:, :GROWTH]], 1)
+
+
+def _layers(layer: type[nn.Module], channels: int, count: int = 3) -> list[nn.Module]:
+    return [layer(channels + i * GROWTH) for i in range(count)]
+
+
+def _transition(channels: int, compressed: int) -> list[nn.Module]:
+    conv = nn.Conv2d(channels, compressed, 1, bias=False)
+    return [nn.BatchNorm2d(channels), nn.ReLU(inplace=True), conv, nn.AvgPool2d(2)]
+
+
+def _head(channels: int) -> list[nn.Module]:
+    return [nn.BatchNorm2d(channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)]
+
+
+def _stages(layer: type[nn.Module]) -> tuple[list[nn.Module], ...]:
+    """A convolution, a block, a transition, a block and a head, as lists of modules."""
+    channels = START + 3 * GROWTH
+    return (
+        [nn.Conv2d(3, START, 3, padding=1)],
+        _layers(layer, START),
+        _transition(channels, 8),
+        _layers(layer, 8),
+        _head(8 + 3 * GROWTH),
+    )
+
+
+def _transition_last(layer):
+    stem, block1, transition, block2, head = _stages(layer)
+    return nn.Sequential(*stem, nn.Sequential(*block1, nn.Sequential(*transition)), nn.Sequential(*block2), *head)
+
+
+def _transition_first(layer):
+    stem, block1, transition, block2, head = _stages(layer)
+    return nn.Sequential(*stem, nn.Sequential(*block1), nn.Sequential(nn.Sequential(*transition), *block2), *head)
+
+
+def _flat(layer):
+    return nn.Sequential(*(module for stage in _stages(layer) for module in stage))
+
+
+def _flat_after_the_stem(layer):
+    stem, *rest = _stages(layer)
+    return nn.Sequential(nn.Sequential(*stem), nn.Sequential(*(module for stage in rest for module in stage)))
+
+
+def _names_of_nodes(output: Tensor) -> list[str]:
+    nodes, queue = set(), [output.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            queue += [each for each, _ in node.next_functions]
+    return [node.name() for node in nodes]
+
+
+LAYOUTS = [_transition_last, _transition_first, _flat, _flat_after_the_stem]
+
+
+@pytest.mark.parametrize("layer", [NewestFirst, OldestFirst])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_in_a_row_are_a_block_joined_with_the_transition_after_it(layout, layer):
+    model = layout(layer).double()
+    plain, classes, x = copy.deepcopy(model), list(map(type, model.modules())), torch.randn(3, 3, 9, 8).double()
+    report = make_efficient(model)
+    assert [(change.layers, change.engine) for change in report.changed] == [(3, "shared")] * 2, str(report)
+    assert len(report.joined) == 1
+    assert_same_training(model, plain, x)
+    names = _names_of_nodes(model(x))
+    assert names.count("SharedStageBackward") == 2
+    assert not [name for name in names if "AvgPool2D" in name]  # the transition is in the stage
+    restore(model)
+    assert list(map(type, model.modules())) == classes
+
+
+def test_memory_of_a_flat_network_is_that_of_one_with_blocks():
+    torch.manual_seed(0)
+    model, x = _flat(OldestFirst), torch.randn(4, 3, 32, 32)
+    plain = saved_bytes(lambda: model(x))
+    make_efficient(model)
+    assert saved_bytes(lambda: model(x)) < 0.3 * plain
+
+
+def test_the_report_names_the_layers_in_a_row_and_a_second_call_repeats_it():
+    model = _flat(OldestFirst)
+    report = make_efficient(model)
+    assert [change.name for change in report.changed] == ["1 to 3", "8 to 10"]
+    assert str(make_efficient(model)) == str(report)
+    assert "1 to 3: 3 layers, shared, saves" in str(report)
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("interruption", ["hook", "forward", "eval"])
+def test_a_layer_in_a_row_that_differs_is_run_by_itself(interruption):
+    model = _flat(OldestFirst).double()
+    plain, x = copy.deepcopy(model), torch.randn(3, 3, 9, 8).double()
+    make_efficient(model)
+    calls = []
+    for each in (model, plain):
+        if interruption == "hook":
+            each[2].register_forward_hook(lambda module, args, output: calls.append(output.detach()))
+        elif interruption == "forward":
+            each[2].forward = lambda x, forward=each[2].forward: forward(x) * 2
+        else:
+            each[2].eval()
+    assert_same_training(model, plain, x)
+    if interruption == "hook":
+        assert len(calls) == 6
+        for ours, expected in zip(calls[:3], calls[3:], strict=True):
+            assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("part", [slice(0, 2), slice(1, None)])
+def test_a_slice_of_a_converted_block_runs_and_can_be_restored(part):
+    block = nn.Sequential(*_layers(OldestFirst, START)).double()
+    plain = copy.deepcopy(block)
+    assert len(make_efficient(block)) == 1
+    x = torch.randn(3, START + GROWTH * (part.start or 0), 6, 5, dtype=torch.double)
+    assert_same_training(block[part], plain[part], x)
+    assert type(restore(block[part])) is nn.Sequential
+    assert_same_training(block[part], plain[part], x)
+    assert [change.layers for change in make_efficient(block[part]).changed] == [2]
+    assert [change.layers for change in make_efficient(block).changed] == [3]
+    restore(block)
+    assert list(map(type, block.modules())) == list(map(type, plain.modules()))
+
+
+def test_symbolic_trace_of_a_block_as_root():
+    block = nn.Sequential(*_layers(OldestFirst, START)).double()
+    x, expected = torch.randn(2, START, 6, 5, dtype=torch.double), None
+    expected = torch.fx.symbolic_trace(copy.deepcopy(block))(x)
+    make_efficient(block)
+    assert_close(torch.fx.symbolic_trace(block)(x).detach(), expected.detach())
+    model = build("torchvision")
+    make_efficient(model)
+    plain = plain_reference("torchvision", model)
+    for ours, theirs in ((model, plain), (model.features, plain.features)):
+        traced, reference = torch.fx.symbolic_trace(ours), torch.fx.symbolic_trace(theirs)
+        assert [node.op for node in traced.graph.nodes] == [node.op for node in reference.graph.nodes]
+
+
+def test_a_converted_module_has_the_author_s_signature_and_takes_its_argument_by_name():
+    model = build("kuangliu")
+    plain, x = plain_reference("kuangliu", model), image_batch("kuangliu")
+    signatures = [inspect.signature(module.forward) for module in model.modules()]
+    make_efficient(model)
+    assert [inspect.signature(module.forward) for module in model.modules()] == signatures
+    features = model.features(input=x)
+    loss_of(features).backward()
+    assert_close(features.detach(), plain.features(input=x).detach())

@@ -1,0 +1,144 @@
+"""Transitions that the author's forward calls itself: recognized, verified, and run as stages of their own."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close
+from third_party_models import (
+    GROWTH,
+    START,
+    FeaturesBlock,
+    FunctionalTransition,
+    TakesFeatures,
+    assert_same_training,
+    build,
+    image_batch,
+    plain_reference,
+)
+from torch import Tensor, nn
+
+from efficient_densenet import make_efficient, restore
+from efficient_densenet.adapt.transitions import ConvertedTransition
+
+WIDTH = START + 2 * GROWTH
+
+
+class MaxPooling(FunctionalTransition):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(self.conv(F.relu(self.bn(x))), 2)
+
+
+class TransitionDown(nn.Sequential):
+    """As in a tiramisu: with a bias, dropout and max pooling."""
+
+    def __init__(self, channels: int, compressed: int) -> None:
+        conv = nn.Conv2d(channels, compressed, 1)
+        super().__init__(nn.BatchNorm2d(channels), nn.ReLU(inplace=True), conv, nn.Dropout2d(0.2), nn.MaxPool2d(2))
+
+
+class WithoutPooling(FunctionalTransition):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.relu(self.bn(x)))
+
+
+class CeilMode(FunctionalTransition):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(self.conv(F.relu(self.bn(x))), 2, ceil_mode=True)
+
+
+class Net(nn.Module):
+    """Blocks and transitions as attributes, called one after another, the features of each kept for a decoder."""
+
+    def __init__(self, transition) -> None:
+        super().__init__()
+        self.block1 = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
+        self.trans1 = transition(WIDTH, START)
+        self.block2 = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
+        self.trans2 = transition(WIDTH, START)
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.block1(x)
+        x = self.trans2(self.block2(self.trans1(skip)))
+        return x + skip.mean() if self.skips else x
+
+
+TRANSITIONS = [FunctionalTransition, MaxPooling, TransitionDown, WithoutPooling]
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_a_transition_called_by_the_author_s_forward_is_a_stage_of_its_own(transition, skips):
+    model = Net(transition).double()
+    model.skips = skips
+    plain, classes = copy.deepcopy(model), list(map(type, model.modules()))
+    report = make_efficient(model)
+    assert report.transitions == ["trans1", "trans2"]
+    x = torch.randn(3, START, 9, 8, dtype=torch.double)
+    torch.manual_seed(0)
+    names, queue = set(), [model(x).grad_fn]
+    torch.manual_seed(0)
+    plain(x)
+    while queue:
+        node = queue.pop()
+        if node is not None:
+            names.add(node.name())
+            queue += [each for each, _ in node.next_functions]
+    assert not {name for name in names if "BatchNorm" in name}
+    assert_same_training(model, plain, x)
+    restore(model)
+    assert list(map(type, model.modules())) == classes
+
+
+def test_functional_transitions_in_a_sequence_join_the_block_before():
+    model = build("kuangliu")
+    report = make_efficient(model)
+    assert report.transitions == ["features.transition1", "features.transition2"]
+    assert_same_training(model, plain_reference("kuangliu", model), image_batch("kuangliu"))
+
+
+def test_what_pools_otherwise_is_left_alone():
+    model = Net(CeilMode).double()
+    plain = copy.deepcopy(model)
+    assert not make_efficient(model).transitions
+    assert_same_training(model, plain, torch.randn(3, START, 9, 8, dtype=torch.double))
+
+
+def test_a_transition_altered_after_conversion_runs_its_own_forward():
+    model = Net(FunctionalTransition).double()
+    plain = copy.deepcopy(model)
+    make_efficient(model)
+    for each in (model, plain):
+        each.trans1.conv = nn.Sequential(each.trans1.conv, nn.Tanh())
+    assert_same_training(model, plain, torch.randn(3, START, 9, 8, dtype=torch.double))
+    make_efficient(model)
+    assert isinstance(model.trans2, ConvertedTransition)
+
+
+def test_hooks_on_a_transition_and_inside_it_are_called():
+    model = Net(TransitionDown).double()
+    plain = copy.deepcopy(model)
+    make_efficient(model)
+    calls = []
+    for each in (model, plain):
+        for module in (each.trans1, each.trans2[1]):
+            module.register_forward_hook(lambda module, args, output: calls.append(type(module).__name__))
+    assert_same_training(model, plain, torch.randn(3, START, 9, 8, dtype=torch.double))
+    assert calls == ["TransitionDown", "ReLU"] * 6
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_transitions_and_eval_mode(frozen):
+    model = Net(FunctionalTransition).double()
+    plain, x = copy.deepcopy(model), torch.randn(3, START, 9, 8, dtype=torch.double)
+    make_efficient(model)
+    for each in (model, plain):
+        each.eval()
+        if frozen:
+            each.block1.train()
+        each.trans1.requires_grad_(False)
+    assert_same_training(model, plain, x)
+    with torch.no_grad():
+        assert_close(model(x), plain(x))

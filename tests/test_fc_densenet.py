@@ -1,0 +1,239 @@
+"""FC-DenseNet: labels for every pixel, all blocks by the shared engine, with plain's numbers."""
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers import (
+    MEMORY_EFFICIENT,
+    add_conv_biases,
+    assert_close,
+    assert_same_buffers,
+    assert_same_gradients,
+    assert_same_step,
+    backward,
+    freeze_norms,
+)
+from torch import Tensor, nn
+
+from efficient_densenet import FCDenseNet, create_model, fc_densenet56, fc_densenet103, list_models, make_efficient
+from efficient_densenet.engines.parts import is_norm
+from efficient_densenet.memory import tensor_peak
+from efficient_densenet.training.options import parse
+
+SMALL = {"growth_rate": 3, "block_config": (2, 1, 2, 1, 2), "num_init_features": 4, "num_classes": 5}
+
+# Exact counts; the paper's, in millions, are of a library that counts running statistics as parameters. With these
+# FC-DenseNet56 has 1.4, where the paper says 1.5.
+PARAMETERS = {"fc_densenet56": 1_376_795, "fc_densenet67": 3_463_243, "fc_densenet103": 9_322_091}
+PAPER = {"fc_densenet56": 1.4, "fc_densenet67": 3.5, "fc_densenet103": 9.4}
+
+
+def _small(**overrides) -> FCDenseNet:
+    """In float64, with random weights and biases in norms, and biases in convolutions."""
+    model = FCDenseNet(**SMALL | {"efficient": False} | overrides).double()
+    for module in model.modules():
+        if is_norm(module):
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, mean=0.5, std=0.3)
+    return add_conv_biases(model)
+
+
+def _images(*size: int, batch: int = 2) -> Tensor:
+    return torch.randn(batch, 3, *(size or (9, 14)), dtype=torch.double)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts_of_the_paper(name):
+    with torch.device("meta"):
+        model = create_model(name)
+    statistics = sum(buffer.numel() for buffer in model.buffers() if buffer.dim())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == PARAMETERS[name]
+    assert round((count + statistics) / 1e6, 1) == PAPER[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_as_many_layers_as_the_name_says(name):
+    with torch.device("meta"):
+        model = create_model(name)
+    convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
+    assert len(convolutions) == int(name.removeprefix("fc_densenet"))
+    assert all(conv.bias is not None for conv in convolutions)
+    assert len([name for name, _ in model.features.named_children() if name.startswith("denseblock")]) == 11
+
+
+def test_channels_of_the_paper_s_table():
+    with torch.device("meta"):
+        features = fc_densenet103().features
+    down = [features.get_submodule(f"transition{i}").norm.num_features for i in range(1, 6)]
+    assert down == [112, 192, 304, 464, 656]
+    entering = [features.get_submodule(f"denseblock{i}.denselayer1").norm1.num_features for i in range(7, 12)]
+    growth = [16 * layers for layers in (12, 10, 7, 5, 4)]
+    assert [inputs + outputs for inputs, outputs in zip(entering, growth, strict=True)] == [1088, 816, 576, 384, 256]
+
+
+def test_names_are_those_of_a_densenet():
+    names = set(_small().state_dict())
+    expected = {
+        *("features.conv0.weight", "features.conv0.bias", "classifier.weight", "classifier.bias"),
+        *("features.denseblock1.denselayer1.norm1.weight", "features.denseblock5.denselayer2.conv1.bias"),
+        *(
+            "features.transition1.norm.running_var",
+            "features.transition2.conv.bias",
+            "features.transition4.conv.weight",
+        ),
+    }
+    assert expected <= names
+    assert not any("conv2" in name for name in names)
+
+
+@pytest.mark.parametrize("frozen", [None, "norm", "transition"])
+@pytest.mark.parametrize("drop_rate", [0.0, 0.2])
+@pytest.mark.parametrize("size", [(8, 8), (9, 14)])
+@pytest.mark.parametrize("engine", [*MEMORY_EFFICIENT, True])
+def test_outputs_gradients_and_buffers_match_plain(engine, size, drop_rate, frozen):
+    plain = _small(drop_rate=drop_rate)
+    if frozen is not None:
+        freeze_norms(plain, frozen)
+    efficient = copy.deepcopy(plain).set_engine(engine)
+    x = _images(*size)
+    assert_same_step(efficient, plain, x)
+    assert_same_buffers(efficient, plain)
+
+
+@pytest.mark.parametrize(("dims", "size"), [(1, (13,)), (3, (8, 5, 9))])
+def test_signals_and_volumes(dims, size):
+    plain = _small(dims=dims, drop_rate=0.1)
+    efficient = copy.deepcopy(plain).set_engine("shared")
+    assert_same_step(efficient, plain, _images(*size))
+    assert_same_buffers(efficient, plain)
+
+
+def test_all_blocks_run_by_the_shared_engine_with_the_transitions_down_inside():
+    model = FCDenseNet(3, (1,) * 11, num_init_features=4, efficient="shared").double()
+    output, nodes, todo = model(_images(64, 64)), [], []
+    todo.append(output.grad_fn)
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes:
+            nodes.append(node)
+            todo += [before for before, _ in node.next_functions]
+    names = [node.name().removesuffix("Backward").removesuffix("Backward0") for node in nodes]
+    assert names.count("SharedStage") == 11
+    assert names.count("Convolution") == 1 + 5 + 1  # the first, the transposed ones, the classifier
+    assert not any("BatchNorm" in name for name in names)
+
+
+def test_every_size_from_the_smallest_on():
+    model = _small(efficient="shared").eval()
+    assert model.smallest_input == 4
+    for height in range(4, 13):
+        assert model(_images(height, 17 - height)).shape == (2, 5, height, 17 - height)
+    with pytest.raises(ValueError, match="found images of 3×8, but this model's poolings need at least 4×4"):
+        model(_images(3, 8))
+    with pytest.raises(ValueError, match=r"needs \(N, 3, height, width\)"):
+        model(_images(8, 8)[:, :2])
+
+
+def test_upsampled_features_lie_before_the_skipped_ones_at_the_same_pixels():
+    model = _small().eval()
+    up = model.features.transition3
+    nn.init.zeros_(up.conv.weight), nn.init.zeros_(up.conv.bias)
+    for i in range(len(up.conv.weight)):
+        up.conv.weight.data[i, i, 1, 1] = 1
+    x, skipped = _images(3, 4)[:, :1].expand(2, len(up.conv.weight), 3, 4), torch.zeros(2, 2, 6, 9).double()
+    output = up(x, skipped)
+    assert output.shape == (2, x.shape[1] + 2, 6, 9)
+    assert torch.equal(output[:, : x.shape[1], 1::2, 1::2], x)
+    assert output[:, x.shape[1] :].count_nonzero() == 0
+
+
+def test_initialization_of_the_paper():
+    model = FCDenseNet()
+    weight = model.features.denseblock3.denselayer2.conv1.weight
+    bound = math.sqrt(6 / weight[0].numel())  # He's, uniform
+    assert 0.98 * bound < weight.abs().max() <= bound
+    assert abs(weight.std().item() * math.sqrt(3) / bound - 1) < 0.05
+    convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
+    assert all(conv.bias.count_nonzero() == 0 for conv in convolutions)
+
+
+def test_dropout_follows_every_convolution_but_those_that_go_up_and_the_ends():
+    model = fc_densenet56(drop_rate=0.3)
+    assert all(layer.drop_rate == 0.3 for layer in model.features.denseblock8.children())
+    assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.3] * 5
+
+
+def test_arguments():
+    assert list_models("fc_*") == list(PARAMETERS)
+    assert FCDenseNet(2, (1, 1, 1), num_classes=0)(torch.randn(1, 3, 8, 8)).shape == (1, 48 + 2 + 2 + 2, 8, 8)
+    model = create_model("fc_densenet67", num_classes=3, in_channels=1, memory_efficient=False)
+    assert (model.engine, model.classifier.out_channels, model.features.conv0.in_channels) == ("plain", 3, 1)
+    assert model.set_engine(True).engine == "best"
+    for config in ((4, 5), (4,), 4, "454"):
+        with pytest.raises(ValueError, match=r"block_config is .* an odd number of blocks"):
+            FCDenseNet(block_config=config)
+    with pytest.raises(TypeError, match="unknown argument 'bn_size' for fc_densenet56: FCDenseNet takes growth_rate"):
+        create_model("fc_densenet56", bn_size=4)
+    with pytest.raises(ValueError, match="torchvision has no weights for 'fc_densenet56'"):
+        create_model("fc_densenet56", weights="DEFAULT")
+
+
+def test_make_efficient_takes_it_as_one_of_ours():
+    model = _small()
+    report = make_efficient(model)
+    assert [change.engine for change in report.changed] == ["shared"] * 5
+
+
+@pytest.mark.parametrize("partly", ["classifier", "denseblock4", "transition3", "conv0", "transition1.conv.bias"])
+def test_gradients_of_some_parameters_only(partly):
+    plain = _small()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(partly in name)
+    efficient = copy.deepcopy(plain).set_engine("shared")
+    x = _images(9, 8)
+    for model in (efficient, plain):
+        torch.manual_seed(5)
+        model(x).square().sum().backward()
+    assert_same_gradients(efficient, plain)
+
+
+def test_a_hook_on_a_block_sees_its_output():
+    plain, seen, x = _small(), [], _images(8, 8)
+    efficient = copy.deepcopy(plain).set_engine(True)
+    for model in (efficient, plain):
+        hook = lambda _module, _args, output: seen.append(output.detach().clone())  # noqa: E731
+        model.features.denseblock2.register_forward_hook(hook)
+        backward(model, x)
+    assert len(seen) == 2
+    assert_close(*seen)
+
+
+def test_export_and_tracing():
+    model = _small(efficient=True).eval().float()
+    x = torch.randn(2, 3, 9, 10)
+    expected = model(x).detach()
+    assert_close(torch.export.export(model, (x,)).module()(x), expected, 1e-5)
+    assert_close(torch.fx.symbolic_trace(model)(x), expected, 1e-5)
+
+
+def test_the_demos_which_train_on_labels_of_images_refuse_it():
+    with pytest.raises(
+        ValueError, match="model is 'fc_densenet56', which labels pixels: choose one that labels images"
+    ):
+        parse({"model": "fc_densenet56"}, "best")
+
+
+def test_memory_of_a_step():
+    """0.35 of plain's at this size: the last block's output and the skipped features are there in any engine."""
+    images = torch.randn(1, 3, 64, 64)
+
+    def peak(engine: str) -> int:
+        model = fc_densenet103(efficient=engine)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return tensor_peak(lambda: model(images).sum().backward())
+
+    assert peak("shared") < 0.35 * peak("plain")

@@ -1,0 +1,157 @@
+"""Blocks that return only their new channels, without those of their input."""
+
+import copy
+
+import pytest
+import torch
+from grids import grid
+from helpers import (
+    MEMORY_EFFICIENT,
+    add_conv_biases,
+    assert_close,
+    assert_same_buffers,
+    assert_same_gradients,
+    use_kernels,
+)
+from test_parts import CONSUMERS, GROWTH, Block, _block_parts, _randomized
+from torch import Tensor, nn
+
+from efficient_densenet import DenseBlock
+from efficient_densenet.engines import dispatch, parts
+from efficient_densenet.engines.eligibility import joined_consumer
+from efficient_densenet.engines.shared import function as shared
+from efficient_densenet.engines.shared import plan
+
+NEW = 3 * GROWTH
+
+
+class NewFeatures(Block):
+    """The block of the parts' tests without the channels of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        return output[:, :NEW] if self[0].newest_first else output[:, -NEW:]
+
+
+def _parts(block: NewFeatures) -> parts.BlockParts:
+    read = _block_parts(block)
+    return parts.BlockParts(read.layers, read.newest_first, new_features_only=True)
+
+
+parts.register_block(NewFeatures, _parts)
+
+
+@pytest.mark.parametrize(
+    *grid(
+        newest_first=[True, False],
+        bottleneck=[True, False],
+        frozen=[False, True],
+        drop_rate=[0.0, 0.3],
+        biases=[False, True],
+        memory_format=[torch.contiguous_format, torch.channels_last],
+        kernels=[("portable", 1 << 22), ("compiled", 7)],
+    )
+)
+def test_output_gradients_and_buffers_match_plain(
+    newest_first, bottleneck, frozen, drop_rate, biases, memory_format, kernels, monkeypatch
+):
+    use_kernels(monkeypatch, *kernels)
+    (plain,) = _randomized(NewFeatures(bottleneck, newest_first, drop_rate))
+    if biases:
+        add_conv_biases(plain)
+    plain.train(not frozen)
+    block, results = copy.deepcopy(plain), []
+    x = torch.randn(3, 4, 7, 6, dtype=torch.double).to(memory_format=memory_format)
+    for run in (lambda x: shared.run(parts.parts_of(block), x), plain):
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        output = run(leaf)
+        output.square().sum().backward()
+        results.append((output.detach(), leaf.grad))
+    assert results[0][0].shape == (3, NEW, 7, 6)
+    assert results[0][0].is_contiguous(memory_format=memory_format)
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected)
+    assert_same_gradients(block, plain)
+    assert_same_buffers(block, plain)
+
+
+@pytest.mark.parametrize("bytes_per_group", [0, plan.LAYER_GROUP_BYTES])
+@pytest.mark.parametrize("trainable", ["0.second", "1.", "2.first", "none, but the input"])
+def test_partly_frozen_layers(trainable, bytes_per_group, monkeypatch):
+    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", bytes_per_group)
+    (plain,) = _randomized(NewFeatures())
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(name.startswith(trainable))
+    block, x, grads = copy.deepcopy(plain), torch.randn(2, 4, 5, 5, dtype=torch.double), []
+    for run in (lambda x: shared.run(parts.parts_of(block), x), plain):
+        leaf = x.clone().requires_grad_(trainable.startswith("none"))
+        run(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    if trainable.startswith("none"):
+        assert_close(*grads)
+    assert_same_gradients(block, plain)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_gradcheck(newest_first, training):
+    (block,) = _randomized(NewFeatures(newest_first=newest_first))
+    x = torch.randn(2, 4, 3, 3, dtype=torch.double, requires_grad=True)
+    stage = plan.StagePlan(parts.parts_of(block.train(training)), None, x)
+
+    def function(x, *tensors):
+        return shared.apply(stage, x, *tensors)
+
+    assert torch.autograd.gradcheck(function, (x, *stage.tensors))
+
+
+def test_such_a_block_is_not_joined_with_what_follows():
+    (block,) = _randomized(NewFeatures())
+    consumer = CONSUMERS["transition"]().double()
+    assert joined_consumer(_block_parts(block), consumer) is not None
+    assert joined_consumer(parts.parts_of(block), consumer) is None
+
+
+@pytest.mark.parametrize("engine", [*MEMORY_EFFICIENT, True])
+@pytest.mark.parametrize("bn_size", [0, 2])
+def test_a_dense_block_of_this_package(engine, bn_size):
+    plain = DenseBlock(3, 5, 4, bn_size, drop_rate=0.2, efficient=False, new_features_only=True).double()
+    whole = DenseBlock(3, 5, 4, bn_size, drop_rate=0.2, efficient=False).double()
+    whole.load_state_dict(plain.state_dict())
+    assert (plain.num_output_features, whole.num_output_features) == (12, 17)
+    efficient = copy.deepcopy(plain)
+    efficient.engine = dispatch.parse(engine)
+    x, results = torch.randn(2, 5, 6, 7, dtype=torch.double), []
+    for block in (efficient, plain, nn.Sequential(whole, _Last(12))):
+        torch.manual_seed(2)
+        leaf = x.clone().requires_grad_()
+        output = block(leaf)
+        output.square().sum().backward()
+        results.append((output.detach(), leaf.grad))
+    for result in results[:2]:
+        assert_close(result[0], results[2][0])
+        assert_close(result[1], results[2][1])
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
+
+
+class _Last(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, -self.channels :]
+
+
+def test_a_block_of_this_package_before_a_norm_of_its_new_channels_runs_alone():
+    block = DenseBlock(2, 5, 3, efficient="shared", new_features_only=True).double()
+    consumer = nn.BatchNorm2d(6).double()
+    x = torch.randn(2, 5, 6, 7, dtype=torch.double)
+    output, joined = dispatch.run_stage(block, consumer, x)
+    assert not joined
+    assert output.shape[1] == 6
+    normalized, features = dispatch.run_stage_with_features(block, consumer, x)
+    assert_close(features, output)
+    assert normalized.shape == features.shape
