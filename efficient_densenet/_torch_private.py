@@ -4,11 +4,14 @@
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.utils.parametrize
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def in_backward() -> bool:
@@ -75,3 +78,43 @@ def is_exporting(training: bool) -> bool:
 def compiled_checkpoint_updates_once() -> bool:
     """Return True if a compiled `torch.utils.checkpoint` updates running statistics in the forward only."""
     return torch.__version__ >= "2.11"
+
+
+def memory_key(tensor: Tensor) -> int:
+    """Return a number that is the same for tensors that share memory: that of the storage of the tensor or its base."""
+    base = tensor if tensor._base is None else tensor._base
+    try:
+        return base.untyped_storage()._cdata
+    except NotImplementedError:  # sparse and opaque tensors have no storage
+        return id(base)
+
+
+def is_part_of_leaf(tensor: Tensor) -> bool:
+    """Return True for a leaf of the autograd graph, as parameters are, and for a view of one."""
+    return (tensor if tensor._base is None else tensor._base).is_leaf
+
+
+def without_dispatch() -> AbstractContextManager:
+    """Return a context in which operations see plain tensors: no dispatch mode and no `__torch_dispatch__` runs."""
+    return torch._C._DisableTorchDispatch()
+
+
+def outside_dispatch_modes() -> AbstractContextManager:
+    """Return a context in which no dispatch mode sees the operations. Tensor subclasses still do."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def early_stop_enabled(early_stop: bool) -> bool:
+    """Return `early_stop`, but False inside `torch.utils.checkpoint.set_checkpoint_early_stop(False)`."""
+    return early_stop and torch.utils.checkpoint._enable_checkpoint_early_stop is not False
+
+
+def bypass_saved_tensor_hooks(context: Any) -> None:
+    """Make a forward context of selective checkpointing keep its tensors itself, whatever saved-tensor hooks are set."""
+    if hasattr(context, "respect_saved_tensors_hooks"):
+        context.respect_saved_tensors_hooks = False
+
+
+def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
+    """Return True if FSDP (either version) shards the parameters of `module` and replaces them while it runs."""
+    return getattr(module, "_is_fsdp_managed_module", False)

@@ -2,23 +2,37 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._recompute_mode import checkpointed_forward, recomputing
-from .states import AutocastState, RngState
+from .._recompute_mode import checkpointed_forward, in_user_context, recomputing
+from .._torch_private import bypass_saved_tensor_hooks, is_managed_by_fsdp
+from .states import AutocastState, DefaultDevice, RngState
 from .trees import flatten
 
-TensorMetadata = list[tuple[torch.Size, torch.dtype]]
+TensorMetadata = list[tuple[torch.Size, torch.dtype, torch.device]]
+ContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a caller of `checkpoint` can choose."""
+
+    preserve_rng_state: bool = True
+    generators: Sequence[torch.Generator] = ()
+    offload: bool = False
+    early_stop: bool = True
+    context_fn: ContextFn | None = None
 
 
 class Recomputation:
     """Runs a function that uses `tensors` and `modules`, and recomputes it in the same state.
 
-    The state is autocast, the RNG state, and the training mode and parameters of each module.
+    The state is autocast, the default device, the RNG state, and the training mode and parameters of each module.
     """
 
     def __init__(
@@ -26,20 +40,21 @@ class Recomputation:
         name: str,
         tensors: Sequence[Tensor],
         modules: Iterable[nn.Module],
-        preserve_rng_state: bool = True,
-        generators: Iterable[torch.Generator] = (),
+        options: Options,
         cache_casts: bool = True,
     ) -> None:
         self.name = name
         self.autocast = AutocastState(tensors, cache_casts)
-        self.rng_state = RngState(tensors, generators) if preserve_rng_state else None
+        self.default_device = DefaultDevice()
+        self.rng_state = RngState(tensors, options.generators) if options.preserve_rng_state else None
         self.module_states = [(module, module.training, _parameter_ids(module)) for module in modules]
+        self.contexts = _contexts(options.context_fn)
         self.output_metadata: TensorMetadata | None = None
 
     def forward(self, function: Callable, inputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run `function`. `inputs` are the tensors among its arguments."""
         versions = [tensor._version for tensor in inputs]
-        with checkpointed_forward(), self.autocast.restored():
+        with checkpointed_forward(), self.autocast.restored(), _entered(self.contexts, 0):
             result = function(*args, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
             raise RuntimeError(
@@ -54,8 +69,7 @@ class Recomputation:
     def recompute(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run `function` again in the state of the forward."""
         self._check_same_parameters()
-        rng_state = nullcontext() if self.rng_state is None else self.rng_state.restored()
-        with recomputing(), self.autocast.restored(), self._training_modes_restored(), rng_state:
+        with recomputing(), self._state_restored(), _entered(self.contexts, 1):
             result = function(*args, **kwargs)
         self.check_metadata("returned", metadata_of(tensors_in(result)), self.output_metadata)
         return result
@@ -66,9 +80,11 @@ class Recomputation:
         If a gradient is computed inside the function, the forward is not finished, and nothing is checked.
         """
         if self.output_metadata is not None and expected is not None and recomputed != expected:
+            devices = {device for _, _, device in recomputed} != {device for _, _, device in expected}
             raise RuntimeError(
-                f"{self.name} {verb} {_format_metadata(recomputed)} in the recomputation, but "
-                f"{_format_metadata(expected)} in the forward: a checkpointed function must compute the same in both"
+                f"{self.name} {verb} {_format_metadata(recomputed, devices)} in the recomputation, but "
+                f"{_format_metadata(expected, devices)} in the forward: a checkpointed function must compute the same "
+                f"in both{', on the same device' if devices else ''}"
             )
 
     def _check_same_parameters(self) -> None:
@@ -79,6 +95,12 @@ class Recomputation:
                     f"{type(module).__name__} have been replaced since then, as torch.func.functional_call does when "
                     "it returns; run the backward before that, or do not checkpoint"
                 )
+
+    @contextmanager
+    def _state_restored(self) -> Iterator[None]:
+        rng_state = nullcontext() if self.rng_state is None else self.rng_state.restored()
+        with self.autocast.restored(), self.default_device.restored(), self._training_modes_restored(), rng_state:
+            yield
 
     @contextmanager
     def _training_modes_restored(self) -> Iterator[None]:
@@ -94,7 +116,32 @@ class Recomputation:
 
 
 def _parameter_ids(module: nn.Module) -> list[int]:
-    return [id(parameter) for parameter in module._parameters.values()]
+    # FSDP replaces parameters by gathered ones and back, with the same values.
+    return [] if is_managed_by_fsdp(module) else [id(parameter) for parameter in module._parameters.values()]
+
+
+def _contexts(context_fn: ContextFn | None) -> tuple[AbstractContextManager, ...]:
+    """Return the contexts of the forward and of the recomputation, or an empty tuple."""
+    if context_fn is None:
+        return ()
+    contexts = tuple(context_fn())
+    if len(contexts) != 2:
+        raise ValueError(
+            f"found {len(contexts)} context managers from context_fn, which must return two: one for the forward and "
+            "one for the recomputation"
+        )
+    bypass_saved_tensor_hooks(contexts[0])
+    return contexts
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager], index: int) -> Iterator[None]:
+    """Enter one of the caller's contexts, if there are any."""
+    if not contexts:
+        yield
+        return
+    with in_user_context(), contexts[index]:
+        yield
 
 
 def function_name(function: Callable) -> str:
@@ -115,10 +162,18 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def metadata_of(tensors: Iterable[Tensor]) -> TensorMetadata:
-    """Return the shape and dtype of each tensor."""
-    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+    """Return the shape, dtype and device of each tensor."""
+    return [(_shape(tensor), tensor.dtype, tensor.device) for tensor in tensors]
 
 
-def _format_metadata(metadata: TensorMetadata) -> str:
-    tensors = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in metadata)
+def _shape(tensor: Tensor) -> torch.Size:
+    # A nested tensor with the strided layout has no shape. The number of its elements stands for it.
+    return torch.Size([tensor.numel()]) if tensor.is_nested and tensor.layout == torch.strided else tensor.shape
+
+
+def _format_metadata(metadata: TensorMetadata, with_devices: bool) -> str:
+    tensors = ", ".join(
+        f"{tuple(shape)} {str(dtype).removeprefix('torch.')}{f' on {device}' if with_devices else ''}"
+        for shape, dtype, device in metadata
+    )
     return f"{len(metadata)} tensor{'' if len(metadata) == 1 else 's'} ({tensors})"

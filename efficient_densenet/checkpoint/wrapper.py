@@ -10,6 +10,7 @@ from .._mixins import ModuleMixin, add_mixin, remove_mixin
 from ..norms.batch_norm import undo_update_once, update_once
 from .call import checkpoint_call
 from .hooks import undo_fire_once
+from .recomputation import Options
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -21,7 +22,7 @@ class CheckpointedForward(ModuleMixin):
     _converted_norms: Sequence[str] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint_call(super().forward, args, kwargs, offload=self._offload_to_cpu)
+        return checkpoint_call(super().forward, args, kwargs, Options(offload=self._offload_to_cpu))
 
 
 def checkpoint_wrapper(module: Module, offload_to_cpu: bool = False) -> Module:
