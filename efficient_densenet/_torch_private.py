@@ -89,6 +89,11 @@ def memory_key(tensor: Tensor) -> int:
         return id(base)
 
 
+def has_torch_dispatch(tensor_type: Any) -> bool:
+    """Return True for a subclass of `Tensor` that handles operations itself, as those do that wrap other tensors."""
+    return tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
 def is_part_of_leaf(tensor: Tensor) -> bool:
     """Return True for a leaf of the autograd graph, as parameters are, and for a view of one."""
     return (tensor if tensor._base is None else tensor._base).is_leaf
@@ -110,7 +115,7 @@ def early_stop_enabled(early_stop: bool) -> bool:
 
 
 def bypass_saved_tensor_hooks(context: Any) -> None:
-    """Make a forward context of selective checkpointing keep its tensors itself, whatever saved-tensor hooks are set."""
+    """Make a forward context of selective checkpointing keep its tensors itself, not through saved-tensor hooks."""
     if hasattr(context, "respect_saved_tensors_hooks"):
         context.respect_saved_tensors_hooks = False
 

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from .._recompute_mode import is_checkpointing_disabled
 from .._torch_private import (
     compiled_checkpoint_updates_once,
-    early_stop_enabled,
     functorch_is_active,
     is_exporting,
 )
@@ -19,7 +18,7 @@ from ..norms.batch_norm import update_once
 from .frame import CheckpointFrame
 from .hooks import fire_once
 from .parameters import check_parameters_listed, modules_of, parameters_of, reachable_modules
-from .recomputation import ContextFn, Options, function_name, tensors_in
+from .recomputation import DEFAULTS, ContextFn, Options, function_name, tensors_in
 
 
 def checkpoint(
@@ -53,7 +52,7 @@ def checkpoint(
         raise ValueError(
             "found generators with preserve_rng_state=False, which restores no RNG state: give only one of the two"
         )
-    options = Options(preserve_rng_state, generators, offload, early_stop_enabled(early_stop), context_fn)
+    options = Options(preserve_rng_state, generators, offload, early_stop, context_fn)
     return checkpoint_call(function, args, kwargs, options, parameters)
 
 
@@ -61,7 +60,7 @@ def checkpoint_call(
     function: Callable,
     args: tuple,
     kwargs: dict[str, Any],
-    options: Options,
+    options: Options = DEFAULTS,
     parameters: nn.Module | Iterable[Tensor | nn.Module] | None = None,
 ) -> Any:
     """`checkpoint` with `args` and `kwargs` as a tuple and a dict, so that keyword arguments may have any name."""

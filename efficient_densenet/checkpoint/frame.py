@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._recompute_mode import is_inside_checkpoint
-from .._torch_private import graph_task_id, is_part_of_leaf, memory_key, queue_backward_callback
+from .._torch_private import early_stop_enabled, graph_task_id, is_part_of_leaf, memory_key, queue_backward_callback
 from ..norms.batch_norm import update_once
 from .inputs import SavedInputs
 from .recomputation import Options, Recomputation, TensorMetadata, function_name, metadata_of
@@ -41,6 +41,7 @@ class CheckpointFrame:
         indices = {id(tensor): i for i, tensor in enumerate(self.inputs)}
         self.leaves = [_InputIndex(indices[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.recomputation = Recomputation(function_name(function), self.inputs, modules, options)
+        self.early_stop = early_stop_enabled(options.early_stop)
         self.saved_metadata: TensorMetadata = []
         self.versions: list[int] = []
         self.recomputed_tensors: dict[int, dict[int, Tensor]] = {}
@@ -79,7 +80,7 @@ class CheckpointFrame:
         with self.saved_inputs.restored() as inputs:
             leaves = [inputs[leaf] if isinstance(leaf, _InputIndex) else leaf for leaf in self.leaves]
             args, kwargs = unflatten(leaves, self.spec)
-            needed = len(self.saved_metadata) if self.options.early_stop else None
+            needed = len(self.saved_metadata) if self.early_stop else None
             recording = _Recording(partial(self._version, input_keys=set(map(memory_key, inputs))), needed)
             with torch.enable_grad(), recording.hooks(), recording.may_be_complete():
                 self.recomputation.recompute(self.function, *args, **kwargs)
@@ -94,9 +95,9 @@ class CheckpointFrame:
     def _version(self, tensor: Tensor, input_keys: set[int]) -> int:
         """Return the version counter of a parameter, and 0 for other tensors.
 
-        Tensors that require no gradient may change between forward and recomputation, as running statistics do. Autograd
-        checks the versions of the inputs, which `SavedInputs` saves; offloaded inputs come back as other tensors. What
-        a `context_fn` saves may be changed in place in the forward, if its policy allows that.
+        Tensors that require no gradient may change between forward and recomputation, as running statistics do.
+        Autograd checks the versions of the inputs, which `SavedInputs` saves; offloaded inputs come back as other
+        tensors. What a `context_fn` saves may be changed in place in the forward, if its policy allows that.
         """
         if not tensor.requires_grad or memory_key(tensor) in input_keys:
             return 0

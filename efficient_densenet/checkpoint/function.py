@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch_private import tensor_hooks
 from .parameters import modules_of
-from .recomputation import Options, Recomputation, function_name, tensors_in
+from .recomputation import DEFAULTS, Recomputation, function_name, tensors_in
 
 
 class CheckpointFunction(torch.autograd.Function):
@@ -34,7 +34,7 @@ class CheckpointFunction(torch.autograd.Function):
             )
         modules = (submodule for module in modules_of(function) for submodule in module.modules())
         # Autocast must not cache the weights cast in this forward: they have no grad_fn, and later code would use them.
-        ctx.recomputation = Recomputation(function_name(function), args, modules, Options(), cache_casts=False)
+        ctx.recomputation = Recomputation(function_name(function), args, modules, DEFAULTS, cache_casts=False)
         ctx.function, ctx.n = function, n
         outputs = ctx.recomputation.forward(function, args[:n], *args[:n])
         ctx.save_for_backward(*args)

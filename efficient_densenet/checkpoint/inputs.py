@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import tensor_hooks
+from .._torch_private import has_torch_dispatch, tensor_hooks
 from .offload import check_version, offload_to_cpu
 
 
@@ -57,8 +57,7 @@ class _Traits:
     def __init__(self, tensor: Tensor) -> None:
         self.type, self.requires_grad = type(tensor), tensor.requires_grad
         # The attributes of a class with `__torch_dispatch__` may be its inner tensors.
-        wraps_tensors = self.type.__torch_dispatch__ is not Tensor.__torch_dispatch__
-        self.attributes = None if wraps_tensors else vars(tensor).copy()
+        self.attributes = None if has_torch_dispatch(self.type) else vars(tensor).copy()
         self.hooks = set(tensor_hooks(tensor) or ())
 
     def alias(self, tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ class Options:
     offload: bool = False
     early_stop: bool = True
     context_fn: ContextFn | None = None
+
+
+DEFAULTS = Options()
 
 
 class Recomputation:
