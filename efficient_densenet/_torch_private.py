@@ -12,6 +12,7 @@ import torch.nn.utils.parametrize
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 def in_backward() -> bool:
@@ -118,6 +119,27 @@ def bypass_saved_tensor_hooks(context: Any) -> None:
     """Make a forward context of selective checkpointing keep its tensors itself, not through saved-tensor hooks."""
     if hasattr(context, "respect_saved_tensors_hooks"):
         context.respect_saved_tensors_hooks = False
+
+
+def observe_selection(context: Any, observe: Callable[[Any, bool], None]) -> bool:
+    """Call `observe(operation, is_saved)` after each decision of a forward context of selective checkpointing.
+
+    An operation that changes a tensor in place is recomputed, whatever the policy says: a saved result would be
+    returned, but the tensor would not be changed. Return False if `context` is another one.
+    """
+    if not isinstance(context, torch.utils.checkpoint._CachingTorchDispatchMode):
+        return False
+    select, saves = context.policy_fn, (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+    def policy_fn(selective_context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+        policy = select(selective_context, operation, *args, **kwargs)
+        if policy in saves and getattr(getattr(operation, "_schema", None), "is_mutable", False):
+            policy = CheckpointPolicy.PREFER_RECOMPUTE
+        observe(operation, policy in saves)
+        return policy
+
+    context.policy_fn = policy_fn
+    return True
 
 
 def is_managed_by_fsdp(module: torch.nn.Module) -> bool:

@@ -1,6 +1,8 @@
 """`context_fn`: contexts of the caller around the forward and the recomputation, and selective checkpointing."""
 
 import functools
+import gc
+import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -140,6 +142,45 @@ def test_selective_checkpointing_of_a_sequence():
     x = tensor(5, 4).requires_grad_()
     actual = outcome(lambda x: checkpoint_sequential(net, 4, x, context_fn=saving(aten.addmm.default)), [x])
     assert_same_outcome(actual, outcome(net, [x]))
+
+
+@pytest.mark.parametrize(
+    "operation", [aten.rand_like.default, aten.native_dropout.default, aten.bernoulli_.float, aten.mul.Tensor]
+)
+@pytest.mark.parametrize("mutation", [False, True])
+def test_random_operations_after_a_saved_one_draw_what_they_drew_in_the_forward(operation, mutation):
+    def function(x):
+        y = torch.nn.functional.dropout(x, 0.5) * torch.rand_like(x)
+        mask = torch.empty_like(x).bernoulli_(0.5)
+        return (torch.nn.functional.dropout(y.sin(), 0.5) * torch.rand_like(x) * mask).exp()
+
+    x = tensor(50).requires_grad_()
+    choose = functools.partial(create_selective_checkpoint_contexts, [operation], allow_cache_entry_mutation=mutation)
+    actual = outcome(lambda x: checkpoint(function, x, context_fn=choose), [x])
+    assert_same_outcome(actual, outcome(function, [x]))
+
+
+def test_selective_checkpointing_makes_no_reference_cycle():
+    gc.collect()
+    gc.disable()
+    try:
+        saved = []
+
+        def function(x):
+            y = torch.nn.functional.dropout(x, 0.5).sin()
+            saved.append(weakref.ref(y))
+            return y.exp()
+
+        for backward in (True, False):
+            output = checkpoint(function, tensor(3).requires_grad_(), context_fn=saving(aten.sin.default))
+            frames = [weakref.ref(o) for o in gc.get_objects() if type(o).__name__ == "UserContexts"]
+            assert len(frames) == 1
+            if backward:
+                output.sum().backward()
+            del output
+            assert [reference() for reference in (*frames, *saved)] == [None] * (1 + len(saved))
+    finally:
+        gc.enable()
 
 
 def test_a_second_backward_through_chosen_operations_raises_torch_s_error():

@@ -2,20 +2,20 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._recompute_mode import checkpointed_forward, in_user_context, recomputing
-from .._torch_private import bypass_saved_tensor_hooks, is_managed_by_fsdp
+from .._recompute_mode import checkpointed_forward, recomputing
+from .._torch_private import is_managed_by_fsdp
+from .selective import ContextFn, UserContexts
 from .states import AutocastState, DefaultDevice, RngState
 from .trees import flatten
 
 TensorMetadata = list[tuple[torch.Size, torch.dtype, torch.device]]
-ContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,15 @@ class Recomputation:
         self.default_device = DefaultDevice()
         self.rng_state = RngState(tensors, options.generators) if options.preserve_rng_state else None
         self.module_states = [(module, module.training, _parameter_ids(module)) for module in modules]
-        self.contexts = _contexts(options.context_fn)
+        generators = self.rng_state.generators if self.rng_state else ()
+        self.user_contexts = UserContexts(options.context_fn, generators) if options.context_fn else None
         self.output_metadata: TensorMetadata | None = None
 
     def forward(self, function: Callable, inputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run `function`. `inputs` are the tensors among its arguments."""
         versions = [tensor._version for tensor in inputs]
-        with checkpointed_forward(), self.autocast.restored(), _entered(self.contexts, 0):
+        user_context = self.user_contexts.forward() if self.user_contexts else nullcontext()
+        with checkpointed_forward(), self.autocast.restored(), user_context:
             result = function(*args, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
             raise RuntimeError(
@@ -72,7 +74,8 @@ class Recomputation:
     def recompute(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run `function` again in the state of the forward."""
         self._check_same_parameters()
-        with recomputing(), self._state_restored(), _entered(self.contexts, 1):
+        user_context = self.user_contexts.recomputation() if self.user_contexts else nullcontext()
+        with recomputing(), self._state_restored(), user_context:
             result = function(*args, **kwargs)
         self.check_metadata("returned", metadata_of(tensors_in(result)), self.output_metadata)
         return result
@@ -121,30 +124,6 @@ class Recomputation:
 def _parameter_ids(module: nn.Module) -> list[int]:
     # FSDP replaces parameters by gathered ones and back, with the same values.
     return [] if is_managed_by_fsdp(module) else [id(parameter) for parameter in module._parameters.values()]
-
-
-def _contexts(context_fn: ContextFn | None) -> tuple[AbstractContextManager, ...]:
-    """Return the contexts of the forward and of the recomputation, or an empty tuple."""
-    if context_fn is None:
-        return ()
-    contexts = tuple(context_fn())
-    if len(contexts) != 2:
-        raise ValueError(
-            f"found {len(contexts)} context managers from context_fn, which must return two: one for the forward and "
-            "one for the recomputation"
-        )
-    bypass_saved_tensor_hooks(contexts[0])
-    return contexts
-
-
-@contextmanager
-def _entered(contexts: Sequence[AbstractContextManager], index: int) -> Iterator[None]:
-    """Enter one of the caller's contexts, if there are any."""
-    if not contexts:
-        yield
-        return
-    with in_user_context(), contexts[index]:
-        yield
 
 
 def function_name(function: Callable) -> str:
