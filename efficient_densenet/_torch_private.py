@@ -100,12 +100,12 @@ def is_part_of_leaf(tensor: Tensor) -> bool:
     return (tensor if tensor._base is None else tensor._base).is_leaf
 
 
-def without_dispatch() -> AbstractContextManager:
-    """Return a context in which operations see plain tensors: no dispatch mode and no `__torch_dispatch__` runs."""
-    return torch._C._DisableTorchDispatch()
+def has_function_mode() -> bool:
+    """Return True inside a `TorchFunctionMode`, such as a `torch.device(...)` context or `set_default_device`."""
+    return torch._C._len_torch_function_stack() > 0
 
 
-def outside_dispatch_modes() -> AbstractContextManager:
+def without_dispatch_modes() -> AbstractContextManager:
     """Return a context in which no dispatch mode sees the operations. Tensor subclasses still do."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
@@ -144,4 +144,4 @@ def observe_selection(context: Any, observe: Callable[[Any, bool], None]) -> boo
 
 def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
     """Return True if FSDP (either version) shards the parameters of `module` and replaces them while it runs."""
-    return getattr(module, "_is_fsdp_managed_module", False)
+    return vars(module).get("_is_fsdp_managed_module", False)

@@ -132,5 +132,12 @@ def _as_list(parameters: nn.Module | Iterable[Tensor | nn.Module] | None) -> lis
 
 
 def _modules_in(values: Iterable[Any]) -> list[nn.Module]:
-    modules = {module: None for value in values if isinstance(value, nn.Module) for module in value.modules()}
+    """Return the modules among `values` with all their submodules, each once."""
+    modules: dict[nn.Module, None] = {}
+    remaining = [value for value in values if isinstance(value, nn.Module)]
+    while remaining:  # takes half the time of nn.Module.modules
+        module = remaining.pop()
+        if module not in modules:
+            modules[module] = None
+            remaining.extend(child for child in module._modules.values() if child is not None)
     return list(modules)

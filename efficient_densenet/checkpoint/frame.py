@@ -7,8 +7,7 @@ closures, second derivatives and partial backwards need no code here, because au
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from .._torch_private import early_stop_enabled, graph_task_id, is_part_of_leaf,
 from ..norms.batch_norm import update_once
 from .inputs import SavedInputs
 from .recomputation import Options, Recomputation, TensorMetadata, function_name, metadata_of
-from .trees import flatten, unflatten
+from .trees import flatten_arguments, unflatten_arguments
 
 
 class CheckpointFrame:
@@ -36,7 +35,7 @@ class CheckpointFrame:
         options: Options,
     ) -> None:
         self.function, self.modules, self.options = function, modules, options
-        leaves, self.spec = flatten((args, kwargs))
+        leaves, self.spec = flatten_arguments(args, kwargs)
         self.inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         indices = {id(tensor): i for i, tensor in enumerate(self.inputs)}
         self.leaves = [_InputIndex(indices[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -79,11 +78,13 @@ class CheckpointFrame:
             update_once(module)  # a lazy norm becomes a batch norm in the forward
         with self.saved_inputs.restored() as inputs:
             leaves = [inputs[leaf] if isinstance(leaf, _InputIndex) else leaf for leaf in self.leaves]
-            args, kwargs = unflatten(leaves, self.spec)
+            args, kwargs = unflatten_arguments(leaves, self.spec)
             needed = len(self.saved_metadata) if self.early_stop else None
             recording = _Recording(partial(self._version, input_keys=set(map(memory_key, inputs))), needed)
-            with torch.enable_grad(), recording.hooks(), recording.may_be_complete():
-                self.recomputation.recompute(self.function, *args, **kwargs)
+            with torch.enable_grad(), recording.hooks():
+                result = self.recomputation.recompute(partial(recording.run, self.function), *args, **kwargs)
+        if not recording.is_complete():
+            self.recomputation.check_result(result)
         self.recomputation.check_metadata("saved", metadata_of(recording.tensors), self.saved_metadata)
         if self.recomputation.output_metadata is not None and recording.versions != self.versions:
             raise RuntimeError(
@@ -99,9 +100,10 @@ class CheckpointFrame:
         Autograd checks the versions of the inputs, which `SavedInputs` saves; offloaded inputs come back as other
         tensors. What a `context_fn` saves may be changed in place in the forward, if its policy allows that.
         """
-        if not tensor.requires_grad or memory_key(tensor) in input_keys:
+        version = tensor._version
+        if not version or not tensor.requires_grad or memory_key(tensor) in input_keys:
             return 0
-        return tensor._version if self.options.context_fn is None or is_part_of_leaf(tensor) else 0
+        return version if self.options.context_fn is None or is_part_of_leaf(tensor) else 0
 
 
 class _Recording:
@@ -115,24 +117,27 @@ class _Recording:
         self.tensors: list[Tensor] = []
         self.versions: list[int] = []
 
+    def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call the function. Return its result, or None if the recording is complete before it returns."""
+        try:
+            return function(*args, **kwargs)
+        except (_RecomputationComplete, RuntimeError):  # TorchScript raises a RuntimeError for every other error
+            if not self.is_complete():
+                raise
+
     def hooks(self) -> saved_tensors_hooks:
         """Return the context in which saved tensors are recorded."""
         return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    @contextmanager
-    def may_be_complete(self) -> Iterator[None]:
-        """Return the context that `_RecomputationComplete` ends."""
-        try:
-            yield
-        except (_RecomputationComplete, RuntimeError):  # TorchScript raises a RuntimeError for every other error
-            if len(self.tensors) != self.needed:
-                raise
+    def is_complete(self) -> bool:
+        """Return True if all needed tensors are recorded."""
+        return len(self.tensors) == self.needed
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if len(self.tensors) != self.needed:
+        if not self.is_complete():
             self.versions.append(self.version_of(tensor))
             self.tensors.append(tensor.detach() if tensor.requires_grad else tensor)
-        if len(self.tensors) == self.needed:
+        if self.is_complete():
             raise _RecomputationComplete
         return self.tensors[-1]
 

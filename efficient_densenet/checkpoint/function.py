@@ -54,7 +54,9 @@ class CheckpointFunction(torch.autograd.Function):
                 inputs = [t.view_as(t) for t in inputs]
             else:
                 inputs = [t.detach().requires_grad_(needed) for t, needed in zip(inputs, needs_grad, strict=False)]
-            outputs = tensors_in(ctx.recomputation.recompute(ctx.function, *inputs))
+            result = ctx.recomputation.recompute(ctx.function, *inputs)
+        ctx.recomputation.check_result(result)
+        outputs = tensors_in(result)
         pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
         targets = [t for t, needed in zip([*inputs, *parameters], needs_grad, strict=True) if needed]
         if not pairs or not targets:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._recompute_mode import is_in_user_context, is_recomputing
-from .._torch_private import memory_key, outside_dispatch_modes
+from .._torch_private import memory_key, without_dispatch_modes
 from .trees import flatten
 
 
@@ -40,7 +40,7 @@ class FireOnceHook:
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         if is_recomputing() and not self.affects_computation:
             return None
-        with outside_dispatch_modes() if is_in_user_context() else nullcontext():
+        with without_dispatch_modes() if is_in_user_context() else nullcontext():
             if is_recomputing():
                 return self.hook(module, *args)
             before = _snapshot(module, args)

@@ -1,7 +1,6 @@
 """The tensor arguments of a checkpointed call, kept from the forward to the recomputation."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,19 +28,9 @@ class SavedInputs:
         with offload_to_cpu(offload):
             self.saved: Any = _SaveInputs.apply(torch.empty(0, requires_grad=True), *others)
 
-    @contextmanager
-    def restored(self) -> Iterator[list[Tensor]]:
-        """Return the arguments, with the Python attributes of the forward. Undo what the recomputation does to them."""
-        tensors = self._unpack()
-        current = [_Traits(tensor) for tensor in tensors]
-        for traits, tensor in zip(self.traits, tensors, strict=True):
-            traits.set_attributes(tensor)
-        try:
-            yield tensors
-        finally:
-            for traits, tensor in zip(current, tensors, strict=True):
-                traits.set_attributes(tensor)
-                traits.remove_later_hooks(tensor)
+    def restored(self) -> "_RestoredInputs":
+        """Return a context that returns the arguments, with the Python attributes of the forward."""
+        return _RestoredInputs(self._unpack(), self.traits)
 
     def _unpack(self) -> list[Tensor]:
         for leaf, version in self.leaves.values():
@@ -51,6 +40,24 @@ class SavedInputs:
         return [traits.alias(tensor) for traits, tensor in zip(self.traits, tensors, strict=True)]
 
 
+class _RestoredInputs:
+    """The context of a recomputation. It undoes what the recomputation does to its arguments."""
+
+    def __init__(self, tensors: list[Tensor], traits: Sequence["_Traits"]) -> None:
+        self.tensors, self.traits = tensors, traits
+
+    def __enter__(self) -> list[Tensor]:
+        self.current = [_Traits(tensor) for tensor in self.tensors]
+        for traits, tensor in zip(self.traits, self.tensors, strict=True):
+            traits.set_attributes(tensor)
+        return self.tensors
+
+    def __exit__(self, *error: object) -> None:
+        for traits, tensor in zip(self.current, self.tensors, strict=True):
+            traits.set_attributes(tensor)
+            traits.remove_later_hooks(tensor)
+
+
 class _Traits:
     """What a function can see and change of a tensor besides its values."""
 
@@ -58,7 +65,8 @@ class _Traits:
         self.type, self.requires_grad = type(tensor), tensor.requires_grad
         # The attributes of a class with `__torch_dispatch__` may be its inner tensors.
         self.attributes = None if has_torch_dispatch(self.type) else vars(tensor).copy()
-        self.hooks = set(tensor_hooks(tensor) or ())
+        hooks = tensor_hooks(tensor)
+        self.hooks = set(hooks) if hooks else ()
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Return `tensor` itself, or an alias that has this class and requires a gradient as here."""
@@ -70,18 +78,22 @@ class _Traits:
 
     def set_attributes(self, tensor: Tensor) -> None:
         """Give `tensor` these Python attributes, and no others."""
-        if self.attributes is None:
+        wanted = self.attributes
+        if wanted is None:
             return
-        current, wanted = vars(tensor), self.attributes
+        current = vars(tensor)
+        if not current and not wanted:
+            return
         if current.keys() != wanted.keys() or any(current[name] is not wanted[name] for name in wanted):
             current.clear()
             current.update(wanted)
 
     def remove_later_hooks(self, tensor: Tensor) -> None:
         """Remove the `register_hook` hooks that `tensor` did not have here: its graph has those of the forward."""
-        hooks = tensor_hooks(tensor) or {}
-        for key in hooks.keys() - self.hooks:
-            del hooks[key]
+        hooks = tensor_hooks(tensor)
+        if hooks:
+            for key in hooks.keys() - self.hooks:
+                del hooks[key]
 
 
 class _SaveInputs(torch.autograd.Function):

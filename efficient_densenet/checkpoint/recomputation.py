@@ -74,11 +74,15 @@ class Recomputation:
     def recompute(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run `function` again in the state of the forward."""
         self._check_same_parameters()
+        rng_state = nullcontext() if self.rng_state is None else self.rng_state.restored()
         user_context = self.user_contexts.recomputation() if self.user_contexts else nullcontext()
-        with recomputing(), self._state_restored(), user_context:
-            result = function(*args, **kwargs)
+        autocast, device = self.autocast.restored(), self.default_device.restored()
+        with recomputing(), autocast, device, self._training_modes_restored(), rng_state, user_context:
+            return function(*args, **kwargs)
+
+    def check_result(self, result: Any) -> None:
+        """Raise RuntimeError if the recomputation returned other tensors than the forward."""
         self.check_metadata("returned", metadata_of(tensors_in(result)), self.output_metadata)
-        return result
 
     def check_metadata(self, verb: str, recomputed: TensorMetadata, expected: TensorMetadata | None) -> None:
         """Raise RuntimeError if the recomputation returned or saved other tensors than the forward.
@@ -95,18 +99,13 @@ class Recomputation:
 
     def _check_same_parameters(self) -> None:
         for module, _, ids in self.module_states:
-            if _parameter_ids(module) != ids:
+            # FSDP replaces parameters by gathered ones and back, with the same values.
+            if _parameter_ids(module) != ids and not is_managed_by_fsdp(module):
                 raise RuntimeError(
                     f"{self.name} is recomputed with other parameters than in the forward: those of a "
                     f"{type(module).__name__} have been replaced since then, as torch.func.functional_call does when "
                     "it returns; run the backward before that, or do not checkpoint"
                 )
-
-    @contextmanager
-    def _state_restored(self) -> Iterator[None]:
-        rng_state = nullcontext() if self.rng_state is None else self.rng_state.restored()
-        with self.autocast.restored(), self.default_device.restored(), self._training_modes_restored(), rng_state:
-            yield
 
     @contextmanager
     def _training_modes_restored(self) -> Iterator[None]:
@@ -122,8 +121,7 @@ class Recomputation:
 
 
 def _parameter_ids(module: nn.Module) -> list[int]:
-    # FSDP replaces parameters by gathered ones and back, with the same values.
-    return [] if is_managed_by_fsdp(module) else [id(parameter) for parameter in module._parameters.values()]
+    return [id(parameter) for parameter in module._parameters.values()]
 
 
 def function_name(function: Callable) -> str:
@@ -145,12 +143,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def metadata_of(tensors: Iterable[Tensor]) -> TensorMetadata:
     """Return the shape, dtype and device of each tensor."""
-    return [(_shape(tensor), tensor.dtype, tensor.device) for tensor in tensors]
+    return [(_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
-def _shape(tensor: Tensor) -> torch.Size:
-    # A nested tensor with the strided layout has no shape. The number of its elements stands for it.
-    return torch.Size([tensor.numel()]) if tensor.is_nested and tensor.layout == torch.strided else tensor.shape
+def _shape(nested: Tensor) -> torch.Size:
+    # With the strided layout, a nested tensor has no shape. The number of its elements stands for it.
+    return nested.shape if nested.layout == torch.jagged else torch.Size([nested.numel()])
 
 
 def _format_metadata(metadata: TensorMetadata, with_devices: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import without_dispatch
+from .._torch_private import has_function_mode, without_dispatch_modes
 
 
 class RngState:
@@ -22,7 +22,7 @@ class RngState:
     def has_changed(self) -> bool:
         """Return True if a random number has been drawn since the state was saved."""
         pairs = zip(self.generators, self.states, strict=True)
-        with without_dispatch():  # FakeTensorMode has no values to compare
+        with without_dispatch_modes():  # FakeTensorMode has no values to compare
             return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
 
     @contextmanager
@@ -92,8 +92,15 @@ class DefaultDevice:
     """The device on which tensors are created, as set by `torch.device(...)` contexts and `set_default_device`."""
 
     def __init__(self) -> None:
-        self.device = torch.empty(0).device
+        self.device = _default_device()
 
     def restored(self) -> AbstractContextManager:
         """Return a context in which tensors are created on this device."""
-        return nullcontext() if torch.empty(0).device == self.device else self.device
+        return nullcontext() if _default_device() == self.device else self.device
+
+
+_CPU = torch.device("cpu")
+
+
+def _default_device() -> torch.device:
+    return torch.empty(0).device if has_function_mode() else _CPU
