@@ -13,6 +13,7 @@ from .._torch_private import (
     compiled_checkpoint_updates_once,
     functorch_is_active,
     is_exporting,
+    is_managed_by_fsdp,
 )
 from ..norms.batch_norm import update_once
 from .frame import CheckpointFrame
@@ -81,7 +82,7 @@ def checkpoint_call(
         fire_once(module)
     frame = CheckpointFrame(function, args, kwargs, modules, options)
     result = frame.forward(*args, **kwargs)
-    if not bound_modules:
+    if not bound_modules and not any(map(is_managed_by_fsdp, modules)):  # FSDP's graph has its gathered parameters
         tensors = [t for value in listed for t in (parameters_of(value) if isinstance(value, nn.Module) else [value])]
         check_parameters_listed(function_name(function), tensors_in(result), tensors_in((args, kwargs)), tensors)
     return result
