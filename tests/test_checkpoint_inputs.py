@@ -10,7 +10,7 @@ from torch import nn
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from efficient_densenet.checkpoint import checkpoint, offload
+from efficient_densenet.checkpoint import CheckpointFunction, checkpoint, offload
 
 
 class Scaled(torch.Tensor):
@@ -36,6 +36,22 @@ def test_an_attribute_of_an_argument_takes_part_in_the_recomputation():
     x.scale = 0.5
     checkpoint(lambda a: a * torch.tensor(getattr(a, "scale", 1.0)), x).sum().backward()
     assert x.grad.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("make", [lambda x: x, nn.Parameter, lambda x: (x * 1).as_subclass(Scaled)])
+def test_checkpoint_function_sees_class_and_attributes_of_its_inputs(make, create_graph):
+    x = make(tensor(3).requires_grad_())
+    x.scale = 0.5
+    seen = []
+
+    def function(a):
+        seen.append(type(a))
+        return a.sin() * a.scale
+
+    (grad,) = torch.autograd.grad(CheckpointFunction.apply(function, 1, x).sum(), x, create_graph=create_graph)
+    assert torch.equal(grad.detach().as_subclass(torch.Tensor), 0.5 * x.detach().cos().as_subclass(torch.Tensor))
+    assert seen == [type(x)] * 2
 
 
 def test_an_attribute_changed_before_the_backward_has_the_value_of_the_forward_in_the_recomputation():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import tensor_hooks
+from .inputs import with_class_and_attributes
 from .parameters import modules_of
 from .recomputation import DEFAULTS, Recomputation, function_name, tensors_in
 
@@ -51,9 +52,10 @@ class CheckpointFunction(torch.autograd.Function):
         with torch.enable_grad():
             if create_graph:
                 # Views: if one input was computed from another, the path between them belongs to the outer graph.
-                inputs = [t.view_as(t) for t in inputs]
+                inputs = [with_class_and_attributes(t.view_as(t), t) for t in inputs]
             else:
-                inputs = [t.detach().requires_grad_(needed) for t, needed in zip(inputs, needs_grad, strict=False)]
+                detached = [with_class_and_attributes(t.detach(), t) for t in inputs]
+                inputs = [t.requires_grad_(needed) for t, needed in zip(detached, needs_grad, strict=False)]
             result = ctx.recomputation.recompute(ctx.function, *inputs)
         ctx.recomputation.check_result(result)
         outputs = tensors_in(result)

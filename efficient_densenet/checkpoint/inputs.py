@@ -96,6 +96,15 @@ class _Traits:
                 del hooks[key]
 
 
+def with_class_and_attributes(alias: Tensor, tensor: Tensor) -> Tensor:
+    """Return `alias` with the class and the Python attributes of `tensor`."""
+    if type(alias) is not type(tensor):
+        alias = alias.as_subclass(type(tensor))
+    if not has_torch_dispatch(type(tensor)) and vars(tensor):
+        vars(alias).update(vars(tensor))
+    return alias
+
+
 class _SaveInputs(torch.autograd.Function):
     """Saves its arguments for backward: autograd detects in-place changes, and an outer checkpoint recomputes them."""
 

@@ -18,7 +18,7 @@ from .trees import flatten
 TensorMetadata = list[tuple[torch.Size, torch.dtype, torch.device]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
     """What a caller of `checkpoint` can choose."""
 
