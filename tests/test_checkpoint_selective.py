@@ -102,6 +102,23 @@ def test_selective_checkpointing_changes_no_number(choice, early_stop):
     assert len(fired) == 2
 
 
+def test_operations_of_a_hook_are_not_taken_for_those_of_the_function():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    net[0].register_forward_hook(lambda module, args, output: _none(output.mean()))
+    x = tensor(5, 4).requires_grad_()
+
+    def function(x):
+        y = net(x)
+        return (y * y.mean()).exp()
+
+    actual = outcome(lambda x: checkpoint(function, x, parameters=net, context_fn=saving(aten.mean.default)), [x])
+    assert_same_outcome(actual, outcome(function, [x]))
+
+
+def _none(_):
+    return None
+
+
 def test_chosen_operations_are_not_recomputed():
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
     products = []
