@@ -245,7 +245,7 @@ def eval_mode_set_before_the_backward_changes_nothing(wrap: Wrap) -> bool:
 
 
 def a_recomputation_that_differs_is_an_error(wrap: Wrap) -> bool:
-    functions = [lambda x: x.sin() * x, lambda x: (x.sin() * x)[:1]]
+    functions = [lambda x: x.sin() * x, lambda x: x[:1].sin() * x[:1]]
     output = wrap(Function(lambda x: functions.pop(0)(x)))(_x())
     return _raises(output.sum().backward)
 
@@ -256,6 +256,38 @@ def an_input_overwritten_before_the_backward_is_an_error(wrap: Wrap) -> bool:
     with torch.no_grad():
         x.add_(1)
     return _raises(output.sum().backward)
+
+
+def a_python_attribute_of_an_input_is_seen_again(wrap: Wrap) -> bool:
+    x: Any = _x()
+    x.scale = 0.5
+    wrap(Function(lambda x: x * torch.tensor(getattr(x, "scale", 1.0))))(x).sum().backward()
+    return bool((_grad(x) == 0.5).all())
+
+
+def an_input_is_the_parameter_that_it_was(wrap: Wrap) -> bool:
+    weight = nn.Parameter(_x())
+    wrap(Function(lambda x: x * torch.tensor(2.0 if x is weight else 1.0)))(weight).sum().backward()
+    return bool((_grad(weight) == 2).all())
+
+
+def a_device_context_is_restored(wrap: Wrap) -> bool:
+    devices: list[str] = []
+
+    def function(x: Tensor) -> Tensor:
+        devices.append(torch.empty(1).device.type)
+        return x.sin()
+
+    with torch.device("meta"):
+        output = wrap(Function(function))(torch.randn(3, device="cpu", requires_grad=True))
+    output.sum().backward()
+    return set(devices) == {"meta"}
+
+
+def what_follows_the_last_saved_tensor_is_not_recomputed(wrap: Wrap) -> bool:
+    clones: list[int] = []
+    wrap(Function(lambda x: (x.sin(), clones.append(1))[0].clone()))(_x()).sum().backward()
+    return len(clones) == 1
 
 
 PROBES = (
@@ -282,6 +314,10 @@ PROBES = (
     eval_mode_set_before_the_backward_changes_nothing,
     a_recomputation_that_differs_is_an_error,
     an_input_overwritten_before_the_backward_is_an_error,
+    a_python_attribute_of_an_input_is_seen_again,
+    an_input_is_the_parameter_that_it_was,
+    a_device_context_is_restored,
+    what_follows_the_last_saved_tensor_is_not_recomputed,
 )
 
 

@@ -9,6 +9,7 @@ class _ThreadState(threading.local):
     forward_depth = 0
     recomputation_depth = 0
     disable_depth = 0
+    user_context_depth = 0
 
 
 _state = _ThreadState()
@@ -69,3 +70,18 @@ def recomputing() -> Iterator[None]:
     finally:
         _state.recomputation_depth -= 1
         _state.disable_depth = disable_depth
+
+
+@contextmanager
+def in_user_context() -> Iterator[None]:
+    """Mark code that runs in a context of a `context_fn`, whose dispatch mode may count operations."""
+    _state.user_context_depth += 1
+    try:
+        yield
+    finally:
+        _state.user_context_depth -= 1
+
+
+def is_in_user_context() -> bool:
+    """Return True inside a context of a `context_fn`."""
+    return _state.user_context_depth > 0

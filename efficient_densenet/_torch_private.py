@@ -4,11 +4,15 @@
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.utils.parametrize
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 def in_backward() -> bool:
@@ -75,3 +79,69 @@ def is_exporting(training: bool) -> bool:
 def compiled_checkpoint_updates_once() -> bool:
     """Return True if a compiled `torch.utils.checkpoint` updates running statistics in the forward only."""
     return torch.__version__ >= "2.11"
+
+
+def memory_key(tensor: Tensor) -> int:
+    """Return a number that is the same for tensors that share memory: that of the storage of the tensor or its base."""
+    base = tensor if tensor._base is None else tensor._base
+    try:
+        return base.untyped_storage()._cdata
+    except NotImplementedError:  # sparse and opaque tensors have no storage
+        return id(base)
+
+
+def has_torch_dispatch(tensor_type: Any) -> bool:
+    """Return True for a subclass of `Tensor` that handles operations itself, as those do that wrap other tensors."""
+    return tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_part_of_leaf(tensor: Tensor) -> bool:
+    """Return True for a leaf of the autograd graph, as parameters are, and for a view of one."""
+    return (tensor if tensor._base is None else tensor._base).is_leaf
+
+
+def has_function_mode() -> bool:
+    """Return True inside a `TorchFunctionMode`, such as a `torch.device(...)` context or `set_default_device`."""
+    return torch._C._len_torch_function_stack() > 0
+
+
+def without_dispatch_modes() -> AbstractContextManager:
+    """Return a context in which no dispatch mode sees the operations. Tensor subclasses still do."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def early_stop_enabled(early_stop: bool) -> bool:
+    """Return `early_stop`, but False inside `torch.utils.checkpoint.set_checkpoint_early_stop(False)`."""
+    return early_stop and torch.utils.checkpoint._enable_checkpoint_early_stop is not False
+
+
+def bypass_saved_tensor_hooks(context: Any) -> None:
+    """Make a forward context of selective checkpointing keep its tensors itself, not through saved-tensor hooks."""
+    if hasattr(context, "respect_saved_tensors_hooks"):
+        context.respect_saved_tensors_hooks = False
+
+
+def observe_selection(context: Any, observe: Callable[[Any, bool], None]) -> bool:
+    """Call `observe(operation, is_saved)` after each decision of a forward context of selective checkpointing.
+
+    An operation that changes a tensor in place is recomputed, whatever the policy says: a saved result would be
+    returned, but the tensor would not be changed. Return False if `context` is another one.
+    """
+    if not isinstance(context, torch.utils.checkpoint._CachingTorchDispatchMode):
+        return False
+    select, saves = context.policy_fn, (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+    def policy_fn(selective_context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+        policy = select(selective_context, operation, *args, **kwargs)
+        if policy in saves and getattr(getattr(operation, "_schema", None), "is_mutable", False):
+            policy = CheckpointPolicy.PREFER_RECOMPUTE
+        observe(operation, policy in saves)
+        return policy
+
+    context.policy_fn = policy_fn
+    return True
+
+
+def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
+    """Return True if FSDP (either version) shards the parameters of `module` and replaces them while it runs."""
+    return vars(module).get("_is_fsdp_managed_module", False)

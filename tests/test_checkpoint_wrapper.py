@@ -1,6 +1,7 @@
 """`checkpoint_wrapper` changes how a module runs, and nothing else about it."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -10,6 +11,7 @@ import torch
 from checkpoint_outcomes import network, tensor
 from helpers import assert_close
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from efficient_densenet import convert_batchnorm
 from efficient_densenet.checkpoint import (
@@ -145,3 +147,24 @@ def test_lazy_modules_can_be_wrapped():
         module(torch.randn(4, 5)).sum().backward()
     assert module[0].weight.grad is not None
     assert module[1].num_batches_tracked == 2
+
+
+def _save_products(context, operation, *args, **kwargs):
+    return operation is torch.ops.aten.addmm.default
+
+
+def test_a_wrapped_module_saves_what_its_context_fn_chooses():
+    choose = functools.partial(create_selective_checkpoint_contexts, _save_products)
+    net = checkpoint_wrapper(network().eval(), context_fn=choose)
+    plain = unwrap(copy.deepcopy(net))
+    x = tensor(5, 4)
+    for module in (net, pickle.loads(pickle.dumps(net))):
+        for each in (module, plain):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        for actual, expected in zip(module.parameters(), plain.parameters(), strict=True):
+            assert_close(actual.grad, expected.grad)
+    output = net(x)
+    output.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
+        output.sum().backward()

@@ -4,18 +4,33 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from efficient_densenet._torch_private import (
+    bypass_saved_tensor_hooks,
+    early_stop_enabled,
     functorch_is_active,
+    has_function_mode,
     has_global_module_hooks,
+    has_torch_dispatch,
     in_backward,
     is_accumulate_grad,
+    is_managed_by_fsdp,
+    is_part_of_leaf,
     leaf_of,
+    memory_key,
+    observe_selection,
     parametrization_cache_enabled,
     queue_backward_callback,
     tensor_hooks,
     will_execute,
+    without_dispatch_modes,
 )
 
 
@@ -107,3 +122,101 @@ def test_will_execute():
     torch.autograd.grad(total, [x], retain_graph=True)
     total.backward()
     assert seen == [(True, False), (True, True)]
+
+
+def test_memory_key():
+    x, y = torch.ones(4, requires_grad=True), torch.ones(4)
+    assert memory_key(x) == memory_key(x[1:]) == memory_key(x.detach())
+    assert memory_key(x) != memory_key(y)
+    two = TwoTensor(x.detach(), y)
+    assert memory_key(two) == memory_key(two.view(2, 2))
+    sparse = y.to_sparse()
+    assert memory_key(sparse) == memory_key(sparse) != memory_key(y.to_sparse())
+
+
+def test_is_part_of_leaf():
+    x = torch.ones(4, requires_grad=True)
+    assert is_part_of_leaf(x)
+    assert is_part_of_leaf(x[1:].view(3, 1))
+    assert not is_part_of_leaf(x * 1)
+
+
+def test_has_torch_dispatch():
+    assert has_torch_dispatch(TwoTensor)
+    assert not has_torch_dispatch(torch.Tensor)
+    assert not has_torch_dispatch(nn.Parameter)
+
+
+def test_has_function_mode():
+    assert not has_function_mode()
+    with torch.device("meta"):
+        assert has_function_mode()
+    torch.set_default_device("meta")
+    try:
+        assert has_function_mode()
+    finally:
+        torch.set_default_device(None)
+    assert not has_function_mode()
+
+
+def test_without_dispatch_modes():
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            seen.append(operation)
+            return operation(*args, **(kwargs or {}))
+
+    seen = []
+    with Recording():
+        with without_dispatch_modes():
+            torch.ones(1).sin()
+        assert seen == []
+        torch.zeros(1)
+    with without_dispatch_modes():
+        torch.ones(1)
+    assert len(seen) == 1
+
+
+def test_early_stop_enabled():
+    assert early_stop_enabled(True)
+    assert not early_stop_enabled(False)
+    for enabled in (True, False):
+        with set_checkpoint_early_stop(enabled):
+            assert early_stop_enabled(True) == enabled
+
+
+def test_selective_contexts_bypass_saved_tensor_hooks():
+    context, _ = create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+    bypass_saved_tensor_hooks(context)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.shape, lambda shape: torch.ones(shape)), context:
+        y = torch.ones(2, requires_grad=True).sin()
+    assert y.requires_grad
+
+
+def test_observe_selection():
+    aten = torch.ops.aten
+    context, recomputation = create_selective_checkpoint_contexts([aten.sin.default, aten.add_.Tensor])
+    seen = []
+    assert observe_selection(context, lambda operation, is_saved: seen.append((operation, is_saved)))
+    x, results = torch.ones(2), []
+    for each in (context, recomputation):
+        with each:
+            y = x.sin().cos()
+            y += 1
+        results.append(y)
+    assert torch.equal(results[0], x.sin().cos() + 1)
+    assert torch.equal(*results)
+    assert seen == [(aten.sin.default, True), (aten.cos.default, False), (aten.add_.Tensor, False)]
+    assert not observe_selection(torch.no_grad(), seen.append)
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning", "ignore::FutureWarning")
+def test_is_managed_by_fsdp():
+    plain, modules = nn.Linear(2, 2), [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(modules[0])
+        FullyShardedDataParallel(modules[1], use_orig_params=True, device_id=torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert [is_managed_by_fsdp(module[0]) for module in modules] == [True, True]
+    assert not is_managed_by_fsdp(plain)

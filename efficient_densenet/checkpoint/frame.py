@@ -2,12 +2,12 @@
 
 The operations of the call are in the autograd graph, as without checkpointing. Saved-tensor hooks replace each tensor
 that they save for backward by an index. When the backward unpacks the first index, the call is recomputed, and the
-tensors that the recomputation saves are returned by index. Views, hooks, closures, second derivatives and partial
-backwards need no code here, because autograd handles them.
+tensors that the recomputation saves are returned by index. It ends as soon as it has saved the last one. Views, hooks,
+closures, second derivatives and partial backwards need no code here, because autograd handles them.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._recompute_mode import is_inside_checkpoint
-from .._torch_private import graph_task_id, queue_backward_callback
+from .._torch_private import early_stop_enabled, graph_task_id, is_part_of_leaf, memory_key, queue_backward_callback
 from ..norms.batch_norm import update_once
-from .offload import offload_to_cpu
-from .recomputation import Recomputation, TensorMetadata, function_name, metadata_of
-from .trees import flatten, unflatten
+from .inputs import SavedInputs
+from .recomputation import Options, Recomputation, TensorMetadata, function_name, metadata_of
+from .trees import flatten_arguments, unflatten_arguments
 
 
 class CheckpointFrame:
@@ -32,37 +32,31 @@ class CheckpointFrame:
         args: tuple,
         kwargs: dict[str, Any],
         modules: Sequence[nn.Module],
-        preserve_rng_state: bool = True,
-        generators: Iterable[torch.Generator] = (),
-        offload: bool = False,
+        options: Options,
     ) -> None:
-        self.function, self.modules = function, modules
-        leaves, self.spec = flatten((args, kwargs))
+        self.function, self.modules, self.options = function, modules, options
+        leaves, self.spec = flatten_arguments(args, kwargs)
         self.inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         indices = {id(tensor): i for i, tensor in enumerate(self.inputs)}
         self.leaves = [_InputIndex(indices[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.requires_grad = [tensor.requires_grad for tensor in self.inputs]
-        self.offload = offload
-        name = function_name(function)
-        self.recomputation = Recomputation(name, self.inputs, modules, preserve_rng_state, generators)
+        self.recomputation = Recomputation(function_name(function), self.inputs, modules, options)
+        self.early_stop = early_stop_enabled(options.early_stop)
         self.saved_metadata: TensorMetadata = []
         self.versions: list[int] = []
         self.recomputed_tensors: dict[int, dict[int, Tensor]] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and save its tensor arguments in place of everything that it saves for backward."""
-        # In a nested checkpoint, the hooks of the outer one must see the inputs, so they are not offloaded here.
-        offload = self.offload and not is_inside_checkpoint()
         inputs, self.inputs = self.inputs, []
-        self.input_storages = _storages(inputs)
-        with offload_to_cpu(offload):
-            self.saved_inputs = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs)
+        self.input_keys = set(map(memory_key, inputs))
+        # In a nested checkpoint, the hooks of the outer one must see the inputs, so they are not offloaded here.
+        self.saved_inputs = SavedInputs(inputs, self.options.offload and not is_inside_checkpoint())
         with saved_tensors_hooks(self._pack, self._unpack):
             return self.recomputation.forward(self.function, inputs, *args, **kwargs)
 
     def _pack(self, tensor: Tensor) -> int:
-        self.saved_metadata.append((tensor.shape, tensor.dtype))
-        self.versions.append(_version(tensor, self.input_storages))
+        self.saved_metadata += metadata_of([tensor])
+        self.versions.append(self._version(tensor, self.input_keys))
         return len(self.saved_metadata) - 1
 
     def _unpack(self, index: int) -> Tensor:
@@ -82,61 +76,75 @@ class CheckpointFrame:
     def _recompute(self) -> list[Tensor]:
         for module in self.modules:
             update_once(module)  # a lazy norm becomes a batch norm in the forward
-        saved_inputs = self.saved_inputs.grad_fn.saved_tensors[1:]
-        inputs = [t.detach().requires_grad_(needed) for t, needed in zip(saved_inputs, self.requires_grad, strict=True)]
-        leaves = [inputs[leaf] if isinstance(leaf, _InputIndex) else leaf for leaf in self.leaves]
-        args, kwargs = unflatten(leaves, self.spec)
-        input_storages = _storages(inputs)
-        recomputed: list[Tensor] = []
-        versions: list[int] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            recomputed.append(tensor.detach())
-            versions.append(_version(tensor, input_storages))
-            return recomputed[-1]
-
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.recomputation.recompute(self.function, *args, **kwargs)
-        self.recomputation.check_metadata("saved", metadata_of(recomputed), self.saved_metadata)
-        if self.recomputation.output_metadata is not None and versions != self.versions:
+        with self.saved_inputs.restored() as inputs:
+            leaves = [inputs[leaf] if isinstance(leaf, _InputIndex) else leaf for leaf in self.leaves]
+            args, kwargs = unflatten_arguments(leaves, self.spec)
+            needed = len(self.saved_metadata) if self.early_stop else None
+            recording = _Recording(partial(self._version, input_keys=set(map(memory_key, inputs))), needed)
+            with torch.enable_grad(), recording.hooks():
+                result = self.recomputation.recompute(partial(recording.run, self.function), *args, **kwargs)
+        if not recording.is_complete():
+            self.recomputation.check_result(result)
+        self.recomputation.check_metadata("saved", metadata_of(recording.tensors), self.saved_metadata)
+        if self.recomputation.output_metadata is not None and recording.versions != self.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor that {self.recomputation.name} uses has another version than in the forward"
             )
-        return recomputed
+        return recording.tensors
+
+    def _version(self, tensor: Tensor, input_keys: set[int]) -> int:
+        """Return the version counter of a parameter, and 0 for other tensors.
+
+        Tensors that require no gradient may change between forward and recomputation, as running statistics do.
+        Autograd checks the versions of the inputs, which `SavedInputs` saves; offloaded inputs come back as other
+        tensors. What a `context_fn` saves may be changed in place in the forward, if its policy allows that.
+        """
+        version = tensor._version
+        if not version or not tensor.requires_grad or memory_key(tensor) in input_keys:
+            return 0
+        return version if self.options.context_fn is None or is_part_of_leaf(tensor) else 0
 
 
-def _storages(tensors: Sequence[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
+class _Recording:
+    """The tensors that a recomputation saves for backward, and their versions.
 
-
-def _version(tensor: Tensor, input_storages: set[int]) -> int:
-    """Return the version counter of a parameter, and 0 for other tensors.
-
-    Tensors that require no gradient may change between forward and recomputation, as running statistics do. Autograd
-    checks the versions of the inputs, which `_SaveInputs` saves; offloaded inputs come back as other tensors.
+    If `needed` is a number, the recomputation ends with `_RecomputationComplete` when it has saved so many.
     """
-    if not tensor.requires_grad or tensor.layout != torch.strided:
-        return 0
-    return 0 if tensor.untyped_storage().data_ptr() in input_storages else tensor._version
+
+    def __init__(self, version_of: Callable[[Tensor], int], needed: int | None) -> None:
+        self.version_of, self.needed = version_of, needed
+        self.tensors: list[Tensor] = []
+        self.versions: list[int] = []
+
+    def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call the function. Return its result, or None if the recording is complete before it returns."""
+        try:
+            return function(*args, **kwargs)
+        except (_RecomputationComplete, RuntimeError):  # TorchScript raises a RuntimeError for every other error
+            if not self.is_complete():
+                raise
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context in which saved tensors are recorded."""
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def is_complete(self) -> bool:
+        """Return True if all needed tensors are recorded."""
+        return len(self.tensors) == self.needed
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not self.is_complete():
+            self.versions.append(self.version_of(tensor))
+            self.tensors.append(tensor.detach() if tensor.requires_grad else tensor)
+        if self.is_complete():
+            raise _RecomputationComplete
+        return self.tensors[-1]
+
+
+class _RecomputationComplete(BaseException):
+    """Ends a recomputation that has saved all tensors. It is no Exception, so that `except Exception` lets it pass."""
 
 
 class _InputIndex(int):
     """Stands for a tensor among the leaves of the arguments: its index in the inputs."""
-
-
-class _SaveInputs(torch.autograd.Function):
-    """Saves its arguments for backward: autograd detects in-place changes, and an outer checkpoint recomputes them."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> None:
-        raise AssertionError("no output depends on the saved inputs, so no backward reaches this node")

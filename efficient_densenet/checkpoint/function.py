@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .._torch_private import tensor_hooks
+from .inputs import with_class_and_attributes
 from .parameters import modules_of
-from .recomputation import Recomputation, function_name, tensors_in
+from .recomputation import DEFAULTS, Recomputation, function_name, tensors_in
 
 
 class CheckpointFunction(torch.autograd.Function):
@@ -34,7 +35,7 @@ class CheckpointFunction(torch.autograd.Function):
             )
         modules = (submodule for module in modules_of(function) for submodule in module.modules())
         # Autocast must not cache the weights cast in this forward: they have no grad_fn, and later code would use them.
-        ctx.recomputation = Recomputation(function_name(function), args, modules, cache_casts=False)
+        ctx.recomputation = Recomputation(function_name(function), args, modules, DEFAULTS, cache_casts=False)
         ctx.function, ctx.n = function, n
         outputs = ctx.recomputation.forward(function, args[:n], *args[:n])
         ctx.save_for_backward(*args)
@@ -51,10 +52,13 @@ class CheckpointFunction(torch.autograd.Function):
         with torch.enable_grad():
             if create_graph:
                 # Views: if one input was computed from another, the path between them belongs to the outer graph.
-                inputs = [t.view_as(t) for t in inputs]
+                inputs = [with_class_and_attributes(t.view_as(t), t) for t in inputs]
             else:
-                inputs = [t.detach().requires_grad_(needed) for t, needed in zip(inputs, needs_grad, strict=False)]
-            outputs = tensors_in(ctx.recomputation.recompute(ctx.function, *inputs))
+                detached = [with_class_and_attributes(t.detach(), t) for t in inputs]
+                inputs = [t.requires_grad_(needed) for t, needed in zip(detached, needs_grad, strict=False)]
+            result = ctx.recomputation.recompute(ctx.function, *inputs)
+        ctx.recomputation.check_result(result)
+        outputs = tensors_in(result)
         pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
         targets = [t for t, needed in zip([*inputs, *parameters], needs_grad, strict=True) if needed]
         if not pairs or not targets:

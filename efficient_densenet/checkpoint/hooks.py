@@ -1,13 +1,15 @@
 """Forward hooks inside a checkpointed function fire once, unless the recomputation needs them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._recompute_mode import is_recomputing
+from .._recompute_mode import is_in_user_context, is_recomputing
+from .._torch_private import memory_key, without_dispatch_modes
 from .trees import flatten
 
 
@@ -17,6 +19,9 @@ class FireOnceHook:
     A hook affects the computation if it returns a value, changes a tensor among its arguments in place, sets an
     attribute of its module (as weight norm and pruning do) or draws a random number. Such a hook fires in the
     recomputation too. `isinstance` and attribute access see the wrapped hook.
+
+    Inside the contexts of a `context_fn`, dispatch modes do not see the operations of hooks. Selective checkpointing
+    counts operations, and would miss those of a hook that does not fire again.
     """
 
     def __init__(self, hook: Callable) -> None:
@@ -33,13 +38,16 @@ class FireOnceHook:
         return getattr(self.hook, name)
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
-        if is_recomputing():
-            return self.hook(module, *args) if self.affects_computation else None
-        before = _snapshot(module, args)
-        result = self.hook(module, *args)
-        if result is not None or _snapshot(module, args) != before:
-            self.affects_computation = True
-        return result
+        if is_recomputing() and not self.affects_computation:
+            return None
+        with without_dispatch_modes() if is_in_user_context() else nullcontext():
+            if is_recomputing():
+                return self.hook(module, *args)
+            before = _snapshot(module, args)
+            result = self.hook(module, *args)
+            if result is not None or _snapshot(module, args) != before:
+                self.affects_computation = True
+            return result
 
 
 def fire_once(module: nn.Module) -> None:
@@ -64,5 +72,5 @@ def _unwrapped(hook: Any) -> Callable:
 def _snapshot(module: nn.Module, args: tuple) -> tuple:
     """Return the identities of all values of the module and the arguments, tensor versions, and the RNG state."""
     values = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *flatten(args)[0])
-    tensors = [(v.data_ptr(), v._version) for v in values if isinstance(v, Tensor) and not is_lazy(v)]
+    tensors = [(memory_key(v), v._version) for v in values if isinstance(v, Tensor) and not is_lazy(v)]
     return [id(value) for value in values], tensors, torch.default_generator.get_state().tolist()[:5]

@@ -36,10 +36,15 @@ class _OffloadedTensor:
     def restore(self) -> Tensor:
         if self.is_copy:
             return self.tensor.to(self.device, non_blocking=True)
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                f"input of a checkpoint, of shape {tuple(self.tensor.shape)}, is at version {self.tensor._version}; "
-                f"expected version {self.version} instead"
-            )
+        check_version(self.tensor, self.version)
         return self.tensor
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise autograd's error if `tensor`, an input of a checkpoint, was changed in place since it had `version`."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+            f"input of a checkpoint, of shape {tuple(tensor.shape)}, is at version {tensor._version}; "
+            f"expected version {version} instead"
+        )

@@ -3,22 +3,39 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._recompute_mode import checkpointed_forward, recomputing
-from .states import AutocastState, RngState
+from .._torch_private import is_managed_by_fsdp
+from .selective import ContextFn, UserContexts
+from .states import AutocastState, DefaultDevice, RngState
 from .trees import flatten
 
-TensorMetadata = list[tuple[torch.Size, torch.dtype]]
+TensorMetadata = list[tuple[torch.Size, torch.dtype, torch.device]]
+
+
+@dataclass
+class Options:
+    """What a caller of `checkpoint` can choose."""
+
+    preserve_rng_state: bool = True
+    generators: Sequence[torch.Generator] = ()
+    offload: bool = False
+    early_stop: bool = True
+    context_fn: ContextFn | None = None
+
+
+DEFAULTS = Options()
 
 
 class Recomputation:
     """Runs a function that uses `tensors` and `modules`, and recomputes it in the same state.
 
-    The state is autocast, the RNG state, and the training mode and parameters of each module.
+    The state is autocast, the default device, the RNG state, and the training mode and parameters of each module.
     """
 
     def __init__(
@@ -26,20 +43,23 @@ class Recomputation:
         name: str,
         tensors: Sequence[Tensor],
         modules: Iterable[nn.Module],
-        preserve_rng_state: bool = True,
-        generators: Iterable[torch.Generator] = (),
+        options: Options,
         cache_casts: bool = True,
     ) -> None:
         self.name = name
         self.autocast = AutocastState(tensors, cache_casts)
-        self.rng_state = RngState(tensors, generators) if preserve_rng_state else None
+        self.default_device = DefaultDevice()
+        self.rng_state = RngState(tensors, options.generators) if options.preserve_rng_state else None
         self.module_states = [(module, module.training, _parameter_ids(module)) for module in modules]
+        generators = self.rng_state.generators if self.rng_state else ()
+        self.user_contexts = UserContexts(options.context_fn, generators) if options.context_fn else None
         self.output_metadata: TensorMetadata | None = None
 
     def forward(self, function: Callable, inputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run `function`. `inputs` are the tensors among its arguments."""
         versions = [tensor._version for tensor in inputs]
-        with checkpointed_forward(), self.autocast.restored():
+        user_context = self.user_contexts.forward() if self.user_contexts else nullcontext()
+        with checkpointed_forward(), self.autocast.restored(), user_context:
             result = function(*args, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
             raise RuntimeError(
@@ -55,10 +75,14 @@ class Recomputation:
         """Run `function` again in the state of the forward."""
         self._check_same_parameters()
         rng_state = nullcontext() if self.rng_state is None else self.rng_state.restored()
-        with recomputing(), self.autocast.restored(), self._training_modes_restored(), rng_state:
-            result = function(*args, **kwargs)
+        user_context = self.user_contexts.recomputation() if self.user_contexts else nullcontext()
+        autocast, device = self.autocast.restored(), self.default_device.restored()
+        with recomputing(), autocast, device, self._training_modes_restored(), rng_state, user_context:
+            return function(*args, **kwargs)
+
+    def check_result(self, result: Any) -> None:
+        """Raise RuntimeError if the recomputation returned other tensors than the forward."""
         self.check_metadata("returned", metadata_of(tensors_in(result)), self.output_metadata)
-        return result
 
     def check_metadata(self, verb: str, recomputed: TensorMetadata, expected: TensorMetadata | None) -> None:
         """Raise RuntimeError if the recomputation returned or saved other tensors than the forward.
@@ -66,14 +90,17 @@ class Recomputation:
         If a gradient is computed inside the function, the forward is not finished, and nothing is checked.
         """
         if self.output_metadata is not None and expected is not None and recomputed != expected:
+            devices = {device for _, _, device in recomputed} != {device for _, _, device in expected}
             raise RuntimeError(
-                f"{self.name} {verb} {_format_metadata(recomputed)} in the recomputation, but "
-                f"{_format_metadata(expected)} in the forward: a checkpointed function must compute the same in both"
+                f"{self.name} {verb} {_format_metadata(recomputed, devices)} in the recomputation, but "
+                f"{_format_metadata(expected, devices)} in the forward: a checkpointed function must compute the same "
+                f"in both{', on the same device' if devices else ''}"
             )
 
     def _check_same_parameters(self) -> None:
         for module, _, ids in self.module_states:
-            if _parameter_ids(module) != ids:
+            # FSDP replaces parameters by gathered ones and back, with the same values.
+            if _parameter_ids(module) != ids and not is_managed_by_fsdp(module):
                 raise RuntimeError(
                     f"{self.name} is recomputed with other parameters than in the forward: those of a "
                     f"{type(module).__name__} have been replaced since then, as torch.func.functional_call does when "
@@ -115,10 +142,18 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def metadata_of(tensors: Iterable[Tensor]) -> TensorMetadata:
-    """Return the shape and dtype of each tensor."""
-    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+    """Return the shape, dtype and device of each tensor."""
+    return [(_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
-def _format_metadata(metadata: TensorMetadata) -> str:
-    tensors = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in metadata)
+def _shape(nested: Tensor) -> torch.Size:
+    # With the strided layout, a nested tensor has no shape. The number of its elements stands for it.
+    return nested.shape if nested.layout == torch.jagged else torch.Size([nested.numel()])
+
+
+def _format_metadata(metadata: TensorMetadata, with_devices: bool) -> str:
+    tensors = ", ".join(
+        f"{tuple(shape)} {str(dtype).removeprefix('torch.')}{f' on {device}' if with_devices else ''}"
+        for shape, dtype, device in metadata
+    )
     return f"{len(metadata)} tensor{'' if len(metadata) == 1 else 's'} ({tensors})"

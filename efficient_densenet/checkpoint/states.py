@@ -1,11 +1,13 @@
 """Global state that a function depends on: saved in the forward, restored for the recomputation."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._torch_private import has_function_mode, without_dispatch_modes
 
 
 class RngState:
@@ -20,7 +22,8 @@ class RngState:
     def has_changed(self) -> bool:
         """Return True if a random number has been drawn since the state was saved."""
         pairs = zip(self.generators, self.states, strict=True)
-        return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
+        with without_dispatch_modes():  # FakeTensorMode has no values to compare
+            return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -38,7 +41,10 @@ class RngState:
 
 
 def _has_own_generator(device: torch.device) -> bool:
-    return device.type not in ("cpu", "meta")
+    if device.type in ("cpu", "meta"):
+        return False
+    # Fake tensors may have a device that this machine lacks, whose module then has no generators.
+    return bool(getattr(torch.get_device_module(device), "default_generators", True))
 
 
 def _device_generator(device: torch.device) -> Any:
@@ -80,3 +86,21 @@ class AutocastState:
                 if enabled or torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
             yield
+
+
+class DefaultDevice:
+    """The device on which tensors are created, as set by `torch.device(...)` contexts and `set_default_device`."""
+
+    def __init__(self) -> None:
+        self.device = _default_device()
+
+    def restored(self) -> AbstractContextManager:
+        """Return a context in which tensors are created on this device."""
+        return nullcontext() if _default_device() == self.device else self.device
+
+
+_CPU = torch.device("cpu")
+
+
+def _default_device() -> torch.device:
+    return torch.empty(0).device if has_function_mode() else _CPU

@@ -21,6 +21,18 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 unflatten = pytree.tree_unflatten
 
 
+def flatten_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec | None]:
+    """Return the leaves of the arguments of a call, and the spec for `unflatten_arguments`."""
+    if not kwargs and all(isinstance(value, Tensor) for value in args):
+        return list(args), None  # the usual call, without the time that pytrees take
+    return flatten((args, kwargs))
+
+
+def unflatten_arguments(leaves: list[Any], spec: pytree.TreeSpec | None) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments that `flatten_arguments` took apart."""
+    return (tuple(leaves), {}) if spec is None else unflatten(leaves, spec)
+
+
 class _DataclassNode:
     """A dataclass instance as a node that pytrees can flatten. Unflattening returns an instance of the dataclass."""
 

@@ -10,6 +10,7 @@ from .._mixins import ModuleMixin, add_mixin, remove_mixin
 from ..norms.batch_norm import undo_update_once, update_once
 from .call import checkpoint_call
 from .hooks import undo_fire_once
+from .recomputation import DEFAULTS, ContextFn, Options
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -17,19 +18,19 @@ Module = TypeVar("Module", bound=nn.Module)
 class CheckpointedForward(ModuleMixin):
     """Mixin before the class of a module. It checkpoints the forward, without the hooks on the module itself."""
 
-    _offload_to_cpu: bool = False
+    _checkpoint_options: Options = DEFAULTS
     _converted_norms: Sequence[str] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint_call(super().forward, args, kwargs, offload=self._offload_to_cpu)
+        return checkpoint_call(super().forward, args, kwargs, self._checkpoint_options)
 
 
-def checkpoint_wrapper(module: Module, offload_to_cpu: bool = False) -> Module:
+def checkpoint_wrapper(module: Module, offload_to_cpu: bool = False, context_fn: ContextFn | None = None) -> Module:
     """Checkpoint every later call of `module`, and return `module`.
 
     The module stays the same object, with the same parameters, names, hooks and attributes. Only its class, and the
     class of each batch norm inside, is replaced by a subclass. If `offload_to_cpu` is True, the inputs of the module
-    are saved in CPU memory until the backward.
+    are saved in CPU memory until the backward. `context_fn` is that of `checkpoint`.
     """
     if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
@@ -40,7 +41,7 @@ def checkpoint_wrapper(module: Module, offload_to_cpu: bool = False) -> Module:
     if not isinstance(module, CheckpointedForward):
         wrapped._converted_norms = [name for name, m in module.named_modules() if update_once(m)]
         add_mixin(module, CheckpointedForward)
-    wrapped._offload_to_cpu = offload_to_cpu
+    wrapped._checkpoint_options = Options(offload=offload_to_cpu, context_fn=context_fn)
     return module
 
 
@@ -53,6 +54,6 @@ def unwrap(module: Module) -> Module:
             undo_fire_once(submodule)
             if name in converted_norms:
                 undo_update_once(submodule)
-        for name in ("_offload_to_cpu", "_converted_norms"):
+        for name in ("_checkpoint_options", "_converted_norms"):
             vars(module).pop(name, None)
     return module

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 
 from .._mixins import add_mixin, remove_mixin
 from .._recompute_mode import is_recomputing
-from .._torch_private import in_backward
+from .._torch_private import in_backward, without_dispatch_modes
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -38,7 +38,8 @@ class UpdatesOnce(_NormMixin):
         # another thread could see, and the recomputation saves as many tensors as the forward, which
         # torch.utils.checkpoint requires.
         copied = copy.copy(self)
-        copied._buffers = {name: b if b is None else b.clone() for name, b in self._buffers.items()}
+        with without_dispatch_modes():  # selective checkpointing requires the operations of the forward, and no others
+            copied._buffers = {name: b if b is None else b.clone() for name, b in self._buffers.items()}
         return super(UpdatesOnce, copied).forward(input)
 
 

@@ -1,0 +1,152 @@
+"""`checkpoint` with sharded modules: FSDP of both versions, tensor parallelism, DTensor. One or two processes, gloo."""
+
+import copy
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_outcomes import tensor
+from helpers import assert_close
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from efficient_densenet.checkpoint import checkpoint, checkpoint_wrapper
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def _single_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4)
+    return nn.Sequential(*layers).double()
+
+
+def _fsdp1(use_orig_params: bool, each_layer: bool):
+    def shard(net):
+        policy = ModuleWrapPolicy({nn.Linear}) if each_layer else None
+        device = torch.device("cpu")
+        return FullyShardedDataParallel(net, use_orig_params=use_orig_params, device_id=device, auto_wrap_policy=policy)
+
+    return shard
+
+
+def _fsdp2(each_layer: bool, reshard: bool = True):
+    def shard(net):
+        for layer in net if each_layer else ():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, reshard_after_forward=reshard)
+        return fully_shard(net, reshard_after_forward=reshard)
+
+    return shard
+
+
+SHARDINGS = {
+    "FSDP1, original parameters": _fsdp1(True, False),
+    "FSDP1, original parameters, each layer": _fsdp1(True, True),
+    "FSDP1, flat parameters": _fsdp1(False, False),
+    "FSDP2": _fsdp2(False),
+    "FSDP2, each layer": _fsdp2(True),
+    "FSDP2, each layer, not resharded": _fsdp2(True, reshard=False),
+}
+
+
+def _train(net, run) -> list[torch.Tensor]:
+    """Return the losses of three steps of SGD, and the input's gradients."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    results = []
+    for step in range(3):
+        torch.manual_seed(step + 10 * dist.get_rank())
+        x = tensor(6, 4).requires_grad_()
+        loss = run(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [loss.detach(), x.grad]
+    return results
+
+
+CALLS = {
+    "a module": (lambda net: lambda x: checkpoint(net, x), lambda y: y),
+    "a module, to its end": (lambda net: lambda x: checkpoint(net, x, early_stop=False), lambda y: y),
+    "a closure": (lambda net: lambda x: checkpoint(lambda x: net(x).sin(), x, parameters=net), torch.sin),
+}
+
+
+def _compare_with_unchecked(sharding: str, call: str) -> None:
+    """Compare a checkpointed sharded module with the same module without checkpointing."""
+    plain, ours = (SHARDINGS[sharding](_network()) for _ in range(2))
+    checkpointed, after = CALLS[call]
+    actual, expected = _train(ours, checkpointed(ours)), _train(plain, lambda x: after(plain(x)))
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(a, b)
+    norms = [module for module in ours.modules() if isinstance(module, nn.BatchNorm1d)]
+    assert [norm.num_batches_tracked.item() for norm in norms] == [3]
+
+
+@pytest.mark.usefixtures("_single_process_group")
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_sharded_module_can_be_checkpointed(sharding, call):
+    _compare_with_unchecked(sharding, call)
+
+
+@pytest.mark.usefixtures("_single_process_group")
+def test_a_wrapped_module_can_be_sharded():
+    for shard in (_fsdp1(True, True), _fsdp1(True, False), _fsdp2(False)):
+        plain, ours = _network(), _network()
+        checkpoint_wrapper(ours[4])
+        plain, ours = shard(plain), shard(ours)
+        for a, b in zip(_train(ours, ours), _train(plain, plain), strict=True):
+            assert_close(a, b)
+
+
+def _worker(rank: int, path: str, sharding: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    try:
+        for call in CALLS:
+            _compare_with_unchecked(sharding, call)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_module_sharded_over_two_processes_can_be_checkpointed(sharding):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_worker, (str(Path(folder) / "store"), sharding), nprocs=2)
+
+
+@pytest.mark.usefixtures("_single_process_group")
+def test_distributed_tensors_as_arguments_and_parameters():
+    mesh = init_device_mesh("cpu", (1,))
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    ours = parallelize_module(copy.deepcopy(plain), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = tensor(5, 4)
+    nested = functools.partial(checkpoint, lambda x: checkpoint(ours, x).sin(), parameters=ours)
+    for run, expected in ((functools.partial(checkpoint, ours), plain), (nested, lambda x: plain(x).sin())):
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        run(a).square().sum().backward()
+        expected(b).square().sum().backward()
+        assert_close(a.grad, b.grad)
+    for actual, right in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert_close(actual.grad.full_tensor(), right.grad)
+    distributed = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    output = checkpoint(lambda x: (x * 2).sin().cos(), distributed)
+    assert isinstance(output, DTensor)
+    output.sum().backward()
+    leaf = x.clone().requires_grad_()
+    (leaf * 2).sin().cos().sum().backward()
+    assert_close(distributed.grad.full_tensor(), leaf.grad)
