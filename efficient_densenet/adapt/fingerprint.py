@@ -4,16 +4,36 @@ A trial verifies a block as it is. An attribute that was neutral then (a scale o
 changed later, and the block's forward computes something else from then on: so its state then is remembered.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from .._mixins import base_class
 
-Fingerprint = tuple[tuple[str, int, tuple[tuple[str, Any], ...]], ...]
-"""For each module its class's name, the identity of its forward, and its attributes."""
+Values = tuple[tuple[str, Any], ...]
+
+
+class State(NamedTuple):
+    """The name of a class, and the values of its own attributes or of those of one of its modules."""
+
+    name: str
+    values: Values
+
+
+class Identity(NamedTuple):
+    """Stands for an object that is compared by identity; a tensor, by its version too."""
+
+    number: int
+    version: int = 0
+
+
+class Fingerprint(NamedTuple):
+    """The states of the modules of a block, and of their classes."""
+
+    modules: tuple[State, ...]
+    classes: tuple[State, ...]
 
 
 def fingerprint(block: nn.Module) -> Fingerprint:
@@ -22,21 +42,23 @@ def fingerprint(block: nn.Module) -> Fingerprint:
     It holds no reference to a module or a tensor. Objects are compared by identity, tensors by identity and version;
     a copy of a module that has such attributes is therefore verified anew.
     """
-    return tuple(map(_state, _modules(block)))
+    modules = list(_modules(block))
+    classes = dict.fromkeys(base_class(type(module)) for module in modules)
+    own = dict.fromkeys(each for cls in classes for each in cls.__mro__ if not _is_known(each))
+    return Fingerprint(tuple(map(_state, modules)), tuple(State(cls.__name__, _values(vars(cls), _OF_EVERY_CLASS)) for cls in own))
 
 
 def describe_change(before: Fingerprint, after: Fingerprint) -> str:
     """The first difference between two fingerprints, such as "scale of a DenseLayer was 1.0 and is 0.5"."""
-    if [state[0] for state in before] != [state[0] for state in after]:
+    if [state.name for state in before.modules] != [state.name for state in after.modules]:
         return "its modules are others"
-    for (name, forward, old), (_, new_forward, new) in zip(before, after, strict=True):
-        old_values, new_values = dict(old), dict(new)
-        if forward != new_forward:
-            return f"the forward of a {name} is another"
+    for old, new in zip(before.modules + before.classes, after.modules + after.classes, strict=False):
+        old_values, new_values = dict(old.values), dict(new.values)
         for key in {**old_values, **new_values}:
-            if old_values.get(key, _MISSING) != new_values.get(key, _MISSING):
-                return f"{key} of a {name} {_difference(old_values.get(key, _MISSING), new_values.get(key, _MISSING))}"
-    return "nothing"
+            values = old_values.get(key, _MISSING), new_values.get(key, _MISSING)
+            if values[0] != values[1]:
+                return f"{key} of a {old.name} {_difference(*values)}"
+    return "its classes are others"
 
 
 def _difference(old: Any, new: Any) -> str:
@@ -53,18 +75,24 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _modules(child)
 
 
-def _state(module: nn.Module) -> tuple[str, int, tuple[tuple[str, Any], ...]]:
+def _state(module: nn.Module) -> State:
     cls = base_class(type(module))
-    forward = cls.forward
     # What a module of torch holds is read, or the module called, at every forward. Only a dropout's place is a belief.
-    if forward.__module__.startswith("torch.nn.modules."):
-        attributes = (("p", module.p), ("inplace", module.inplace)) if isinstance(module, _DropoutNd) else ()
-        return cls.__name__, id(forward), attributes
-    values = vars(module)
-    names = values.keys() - _OF_EVERY_MODULE
-    if "_former_parameters" in names:  # a replica holds its parameters as attributes
-        names -= values["_former_parameters"].keys() | {"_former_parameters"}
-    return cls.__name__, id(forward), tuple((name, _frozen(values[name])) for name in sorted(names))
+    if _is_known(cls):
+        return State(cls.__name__, (("p", module.p), ("inplace", module.inplace)) if isinstance(module, _DropoutNd) else ())
+    # A replica of nn.DataParallel holds its parameters as attributes.
+    replicated = vars(module).get("_former_parameters", {}).keys() | {"_former_parameters"}
+    return State(cls.__name__, _values(vars(module), _OF_EVERY_MODULE, replicated))
+
+
+def _is_known(cls: type) -> bool:
+    """Whether this is a class of torch or Python, and not of an author."""
+    return (cls.__module__ or "").startswith(("torch.nn.modules.", "builtins", "typing", "abc"))
+
+
+def _values(attributes: Any, *ignored: Iterable[str]) -> Values:
+    names = attributes.keys() - frozenset().union(*ignored)
+    return tuple((name, _frozen(attributes[name])) for name in sorted(names))
 
 
 def _frozen(value: Any, depth: int = 3) -> Any:
@@ -72,19 +100,27 @@ def _frozen(value: Any, depth: int = 3) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
-        return id(value), value._version
-    if depth and isinstance(value, (list, tuple)):
+        return Identity(id(value), value._version)
+    if not depth:
+        return Identity(id(value))
+    if isinstance(value, (list, tuple)):
         return tuple(_frozen(each, depth - 1) for each in value)
-    if depth and isinstance(value, dict):
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_frozen(each, depth - 1) for each in value)
+    if isinstance(value, dict):
         return tuple((_frozen(key, depth - 1), _frozen(each, depth - 1)) for key, each in value.items())
-    if depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
-        return id(value), _frozen(vars(value), depth - 1)
-    return id(value)
+    if hasattr(value, "__array_interface__") and value.nbytes <= _SMALL_ARRAY:
+        return value.tobytes()
+    if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
+        return Identity(id(value)), _frozen(vars(value), depth - 1)
+    return Identity(id(value))
 
 
 _MISSING = object()
+_SMALL_ARRAY = 1 << 12  # bytes: a larger array is compared by identity
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "_conversion",  # of the conversion itself
     "keep_bottleneck",  # which is read at every forward
     "_is_replica",  # what nn.DataParallel makes of a module
 }
+_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__static_attributes__", "__firstlineno__"})
