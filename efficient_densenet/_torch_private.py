@@ -30,6 +30,11 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_batched_gradient(grad: Tensor | None) -> bool:
+    """Return True for a gradient of a backward of several at once (`is_grads_batched=True`)."""
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def tensor_hooks(tensor: Tensor) -> dict | None:
     """Return the dict of a tensor's `register_hook` hooks. Clearing the dict disables the hooks."""
     return tensor._backward_hooks

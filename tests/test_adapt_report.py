@@ -115,3 +115,13 @@ def test_padding_given_by_name_is_the_usual_one():
     plain = copy.deepcopy(block)
     assert [change.engine for change in make_efficient(block).changed] == ["shared"]
     assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+
+
+def test_batched_gradients_are_refused_with_the_remedy():
+    block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)]).eval()
+    make_efficient(block)
+    x = torch.randn(1, START, 4, 4)
+    with pytest.raises(RuntimeError, match=r"several gradients at once.*make_efficient\(model, 'checkpoint'\)"):
+        torch.autograd.functional.jacobian(block, x, vectorize=True)
+    make_efficient(block, "checkpoint")
+    assert torch.autograd.functional.jacobian(block, x, vectorize=True).isfinite().all()

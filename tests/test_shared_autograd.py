@@ -481,7 +481,7 @@ def test_norms_without_a_bias_fall_back(monkeypatch):
     plain = small_model("bc", efficient=False)
     plain.features.denseblock1.denselayer2.norm1.register_parameter("bias", None)
     plain.features.norm5.register_parameter("bias", None)
-    with pytest.warns(UserWarning, match="found a layer that is not batch norm"):
+    with pytest.warns(UserWarning, match="found a BatchNorm2d without weight and bias"):
         assert_same_step(with_engine(plain, True), plain, random_images("bc"))
 
 

@@ -190,7 +190,7 @@ def test_create_graph_is_refused():
     x = _input(13, 12).requires_grad_()
     output, consumed = _run_stem(with_engine(_plain(), "shared"), x)
     assert consumed == 4
-    with pytest.raises(RuntimeError, match=r"found create_graph=True, .* set_engine\('checkpoint'\)"):
+    with pytest.raises(RuntimeError, match=r"found create_graph=True, .*set_engine\('checkpoint'\)"):
         torch.autograd.grad(output.sum(), x, create_graph=True)
 
 

@@ -21,6 +21,7 @@ from efficient_densenet._torch_private import (
     has_torch_dispatch,
     in_backward,
     is_accumulate_grad,
+    is_batched_gradient,
     is_managed_by_fsdp,
     is_part_of_leaf,
     leaf_of,
@@ -68,6 +69,15 @@ def test_a_queued_callback_is_called_at_the_end_of_the_backward():
     x.register_hook(lambda grad: queue_backward_callback(lambda: calls.append((x.grad, y.grad))))
     (x * 2 + y).sum().backward()
     assert [[grad.tolist() for grad in grads] for grads in calls] == [[[2, 2], [1, 1]]]
+
+
+def test_is_batched_gradient():
+    seen = [is_batched_gradient(None), is_batched_gradient(torch.ones(2))]
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(is_batched_gradient(grad)))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert seen == [False, False, True]
 
 
 def test_functorch_is_active():

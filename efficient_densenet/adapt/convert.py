@@ -14,9 +14,9 @@ from .converted import ConvertedBlock, convert_block, restore_block
 from .report import Changed, Report, saved_values_per_pixel
 from .sequences import ConvertedSequence, has_converted_blocks, stages_of
 from .stages import BlocksInARow, is_block
-from .structure import first_conv, has_forward, layers_in, looks_dense
+from .structure import first_conv, has_forward, layers_in, layers_in_a_row, looks_dense
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
-from .verify import VerificationError
+from .verify import SideEffectError, VerificationError
 
 
 def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
@@ -33,7 +33,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
     for module in [*model.modules()][::-1]:  # those inside a sequence first
         if has_converted_blocks(module):
             add_mixin(module, ConvertedSequence)
-    report.transitions = _convert_transitions(model)
+    report.transitions = _convert_transitions(model, parsed)
     _report_stages(model, report, parsed)
     return report
 
@@ -52,26 +52,36 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def _convert_tree(name: str, module: nn.Module, engine: Engine | None, report: Report, visited: set[nn.Module]) -> bool:
+def _convert_tree(
+    name: str,
+    module: nn.Module,
+    engine: Engine | None,
+    report: Report,
+    visited: set[nn.Module],
+    may_be_layer: bool = False,
+) -> bool:
     """Convert `module` or, if it is not a dense block, those inside it; return whether any was converted."""
     if module in visited:
         return False
     visited.add(module)
-    reason = _convert(module, engine)
+    reason = _convert(module, engine, may_be_layer)
     if reason is None:
         report.changed.append(_changed(name, module, engine))
         return True
     children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
-    converted = [_convert_tree(key, child, engine, report, visited) for key, child in children.items()]
+    layers = layers_in_a_row(module)
+    converted = [_convert_tree(key, child, engine, report, visited, child in layers) for key, child in children.items()]
     if looks_dense(module) and not any(converted):
         for key, child in children.items():
             if layers_in(child) == layers_in(module):
-                report.unchanged.pop(key, None)  # a container of this block's layers
-        report.unchanged[name] = reason
+                report.forget(key)  # a container of this block's layers
+        report.unchanged[name] = str(reason)
+        if has_forward(module) and not isinstance(reason, SideEffectError):
+            report.recomputable.append(name)
     return any(converted)
 
 
-def _convert(module: nn.Module, engine: Engine | None) -> str | None:
+def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Exception | None:
     """Convert `module` itself; return the reason if it cannot be converted, and None if it was."""
     if isinstance(module, ConvertedBlock):
         module.set_engine(engine)
@@ -79,20 +89,28 @@ def _convert(module: nn.Module, engine: Engine | None) -> str | None:
         vars(module).setdefault("_original_engine", module.engine)
         module.engine = engine
     elif not has_forward(module):
-        return (
+        return NoPartsError(
             f"found a {type(module).__name__}, whose layers the author's forward calls one by one; a module is needed "
             "whose own forward is the dense block"
         )
     else:
         try:
-            convert_block(module, engine)
+            convert_block(module, engine, may_be_layer)
         except (NoPartsError, VerificationError) as reason:
-            return str(reason)
+            return reason
     return None
 
 
-def _convert_transitions(model: nn.Module) -> list[str]:
-    """Convert the modules that look like transitions and read as many channels as a converted block returns."""
+def _convert_transitions(model: nn.Module, engine: Engine | None) -> list[str]:
+    """Convert the modules that look like transitions and read as many channels as a converted block returns.
+
+    The shared engine alone runs them; for another engine, those that were converted before are restored.
+    """
+    if engine not in (None, Engine.SHARED):
+        for module in model.modules():
+            if isinstance(module, ConvertedTransition):
+                restore_transition(module)
+        return []
     blocks = [module for module in model.modules() if isinstance(module, ConvertedBlock)]
     widths = {_out_channels(parts) for parts in map(_parts, blocks) if parts is not None}
     inside = {module for block in blocks for module in block.modules()}
@@ -128,9 +146,14 @@ def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
     try:
         parts = parts_of(block)
     except NoPartsError:
-        return Changed(name, len(layers_in(block)), text, 0, 0)
+        return Changed(name, _count_layers(block), text, 0, 0)
     saved_by_plain, saved = (saved_values_per_pixel(parts, each) for each in (Engine.PLAIN, used))
     return Changed(name, len(parts.layers), text, saved_by_plain, saved)
+
+
+def _count_layers(block: nn.Module) -> int:
+    reading = block._conversion.reading if isinstance(block, ConvertedBlock) else None
+    return 1 if reading is not None and reading.is_layer else len(layers_in(block))
 
 
 def _why_not(engine: Engine, block: nn.Module) -> str | None:

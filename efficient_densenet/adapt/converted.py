@@ -92,10 +92,10 @@ class ConvertedBlock(KeepsSignature):
             return
         reading = None
         try:
-            reading, reason = _find_reading(self, super().forward)
+            reading, reason = _find_reading(self, super().forward, may_be_layer=True)
         except (NoPartsError, VerificationError) as failure:
             reason = str(failure)
-        if reason is not None and before is not None:
+        if reason is not None and before is not None and self._conversion.reason is None:
             reason = f"found that {describe_change(before, state)} since it was verified: {reason}"
         self._conversion = replace(self._conversion, reading=reading, reason=reason, verified=state)
 
@@ -113,7 +113,7 @@ class ConvertedBlock(KeepsSignature):
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
         self.verify()
-        by_layers = _run_by_layers(self, self._conversion.reading)
+        by_layers = _run_by_layers(self, super().forward, self._conversion.reading)
         if by_layers is not None:
             return by_layers(x, run_first_half)
         if run_first_half is recompute.run_first_half_official:
@@ -126,15 +126,15 @@ class ConvertedBlock(KeepsSignature):
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
 
 
-def _run_by_layers(block: ConvertedBlock, reading: Reading | None) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
+def _run_by_layers(
+    block: ConvertedBlock, forward: Callable, reading: Reading | None
+) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
     """The function that runs `block` layer by layer, or None where that would skip a module that must be called."""
     if reading is None:
         return None
     if reading.layer_call is not None:
-        layers = layers_in(block)
-        if any(must_be_called(child) for child in block.children() if child not in layers):
-            return None
-        return partial(run_whole_layers, layers, reading.layer_call, reading)
+        inside = () if reading.is_layer else set(block.children()) - set(layers_in(block))
+        return None if any(map(must_be_called, inside)) else partial(run_whole_layers, block, forward, reading)
     try:
         parts = block.dense_parts()
     except NoPartsError:
@@ -142,14 +142,15 @@ def _run_by_layers(block: ConvertedBlock, reading: Reading | None) -> Callable[[
     return None if skips_a_hook(parts) else partial(run_layers, parts)
 
 
-def convert_block(block: nn.Module, engine: Engine | None) -> None:
+def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = False) -> None:
     """Let `engine` run `block`, and put its batch norms under the exactly-once rule, in place.
 
+    With `may_be_layer`, a module of any kind is tried as a layer that concatenates its input and its output.
     If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
     """
     exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
     try:
-        reading, reason = _find_reading(block, block.forward)
+        reading, reason = _find_reading(block, block.forward, may_be_layer)
     except Exception:
         _restore_norms(block, exactly_once)
         raise
@@ -157,7 +158,9 @@ def convert_block(block: nn.Module, engine: Engine | None) -> None:
     cast(ConvertedBlock, block)._conversion = Conversion(engine, exactly_once, reading, reason, fingerprint(block))
 
 
-def _find_reading(block: nn.Module, forward: Callable[[Tensor], Tensor]) -> tuple[Reading, str | None]:
+def _find_reading(
+    block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool
+) -> tuple[Reading, str | None]:
     """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if so.
 
     Torch's norms are put under the exactly-once rule before the trial, so that a library's checkpointing, which updates
@@ -169,7 +172,7 @@ def _find_reading(block: nn.Module, forward: Callable[[Tensor], Tensor]) -> tupl
         by_parts = readings_by_parts(block)
     except NoPartsError as failure:
         reason = str(failure)
-    by_calls = readings_by_calls(block)
+    by_calls = readings_by_calls(block, may_be_layer)
     if reason is not None and not by_calls:
         raise NoPartsError(reason)
     custom_norms = [module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)]
@@ -180,16 +183,20 @@ def _find_reading(block: nn.Module, forward: Callable[[Tensor], Tensor]) -> tupl
         block_results = run(forward)
         for module in custom_norms:
             add_mixin(module, UsesTorchForward, innermost=True)
-        return _match(block, block_results, run, [*by_parts, *by_calls], reason)
+        return _match(partial(_run_reading, block, forward), block_results, run, [*by_parts, *by_calls], reason)
 
 
 def _match(
-    block: nn.Module, block_results: Results, run: Run, readings: Iterable[Reading], reason: str | None
+    forward: Callable[[Reading, Tensor], Tensor],
+    block_results: Results,
+    run: Run,
+    readings: Iterable[Reading],
+    reason: str | None,
 ) -> tuple[Reading, str | None]:
-    """The reading that reproduces the block's results, and the reason why the parts of its layers do not, if so."""
+    """The reading by which `forward` reproduces the block's results, and why the parts of its layers do not, if so."""
     difference = None
     for reading in readings:
-        found = describe_difference(block_results, run, partial(_run_reading, block, reading))
+        found = describe_difference(block_results, run, partial(forward, reading))
         if found is None and reading.layer_call is None:
             return reading, None
         if found is None:
@@ -198,10 +205,10 @@ def _match(
     raise VerificationError(reason or difference)
 
 
-def _run_reading(block: nn.Module, reading: Reading, x: Tensor) -> Tensor:
+def _run_reading(block: nn.Module, forward: Callable[[Tensor], Tensor], reading: Reading, x: Tensor) -> Tensor:
     if reading.layer_call is None:
         return run_layers(read_block(block, reading), x)
-    return run_whole_layers(layers_in(block), reading.layer_call, reading, x)
+    return run_whole_layers(block, forward, reading, x)
 
 
 def restore_block(block: ConvertedBlock) -> None:

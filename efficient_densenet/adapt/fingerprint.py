@@ -4,7 +4,7 @@ A trial verifies a block as it is. An attribute that was neutral then (a scale o
 changed later, and the block's forward computes something else from then on: so its state then is remembered.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -45,7 +45,9 @@ def fingerprint(block: nn.Module) -> Fingerprint:
     modules = list(_modules(block))
     classes = dict.fromkeys(base_class(type(module)) for module in modules)
     own = dict.fromkeys(each for cls in classes for each in cls.__mro__ if not _is_known(each))
-    return Fingerprint(tuple(map(_state, modules)), tuple(State(cls.__name__, _values(vars(cls), _OF_EVERY_CLASS)) for cls in own))
+    return Fingerprint(
+        tuple(map(_state, modules)), tuple(State(cls.__name__, _values(vars(cls), _OF_EVERY_CLASS)) for cls in own)
+    )
 
 
 def describe_change(before: Fingerprint, after: Fingerprint) -> str:
@@ -79,10 +81,14 @@ def _state(module: nn.Module) -> State:
     cls = base_class(type(module))
     # What a module of torch holds is read, or the module called, at every forward. Only a dropout's place is a belief.
     if _is_known(cls):
-        return State(cls.__name__, (("p", module.p), ("inplace", module.inplace)) if isinstance(module, _DropoutNd) else ())
-    # A replica of nn.DataParallel holds its parameters as attributes.
-    replicated = vars(module).get("_former_parameters", {}).keys() | {"_former_parameters"}
-    return State(cls.__name__, _values(vars(module), _OF_EVERY_MODULE, replicated))
+        return State(
+            cls.__name__, (("p", module.p), ("inplace", module.inplace)) if isinstance(module, _DropoutNd) else ()
+        )
+    attributes = vars(module)
+    if "_former_parameters" in attributes:  # a replica of nn.DataParallel holds its parameters as attributes
+        parameters = attributes["_former_parameters"].keys() | {"_former_parameters"}
+        attributes = {name: value for name, value in attributes.items() if name not in parameters}
+    return State(cls.__name__, _values(attributes, _OF_EVERY_MODULE))
 
 
 def _is_known(cls: type) -> bool:
@@ -90,9 +96,8 @@ def _is_known(cls: type) -> bool:
     return (cls.__module__ or "").startswith(("torch.nn.modules.", "builtins", "typing", "abc"))
 
 
-def _values(attributes: Any, *ignored: Iterable[str]) -> Values:
-    names = attributes.keys() - frozenset().union(*ignored)
-    return tuple((name, _frozen(attributes[name])) for name in sorted(names))
+def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
+    return tuple((name, _frozen(attributes[name])) for name in sorted(attributes.keys() - ignored))
 
 
 def _frozen(value: Any, depth: int = 3) -> Any:
@@ -123,4 +128,6 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "keep_bottleneck",  # which is read at every forward
     "_is_replica",  # what nn.DataParallel makes of a module
 }
-_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__static_attributes__", "__firstlineno__"})
+_OF_EVERY_CLASS = frozenset(
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__static_attributes__", "__firstlineno__"}
+)

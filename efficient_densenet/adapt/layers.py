@@ -1,6 +1,6 @@
 """Run a dense block layer by layer: from the parts of its layers, or calling them whole."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
 
 import torch
@@ -11,6 +11,7 @@ from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, LayerParts, activations_of
 from ..engines.plain import RunFirstHalf
 from .reading import LayerCall, Reading
+from .structure import layers_in
 
 AnyLayer = TypeVar("AnyLayer")
 
@@ -44,17 +45,17 @@ def run_layers(block: BlockParts, x: Tensor, run_first_half: RunFirstHalf = plai
 class WholeLayer(nn.Module):
     """Concatenation and a layer of any kind, as what the engines that recompute run again."""
 
-    def __init__(self, layer: nn.Module, call: LayerCall, newest_first: bool) -> None:
+    def __init__(self, layer: nn.Module, forward: Callable, call: LayerCall, newest_first: bool) -> None:
         super().__init__()
-        self.layer, self.call, self.newest_first = layer, call, newest_first
+        self.layer, self.run, self.call, self.newest_first = layer, forward, call, newest_first
         self.norm1 = _IDENTITY  # the norms inside are under the exactly-once rule already
         self.training = layer.training
 
     def first_half(self, *features: Tensor) -> Tensor:
         if self.call.separately:
-            return self.layer(*features)
+            return self.run(*features)
         x = torch.cat(features, 1)
-        output = self.layer(x)
+        output = self.run(x)
         if not self.call.returns_input:
             return output
         new = output.shape[1] - x.shape[1]
@@ -63,17 +64,23 @@ class WholeLayer(nn.Module):
 
 
 def run_whole_layers(
-    layers: Sequence[nn.Module],
-    call: LayerCall,
+    block: nn.Module,
+    forward: Callable[[Tensor], Tensor],
     reading: Reading,
     x: Tensor,
     run_first_half: RunFirstHalf = plain.run_first_half,
 ) -> Tensor:
-    """The output of a block whose layers are called whole, each by `run_first_half`."""
+    """The output of a block whose layers are called whole, each by `run_first_half`.
+
+    `forward` is the author's, for a block that is itself the layer.
+    """
+    call = cast(LayerCall, reading.layer_call)
 
     def run(layer: nn.Module, features: list[Tensor]) -> Tensor:
-        return run_first_half(WholeLayer(layer, call, reading.newest_first), features)
+        called = forward if reading.is_layer else layer
+        return run_first_half(WholeLayer(layer, called, call, reading.newest_first), features)
 
+    layers = [block] if reading.is_layer else layers_in(block)
     return _grow(layers, run, x, reading.newest_first, reading.new_features_only)
 
 

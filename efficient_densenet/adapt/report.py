@@ -41,12 +41,14 @@ class Report:
             author's forward calls the sequence rather than the modules in it.
         transitions: the names of the transitions that were converted; each is a stage of its own where it is called.
         unchanged: the names of modules that look like a dense block but were not converted, each with the reason.
+        recomputable: those of them that can be recomputed as a whole, by `checkpoint_wrapper`.
     """
 
     changed: list[Changed] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     transitions: list[str] = field(default_factory=list)
     unchanged: dict[str, str] = field(default_factory=dict)
+    recomputable: list[str] = field(default_factory=list)
 
     def merge(self, names: Sequence[str], change: Changed) -> None:
         """Put `change` in the place of those called `names`."""
@@ -54,6 +56,11 @@ class Report:
         if first is not None:
             self.changed[first] = change
             self.changed = [each for each in self.changed if each.name not in names]
+
+    def forget(self, name: str) -> None:
+        """Drop what was reported of a module that was not changed."""
+        self.unchanged.pop(name, None)
+        self.recomputable = [each for each in self.recomputable if each != name]
 
     def __bool__(self) -> bool:
         return bool(self.changed)
@@ -76,12 +83,12 @@ class Report:
         if self.unchanged:
             lines.append("not changed")
             lines += [f"  {name or 'the model'}: {reason}" for name, reason in self.unchanged.items()]
+        if self.recomputable:
             lines += ["to recompute such a block as a whole (efficient_densenet.checkpoint)", f"  {self._snippet()}"]
         return "\n".join(lines)
 
     def _snippet(self) -> str:
-        """How to save memory in the first block that was not changed."""
-        name = next(iter(self.unchanged))
+        name = self.recomputable[0]
         return f"checkpoint_wrapper(model.get_submodule({name!r}))" if name else "checkpoint_wrapper(model)"
 
 

@@ -16,10 +16,10 @@ from ..engines.parts import BlockParts, LayerParts, NoPartsError, activations_of
 from .reading import LayerCall, Reading
 
 _DROPOUTS = {
-    nn.Dropout: F.dropout,
-    nn.Dropout1d: F.dropout1d,
-    nn.Dropout2d: F.dropout2d,
-    nn.Dropout3d: F.dropout3d,
+    nn.Dropout.forward: F.dropout,
+    nn.Dropout1d.forward: F.dropout1d,
+    nn.Dropout2d.forward: F.dropout2d,
+    nn.Dropout3d.forward: F.dropout3d,
 }
 _BY_STRUCTURE = Reading()
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -30,10 +30,12 @@ def readings_by_parts(block: nn.Module) -> list[Reading]:
     if block_reader(block) is not None:  # it knows the right one by itself
         parts = read_block(block)
         return [Reading(parts.newest_first, parts.new_features_only)]
-    kinds = Reading(), Reading(new_features_only=True), Reading(is_layer=True)
+    kinds = [Reading(), Reading(new_features_only=True), Reading(is_layer=True)]
+    if len(layers_in(block)) < 2:  # any norm, activation and convolution would be a block of one layer
+        del kinds[1]
     readable = [kind for kind in kinds if _can_read(block, kind)]
     if not readable:
-        read_block(block)  # which raises the reason
+        read_block(block, kinds[0] if looks_dense(block) else kinds[-1])  # which raises the reason
     return [replace(kind, newest_first=newest_first) for kind in readable for newest_first in (False, True)]
 
 
@@ -45,16 +47,33 @@ def _can_read(block: nn.Module, reading: Reading) -> bool:
     return True
 
 
-def readings_by_calls(block: nn.Module) -> list[Reading]:
-    """The ways to call the layers of `block` whole, if it looks like a dense block."""
-    if block_reader(block) is not None or _is_compiled(block) or not (looks_dense(block) and layers_in(block)):
-        return []
-    return [
-        Reading(newest_first, new_features_only, layer_call=call)
-        for call in (LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True))
-        for newest_first in (False, True)
-        for new_features_only in (False, True)
-    ]
+def readings_by_calls(block: nn.Module, may_be_layer: bool) -> list[Reading]:
+    """The ways to call layers whole: those of `block`, if it looks like a dense block, or `block` as a layer."""
+    readings = []
+    if block_reader(block) is not None or _is_compiled(block):
+        return readings
+    if looks_dense(block) and layers_in(block):
+        calls = LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True)
+        readings += [
+            Reading(new_features_only=new_features_only, layer_call=call)
+            for call in calls
+            for new_features_only in (False, True)
+        ]
+    if may_be_layer:
+        readings.append(Reading(is_layer=True, layer_call=LayerCall(returns_input=True)))
+    return [replace(reading, newest_first=newest_first) for reading in readings for newest_first in (False, True)]
+
+
+def layers_in_a_row(module: nn.Module) -> set[nn.Module]:
+    """The modules of an nn.Sequential that may be concatenating layers: three that read more and more by one step."""
+    if type(module).forward is not nn.Sequential.forward:
+        return set()
+    children = [(child, _widths(child)[:1]) for child in module.children()]
+    layers: set[nn.Module] = set()
+    for (first, a), (second, b), (third, c) in zip(children, children[1:], children[2:], strict=False):
+        if a and b and c and 0 < b[0] - a[0] == c[0] - b[0]:
+            layers |= {first, second, third}
+    return layers
 
 
 def read_block(block: nn.Module, reading: Reading = _BY_STRUCTURE) -> BlockParts:
@@ -117,7 +136,10 @@ def looks_dense(block: nn.Module) -> bool:
     widths = list(filter(None, all_widths))
     if len(widths) < (2 if len(widths) == len(all_widths) else 3):  # an activation beside convolutions proves less
         return False
-    return all(sum(layer) == after[0] for layer, after in pairwise(widths))
+    steps = {after[0] - layer[0] for layer, after in pairwise(widths)}
+    return all(sum(layer) == after[0] for layer, after in pairwise(widths)) or (
+        len(widths) > 2 and len(steps) == 1 and min(steps) > 0
+    )
 
 
 def _widths(layer: nn.Module) -> tuple[int, ...]:
@@ -181,9 +203,10 @@ def _is_norm(module: nn.Module) -> bool:
 def _dropout(layer: nn.Module, module: _DropoutNd | None = None) -> tuple[float, Callable[[Tensor, float], Tensor]]:
     """The current drop rate of a layer and its dropout function, from its dropout module or else its attributes."""
     if module is not None:
-        if type(module) not in _DROPOUTS:
-            raise NoPartsError(f"found a {type(module).__name__} inside a layer")
-        return (module.p if module.training else 0.0), _DROPOUTS[type(module)]
+        dropout = _DROPOUTS.get(type(module).forward)
+        if dropout is None:
+            raise NoPartsError(f"found a {type(module).__name__} inside a layer, with a forward of its own")
+        return (module.p if module.training else 0.0), dropout
     rates = {value for name, value in vars(layer).items() if "drop" in name and type(value) is float}
     rates -= {0.0}
     if len(rates) > 1:

@@ -4,21 +4,29 @@ The trial runs on a few random pixels, with random values in place of all parame
 not change and no weight that happens to be zero or small hides a difference.
 """
 
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ..engines.eligibility import HOOKS
+from .fingerprint import Fingerprint, describe_change, fingerprint
 from .structure import first_conv
 
 
 class VerificationError(Exception):
     """Raised for a block that is not a dense block; the message says in what it differs from one."""
+
+
+class SideEffectError(VerificationError):
+    """Raised for a block whose forward does more than compute its output, so that it must not be recomputed either."""
 
 
 Result = list[Any]
@@ -31,14 +39,20 @@ Run = Callable[[Callable[[Tensor], Tensor]], Results]
 @contextmanager
 def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Run]:
     """Prepare `module` for a trial, and yield a function that runs a forward in it on an input of few pixels."""
-    for each in module.modules():
-        if any(isinstance(value, Tensor) and value.requires_grad for value in vars(each).values()):
-            raise VerificationError("holds weights that are no parameters, such as those of torch.nn.utils.weight_norm")
+    if any(map(_has_computed_weights, module.modules())):
+        raise VerificationError(
+            "holds weights that are no parameters, as torch.nn.utils.weight_norm, spectral_norm and prune make them"
+        )
     conv = first_conv(module)
     with _isolated(module), _random_parameters_and_buffers(module):
         weight = next(conv.parameters())  # not conv.weight, which a parametrization would compute
         x = torch.randn(2, in_channels, *([size] * len(conv.kernel_size))).to(weight.device, weight.dtype)
         yield lambda forward: [_run(module, forward, x, training) for training in (False, True)]
+
+
+def _has_computed_weights(module: nn.Module) -> bool:
+    tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return any(value.requires_grad or f"{name}_orig" in module._parameters for name, value in tensors.items())
 
 
 def describe_difference(block_results: Results, run: Run, forward: Callable[[Tensor], Tensor]) -> str | None:
@@ -58,15 +72,19 @@ def _run(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, train
         vars(module)["_buffers"] = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
     torch.manual_seed(0)
     random.seed(0)
-    x = x.clone().requires_grad_()
+    state, x = fingerprint(block), x.clone().requires_grad_()
     try:
         output = forward(x)
         if not isinstance(output, Tensor):
             raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
+        _check_no_side_effects(block, state, before)
         states = _random_states(x.device)
         grad_output = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
         output.backward(grad_output.view_as(output))
-        return [output.detach(), x.grad, *states, *(b for m, _ in before for b in m._buffers.values())]
+        values, reference = output.detach(), weakref.ref(output)
+        del output
+        _check_released(reference)
+        return [values, x.grad, *states, *(b for m, _ in before for b in m._buffers.values())]
     except VerificationError:
         raise
     except Exception as exc:
@@ -76,6 +94,35 @@ def _run(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, train
         for module, values in before:
             vars(module).clear()
             vars(module).update(values)
+
+
+def _check_no_side_effects(block: nn.Module, state: Fingerprint, before: list[tuple[nn.Module, dict]]) -> None:
+    """Raise `SideEffectError` if a forward changed what an engine would leave as it is, or change twice."""
+    after = fingerprint(block)
+    if after != state:
+        raise SideEffectError(
+            f"changes its own state in its forward, which an engine would not: {describe_change(state, after)}"
+        )
+    parametrizations = [module._modules.get("parametrizations") for module in block.modules()]
+    known = {module for each in parametrizations if each is not None for module in each.modules()}
+    for module, values in before:
+        if isinstance(module, _NormBase) or module in known:
+            continue  # under the exactly-once rule; never recomputed
+        for name, buffer in values["_buffers"].items():
+            changed = module._buffers[name]
+            if buffer is not None and (changed is None or not torch.equal(changed, buffer)):
+                raise SideEffectError(
+                    f"changes the buffer {name} of a {type(module).__name__} in its forward, which recomputing would "
+                    "do again"
+                )
+
+
+def _check_released(output: "weakref.ReferenceType[Tensor]") -> None:
+    """Raise `SideEffectError` if somebody else holds a forward's output, such as a list of skip connections."""
+    if output() is not None:
+        gc.collect()
+    if output() is not None:
+        raise SideEffectError("hands its output to another object in its forward, which an engine would not")
 
 
 def _agree(actual: Result, expected: Result) -> bool:

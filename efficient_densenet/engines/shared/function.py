@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._torch_private import graph_task_id, queue_backward_callback, will_execute
+from ..._torch_private import graph_task_id, is_batched_gradient, queue_backward_callback, will_execute
 from ..kernels import scratch
 from ..parts import BlockParts, ConsumerParts
 from ..precision import autocast_disabled
@@ -118,7 +118,7 @@ class SharedStage(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_create_graph()
+        refuse_other_backwards(*grad_outputs)
         plan: StagePlan = ctx.plan
         saved, tensors = SavedStage.unflatten(ctx.saved_tensors, len(plan.layers))
         backward = Backward(plan, ctx.shape, ctx.count, saved, tensors)
@@ -176,8 +176,13 @@ def _run_group(backward: Backward, handoff: BackwardHandoff) -> list[Tensor | No
     return [backward.features.new_zeros(()), *grads]
 
 
-def refuse_create_graph() -> None:
-    """Called in a backward, which records a graph of its own only under create_graph=True."""
+def refuse_other_backwards(*grad_outputs: Tensor | None) -> None:
+    """Called in a backward: it records a graph of its own only under create_graph=True."""
+    if any(map(is_batched_gradient, grad_outputs)):
+        raise RuntimeError(
+            "found a backward of several gradients at once (is_grads_batched=True, or vectorize=True), but the shared "
+            f"engine takes one at a time: give them one by one, or use {_CHECKPOINT}"
+        )
     if torch.is_grad_enabled():
         raise RuntimeError(
             "found create_graph=True, but the shared engine gives first derivatives only: for a loss that contains a "

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels import scratch
 from ..precision import autocast_disabled
 from ..shared.batch_norm import BatchNormAffine
-from ..shared.function import refuse_create_graph
+from ..shared.function import refuse_other_backwards
 from .backward import StemBackward
 from .conv_output import ConvOutput
 from .forward import batch_statistics, pooled_output
@@ -44,7 +44,7 @@ class SharedStem(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_create_graph()
+        refuse_other_backwards(grad_output)
         needs_grad = ctx.needs_input_grad[1:]
         if grad_output is None:
             return None, *[None] * len(needs_grad)

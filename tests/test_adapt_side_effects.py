@@ -1,0 +1,129 @@
+"""Blocks whose forward does more than compute its output are left alone: an engine would not, or would do it twice."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_adapt_families import Block, tiramisu
+from third_party_models import GROWTH, START, FunctionalTransition, LayerHalves, assert_same_training
+from torch import Tensor, nn
+
+from efficient_densenet import make_efficient
+
+X = torch.randn(3, START, 6, 5, dtype=torch.double)
+_skips: list[Tensor] = []
+
+
+class KeepsItsOutput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.skip = super().forward(x)
+        return self.skip
+
+
+class AppendsToItsList(Block):
+    def __init__(self, layer) -> None:
+        super().__init__(layer)
+        self.outputs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outputs.append(x.mean())
+        return super().forward(x)
+
+
+class AppendsToAGlobalList(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        _skips.append(x)
+        return x
+
+
+class _CountingLayer(LayerHalves):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second_half(self.first_half(x)) * (1.0 if self.calls <= 2 else 0.5)
+
+
+class _LayerWithABuffer(LayerHalves):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.second_half(self.first_half(x))
+
+
+class RunningNorm(nn.Module):
+    """A norm of its author's, whose running statistics a recomputation would update a second time."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.running_mean.lerp_(x.mean((0, 2, 3)), 0.1)
+        return (x - self.running_mean[:, None, None]) * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+def _own_norm(channels: int) -> nn.Module:
+    return nn.Sequential(RunningNorm(channels), nn.ReLU(), nn.Conv2d(channels, GROWTH, 3, padding=1))
+
+
+BLOCKS = {
+    "keeps its output": (lambda: KeepsItsOutput(tiramisu), "skip of a KeepsItsOutput was added"),
+    "appends to its list": (lambda: AppendsToItsList(tiramisu), "outputs of a AppendsToItsList has changed"),
+    "appends to a global list": (lambda: AppendsToAGlobalList(tiramisu), "hands its output to another object"),
+    "counts": (lambda: Block(_CountingLayer), "calls of a _CountingLayer was added"),
+    "counts in a buffer": (lambda: Block(_LayerWithABuffer), "changes the buffer steps of a _LayerWithABuffer"),
+    "norm of its own": (lambda: Block(_own_norm), "changes the buffer running_mean of a RunningNorm"),
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_whose_forward_has_side_effects_is_left_alone_and_reported(kind):
+    build, reason = BLOCKS[kind]
+    block = build().double()
+    plain = copy.deepcopy(block)
+    report = make_efficient(block)
+    _skips.clear()
+    assert not report
+    assert reason in report.unchanged[""]
+    assert "checkpoint_wrapper" not in str(report)
+    assert type(block) is type(plain)
+    assert vars(block).keys() == vars(plain).keys()
+    assert_same_training(block, plain, X)
+    _skips.clear()
+
+
+class KeepsWhatItPools(FunctionalTransition):
+    def forward(self, x: Tensor) -> Tensor:
+        self.before_pooling = self.conv(F.relu(self.bn(x)))
+        return F.avg_pool2d(self.before_pooling, 2)
+
+
+def test_a_transition_whose_forward_has_side_effects_is_called():
+    model = nn.Sequential(Block(tiramisu), KeepsWhatItPools(START + 3 * GROWTH, 8)).double()
+    plain = copy.deepcopy(model)
+    report = make_efficient(model)
+    assert len(report) == 1
+    assert not report.transitions
+    assert_same_training(model, plain, X)
+    losses = []
+    for each in (model, plain):
+        torch.manual_seed(0)
+        losses.append(each(X).sum() + each[1].before_pooling.square().sum())
+    torch.testing.assert_close(*losses)
+
+
+def test_a_module_that_concatenates_nothing_is_no_block():
+    halving = nn.Sequential(nn.BatchNorm2d(18), nn.Conv2d(18, 9, 1, bias=False), nn.AvgPool2d(2))
+    activated_first = nn.Sequential(nn.BatchNorm2d(9), nn.ReLU(), nn.Conv2d(9, 9, 3, padding=1))
+    report = make_efficient(nn.Sequential(Block(tiramisu), nn.Sequential(halving), nn.Sequential(activated_first)))
+    assert [change.name for change in report.changed] == ["0"]
+    assert not report.unchanged
