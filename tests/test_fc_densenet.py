@@ -24,8 +24,8 @@ from efficient_densenet.training.options import parse
 
 SMALL = {"growth_rate": 3, "block_config": (2, 1, 2, 1, 2), "num_init_features": 4, "num_classes": 5}
 
-# Exact counts; the paper's, in millions, are of a library that counts running statistics as parameters. With these
-# FC-DenseNet56 has 1.4, where the paper says 1.5.
+# Exact counts. Those of the paper, in millions, are met for 67 and 103 if running statistics are counted too; then
+# FC-DenseNet56 has 1.4, where the paper says 1.5 (why is not known: its number of layers is the paper's).
 PARAMETERS = {"fc_densenet56": 1_376_795, "fc_densenet67": 3_463_243, "fc_densenet103": 9_322_091}
 PAPER = {"fc_densenet56": 1.4, "fc_densenet67": 3.5, "fc_densenet103": 9.4}
 
