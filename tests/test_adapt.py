@@ -252,9 +252,12 @@ def test_a_second_call_changes_the_engine():
     model = build("torchvision")
     make_efficient(model)
     classes = list(map(type, model.modules()))
-    assert [change.engine for change in make_efficient(model, "checkpoint").changed] == ["checkpoint"] * 3
+    report = make_efficient(model, "checkpoint")
+    assert [change.engine for change in report.changed] == ["checkpoint"] * 3
+    assert not report.transitions  # the shared engine alone runs them
     assert model.features.denseblock1.engine is engines.Engine.CHECKPOINT
     assert [change.engine for change in make_efficient(model, False).changed] == ["plain"] * 3
+    assert [change.engine for change in make_efficient(model).changed] == ["shared"] * 3
     assert list(map(type, model.modules())) == classes
     with pytest.raises(ValueError, match="unknown engine 'fast'"):
         make_efficient(model, "fast")
