@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from third_party_models import GROWTH, START, FeaturesBlock, LayerHalves, assert_same_training
+from third_party_models import GROWTH, START, FeaturesBlock, LayerHalves, TakesFeatures, assert_same_training
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
@@ -73,10 +73,13 @@ def test_the_warning_and_the_second_report_say_what_changed():
     block.denselayer2.scale = plain.denselayer2.scale = 0.5
     dispatch._warned.clear()
     x = torch.randn(3, START, 6, 5, dtype=torch.double)
-    with pytest.warns(UserWarning, match="'checkpoint'.*scale of a _Layer was 1.0 and is 0.5.*other values"):
+    with pytest.warns(UserWarning, match="'checkpoint': found that scale of a _Layer was 1.0 and is 0.5 since"):
         assert_same_training(block, plain, x)
     (changed,) = make_efficient(block).changed
-    assert changed.engine.startswith("checkpoint (")
+    assert changed.engine.startswith("checkpoint (found that by the parts of its layers it has other values")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same_training(block, plain, x)
     block.denselayer2.scale = 1.0
     (changed,) = make_efficient(block).changed
     assert changed.engine == "shared"
@@ -93,14 +96,96 @@ def test_an_engine_asked_for_by_name_raises_when_the_state_has_changed():
         block(torch.randn(3, START, 6, 5, dtype=torch.double, requires_grad=True))
 
 
-def test_a_state_that_computes_the_same_is_verified_once(monkeypatch):
+def test_what_no_method_reads_and_the_verified_state_keep_the_engine():
     block, plain = _block()
     make_efficient(block)
     block.denselayer2.note = "fold 3"
+    block.register_forward_hook(lambda module, args, output: setattr(module, "features", output))
     x = torch.randn(3, START, 6, 5, dtype=torch.double)
-    assert_same_training(block, plain, x)
-    monkeypatch.setattr("efficient_densenet.adapt.converted.trial", None)  # no second trial
-    assert_same_training(block, plain, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_training(block, plain, x)
+    block.denselayer1.scale = 0.5
+    block.denselayer1.scale = 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_training(block, plain, x)
+
+
+@pytest.mark.parametrize("rate", [0.4, 0.0])
+def test_a_rate_of_dropout_that_was_verified_may_change(rate):
+    block = FeaturesBlock([TakesFeatures(START, drop_rate=0.2), TakesFeatures(START + GROWTH, drop_rate=0.2)]).double()
+    plain = copy.deepcopy(block)
+    make_efficient(block)
+    for layer in (*block.children(), *plain.children()):
+        layer.drop_rate = rate
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+
+
+def test_no_trial_runs_in_a_forward(monkeypatch):
+    block, plain = _block()
+    make_efficient(block)
+    monkeypatch.setattr("efficient_densenet.adapt.converted.trial", None)
+    for each in (block, plain):
+        each.denselayer1.scale = 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
+def test_a_copy_keeps_the_engine(copied):
+    block, plain = _block()
+    make_efficient(block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_training(copied(block), plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+
+
+class _Flagged(LayerHalves):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("enabled", torch.tensor(1))
+        self.register_buffer("gain", None)
+
+    def forward(self, *features: Tensor) -> Tensor:
+        output = self.second_half(self.first_half(*features))
+        return output * (0.5 if self.enabled else 1.0) * (1.0 if self.gain is None else self.gain)
+
+
+def test_flags_in_buffers_count():
+    block = FeaturesBlock([_Flagged(START), _Flagged(START + GROWTH)]).double()
+    plain, x = copy.deepcopy(block), torch.randn(3, START, 6, 5, dtype=torch.double)
+    assert make_efficient(block).changed[0].engine.startswith("checkpoint")
+    for each in (block, plain):
+        each.denselayer1.enabled.fill_(0), each.denselayer2.enabled.fill_(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same_training(block, plain, x)
+        assert make_efficient(block).changed[0].engine == "shared"
+        for each in (block, plain):
+            each.denselayer1.gain = torch.tensor(0.5, dtype=torch.double)
+        assert_same_training(block, plain, x)
+
+
+class _GainNorm(nn.BatchNorm2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+def test_a_norm_with_attributes_of_its_own_is_not_taken_for_torch_s():
+    block = FeaturesBlock([TakesFeatures(START, _GainNorm), TakesFeatures(START + GROWTH, _GainNorm)]).double()
+    plain = copy.deepcopy(block)
+    assert "holds a _GainNorm with attributes of its own: gain" in make_efficient(block).unchanged[""]
+    for each in (block, plain):
+        each.denselayer1.norm2.gain = 0.1
+    assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])

@@ -85,6 +85,7 @@ def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Ex
     """Convert `module` itself; return the reason if it cannot be converted, and None if it was."""
     if isinstance(module, ConvertedBlock):
         module.set_engine(engine)
+        module._verify_again()
     elif isinstance(module, DenseBlock):
         vars(module).setdefault("_original_engine", module.engine)
         module.engine = engine

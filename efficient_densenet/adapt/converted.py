@@ -20,7 +20,7 @@ from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import RunFirstHalf
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
-from .fingerprint import Fingerprint, describe_change, fingerprint
+from .fingerprint import Fingerprint, change_since, fingerprint
 from .layers import run_layers, run_whole_layers, skips_a_hook
 from .reading import Reading
 from .structure import in_channels_of, layers_in, read_block, readings_by_calls, readings_by_parts
@@ -62,6 +62,10 @@ class Conversion:
     reason: str | None = None
     verified: Fingerprint | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        verified = None if self.verified is None else self.verified.without_identities()
+        return vars(self) | {"verified": verified}
+
 
 class ConvertedBlock(KeepsSignature):
     """Mixin: a dense block that an engine runs wherever its own forward would save much memory for backward."""
@@ -73,8 +77,8 @@ class ConvertedBlock(KeepsSignature):
         # Compilers see the author's forward, and so do tracers, which may pass a proxy in the place of a tensor.
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        plan = dispatch.plan_block(self, args[0])
-        if plan.engine is Engine.PLAIN:
+        plan = None if self._conversion.verified is None else dispatch.plan_block(self, args[0])
+        if plan is None or plan.engine is Engine.PLAIN:
             return super().forward(*args)
         return dispatch.run_block(self, args[0], plan)
 
@@ -85,22 +89,35 @@ class ConvertedBlock(KeepsSignature):
     def set_engine(self, engine: Engine | None) -> None:
         self._conversion = replace(self._conversion, engine=engine)
 
-    def verify(self) -> None:
-        """Find out by a trial how the block uses its layers, unless its state is that of the last trial."""
-        state, before = fingerprint(self), self._conversion.verified
-        if state == before:
+    def _verify_again(self) -> None:
+        """Find out by a trial how the block uses its layers, unless its state is that of the last trial.
+
+        This is for `make_efficient` alone. A forward compares states, and never runs a trial: other threads, processes
+        or a checkpoint around it would see the trial's parameters and operations.
+        """
+        if self._state_change() is None and self._conversion.reading is not None:
             return
         reading = None
         try:
             reading, reason = _find_reading(self, super().forward, may_be_layer=True)
         except (NoPartsError, VerificationError) as failure:
-            reason = str(failure)
-        if reason is not None and before is not None and self._conversion.reason is None:
-            reason = f"found that {describe_change(before, state)} since it was verified: {reason}"
-        self._conversion = replace(self._conversion, reading=reading, reason=reason, verified=state)
+            reason = f"found that since it was converted it {failure}"
+        self._conversion = replace(self._conversion, reading=reading, reason=reason, verified=fingerprint(self))
+
+    def _state_change(self) -> str | None:
+        """What has changed since the last trial, or None."""
+        before = self._conversion.verified
+        change = "its layers are others" if before is None else change_since(before, self)
+        if change is None and before is not None and not before.classes:  # a copy: from now on, with identities
+            self._conversion = replace(self._conversion, verified=fingerprint(self))
+        return change
 
     def dense_parts(self) -> BlockParts:
-        self.verify()
+        change = self._state_change()
+        if change is not None:
+            raise NoPartsError(
+                f"found that {change} since it was verified: call make_efficient again, which verifies it"
+            )
         if self._conversion.reason is not None or self._conversion.reading is None:
             raise NoPartsError(self._conversion.reason)
         parts = read_block(self, self._conversion.reading)
@@ -112,8 +129,8 @@ class ConvertedBlock(KeepsSignature):
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
-        self.verify()
-        by_layers = _run_by_layers(self, super().forward, self._conversion.reading)
+        reading = self._conversion.reading if self._state_change() is None else None
+        by_layers = _run_by_layers(self, super().forward, reading)
         if by_layers is not None:
             return by_layers(x, run_first_half)
         if run_first_half is recompute.run_first_half_official:
@@ -176,6 +193,12 @@ def _find_reading(
     if reason is not None and not by_calls:
         raise NoPartsError(reason)
     custom_norms = [module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)]
+    for module in custom_norms:
+        own = vars(module).keys() - _OF_EVERY_BATCH_NORM
+        if own:
+            raise VerificationError(
+                f"holds a {type(module).__name__} with attributes of its own: {', '.join(sorted(own))}"
+            )
     for module in block.modules():
         if isinstance(module, _NormBase) and not isinstance(module, UpdatesOnce) and module not in custom_norms:
             add_mixin(module, UpdatesOnce, innermost=True)  # update_once would change the name of the class
@@ -232,3 +255,4 @@ def _restore_norms(block: nn.Module, exactly_once: tuple[str, ...]) -> None:
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_OF_EVERY_BATCH_NORM = vars(nn.BatchNorm2d(1)).keys()

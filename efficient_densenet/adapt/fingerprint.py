@@ -5,8 +5,11 @@ changed later, and the block's forward computes something else from then on: so 
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -29,11 +32,21 @@ class Identity(NamedTuple):
     version: int = 0
 
 
+class DropRate(NamedTuple):
+    """A probability of dropout. If it was not 0 in the trial, the place of the dropout is verified for any."""
+
+    value: float
+
+
 class Fingerprint(NamedTuple):
     """The states of the modules of a block, and of their classes."""
 
     modules: tuple[State, ...]
     classes: tuple[State, ...]
+
+    def without_identities(self) -> "Fingerprint":
+        """What it still is in a copy or in another process: no identities, and so no classes."""
+        return Fingerprint(tuple(State(name, _without_identities(values)) for name, values in self.modules), ())
 
 
 def fingerprint(block: nn.Module) -> Fingerprint:
@@ -50,20 +63,56 @@ def fingerprint(block: nn.Module) -> Fingerprint:
     )
 
 
-def describe_change(before: Fingerprint, after: Fingerprint) -> str:
-    """The first difference between two fingerprints, such as "scale of a DenseLayer was 1.0 and is 0.5"."""
+def change_since(before: Fingerprint, block: nn.Module) -> str | None:
+    """The first change of a block's state, such as "scale of a DenseLayer was 1.0 and is 0.5", or None.
+
+    What has been added since counts only if a method of the class may read it.
+    """
+    after = fingerprint(block)
+    if after == before:
+        return None
+    if not before.classes:
+        after = after.without_identities()
     if [state.name for state in before.modules] != [state.name for state in after.modules]:
         return "its modules are others"
-    for old, new in zip(before.modules + before.classes, after.modules + after.classes, strict=False):
-        old_values, new_values = dict(old.values), dict(new.values)
-        for key in {**old_values, **new_values}:
-            values = old_values.get(key, _MISSING), new_values.get(key, _MISSING)
-            if values[0] != values[1]:
-                return f"{key} of a {old.name} {_difference(*values)}"
-    return "its classes are others"
+    for module, old, new in zip(_modules(block), before.modules, after.modules, strict=True):
+        change = _change(old, new, _names_read(base_class(type(module))))
+        if change is not None:
+            return change
+    changes = (_change(old, new, None) for old, new in zip(before.classes, after.classes, strict=False))
+    return next(filter(None, changes), None)
+
+
+def _change(old: State, new: State, names_read: frozenset[str] | None) -> str | None:
+    """The first change of a module's attributes; of those that are new, only of `names_read`, if that is given."""
+    old_values, new_values = dict(old.values), dict(new.values)
+    for key in {**old_values, **new_values}:
+        before, after = old_values.get(key, _MISSING), new_values.get(key, _MISSING)
+        verified_for_any = isinstance(before, DropRate) and before.value != 0 and isinstance(after, DropRate)
+        unread = before is _MISSING and names_read is not None and key not in names_read
+        if before != after and not verified_for_any and not unread:
+            return f"{key} of a {old.name} {_difference(before, after)}"
+    return None
+
+
+@cache
+def _names_read(cls: type) -> frozenset[str]:
+    """The names and texts in the methods of an author's class."""
+    functions = (value for each in cls.__mro__ if not _is_known(each) for value in vars(each).values())
+    return frozenset(name for f in functions if isinstance(f, FunctionType) for name in _names_in(f.__code__))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def _difference(old: Any, new: Any) -> str:
+    old, new = (value.value if isinstance(value, DropRate) else value for value in (old, new))
     if all(isinstance(value, (bool, int, float, str)) for value in (old, new)):
         return f"was {old!r} and is {new!r}"
     return "was added" if old is _MISSING else "was removed" if new is _MISSING else "has changed"
@@ -88,7 +137,24 @@ def _state(module: nn.Module) -> State:
     if "_former_parameters" in attributes:  # a replica of nn.DataParallel holds its parameters as attributes
         parameters = attributes["_former_parameters"].keys() | {"_former_parameters"}
         attributes = {name: value for name, value in attributes.items() if name not in parameters}
-    return State(cls.__name__, _values(attributes, _OF_EVERY_MODULE))
+    absent = (("absent", tuple(name for name, value in _tensors(module) if value is None)),)
+    # Flags are small, and on the CPU where reading them does not wait.
+    flags = tuple((name, _frozen(value)) for name, value in module._buffers.items() if _is_flag(value))
+    return State(cls.__name__, _values(attributes, _OF_EVERY_MODULE) + absent + flags)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    return [*module._parameters.items(), *module._buffers.items()]
+
+
+def _is_flag(value: Tensor | None) -> bool:
+    return value is not None and not value.is_floating_point() and _is_small(value)
+
+
+def _is_small(value: Tensor) -> bool:
+    return (
+        value.device.type == "cpu" and value.layout == torch.strided and type(value) is Tensor and value.numel() <= 16
+    )
 
 
 def _is_known(cls: type) -> bool:
@@ -97,17 +163,25 @@ def _is_known(cls: type) -> bool:
 
 
 def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
-    return tuple((name, _frozen(attributes[name])) for name in sorted(attributes.keys() - ignored))
+    return tuple((name, _value(name, attributes[name])) for name in sorted(attributes.keys() - ignored))
 
 
-def _frozen(value: Any, depth: int = 3) -> Any:
+def _value(name: str, value: Any) -> Any:
+    return DropRate(value) if type(value) is float and "drop" in name else _frozen(value)
+
+
+def _frozen(value: Any, depth: int = 6) -> Any:
     """`value` as something that compares equal only to a value that means the same, and refers to no object."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
-        return Identity(id(value), value._version)
-    if not depth:
+        if _is_small(value):
+            return str(value.dtype), tuple(value.flatten().tolist())
+        return Identity(id(value), 0 if value.is_inference() else value._version)
+    if not depth or isinstance(value, (nn.Module, type, FunctionType)):
         return Identity(id(value))
+    if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MANY:
+        return Identity(id(value), len(value))
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(each, depth - 1) for each in value)
     if isinstance(value, (set, frozenset)):
@@ -116,12 +190,23 @@ def _frozen(value: Any, depth: int = 3) -> Any:
         return tuple((_frozen(key, depth - 1), _frozen(each, depth - 1)) for key, each in value.items())
     if hasattr(value, "__array_interface__") and value.nbytes <= _SMALL_ARRAY:
         return value.tobytes()
-    if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
-        return Identity(id(value)), _frozen(vars(value), depth - 1)
-    return Identity(id(value))
+    slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()) if isinstance(name, str)]
+    inside = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+    return (Identity(id(value)), *((_frozen(inside, depth - 1),) if inside else ()))
+
+
+def _without_identities(value: Any) -> Any:
+    if isinstance(value, Identity):
+        return None
+    if isinstance(value, DropRate):
+        return value
+    if isinstance(value, (tuple, frozenset)):
+        return type(value)(map(_without_identities, value))
+    return value
 
 
 _MISSING = object()
+_MANY = 100
 _SMALL_ARRAY = 1 << 12  # bytes: a larger array is compared by identity
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "_conversion",  # of the conversion itself

@@ -50,7 +50,10 @@ def _can_read(block: nn.Module, reading: Reading) -> bool:
 def readings_by_calls(block: nn.Module, may_be_layer: bool) -> list[Reading]:
     """The ways to call layers whole: those of `block`, if it looks like a dense block, or `block` as a layer."""
     readings = []
-    if block_reader(block) is not None or _is_compiled(block):
+    tensors = [*block.parameters(), *block.buffers()]
+    if block_reader(block) is not None or _is_compiled(block) or any(map(is_lazy, tensors)):
+        return readings
+    if not any(isinstance(module, _ConvNd) for module in block.modules()):
         return readings
     if looks_dense(block) and layers_in(block):
         calls = LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True)

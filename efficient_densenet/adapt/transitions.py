@@ -18,7 +18,7 @@ from .._mixins import add_mixin, remove_mixin
 from ..engines import dispatch
 from ..engines.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
 from .converted import KeepsSignature
-from .fingerprint import Fingerprint, fingerprint
+from .fingerprint import Fingerprint, change_since, fingerprint
 from .structure import leaf_modules, read_layer
 from .verify import VerificationError, describe_difference, trial
 
@@ -30,12 +30,14 @@ TRIAL_SIZE = 5
 class TransitionConversion:
     """The state of a converted transition.
 
-    `pool` is the name of the pooling function that its forward calls, "" for none; it is None for a module that was no
-    transition at its last trial. `verified` is its state then.
+    `pool` is the name of the pooling function that its forward calls, "" for none, and `verified` its state at the trial.
     """
 
-    pool: str | None
+    pool: str
     verified: Fingerprint
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"verified": self.verified.without_identities()}
 
 
 class ConvertedTransition(KeepsSignature):
@@ -50,12 +52,9 @@ class ConvertedTransition(KeepsSignature):
         return super().forward(*args, **kwargs) if output is None else output
 
     def consumer_parts(self) -> ConsumerParts | None:
-        """What the engine reads of it; None if it has been altered to something else since it was converted."""
-        state = fingerprint(self)
-        if state != self._conversion.verified:
-            self._conversion = TransitionConversion(_find_pool(self, super().forward), state)
-        pool = self._conversion.pool
-        return None if pool is None else _read(self, pool)
+        """What the engine reads of it; None if its state has changed since it was converted."""
+        conversion = self._conversion
+        return None if change_since(conversion.verified, self) is not None else _read(self, conversion.pool)
 
 
 def convert_transition(module: nn.Module) -> bool:

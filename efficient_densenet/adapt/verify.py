@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..engines.eligibility import HOOKS
-from .fingerprint import Fingerprint, describe_change, fingerprint
+from .fingerprint import Fingerprint, change_since, fingerprint
 from .structure import first_conv
 
 
@@ -46,7 +46,7 @@ def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Run]:
     conv = first_conv(module)
     with _isolated(module), _random_parameters_and_buffers(module):
         weight = next(conv.parameters())  # not conv.weight, which a parametrization would compute
-        x = torch.randn(2, in_channels, *([size] * len(conv.kernel_size))).to(weight.device, weight.dtype)
+        x = torch.randn(2, in_channels, *([size] * len(conv.kernel_size)), device="cpu").to(weight.device, weight.dtype)
         yield lambda forward: [_run(module, forward, x, training) for training in (False, True)]
 
 
@@ -98,11 +98,9 @@ def _run(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, train
 
 def _check_no_side_effects(block: nn.Module, state: Fingerprint, before: list[tuple[nn.Module, dict]]) -> None:
     """Raise `SideEffectError` if a forward changed what an engine would leave as it is, or change twice."""
-    after = fingerprint(block)
-    if after != state:
-        raise SideEffectError(
-            f"changes its own state in its forward, which an engine would not: {describe_change(state, after)}"
-        )
+    change = change_since(state, block)
+    if change is not None:
+        raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
     parametrizations = [module._modules.get("parametrizations") for module in block.modules()]
     known = {module for each in parametrizations if each is not None for module in each.modules()}
     for module, values in before:
@@ -208,14 +206,16 @@ def _random_parameters_and_buffers(block: nn.Module) -> Iterator[None]:
 
 
 def _random_like(tensor: Tensor, positive: bool) -> Tensor:
-    """Random values in the shape of `tensor`, and zeros for integers.
+    """Random values in the shape of `tensor`, and the values of integers.
 
     Buffers are positive, as variances are. Vectors are so large that a clipped activation after a norm shows.
     """
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-    values = torch.randn(tensor.shape).to(device, _trial_dtype(device))
+    if not tensor.is_floating_point():  # such as a flag
+        return (
+            torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.detach().clone()
+        )
+    values = torch.randn(tensor.shape, device="cpu").to(device, _trial_dtype(device))
     if positive:
         return values.abs() + 0.5
     return values * 4 if tensor.dim() < 2 else values / (8 * tensor[0].numel() ** 0.5)

@@ -14,7 +14,8 @@ from torch import nn
 _CLASS_NAMES = {"FrozenBatchNorm2d", "FrozenBatchNormAct2d"}
 _BUFFERS = ("weight", "bias", "running_mean", "running_var")
 
-_eps_by_class: WeakKeyDictionary[type[nn.Module], float | None] = WeakKeyDictionary()
+_eps_by_class: WeakKeyDictionary[type[nn.Module], dict[tuple, float | None]] = WeakKeyDictionary()
+"""For each class and its plain attributes, which its forward may read, the eps that was found by trying."""
 
 
 def uses_running_statistics(norm: Any) -> bool:
@@ -24,7 +25,7 @@ def uses_running_statistics(norm: Any) -> bool:
 
 def eps_of(norm: Any) -> float:
     """The number that a norm adds to the variance; some classes have it as a constant in their forward."""
-    return norm.eps if hasattr(norm, "eps") else _eps_by_class[type(norm)] or 0.0
+    return norm.eps if hasattr(norm, "eps") else _eps(norm) or 0.0
 
 
 def num_channels(norm: Any) -> int:
@@ -39,12 +40,19 @@ def is_frozen_batch_norm(module: nn.Module) -> bool:
         return False
     if any(module._buffers.get(name) is None for name in _BUFFERS):
         return False
-    if cls not in _eps_by_class:
+    return _eps(module) is not None
+
+
+def _eps(module: nn.Module) -> float | None:
+    """The eps of a norm with the buffers of a FrozenBatchNorm2d; None if it computes something else."""
+    tried = _eps_by_class.setdefault(type(module), {})
+    plain = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and k != "training")
+    if plain not in tried:
         try:
-            _eps_by_class[cls] = _tried_eps(module)
+            tried[plain] = _tried_eps(module)
         except Exception:  # it may fail in any way; under FakeTensorMode the next time may succeed
-            return False
-    return _eps_by_class[cls] is not None
+            return None
+    return tried[plain]
 
 
 def _tried_eps(module: nn.Module) -> float | None:
