@@ -578,16 +578,16 @@ DEFECTS = [
     ),
     Defect(
         "adapt: a changed state is not noticed",
-        "adapt/converted.py",
-        "if state == before:",
-        "if before is not None:",
+        "adapt/fingerprint.py",
+        "    if after == before:\n        return None",
+        "    return None",
         ("adapt_states",),
     ),
     Defect(
         "adapt: side effects are accepted",
         "adapt/verify.py",
-        "if after != state:",
-        "if False:",
+        "    if change is not None:\n        raise SideEffectError",
+        "    if False:\n        raise SideEffectError",
         ("adapt_side_effects",),
     ),
     Defect(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .._mixins import base_class
@@ -139,7 +140,8 @@ def _state(module: nn.Module) -> State:
         attributes = {name: value for name, value in attributes.items() if name not in parameters}
     absent = (("absent", tuple(name for name, value in _tensors(module) if value is None)),)
     # Flags are small, and on the CPU where reading them does not wait.
-    flags = tuple((name, _frozen(value)) for name, value in module._buffers.items() if _is_flag(value))
+    buffers = {} if isinstance(module, _NormBase) else module._buffers  # but not the number of batches
+    flags = tuple((name, _frozen(value)) for name, value in buffers.items() if _is_flag(value))
     return State(cls.__name__, _values(attributes, _OF_EVERY_MODULE) + absent + flags)
 
 

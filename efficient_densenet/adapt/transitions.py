@@ -30,7 +30,7 @@ TRIAL_SIZE = 5
 class TransitionConversion:
     """The state of a converted transition.
 
-    `pool` is the name of the pooling function that its forward calls, "" for none, and `verified` its state at the trial.
+    `pool` is the name of the pooling function that its forward calls, "" for none; `verified` its state in the trial.
     """
 
     pool: str
