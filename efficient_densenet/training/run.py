@@ -1,5 +1,6 @@
 """A training run: from its options to the test error, interrupted and resumed at any step."""
 
+import contextlib
 import sys
 import time
 from dataclasses import replace
@@ -18,8 +19,9 @@ from .evaluate import evaluate
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .memory_estimate import advice_now, describe_expected_memory, largest_batch
 from .options import RunOptions, parse
-from .report import EpochProgress, mib, peak_memory, reset_peak_memory
+from .report import EpochProgress, may_fail, mib, peak_memory, reset_peak_memory, say
 from .results import Row, TensorBoardWriter, plot_curves, save_csv
+from .run_lock import RunLock, refuse_if_held
 from .signals import StopRequest, TrainingInterrupted
 
 SECONDS_BETWEEN_PLOTS = 20
@@ -34,17 +36,19 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         if options.evaluate is not False:
             evaluate(folder if options.evaluate is True else Path(options.evaluate), options, context)
             return
+        files.check_writable(folder)
+        if context.is_main_process:
+            refuse_if_held(folder)
+        versions = run_state.file_versions(folder)
         run_state.check_save_directory(folder, options)
-        state = run_state.read(folder) if options.resume else None
+        state = run_state.read_to_resume(folder, options.resume)
         if state:
             options = parse(run_state.merge_options(state, given), efficient_engine)
-        elif options.resume and options.save is None:
-            raise ValueError(f"found --resume, but {folder} contains no run to resume: name one with --save")
         if options.sync_bn and state is None and not dist.is_torchelastic_launched():
             raise ValueError(
                 "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
             )
-        Run(options, context, folder, state).train()
+        Run(options, context, folder, state, versions).train()
 
 
 def run_directory(options: RunOptions) -> Path:
@@ -57,12 +61,21 @@ def run_directory(options: RunOptions) -> Path:
 
 
 class Run:
-    """A run and its directory, in which only the main process writes. With a `state` the run is resumed."""
+    """A run and its directory, in which only the main process writes. With a `state` the run is resumed.
+
+    The state may be no more than its config, of a run that was ended before it had one.
+    """
 
     def __init__(
-        self, options: RunOptions, context: DistributedContext, folder: Path, state: dict[str, Any] | None
+        self,
+        options: RunOptions,
+        context: DistributedContext,
+        folder: Path,
+        state: dict[str, Any] | None,
+        versions: run_state.FileVersions,
     ) -> None:
         self.options, self.context, self.folder, self.resumed = options, context, folder, state is not None
+        self.lock, self.versions = RunLock(folder), versions
         torch.manual_seed(options.seed)
         self.dataset = self._load_dataset(may_download=state is None)
         flip = self.dataset.horizontal_flip if options.mirror is None else options.mirror
@@ -72,20 +85,20 @@ class Run:
         self.record = run_state.run_record(options, self.config, self.dataset)
         if state:
             run_state.check_same_data(state, self.record)
-            run_format.check_state(folder / run_state.LAST, state, self.model)
+            self._check_state(state)
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
         size = self.dataset.image_size
         expected_memory = describe_expected_memory(self.model, size, options, self.largest_batch)
         self.trainer = Trainer(self.model, transform, options, context)
         self._print_summary(expected_memory)
         self.position, self.rows = TrainingPosition(), []
-        if state:
+        if state and "state" in state:
             self.position, self.rows = run_state.restore(state, self.trainer)
         self.stop_request = StopRequest()
 
     def train(self) -> None:
         self.context.barrier()  # no process writes before all have read
-        with self.stop_request:
+        with self.stop_request, contextlib.closing(self.lock):
             self._prepare_directory()
             try:
                 while self.position.epoch <= self.options.n_epochs:
@@ -114,6 +127,10 @@ class Run:
             )
         return dataset
 
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if "state" in state:
+            run_format.check_state(self.folder / run_state.LAST, state, self.model)
+
     def _print_summary(self, expected_memory: str) -> None:
         engines = self._describe_engines()
         if not self.context.is_main_process:
@@ -121,12 +138,12 @@ class Run:
         dataset = self.dataset
         count, size = models.count_parameters(self.model)
         where = f"{self.context.describe()}; seed {self.options.seed}"
-        print(f"{self.config.name}: {count:,} parameters, {mib(size)}; engine {engines}; {where}")
-        print(f"expected memory of a step: {expected_memory}")
+        say(f"{self.config.name}: {count:,} parameters, {mib(size)}; engine {engines}; {where}")
+        say(f"expected memory of a step: {expected_memory}")
         splits = f"{len(dataset.train):,} to train, {len(dataset.valid):,} to validate, {len(dataset.test):,} to test"
-        print(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}", flush=True)
+        say(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")
         if dataset.note:
-            print(f"note: {dataset.note}", flush=True)
+            say(f"note: {dataset.note}")
 
     def _describe_engines(self) -> str:
         try:
@@ -140,6 +157,8 @@ class Run:
         if not self.context.is_main_process:
             return
         files.make_directory(self.folder)
+        self.lock.acquire()
+        run_state.check_unchanged(self.folder, self.versions)
         files.remove_temporary_files(self.folder)
         if self.options.overwrite:
             for name in (*run_state.RUN_FILES, "curves.png"):
@@ -149,11 +168,13 @@ class Run:
         run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
         self.tensorboard = TensorBoardWriter(self.folder, self.options.tensorboard, self.position.epoch)
         self.last_plot = time.monotonic()
+        if self.rows:
+            save_csv(self.folder, self.rows)
         if self.options.resume and not self.resumed:
-            print(f"nothing to resume in {self.folder}: starting", flush=True)
+            say(f"nothing to resume in {self.folder}: starting")
         elif self.resumed:
             after = f", step {self.position.step + 1}" if self.position.step else ""
-            print(f"resuming {self.folder} in epoch {self.position.epoch}{after}", flush=True)
+            say(f"resuming {self.folder} in epoch {self.position.epoch}{after}")
 
     def _train_epoch(self) -> None:
         position = self.position
@@ -176,8 +197,8 @@ class Run:
             check_finite("validation loss", row["valid_loss"], f"epoch {row['epoch']}", row["lr"])
         self.rows.append(row)
         self.position = TrainingPosition(position.epoch + 1)
-        progress.finish(row)
         self._save_epoch(row)
+        progress.finish(row)
 
     def _epoch_progress(self) -> EpochProgress:
         steps = num_steps(len(self.dataset.train), self.options.batch_size)
@@ -208,13 +229,15 @@ class Run:
         }
 
     def _save_epoch(self, row: Row) -> None:
-        """Save the weights first and the position last: a run that is killed in between repeats the epoch."""
+        """Save the weights before the position: a run that is killed in between repeats the epoch."""
         if not self.context.is_main_process:
             return
+        self.lock.check()
         if row is self._best_row():
             files.write_atomic(self.folder / models.WEIGHTS, files.to_torch(self.model.state_dict()))
         self._save()
-        self.tensorboard.add(row)
+        with may_fail("TensorBoard's events"):
+            self.tensorboard.add(row)
 
     def _best_row(self) -> Row:
         """The best by validation, or the last one if there are no images to validate by."""
@@ -223,16 +246,19 @@ class Run:
         return min(self.rows, key=lambda row: (row["valid_error"], row["valid_loss"]))
 
     def _save(self, plot: bool = False) -> None:
+        """Save the state first: nothing that fails afterwards costs an epoch."""
         if not self.context.is_main_process:
             return
+        self.lock.check()
+        run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
         if self.rows:
             save_csv(self.folder, self.rows)
             if plot or time.monotonic() - self.last_plot > SECONDS_BETWEEN_PLOTS:
                 self._plot()
-        run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
 
     def _plot(self) -> None:
-        plot_curves(self.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
+        with may_fail("curves.png"):
+            plot_curves(self.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
         self.last_plot = time.monotonic()
 
     def _raise_if_stopped(self) -> None:
@@ -244,9 +270,7 @@ class Run:
         self._save(plot=True)
         if self.context.is_main_process:
             where = f"epoch {self.position.epoch} after step {self.position.step}"
-            print(
-                f"stopped by {interrupted.name} in {where}: continue with --resume and --save {self.folder}", flush=True
-            )
+            say(f"stopped by {interrupted.name} in {where}: continue with --resume and --save {self.folder}")
         sys.exit(128 + interrupted.number)
 
     def _finish(self) -> None:
@@ -258,12 +282,14 @@ class Run:
         self.rows[-1]["test_error"] = test_error
         if not self.context.is_main_process:
             return
+        self.lock.check()
         run_state.update_rows(self.folder, self.rows)
         save_csv(self.folder, self.rows)
         self._plot()
-        self.tensorboard.add(self.rows[-1])
+        with may_fail("TensorBoard's events"):
+            self.tensorboard.add(self.rows[-1])
         which = "the best epoch by validation" if len(self.dataset.valid) else "the last epoch"
-        print(
+        say(
             f"test error {test_error:.2%}; in {self.folder}: {models.WEIGHTS} ({which}), "
             f"{run_state.LAST}, results.csv, curves.png, {models.CONFIG}"
         )

@@ -3,15 +3,17 @@
 `run_format` says what last.pt contains.
 """
 
+import difflib
 import math
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from . import files, run_format
 from .data import SplitDataset
 from .loop import Trainer, TrainingPosition
-from .models import CONFIG, WEIGHTS, ModelConfig
+from .models import CONFIG, WEIGHTS, ModelConfig, read_config
 from .options import Options, RunOptions
 from .results import Row
 
@@ -24,9 +26,25 @@ CHANGEABLE = PER_CALL | {"data", "save", "channels_last", "compile", "workers", 
 """Options that may change when a run is resumed: they change no number, or only its rounding."""
 
 
+FileVersions = dict[str, tuple[int, int, int]]
+
+
+def file_versions(folder: Path) -> FileVersions:
+    """What tells whether a file of a run was written anew, for each that exists."""
+    found = {name: (folder / name).stat() for name in RUN_FILES if (folder / name).exists()}
+    return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
+
+
+def check_unchanged(folder: Path, versions: FileVersions) -> None:
+    """Raise unless the files are those of before: what was read of them then decides how the run goes on."""
+    if file_versions(folder) != versions:
+        raise FileExistsError(
+            f"another process has written to {folder} since this one began: start again, from what is there now"
+        )
+
+
 def check_save_directory(folder: Path, options: RunOptions) -> None:
     """Raise if `folder` contains a run that is neither resumed nor overwritten."""
-    files.check_writable(folder)
     if options.resume or options.overwrite or not any((folder / name).exists() for name in RUN_FILES):
         return
     state = read(folder) if (folder / LAST).exists() else None
@@ -34,6 +52,33 @@ def check_save_directory(folder: Path, options: RunOptions) -> None:
     raise FileExistsError(
         f"{folder} contains {found}: give --resume to resume it, --overwrite to start over, or another --save"
     )
+
+
+def read_to_resume(folder: Path, resume: bool | str) -> dict[str, Any] | None:
+    """The state that `resume` goes on from, or the config of a run that was ended before it had a state.
+
+    None where a run begins: without `resume`, or with "auto" in a directory without a run.
+    """
+    if not resume:
+        return None
+    state = read(folder)
+    if state is None and (folder / CONFIG).exists():
+        state = read_config(folder)
+    if state is None and resume != "auto":
+        raise ValueError(
+            f"found --resume, but {folder} contains no run to resume: {_describe_runs_near(folder)}; name the run with "
+            "--save, or leave --resume out to begin one (--resume auto begins or resumes)"
+        )
+    return state
+
+
+def _describe_runs_near(folder: Path) -> str:
+    """The runs in the directory, beside it, or one level below either, those of a similar name first."""
+    existing = next(path for path in (*folder.parents, *folder.absolute().parents) if path.is_dir())
+    states = chain(folder.glob(f"*/{LAST}"), existing.glob(f"*/{LAST}"), existing.glob(f"*/*/{LAST}"))
+    names = sorted({str(path.parent) for path in states})
+    names.sort(key=lambda name: -difflib.SequenceMatcher(None, name, str(folder)).ratio())
+    return f"nearby are {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" if names else "no run is nearby"
 
 
 def read(folder: Path) -> dict[str, Any] | None:
