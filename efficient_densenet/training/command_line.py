@@ -48,7 +48,7 @@ def command(function: Callable, options: type | None = None, about: str | None =
 
 
 def _open_standard_streams() -> None:
-    """Discard what is printed to a closed descriptor: the next file that is opened would get its number and the text."""
+    """Discard what is printed to a closed descriptor: the next file to be opened would get its number and the text."""
     for number in range(3):
         try:
             os.fstat(number)

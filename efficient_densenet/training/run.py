@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .. import __version__
 from . import files, models, run_format, run_state
-from .data import SplitDataset, load
+from .data import SplitDataset, UndecodableImage, check_images, load
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
 from .evaluate import evaluate
@@ -20,7 +20,7 @@ from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .memory_estimate import advice_now, describe_expected_memory, largest_batch
 from .options import RunOptions, parse
 from .report import EpochProgress, may_fail, mib, peak_memory, reset_peak_memory, say
-from .results import Row, TensorBoardWriter, plot_curves, save_csv
+from .results import Row, TensorBoardWriter, check_dependencies, plot_curves, save_csv
 from .run_lock import RunLock, refuse_if_held
 from .signals import StopRequest, TrainingInterrupted
 
@@ -48,6 +48,8 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
             raise ValueError(
                 "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
             )
+        if context.is_main_process:
+            check_dependencies(options.tensorboard)
         Run(options, context, folder, state, versions).train()
 
 
@@ -81,11 +83,19 @@ class Run:
         flip = self.dataset.horizontal_flip if options.mirror is None else options.mirror
         transform = transform_for(self.dataset.train, flip)
         self.config = models.config_for(options, self.dataset, transform)
-        self.model = self.config.build(options.engine).to(context.device)
         self.record = run_state.run_record(options, self.config, self.dataset)
+        changes: list[str] = []
         if state:
-            run_state.check_same_data(state, self.record)
-            self._check_state(state)
+            changes = run_state.data_changes(state, self.record, options.accept_changed_data)
+            mean, std = (tuple(state["model"][name]) for name in ("mean", "std"))  # which the weights depend on
+            transform, self.config = replace(transform, mean=mean, std=std), replace(self.config, mean=mean, std=std)
+            self.record["model"] = self.config.as_dict()
+        self.model = self.config.build(options.engine).to(context.device)
+        if state and "state" in state:
+            run_format.check_state(folder / run_state.LAST, state, self.model)
+            run_state.check_weights_of_best_epoch(folder, state, self.model)
+        for images in (self.dataset.valid, self.dataset.test):
+            check_images(images, slice(context.rank, None, context.world_size))
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
         size = self.dataset.image_size
         expected_memory = describe_expected_memory(self.model, size, options, self.largest_batch)
@@ -93,7 +103,10 @@ class Run:
         self._print_summary(expected_memory)
         self.position, self.rows = TrainingPosition(), []
         if state and "state" in state:
-            self.position, self.rows = run_state.restore(state, self.trainer)
+            self._restore(state, changes)
+        if context.is_main_process:
+            for change in changes:
+                say(f"note: {change}")
         self.stop_request = StopRequest()
 
     def train(self) -> None:
@@ -106,6 +119,9 @@ class Run:
                 self._finish()
             except TrainingInterrupted as interrupted:
                 self._save_and_exit(interrupted)
+            except UndecodableImage as exc:
+                remedy = f"then continue with --resume --accept_changed_data and --save {self.folder}"
+                raise UndecodableImage(f"{exc}, {remedy}") from exc
             except torch.OutOfMemoryError as exc:
                 advice = advice_now(self.model, self.dataset.image_size, self.options, self.largest_batch)
                 raise MemoryError(advice) from exc
@@ -127,9 +143,12 @@ class Run:
             )
         return dataset
 
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if "state" in state:
-            run_format.check_state(self.folder / run_state.LAST, state, self.model)
+    def _restore(self, state: dict[str, Any], changes: list[str]) -> None:
+        """Go on where the run was saved; with another number of images, from the beginning of the epoch."""
+        self.position, self.rows = run_state.restore(state, self.trainer)
+        if self.position.step and state["data"]["train_pictures"] != len(self.dataset.train):
+            changes.append(f"epoch {self.position.epoch} begins anew, since its batches are others")
+            self.position = TrainingPosition(self.position.epoch)
 
     def _print_summary(self, expected_memory: str) -> None:
         engines = self._describe_engines()
@@ -161,7 +180,7 @@ class Run:
         run_state.check_unchanged(self.folder, self.versions)
         files.remove_temporary_files(self.folder)
         if self.options.overwrite:
-            for name in (*run_state.RUN_FILES, "curves.png"):
+            for name in run_state.WRITTEN:
                 (self.folder / name).unlink(missing_ok=True)
         versions = {"efficient_densenet": __version__, "torch": torch.__version__}
         files.write_atomic(self.folder / models.CONFIG, files.to_json(self.record | {"versions": versions}))

@@ -1,6 +1,18 @@
 """Training data: recognizing and reading data sets, decoding images, making augmented batches."""
 
+from .decode import UndecodableImage
+from .folder import check_images
 from .images import Images, ImageSet, StreamedImages
 from .sources import DATASETS, Dataset, SplitDataset, load
 
-__all__ = ["DATASETS", "Dataset", "ImageSet", "Images", "SplitDataset", "StreamedImages", "load"]
+__all__ = [
+    "DATASETS",
+    "Dataset",
+    "ImageSet",
+    "Images",
+    "SplitDataset",
+    "StreamedImages",
+    "UndecodableImage",
+    "check_images",
+    "load",
+]

@@ -63,6 +63,16 @@ def read_all(streamed: StreamedImages) -> Images:
     return Images(images, streamed.labels)
 
 
+def check_images(images: ImageSet, part: slice) -> None:
+    """Raise if one of this part of streamed images cannot be decoded, which evaluating would find after hours."""
+    if not isinstance(images, StreamedImages):
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        decoded = threads.map(lambda path: decode(path, images.image_size).numel(), images.paths[part])
+        for _ in need("tqdm", extra="demos").tqdm(decoded, desc="checking", unit="image", leave=False, disable=None):
+            pass
+
+
 def _file_digest(folder: Path, paths: Iterable[Path]) -> str:
     return digest(os.fsencode(path.relative_to(folder)) + f":{path.stat().st_size}\n".encode() for path in paths)
 
