@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from .. import __version__
 from . import files, models, run_format, run_state
-from .data import SplitDataset, UndecodableImage, check_images, load
+from .data import SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
 from .evaluate import evaluate
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
+from .machine import check_options
 from .memory_estimate import advice_now, describe_expected_memory, largest_batch
 from .options import RunOptions, parse
 from .report import EpochProgress, may_fail, mib, peak_memory, reset_peak_memory, say
@@ -33,6 +34,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
     with init_distributed(options.device) as context:
         options = replace(options, seed=context.from_main_process(options.seed))  # which may have drawn it
         folder = run_directory(options)
+        check_options(options.workers, options.lr)
         if options.evaluate is not False:
             evaluate(folder if options.evaluate is True else Path(options.evaluate), options, context)
             return
@@ -44,6 +46,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         state = run_state.read_to_resume(folder, options.resume)
         if state:
             options = parse(run_state.merge_options(state, given), efficient_engine)
+            check_options(options.workers, options.lr)
         if options.sync_bn and state is None and not dist.is_torchelastic_launched():
             raise ValueError(
                 "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
@@ -141,6 +144,8 @@ class Run:
                 f"found a batch of {smallest} images for {context.world_size} processes, but each needs at least one: "
                 "give a larger --batch_size or fewer processes"
             )
+        if isinstance(dataset.train, StreamedImages):
+            check_buffers(dataset.image_size, -(-smallest // context.world_size), options.workers)
         return dataset
 
     def _restore(self, state: dict[str, Any], changes: list[str]) -> None:

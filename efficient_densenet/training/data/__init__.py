@@ -3,6 +3,7 @@
 from .decode import UndecodableImage
 from .folder import check_images
 from .images import Images, ImageSet, StreamedImages
+from .prefetch import check_buffers
 from .sources import DATASETS, Dataset, SplitDataset, load
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "SplitDataset",
     "StreamedImages",
     "UndecodableImage",
+    "check_buffers",
     "check_images",
     "load",
 ]
