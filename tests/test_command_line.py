@@ -44,6 +44,8 @@ def typed(monkeypatch, tmp_path):
         ("--noefficient", {"efficient": False}),
         ("--no-resume --noresume --n_epochs=3", {"resume": False, "n_epochs": 3}),
         ("--resume 1 --mirror 0 --compile true", {"resume": True, "mirror": False, "compile": True}),
+        ("--resume auto", {"resume": "auto"}),
+        ("--resume --data cifar", {"resume": True, "data": "cifar"}),
         ("--batch-size 3 -n 4 -g=5", {"batch_size": 3, "n_epochs": 4, "growth_rate": 5}),
         ("--seed None --data None", {"seed": None, "data": None}),
         ("--lr 1e-3 --lr .5", {"lr": 0.5}),

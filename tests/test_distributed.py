@@ -1,5 +1,6 @@
 """Several processes and several devices: the same numbers as one, results written once, failures reported."""
 
+import json
 import os
 import signal
 import socket
@@ -118,6 +119,26 @@ def test_a_process_that_lost_another_ends_with_a_cause(tmp_path):
     assert first.returncode == 1
     assert "process 0 of 2: lost another process" in errors
     torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+
+
+def test_the_main_process_alone_locks_the_directory(tmp_path):
+    words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
+    processes = _fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
+    await_file(tmp_path / "run" / "last.pt", processes[0])
+    assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == processes[0].pid
+    seconds = _fork_processes(2, DEMOS / "cp_demo.py", *words, "--resume", cwd=tmp_path)
+    errors = [(process.wait(), process.communicate()[1]) for process in seconds]
+    assert [status for status, _ in errors] == [1, 1]
+    assert f"error: process 0 of 2: run is in use by process {processes[0].pid} on " in errors[0][1]
+    assert "process 1 of 2: lost another process" in errors[1][1]
+    assert [process.poll() for process in processes] == [None, None]
+    processes[0].send_signal(signal.SIGKILL)
+    processes[1].send_signal(signal.SIGSTOP)  # which would hold the lock if it had it
+    processes[0].wait()
+    done = demo("cp_demo.py", "--save", "run", "--resume", "--lr", "9", cwd=tmp_path)
+    assert "lr is 9, but the run was started with 0.1" in done.stderr  # that is, after the lock
+    processes[1].send_signal(signal.SIGKILL)
+    processes[1].wait()
 
 
 @pytest.mark.exhaustive

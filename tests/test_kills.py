@@ -23,7 +23,7 @@ def test_a_run_killed_many_times_ends_with_the_same_results(kills, num_epochs, t
     epoch_seconds = min(_run(*words, "--n_epochs", "1", "--save", f"short{i}", cwd=tmp_path) for i in range(2))
     rng, epochs = random.Random(0), []
     for _ in range(kills):
-        process = ForkedDemo(*long, "killed", "--resume", cwd=tmp_path)
+        process = ForkedDemo(*long, "killed", "--resume", "auto", cwd=tmp_path)
         time.sleep(rng.uniform(0.15, 1.0) * epoch_seconds)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL

@@ -39,7 +39,9 @@ HARMLESS = {
     "options.save": [None],
     "options.evaluate": ["yes"],
     "options.mirror": [MISSING],
+    "options.accept_changed_data": [MISSING],
     "data.fingerprint": [MISSING],
+    "data.statistics": [MISSING],
     "versions": [MISSING],
     "versions.nobody": [EXTRA],
 }
@@ -316,6 +318,7 @@ def test_weights_that_overflow_are_an_error_when_evaluating_and_predicting(stopp
         ("options.model", "densenet121", "options.depth is 10, but must be None"),
         ("options.growth_rate", None, "options.growth_rate is None, but must be a whole number of at least 1"),
         ("data.classes", ["a", "b"], "data.classes is ['a', 'b'], but must be"),
+        ("data.statistics", [80.0], "data.statistics is [80.0], but must be a list of 2"),
         ("data.image_size", 33, "data.image_size is 33, but must be 32"),
         ("position.epoch", 5, "position.epoch is 5, but must be a whole number of at least 1 and at most 4"),
         ("position.epoch", 3, "rows is a list of 1, but must be a list of 2"),

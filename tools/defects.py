@@ -671,16 +671,30 @@ DEFECTS = [
     Defect(
         "training: last.pt not written after an epoch",
         "training/run.py",
-        "        self._save()\n        self.tensorboard",
-        "        self.tensorboard",
+        "        self._save()\n        with may_fail",
+        "        with may_fail",
         ("runs", "run_failures", "kills"),
     ),
     Defect(
         "training: files written in place",
         "training/files.py",
-        'temporary = path.with_name(f".{path.name}{_SUFFIX}")',
+        'temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")',
         "temporary = path",
         ("runs", "run_failures", "kills"),
+    ),
+    Defect(
+        "training: a lock that two processes get",
+        "training/run_lock.py",
+        "fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)",
+        "pass",
+        ("run_lock",),
+    ),
+    Defect(
+        "training: a damaged archive is loaded",
+        "training/files.py",
+        "            check_archive(path)\n",
+        "",
+        ("bit_rot",),
     ),
     Defect(
         "training: weights that are not finite pass the check of a file",

@@ -30,6 +30,7 @@ def command(function: Callable, options: type | None = None, about: str | None =
     called = _with_options(function, options, about or "") if options else function
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path or a class may have characters that it lacks
     try:
@@ -44,6 +45,16 @@ def command(function: Callable, options: type | None = None, about: str | None =
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+
+
+def _open_standard_streams() -> None:
+    """Discard what is printed to a closed descriptor: the next file to be opened would get its number and the text."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
 
 
 @contextlib.contextmanager

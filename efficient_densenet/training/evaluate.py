@@ -10,6 +10,7 @@ from .distributed import DistributedContext
 from .loop import Trainer
 from .models import ModelConfig, load_model, read_config
 from .options import RunOptions
+from .report import say
 
 
 def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> tuple[float, float]:
@@ -24,8 +25,8 @@ def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> tu
             f"{path}: the test loss is {loss}, but must be finite: its weights are damaged, so restore them from a copy"
         )
     if context.is_main_process:
-        print(f"{path}: {config.name} on {len(dataset.test):,} test images of {dataset.name}")
-        print(f"test loss {loss:.4f}, test error {error:.2%}")
+        say(f"{path}: {config.name} on {len(dataset.test):,} test images of {dataset.name}")
+        say(f"test loss {loss:.4f}, test error {error:.2%}")
     return loss, error
 
 

@@ -4,19 +4,23 @@ import csv
 import io
 import json
 import os
+import secrets
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._archive import check_archive
+
 _SUFFIX = ".unfinished"
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}{_SUFFIX}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -58,7 +62,7 @@ def _not_writable(folder: Path, exc: OSError) -> OSError:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Remove what a killed process left half written."""
+    """Remove what a killed process left half written; only for the process that holds the lock of the directory."""
     for path in folder.glob(f".*{_SUFFIX}"):
         path.unlink(missing_ok=True)
 
@@ -94,11 +98,13 @@ def load_torch(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about kinds of tensors that the caller refuses
+            check_archive(path)
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # a damaged archive can fail in any way
+        reason = str(exc) if isinstance(exc, zipfile.BadZipFile) else type(exc).__name__
         raise ValueError(
-            f"{path} is truncated, damaged or contains more than tensors and plain data "
-            f"({type(exc).__name__}), and was left unchanged: copy it again, or give another --save"
+            f"{path} is truncated, damaged or contains more than tensors and plain data ({reason}), "
+            "and was left unchanged: copy it again, or give another --save"
         ) from exc
 
 

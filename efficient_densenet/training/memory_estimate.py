@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from ..memory import tensor_peak
 from ..models.densenet import DenseNet
 from .distributed import DistributedContext
+from .machine import check_memory, total_memory
 from .options import AMP_DTYPES, RunOptions
 from .report import mib
 
-_BATCH_SIZES = 8, 16
+_TRIAL_BATCH = 16
+_TRIAL_SIZE = 128
+"""Height and width of images that take little memory: larger ones are tried in no larger a batch than the run's."""
 _COPIES_OF_PARAMETERS = 3  # the parameter, its gradient and its momentum
 
 
@@ -31,13 +34,15 @@ class MemoryEstimate:
         return round(self.persistent + self.fixed + self.per_image * batch_size)
 
 
-def estimate_memory(model: DenseNet, image_size: int, options: RunOptions, engine: str) -> MemoryEstimate:
-    """Measure two small steps of a copy of `model`, on its device, by `engine`."""
+def estimate_memory(
+    model: DenseNet, image_size: int, options: RunOptions, engine: str, large: int = _TRIAL_BATCH
+) -> MemoryEstimate:
+    """Measure two small steps of a copy of `model`, on its device, by `engine`: of `large` images, and half of them."""
     persistent = _COPIES_OF_PARAMETERS * sum(p.numel() * p.element_size() for p in model.parameters())
     persistent += sum(b.numel() * b.element_size() for b in model.buffers())
     trial = copy.deepcopy(model).set_engine(True if engine == "best" else engine)
-    small, large = _BATCH_SIZES
-    small_peak, large_peak = (_step_peak(trial, batch_size, image_size, options) for batch_size in _BATCH_SIZES)
+    small = large // 2
+    small_peak, large_peak = (_step_peak(trial, batch_size, image_size, options) for batch_size in (small, large))
     per_image = max(large_peak - small_peak, 0) / (large - small)
     return MemoryEstimate(persistent, max(small_peak - small * per_image, 0), per_image)
 
@@ -66,9 +71,9 @@ def largest_batch(options: RunOptions, num_images: int, context: DistributedCont
 
 
 def describe_expected_memory(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
-    """The expected peak; an engine that cannot run here is reported as an error, before anything is written."""
+    """The expected peak; an engine or a batch that cannot run here is an error, before anything is written."""
     try:
-        estimate = estimate_memory(model, image_size, options, options.engine)
+        estimate = _estimate_in_steps(model, image_size, options, batch_size)
     except OSError as exc:  # the profiler writes a temporary file
         return f"not measured ({exc.strerror})"
     except torch.OutOfMemoryError as exc:
@@ -76,7 +81,36 @@ def describe_expected_memory(model: DenseNet, image_size: int, options: RunOptio
         raise MemoryError(f"out of memory on {device} before the first step: use a smaller model") from exc
     except RuntimeError as exc:
         raise ValueError(str(exc)) from exc
+    if _on_processor(model):
+        _check_fits(model, image_size, options, estimate, batch_size)
     return f"about {mib(estimate.peak(batch_size))} for {batch_size} images at once on a device"
+
+
+def _on_processor(model: DenseNet) -> bool:
+    return next(model.parameters()).device.type == "cpu"
+
+
+def _estimate_in_steps(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> MemoryEstimate:
+    """For large images on a processor, first whether small ones say that a trial would take more than there is."""
+    if image_size <= _TRIAL_SIZE:
+        return estimate_memory(model, image_size, options, options.engine)
+    large = min(_TRIAL_BATCH, max(batch_size, 2))
+    if _on_processor(model):
+        per_image = estimate_memory(model, _TRIAL_SIZE, options, options.engine).per_image
+        num_bytes = per_image * batch_size * (image_size / _TRIAL_SIZE) ** 2
+        what = f"a step of {batch_size} images of {image_size}×{image_size}"
+        check_memory(num_bytes, what, "give a smaller --image_size, --batch_size or --micro_batch_size")
+    return estimate_memory(model, image_size, options, options.engine, large)
+
+
+def _check_fits(
+    model: DenseNet, image_size: int, options: RunOptions, estimate: MemoryEstimate, batch_size: int
+) -> None:
+    peak, available = estimate.peak(batch_size), total_memory()
+    if peak > available:
+        found = f"found that a step of {batch_size} images would take about {mib(peak)}, but this machine has"
+        change = _change_that_fits(model, image_size, options, available, batch_size)
+        raise MemoryError(f"{found} {mib(available)}; {change}")
 
 
 def advice_now(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
@@ -98,17 +132,21 @@ def out_of_memory_advice(
         f"out of memory in a step of {batch_size} images with engine {options.engine}: tensors had reached {mib(peak)} "
         f"of {mib(available)}"
     )
+    return f"{found}; {_change_that_fits(model, image_size, options, available, batch_size)}"
+
+
+def _change_that_fits(model: DenseNet, image_size: int, options: RunOptions, available: int, batch_size: int) -> str:
     estimates = {options.engine: estimate_memory(model, image_size, options, options.engine)}
     if options.engine != "best":
         estimates["best"] = best = estimate_memory(model, image_size, options, "best")
         if best.peak(batch_size) <= available:
-            return f"{found}; --engine best would fit, with about {mib(best.peak(batch_size))}"
+            return f"--engine best would fit, with about {mib(best.peak(batch_size))}"
     for engine, estimate in estimates.items():
         sizes = [2**i for i in range(batch_size.bit_length()) if 2**i < batch_size]
         fitting = [size for size in sizes if estimate.peak(size) <= available]
         if fitting:
             engine_option = "" if engine == options.engine else f"--engine {engine} "
             expected = mib(estimate.peak(fitting[-1]))
-            return f"{found}; {engine_option}--micro_batch_size {fitting[-1]} would fit, with about {expected}"
+            return f"{engine_option}--micro_batch_size {fitting[-1]} would fit, with about {expected}"
     single = mib(estimates[options.engine].peak(1))
-    return f"{found}, and even a single image needs about {single}: use a smaller model or a larger device"
+    return f"even a single image needs about {single}: use a smaller model or a larger device"

@@ -2,7 +2,7 @@
 
 import secrets
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,8 +15,8 @@ from .schema import path_name
 
 PAIR = ("data", "save")
 """Options that may be given by position, together."""
-LETTERS = {"e": "efficient"}
-"""As everywhere, a letter stands for the only option that it begins; this one begins several."""
+LETTERS = {"e": "efficient", "a": "amp"}
+"""As everywhere, a letter stands for the only option that it begins; these begin several."""
 
 ENGINES = ("best", "plain", "official", "checkpoint", "shared")
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,7 +60,9 @@ class Options:
         sync_bn: synchronize the statistics of batch norms over all processes that torchrun started.
         workers: processes that decode the images of folders too large for memory.
         stream: True decodes the images of a folder batch by batch, False all of them first; by default by size.
-        resume: resume the run in the directory of the results, with its options where none are given.
+        resume: resume the run in the directory of the results, with its options where none are given; auto also begins
+            one where there is none, as a command that is restarted needs.
+        accept_changed_data: resume although images were replaced, removed or added since.
         overwrite: start over in a directory that contains a run.
         evaluate: no training: test loss and error of the model in the directory of the results, or in one named here.
         tensorboard: write TensorBoard's event files too.
@@ -91,7 +93,8 @@ class Options:
     sync_bn: bool = False
     workers: int = 2
     stream: bool | None = None
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
+    accept_changed_data: bool = False
     overwrite: bool = False
     evaluate: bool | str = False
     tensorboard: bool = False
@@ -139,7 +142,8 @@ RULES = {
     "sync_bn": _boolean,
     "workers": integer(0, 1024),
     "stream": optional(_boolean),
-    "resume": _boolean,
+    "resume": Rule("True or False, or auto", choice(True, False, "auto").accepts),
+    "accept_changed_data": _boolean,
     "overwrite": _boolean,
     "evaluate": Rule("True, False or a path", lambda value: isinstance(value, bool) or path_name().accepts(value)),
     "tensorboard": _boolean,

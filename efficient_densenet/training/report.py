@@ -1,12 +1,35 @@
 """Progress of a run: a bar for each epoch on a terminal, a line for each epoch elsewhere."""
 
+import contextlib
+import os
 import resource
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .._extras import need
+
+
+def say(line: str) -> None:
+    """Print a line. Where nobody reads any more, as after `| head`, it is lost, and the run goes on."""
+    try:
+        print(line, flush=True)
+    except (OSError, ValueError):  # a broken pipe, a full disk; a stream that was closed
+        with contextlib.suppress(OSError, ValueError):
+            discarded = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(discarded, sys.stdout.fileno())
+            os.close(discarded)
+
+
+@contextlib.contextmanager
+def may_fail(what: str) -> Iterator[None]:
+    """Report what a library raises in writing curves or events, for which no epoch is given up."""
+    try:
+        yield
+    except Exception as exc:
+        say(f"note: {what} could not be written ({type(exc).__name__}: {' '.join(str(exc).split())})")
 
 
 def mib(num_bytes: float) -> str:
@@ -42,10 +65,12 @@ class EpochProgress:
             f"loss {loss:.3f}, error {error:.2%}, {images_per_second:,.0f} images/s, peak {mib(peak_bytes)}",
             refresh=False,
         )
-        self.bar.update()
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            self.bar.update()
 
     def close(self) -> None:
-        self.bar.close()
+        with contextlib.suppress(OSError):
+            self.bar.close()
 
     def finish(self, row: dict[str, Any]) -> None:
         self.close()
@@ -55,9 +80,8 @@ class EpochProgress:
                 if row["valid_loss"] == ""
                 else f"validation loss {row['valid_loss']:.3f}, error {row['valid_error']:.2%}; "
             )
-            print(
+            say(
                 f"{self.title}: train loss {row['train_loss']:.3f}, error {row['train_error']:.2%}; {validation}"
                 f"{row['seconds']:.1f} s, {row['images_per_second']:,.0f} images/s, "
-                f"peak memory {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}",
-                flush=True,
+                f"peak memory {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}"
             )

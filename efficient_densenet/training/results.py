@@ -29,6 +29,15 @@ def save_csv(folder: Path, rows: list[Row]) -> None:
     files.write_atomic(folder / "results.csv", files.to_csv([{c: row[c] for c in COLUMNS} for row in rows]))
 
 
+def check_dependencies(tensorboard: bool) -> None:
+    """Raise if what only the end of a run needs, or of an epoch, is not installed."""
+    for name in ("tqdm", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        need(name.partition(".")[0], extra="demos")
+        need(name, extra="demos")
+    if tensorboard:
+        need("tensorboard", extra="tensorboard")
+
+
 def plot_curves(folder: Path, rows: list[Row], title: str) -> None:
     need("matplotlib", extra="demos")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,5 +1,6 @@
 """A training run: from its options to the test error, interrupted and resumed at any step."""
 
+import contextlib
 import sys
 import time
 from dataclasses import replace
@@ -11,15 +12,17 @@ import torch.distributed as dist
 
 from .. import __version__
 from . import files, models, run_format, run_state
-from .data import SplitDataset, load
+from .data import SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
 from .evaluate import evaluate
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
+from .machine import check_options
 from .memory_estimate import advice_now, describe_expected_memory, largest_batch
 from .options import RunOptions, parse
-from .report import EpochProgress, mib, peak_memory, reset_peak_memory
-from .results import Row, TensorBoardWriter, plot_curves, save_csv
+from .report import EpochProgress, may_fail, mib, peak_memory, reset_peak_memory, say
+from .results import Row, TensorBoardWriter, check_dependencies, plot_curves, save_csv
+from .run_lock import RunLock, refuse_if_held
 from .signals import StopRequest, TrainingInterrupted
 
 SECONDS_BETWEEN_PLOTS = 20
@@ -31,20 +34,26 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
     with init_distributed(options.device) as context:
         options = replace(options, seed=context.from_main_process(options.seed))  # which may have drawn it
         folder = run_directory(options)
+        check_options(options.workers, options.lr)
         if options.evaluate is not False:
             evaluate(folder if options.evaluate is True else Path(options.evaluate), options, context)
             return
+        files.check_writable(folder)
+        if context.is_main_process:
+            refuse_if_held(folder)
+        versions = run_state.file_versions(folder)
         run_state.check_save_directory(folder, options)
-        state = run_state.read(folder) if options.resume else None
+        state = run_state.read_to_resume(folder, options.resume)
         if state:
             options = parse(run_state.merge_options(state, given), efficient_engine)
-        elif options.resume and options.save is None:
-            raise ValueError(f"found --resume, but {folder} contains no run to resume: name one with --save")
+            check_options(options.workers, options.lr)
         if options.sync_bn and state is None and not dist.is_torchelastic_launched():
             raise ValueError(
                 "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
             )
-        Run(options, context, folder, state).train()
+        if context.is_main_process:
+            check_dependencies(options.tensorboard)
+        Run(options, context, folder, state, versions).train()
 
 
 def run_directory(options: RunOptions) -> Path:
@@ -57,35 +66,55 @@ def run_directory(options: RunOptions) -> Path:
 
 
 class Run:
-    """A run and its directory, in which only the main process writes. With a `state` the run is resumed."""
+    """A run and its directory, in which only the main process writes. With a `state` the run is resumed.
+
+    The state may be no more than its config, of a run that was ended before it had one.
+    """
 
     def __init__(
-        self, options: RunOptions, context: DistributedContext, folder: Path, state: dict[str, Any] | None
+        self,
+        options: RunOptions,
+        context: DistributedContext,
+        folder: Path,
+        state: dict[str, Any] | None,
+        versions: run_state.FileVersions,
     ) -> None:
         self.options, self.context, self.folder, self.resumed = options, context, folder, state is not None
+        self.lock, self.versions = RunLock(folder), versions
         torch.manual_seed(options.seed)
         self.dataset = self._load_dataset(may_download=state is None)
         flip = self.dataset.horizontal_flip if options.mirror is None else options.mirror
         transform = transform_for(self.dataset.train, flip)
         self.config = models.config_for(options, self.dataset, transform)
-        self.model = self.config.build(options.engine).to(context.device)
         self.record = run_state.run_record(options, self.config, self.dataset)
+        changes: list[str] = []
         if state:
-            run_state.check_same_data(state, self.record)
+            changes = run_state.data_changes(state, self.record, options.accept_changed_data)
+            mean, std = (tuple(state["model"][name]) for name in ("mean", "std"))  # which the weights depend on
+            transform, self.config = replace(transform, mean=mean, std=std), replace(self.config, mean=mean, std=std)
+            self.record["model"] = self.config.as_dict()
+        self.model = self.config.build(options.engine).to(context.device)
+        if state and "state" in state:
             run_format.check_state(folder / run_state.LAST, state, self.model)
+            run_state.check_weights_of_best_epoch(folder, state, self.model)
+        for images in (self.dataset.valid, self.dataset.test):
+            check_images(images, slice(context.rank, None, context.world_size))
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
         size = self.dataset.image_size
         expected_memory = describe_expected_memory(self.model, size, options, self.largest_batch)
         self.trainer = Trainer(self.model, transform, options, context)
         self._print_summary(expected_memory)
         self.position, self.rows = TrainingPosition(), []
-        if state:
-            self.position, self.rows = run_state.restore(state, self.trainer)
+        if state and "state" in state:
+            self._restore(state, changes)
+        if context.is_main_process:
+            for change in changes:
+                say(f"note: {change}")
         self.stop_request = StopRequest()
 
     def train(self) -> None:
         self.context.barrier()  # no process writes before all have read
-        with self.stop_request:
+        with self.stop_request, contextlib.closing(self.lock):
             self._prepare_directory()
             try:
                 while self.position.epoch <= self.options.n_epochs:
@@ -93,6 +122,9 @@ class Run:
                 self._finish()
             except TrainingInterrupted as interrupted:
                 self._save_and_exit(interrupted)
+            except UndecodableImage as exc:
+                remedy = f"then continue with --resume --accept_changed_data and --save {self.folder}"
+                raise UndecodableImage(f"{exc}, {remedy}") from exc
             except torch.OutOfMemoryError as exc:
                 advice = advice_now(self.model, self.dataset.image_size, self.options, self.largest_batch)
                 raise MemoryError(advice) from exc
@@ -112,7 +144,16 @@ class Run:
                 f"found a batch of {smallest} images for {context.world_size} processes, but each needs at least one: "
                 "give a larger --batch_size or fewer processes"
             )
+        if isinstance(dataset.train, StreamedImages):
+            check_buffers(dataset.image_size, -(-smallest // context.world_size), options.workers)
         return dataset
+
+    def _restore(self, state: dict[str, Any], changes: list[str]) -> None:
+        """Go on where the run was saved; with another number of images, from the beginning of the epoch."""
+        self.position, self.rows = run_state.restore(state, self.trainer)
+        if self.position.step and state["data"]["train_pictures"] != len(self.dataset.train):
+            changes.append(f"epoch {self.position.epoch} begins anew, since its batches are others")
+            self.position = TrainingPosition(self.position.epoch)
 
     def _print_summary(self, expected_memory: str) -> None:
         engines = self._describe_engines()
@@ -121,12 +162,12 @@ class Run:
         dataset = self.dataset
         count, size = models.count_parameters(self.model)
         where = f"{self.context.describe()}; seed {self.options.seed}"
-        print(f"{self.config.name}: {count:,} parameters, {mib(size)}; engine {engines}; {where}")
-        print(f"expected memory of a step: {expected_memory}")
+        say(f"{self.config.name}: {count:,} parameters, {mib(size)}; engine {engines}; {where}")
+        say(f"expected memory of a step: {expected_memory}")
         splits = f"{len(dataset.train):,} to train, {len(dataset.valid):,} to validate, {len(dataset.test):,} to test"
-        print(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}", flush=True)
+        say(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")
         if dataset.note:
-            print(f"note: {dataset.note}", flush=True)
+            say(f"note: {dataset.note}")
 
     def _describe_engines(self) -> str:
         try:
@@ -140,20 +181,24 @@ class Run:
         if not self.context.is_main_process:
             return
         files.make_directory(self.folder)
+        self.lock.acquire()
+        run_state.check_unchanged(self.folder, self.versions)
         files.remove_temporary_files(self.folder)
         if self.options.overwrite:
-            for name in (*run_state.RUN_FILES, "curves.png"):
+            for name in run_state.WRITTEN:
                 (self.folder / name).unlink(missing_ok=True)
         versions = {"efficient_densenet": __version__, "torch": torch.__version__}
         files.write_atomic(self.folder / models.CONFIG, files.to_json(self.record | {"versions": versions}))
         run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
         self.tensorboard = TensorBoardWriter(self.folder, self.options.tensorboard, self.position.epoch)
         self.last_plot = time.monotonic()
+        if self.rows:
+            save_csv(self.folder, self.rows)
         if self.options.resume and not self.resumed:
-            print(f"nothing to resume in {self.folder}: starting", flush=True)
+            say(f"nothing to resume in {self.folder}: starting")
         elif self.resumed:
             after = f", step {self.position.step + 1}" if self.position.step else ""
-            print(f"resuming {self.folder} in epoch {self.position.epoch}{after}", flush=True)
+            say(f"resuming {self.folder} in epoch {self.position.epoch}{after}")
 
     def _train_epoch(self) -> None:
         position = self.position
@@ -176,8 +221,8 @@ class Run:
             check_finite("validation loss", row["valid_loss"], f"epoch {row['epoch']}", row["lr"])
         self.rows.append(row)
         self.position = TrainingPosition(position.epoch + 1)
-        progress.finish(row)
         self._save_epoch(row)
+        progress.finish(row)
 
     def _epoch_progress(self) -> EpochProgress:
         steps = num_steps(len(self.dataset.train), self.options.batch_size)
@@ -208,13 +253,15 @@ class Run:
         }
 
     def _save_epoch(self, row: Row) -> None:
-        """Save the weights first and the position last: a run that is killed in between repeats the epoch."""
+        """Save the weights before the position: a run that is killed in between repeats the epoch."""
         if not self.context.is_main_process:
             return
+        self.lock.check()
         if row is self._best_row():
             files.write_atomic(self.folder / models.WEIGHTS, files.to_torch(self.model.state_dict()))
         self._save()
-        self.tensorboard.add(row)
+        with may_fail("TensorBoard's events"):
+            self.tensorboard.add(row)
 
     def _best_row(self) -> Row:
         """The best by validation, or the last one if there are no images to validate by."""
@@ -223,16 +270,19 @@ class Run:
         return min(self.rows, key=lambda row: (row["valid_error"], row["valid_loss"]))
 
     def _save(self, plot: bool = False) -> None:
+        """Save the state first: nothing that fails afterwards costs an epoch."""
         if not self.context.is_main_process:
             return
+        self.lock.check()
+        run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
         if self.rows:
             save_csv(self.folder, self.rows)
             if plot or time.monotonic() - self.last_plot > SECONDS_BETWEEN_PLOTS:
                 self._plot()
-        run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
 
     def _plot(self) -> None:
-        plot_curves(self.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
+        with may_fail("curves.png"):
+            plot_curves(self.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
         self.last_plot = time.monotonic()
 
     def _raise_if_stopped(self) -> None:
@@ -244,9 +294,7 @@ class Run:
         self._save(plot=True)
         if self.context.is_main_process:
             where = f"epoch {self.position.epoch} after step {self.position.step}"
-            print(
-                f"stopped by {interrupted.name} in {where}: continue with --resume and --save {self.folder}", flush=True
-            )
+            say(f"stopped by {interrupted.name} in {where}: continue with --resume and --save {self.folder}")
         sys.exit(128 + interrupted.number)
 
     def _finish(self) -> None:
@@ -258,12 +306,14 @@ class Run:
         self.rows[-1]["test_error"] = test_error
         if not self.context.is_main_process:
             return
+        self.lock.check()
         run_state.update_rows(self.folder, self.rows)
         save_csv(self.folder, self.rows)
         self._plot()
-        self.tensorboard.add(self.rows[-1])
+        with may_fail("TensorBoard's events"):
+            self.tensorboard.add(self.rows[-1])
         which = "the best epoch by validation" if len(self.dataset.valid) else "the last epoch"
-        print(
+        say(
             f"test error {test_error:.2%}; in {self.folder}: {models.WEIGHTS} ({which}), "
             f"{run_state.LAST}, results.csv, curves.png, {models.CONFIG}"
         )

@@ -52,11 +52,12 @@ _DATA = Record(
         "classes": Items(text()),
         "note": text(empty=True),
         "fingerprint": text(),
+        "statistics": Items(number(0, 255, "[]")),
     },
-    may_lack=frozenset({"fingerprint"}),  # earlier versions recorded none
+    may_lack=frozenset({"fingerprint", "statistics"}),  # earlier versions recorded none
 )
 _RECORD: dict[Any, Any] = {
-    "options": Record(RULES, may_lack=frozenset({"mirror"})),  # an option that came later
+    "options": Record(RULES, may_lack=frozenset({"mirror", "accept_changed_data"})),  # they came later
     "model": _MODEL,
     "data": _DATA,
 }
@@ -134,6 +135,8 @@ def _agreements(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, Rule]]:
         yield f"model.{name}", model[name], equal_to(options[name])
     for name in ("mean", "std"):
         yield f"model.{name}", model[name], _of_length(model["channels"])
+    if "statistics" in data:
+        yield "data.statistics", data["statistics"], _of_length(2 * model["channels"])
     for name in ("image_size", "classes"):
         yield f"data.{name}", data[name], equal_to(model[name])
 

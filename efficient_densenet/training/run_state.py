@@ -3,30 +3,57 @@
 `run_format` says what last.pt contains.
 """
 
+import difflib
 import math
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from . import files, run_format
 from .data import SplitDataset
 from .loop import Trainer, TrainingPosition
-from .models import CONFIG, WEIGHTS, ModelConfig
+from .models import CONFIG, WEIGHTS, ModelConfig, check_weights, read_config
 from .options import Options, RunOptions
 from .results import Row
 
 LAST = "last.pt"
 RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
+WRITTEN = (*RUN_FILES, "curves.png")
 
-PER_CALL = {"efficient", "engine", "device", "dataset", "resume", "overwrite", "evaluate"}
+PER_CALL = {"efficient", "engine", "device", "dataset", "resume", "accept_changed_data", "overwrite", "evaluate"}
 """Options that a resumed run takes from the present call; the engine only if it is given."""
 CHANGEABLE = PER_CALL | {"data", "save", "channels_last", "compile", "workers", "stream", "tensorboard"}
 """Options that may change when a run is resumed: they change no number, or only its rounding."""
 
 
+FileVersions = dict[str, tuple[int, int, int]]
+
+
+def file_versions(folder: Path) -> FileVersions:
+    """What tells whether a file of a run was written anew, for each that exists."""
+    found = {name: (folder / name).stat() for name in RUN_FILES if (folder / name).exists()}
+    return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
+
+
+def check_unchanged(folder: Path, versions: FileVersions) -> None:
+    """Raise unless the files are those of before: what was read of them then decides how the run goes on."""
+    if file_versions(folder) != versions:
+        raise FileExistsError(
+            f"another process has written to {folder} since this one began: start again, from what is there now"
+        )
+
+
 def check_save_directory(folder: Path, options: RunOptions) -> None:
-    """Raise if `folder` contains a run that is neither resumed nor overwritten."""
-    files.check_writable(folder)
+    """Raise if `folder` contains a run that is neither resumed nor overwritten, or directories where files belong."""
+    for name in WRITTEN:
+        if (folder / name).is_dir() and not (options.resume and name == LAST):  # which reading reports
+            raise IsADirectoryError(
+                f"{folder / name} is a directory, but a run writes a file of that name: remove it, or give another "
+                "--save"
+            )
     if options.resume or options.overwrite or not any((folder / name).exists() for name in RUN_FILES):
         return
     state = read(folder) if (folder / LAST).exists() else None
@@ -34,6 +61,33 @@ def check_save_directory(folder: Path, options: RunOptions) -> None:
     raise FileExistsError(
         f"{folder} contains {found}: give --resume to resume it, --overwrite to start over, or another --save"
     )
+
+
+def read_to_resume(folder: Path, resume: bool | str) -> dict[str, Any] | None:
+    """The state that `resume` goes on from, or the config of a run that was ended before it had a state.
+
+    None where a run begins: without `resume`, or with "auto" in a directory without a run.
+    """
+    if not resume:
+        return None
+    state = read(folder)
+    if state is None and (folder / CONFIG).exists():
+        state = read_config(folder)
+    if state is None and resume != "auto":
+        raise ValueError(
+            f"found --resume, but {folder} contains no run to resume: {_describe_runs_near(folder)}; name the run with "
+            "--save, or leave --resume out to begin one (--resume auto begins or resumes)"
+        )
+    return state
+
+
+def _describe_runs_near(folder: Path) -> str:
+    """The runs in the directory, beside it, or one level below either, those of a similar name first."""
+    existing = next(path for path in (*folder.parents, *folder.absolute().parents) if path.is_dir())
+    states = chain(folder.glob(f"*/{LAST}"), existing.glob(f"*/{LAST}"), existing.glob(f"*/*/{LAST}"))
+    names = sorted({str(path.parent) for path in states})
+    names.sort(key=lambda name: -difflib.SequenceMatcher(None, name, str(folder)).ratio())
+    return f"nearby are {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" if names else "no run is nearby"
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -79,6 +133,7 @@ def run_record(options: RunOptions, config: ModelConfig, dataset: SplitDataset) 
             "classes": list(dataset.classes),
             "note": dataset.note,
             "fingerprint": dataset.fingerprint,
+            "statistics": [*config.mean, *config.std],
         },
     }
 
@@ -123,17 +178,49 @@ def merge_options(state: dict[str, Any], given: dict[str, Any]) -> dict[str, Any
     return inherited | engine | given
 
 
-def check_same_data(state: dict[str, Any], record: dict[str, Any]) -> None:
-    """Raise unless sizes, classes, mean, std and fingerprint are those of the run's data."""
-    remedy = "give the same --data, or start over with --overwrite"
-    started = {"fingerprint": record["data"]["fingerprint"]} | state["data"]  # earlier versions had no fingerprint
+def data_changes(state: dict[str, Any], record: dict[str, Any], accepted: bool) -> list[str]:
+    """How the data differ from what the run was started with, in sentences; raises unless that is `accepted`.
+
+    What the network depends on, classes and the shape of images, must not change.
+    """
+    remedy = "give the same --data, {}or start over with --overwrite"
+    or_accept = remedy.format("or --accept_changed_data to go on with these images, ")
+    # Earlier versions had no fingerprint, and no statistics apart from those that normalize the images.
+    absent = {
+        "fingerprint": record["data"]["fingerprint"],
+        "statistics": [*state["model"]["mean"], *state["model"]["std"]],
+    }
+    started = absent | state["data"]
+    changes = []
     for name, value in record["data"].items():
-        if name not in ("name", "fingerprint") and started.get(name) != value:
-            words = name.replace("_pictures", " images").replace("_", " ")
-            raise ValueError(
-                f"found {value!r} for {words} of the data, but the run was started with {started.get(name)!r}: {remedy}"
-            )
-    statistics = (zip(record["model"][name], state["model"][name], strict=True) for name in ("mean", "std"))
-    same = all(math.isclose(now, then, rel_tol=1e-6) for pairs in statistics for now, then in pairs)
-    if not same or started["fingerprint"] != record["data"]["fingerprint"]:
-        raise ValueError(f"found other images than the run was started with, though as many: {remedy}")
+        if name in ("name", "fingerprint", "statistics") or started.get(name) == value:
+            continue
+        words = name.replace("_pictures", " images").replace("_", " ")
+        change = f"found {value!r} for {words} of the data, but the run was started with {started.get(name)!r}"
+        fixed = name in ("image_size", "classes")
+        if fixed or not accepted:
+            raise ValueError(f"{change}: {remedy.format('') if fixed else or_accept}")
+        changes.append(change)
+    now, then = record["data"]["statistics"], started["statistics"]
+    if len(now) != len(then):
+        channels = f"found images of {len(now) // 2} channels, but the run was started with {len(then) // 2}"
+        raise ValueError(f"{channels}: {remedy.format('')}")
+    same = all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(now, then, strict=True))
+    if not changes and not (same and started["fingerprint"] == record["data"]["fingerprint"]):
+        changes.append("found other images than the run was started with, though as many")
+        if not accepted:
+            raise ValueError(f"{changes[0]}: {or_accept}")
+    return changes
+
+
+def check_weights_of_best_epoch(folder: Path, state: dict[str, Any], model: nn.Module) -> None:
+    """Raise unless model.pt is there and fits `model`, once an epoch has been saved: the end of the run needs it."""
+    path = folder / WEIGHTS
+    if not state["rows"]:
+        return
+    if not path.exists():
+        raise ValueError(
+            f"{path} is missing, but the run has finished an epoch, whose weights it had: copy it back, or start over "
+            "with --overwrite"
+        )
+    check_weights(model, files.load_torch(path), path)

@@ -1,6 +1,7 @@
 """Reading a state dict from a file, or from a dict that may have other content too."""
 
 import os
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._archive import check_archive
 from .._extras import need
 
 Source = str | os.PathLike | Mapping[str, Any]
@@ -56,6 +58,8 @@ def _read_file(path: Path) -> Any:
         need("safetensors", extra="weights")
         load = need("safetensors.torch", extra="weights").load_file
     try:
+        if zipfile.is_zipfile(path):  # not so in files of early versions of PyTorch, which have no checksums
+            check_archive(path)
         return load(path)
     except Exception as exc:  # a damaged archive raises errors of any type
         raise ValueError(

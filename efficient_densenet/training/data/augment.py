@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .images import ImageSet
+from .images import ImageSet, StreamedImages
 
 
 def generator_for(*key: int) -> torch.Generator:
@@ -80,10 +80,12 @@ def transform_for(images: ImageSet, horizontal_flip: bool, max_images: int = 10_
 
     The statistics are those of at most `max_images` evenly spaced images.
     """
+    size = images.image_size if isinstance(images, StreamedImages) else images.images.shape[-1]
+    batch_size = min(100, max(1, 2**25 // size**2))  # of large images fewer, since their values are float64
     indices = torch.linspace(0, len(images) - 1, min(len(images), max_images)).round().long()
     sums = squares = torch.zeros(1, dtype=torch.float64)
     count = width = 0
-    for batch, _ in images.fetch(indices.split(100)):
+    for batch, _ in images.fetch(indices.split(batch_size)):
         values = batch.cpu().double().transpose(0, 1).flatten(1)
         sums, squares, count = sums + values.sum(1), squares + values.square().sum(1), count + values.shape[1]
         width = batch.shape[-1]

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+class UndecodableImage(ValueError):  # noqa: N818 - what it is
+    """An image file that is damaged, or none."""
+
+
 def decode(path: Path, image_size: int, channels: int = 3) -> Tensor:
     """The central square of the image, resized to (channels, image_size, image_size), uint8."""
     pillow = need("PIL.Image", extra="demos")
@@ -23,7 +27,9 @@ def decode(path: Path, image_size: int, channels: int = 3) -> Tensor:
             raw = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as exc:
         reason = "it cannot be identified" if isinstance(exc, pillow.UnidentifiedImageError) else str(exc)
-        raise ValueError(f"{path} is not an image that can be decoded ({reason}): replace it or remove it") from exc
+        raise UndecodableImage(
+            f"{path} is not an image that can be decoded ({reason}): replace it or remove it"
+        ) from exc
     return raw.view(image_size, image_size, channels).permute(2, 0, 1).contiguous()
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..._extras import need
+from ..machine import check_memory
 from ..schema import is_utf8
 from .decode import decode
 from .images import Images, ImageSet, StreamedImages, digest
@@ -41,6 +42,9 @@ def read(folder: Path, image_size: int, workers: int, stream: bool | None) -> Im
     listed = {name: _list_images(folder / name, classes) for name in names}
     num_bytes = sum(len(paths) for paths, _ in listed.values()) * 3 * image_size**2
     stream = num_bytes > MAX_BYTES_IN_MEMORY if stream is None else stream
+    if not stream:
+        images = f"the images of {folder} at {image_size}×{image_size}"
+        check_memory(num_bytes, images, "give --stream, or a smaller --image_size")
     splits: dict[str, ImageSet] = {}
     for name, (paths, labels) in listed.items():
         streamed = StreamedImages(paths, torch.tensor(labels), image_size, workers)
@@ -61,6 +65,16 @@ def read_all(streamed: StreamedImages) -> Images:
         for i, image in enumerate(progress):
             images[i] = image
     return Images(images, streamed.labels)
+
+
+def check_images(images: ImageSet, part: slice) -> None:
+    """Raise if one of this part of streamed images cannot be decoded, which evaluating would find after hours."""
+    if not isinstance(images, StreamedImages):
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        decoded = threads.map(lambda path: decode(path, images.image_size).numel(), images.paths[part])
+        for _ in need("tqdm", extra="demos").tqdm(decoded, desc="checking", unit="image", leave=False, disable=None):
+            pass
 
 
 def _file_digest(folder: Path, paths: Iterable[Path]) -> str:

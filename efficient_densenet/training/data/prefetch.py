@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..machine import check_memory
 from .decode import decode
 
 Task = tuple[int, list[int]]
@@ -34,8 +35,9 @@ def decode_batches(paths: Sequence[Path], image_size: int, batches: Sequence[Ten
 
     Yields views of buffers that are reused: a caller that keeps a batch copies it.
     """
-    num_buffers = max(1, 2 * workers)
     batch_size = max((len(batch) for batch in batches), default=0)
+    check_buffers(image_size, batch_size, workers)
+    num_buffers = _num_buffers(workers)
     buffers = torch.empty(num_buffers, batch_size, 3, image_size, image_size, dtype=torch.uint8)
     cancelled = torch.zeros(1, dtype=torch.bool)
     tasks = ((number % num_buffers, batch.tolist()) for number, batch in enumerate(batches))
@@ -47,6 +49,20 @@ def decode_batches(paths: Sequence[Path], image_size: int, batches: Sequence[Ten
         decoded = (_decode_batch(paths, buffers, cancelled, *task) for task in tasks)
     for buffer, count in decoded:
         yield buffers[buffer, :count]
+
+
+def _num_buffers(workers: int) -> int:
+    return max(1, 2 * workers)
+
+
+def check_buffers(image_size: int, batch_size: int, workers: int) -> None:
+    """Raise if the machine has no memory for the batches that `decode_batches` holds."""
+    count = _num_buffers(workers)
+    check_memory(
+        count * batch_size * 3 * image_size**2,
+        f"{count} batches of {batch_size} images of {image_size}×{image_size}",
+        "give a smaller --image_size or --batch_size, or fewer --workers",
+    )
 
 
 def _to_shared_memory(tensor: Tensor) -> Tensor:
