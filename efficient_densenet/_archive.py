@@ -3,6 +3,9 @@
 import zipfile
 from pathlib import Path
 
+_DIRECTORY = 0x10
+"""An attribute of a record, for which PyTorch reads no data and returns memory as it was."""
+
 
 def check_archive(path: Path) -> None:
     """Raise zipfile.BadZipFile unless `path` is an archive in which every record has its checksum.
@@ -12,6 +15,9 @@ def check_archive(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         if not any(record.CRC for record in archive.infolist()):
             return
+        directories = [record.filename for record in archive.infolist() if record.external_attr & _DIRECTORY]
+        if directories:
+            raise zipfile.BadZipFile(f"its record {directories[0]} says that it is a directory")
         try:
             damaged = archive.testzip()
         except (RuntimeError, NotImplementedError) as exc:  # a record that says it is encrypted, or of another version

@@ -54,6 +54,15 @@ def test_a_flipped_bit_is_noticed_or_harmless(name, flips, finished, tmp_path):
     assert noticed > flips / 3
 
 
+def test_a_record_that_became_a_directory_is_noticed(finished, tmp_path):
+    """PyTorch reads no data for it, and returns memory as it was."""
+    content = (finished / "model.pt").read_bytes()
+    header = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/3P"))  # where the next header follows
+    (tmp_path / "model.pt").write_bytes(_flipped(content, 8 * (header + 38) + 4))
+    with pytest.raises(ValueError, match=r"/data/3 says that it is a directory"):
+        load_torch(tmp_path / "model.pt")
+
+
 @pytest.fixture
 def damaged(finished, tmp_path):
     """A function that flips a low bit of a weight in a file of a copy of the run."""
