@@ -6,6 +6,7 @@ not change and no weight that happens to be zero or small hides a difference.
 
 import gc
 import random
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -72,6 +73,8 @@ def _run(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, train
         vars(module)["_buffers"] = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
     torch.manual_seed(0)
     random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
     state, x = fingerprint(block), x.clone().requires_grad_()
     try:
         output = forward(x)
@@ -162,7 +165,7 @@ def _isolated(block: nn.Module) -> Iterator[None]:
     modules = list(block.modules())
     before = [{name: vars(module)[name] for name in (*HOOKS, "training")} for module in modules]
     devices = {parameter.device for parameter in block.parameters() if parameter.device.type == "cuda"}
-    state = random.getstate()
+    state, numpy_state = random.getstate(), _numpy_state()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(torch.inference_mode(False))
@@ -177,6 +180,8 @@ def _isolated(block: nn.Module) -> Iterator[None]:
             yield
         finally:
             random.setstate(state)
+            if numpy_state is not None:
+                sys.modules["numpy"].random.set_state(numpy_state)
             for module, values in zip(modules, before, strict=True):
                 vars(module).update(values)
 
@@ -225,6 +230,11 @@ def _trial_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def _numpy_state() -> Any:
+    """The state of NumPy's global generator, which some stochastic depth draws from; None where nothing uses NumPy."""
+    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
 def _random_states(device: torch.device) -> list[Any]:
-    states = [torch.get_rng_state(), random.getstate()]
+    states = [torch.get_rng_state(), random.getstate(), str(_numpy_state())]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
