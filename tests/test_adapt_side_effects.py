@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +120,31 @@ def test_a_transition_whose_forward_has_side_effects_is_called():
         torch.manual_seed(0)
         losses.append(each(X).sum() + each[1].before_pooling.square().sum())
     torch.testing.assert_close(*losses)
+
+
+class _DropsByNumPy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = self.training and numpy.random.rand() < 0.01
+        return super().forward(x) * float(not dropped)
+
+
+def test_numbers_drawn_from_numpy_are_noticed_and_its_state_is_left_as_it_was():
+    state = numpy.random.get_state()[1].copy()
+    report = make_efficient(_DropsByNumPy(tiramisu))
+    assert "has other random numbers or running statistics in training mode" in report.unchanged[""]
+    assert (numpy.random.get_state()[1] == state).all()
+
+
+class _WithAnEngine(Block):
+    def engine(self) -> str:
+        return "its own"
+
+
+def test_a_block_with_a_name_that_converted_blocks_need_is_left_alone():
+    block = _WithAnEngine(tiramisu)
+    report = make_efficient(block)
+    assert report.unchanged == {"": "found engine in a _WithAnEngine, a name that converted blocks need themselves"}
+    assert block.engine() == "its own"
 
 
 def test_a_module_that_concatenates_nothing_is_no_block():

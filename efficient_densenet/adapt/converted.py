@@ -165,6 +165,9 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
     With `may_be_layer`, a module of any kind is tried as a layer that concatenates its input and its output.
     If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
     """
+    clash = next((name for name in _NAMES_OF_CONVERTED_BLOCKS if hasattr(block, name)), None)
+    if clash is not None:
+        raise NoPartsError(f"found {clash} in a {type(block).__name__}, a name that converted blocks need themselves")
     exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
     try:
         reading, reason = _find_reading(block, block.forward, may_be_layer)
@@ -255,4 +258,5 @@ def _restore_norms(block: nn.Module, exactly_once: tuple[str, ...]) -> None:
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_NAMES_OF_CONVERTED_BLOCKS = "engine", "set_engine", "run_layers", "can_join_stage"
 _OF_EVERY_BATCH_NORM = vars(nn.BatchNorm2d(1)).keys()
