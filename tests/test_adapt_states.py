@@ -135,6 +135,28 @@ def test_no_trial_runs_in_a_forward(monkeypatch):
         assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
 
 
+def test_the_rate_of_a_dropout_module_may_change_if_its_place_was_verified():
+    layers = [
+        nn.Sequential(nn.BatchNorm2d(c), nn.ReLU(), nn.Conv2d(c, GROWTH, 3, padding=1), nn.Dropout(0.2))
+        for c in (START, START + GROWTH)
+    ]
+    block = _Concatenating(*layers).double()
+    plain = copy.deepcopy(block)
+    assert [change.engine for change in make_efficient(block).changed] == ["shared"]
+    for each in (block, plain):
+        each[0][3].p, each[1][3].p = 0.4, 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+
+
+class _Concatenating(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = torch.cat([x, layer(x)], 1)
+        return x
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
 def test_a_copy_keeps_the_engine(copied):
     block, plain = _block()

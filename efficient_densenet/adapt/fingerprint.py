@@ -129,16 +129,15 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 
 def _state(module: nn.Module) -> State:
     cls = base_class(type(module))
-    # What a module of torch holds is read, or the module called, at every forward. Only a dropout's place is a belief.
-    if _is_known(cls):
-        return State(
-            cls.__name__, (("p", module.p), ("inplace", module.inplace)) if isinstance(module, _DropoutNd) else ()
-        )
+    if isinstance(module, _DropoutNd):
+        return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
+    if _is_known(cls):  # what a module of torch holds is read, or the module called, at every forward
+        return State(cls.__name__, ())
     attributes = vars(module)
     if "_former_parameters" in attributes:  # a replica of nn.DataParallel holds its parameters as attributes
         parameters = attributes["_former_parameters"].keys() | {"_former_parameters"}
         attributes = {name: value for name, value in attributes.items() if name not in parameters}
-    absent = (("absent", tuple(name for name, value in _tensors(module) if value is None)),)
+    absent = (("set of absent tensors", tuple(name for name, value in _tensors(module) if value is None)),)
     # Flags are small, and on the CPU where reading them does not wait.
     buffers = {} if isinstance(module, _NormBase) else module._buffers  # but not the number of batches
     flags = tuple((name, _frozen(value)) for name, value in buffers.items() if _is_flag(value))
