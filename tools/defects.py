@@ -577,6 +577,13 @@ DEFECTS = [
         ("adapt_verify", "adapt"),
     ),
     Defect(
+        "adapt: NumPy's random numbers not compared",
+        "adapt/verify.py",
+        "random.getstate(), str(_numpy_state())]",
+        "random.getstate()]",
+        ("adapt_side_effects",),
+    ),
+    Defect(
         "adapt: a changed state is not noticed",
         "adapt/fingerprint.py",
         "    if after == before:\n        return None",
