@@ -577,6 +577,13 @@ DEFECTS = [
         ("adapt_verify", "adapt"),
     ),
     Defect(
+        "adapt: an author's own `engine` is hidden",
+        "adapt/converted.py",
+        "if clash is not None:",
+        "if False:",
+        ("adapt_side_effects",),
+    ),
+    Defect(
         "adapt: NumPy's random numbers not compared",
         "adapt/verify.py",
         "random.getstate(), str(_numpy_state())]",
