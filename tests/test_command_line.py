@@ -105,6 +105,7 @@ def test_help_wins_wherever_it_stands(words, script, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_training_on_all_images_keeps_the_last_epoch(tmp_path):
     words = [*RUN, "--n_epochs", "2", "--valid_size", "0"]
     done = demo("cp_demo.py", *words, cwd=tmp_path)
@@ -119,6 +120,7 @@ def test_training_on_all_images_keeps_the_last_epoch(tmp_path):
     assert "test error" in done.stdout, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_without_a_seed_one_is_drawn_that_repeats_the_run(tmp_path):
     words = [*TINY, "--batch_size", "128", "--n_epochs", "1"]
     seeds = []

@@ -68,6 +68,7 @@ def test_compiled_training_matches_plain(engine):
     assert_same_buffers(efficient, plain)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_training_with_an_optimizer_matches_plain():
     """With an engine set by name, an optimizer, and batches of two sizes."""

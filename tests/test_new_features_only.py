@@ -93,6 +93,7 @@ def test_partly_frozen_layers(trainable, bytes_per_group, monkeypatch):
     assert_same_gradients(block, plain)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("newest_first", [True, False])
 def test_gradcheck(newest_first, training):

@@ -236,6 +236,7 @@ assert max(requested) == 4
 """
 
 
+@pytest.mark.exhaustive
 def test_fewer_threads_than_requested_may_run():
     paths = [os.path.dirname(__file__), *sys.path]
     environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "PYTHONPATH": os.pathsep.join(paths)}

@@ -76,6 +76,7 @@ def test_a_config_is_no_run_of_other_options(whole, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_before_the_first_state_costs_no_option(whole, tmp_path):
     """config.json is written, and last.pt is not; there is room again afterwards."""
     done = forked_demo("cp_demo.py", *WORDS, cwd=tmp_path, max_file_bytes=4000)

@@ -44,6 +44,7 @@ def test_curves_and_events_that_cannot_be_written_end_no_run(saved_epochs, tmp_p
     assert read_rows(tmp_path / "run")[1]["test_error"] != ""
 
 
+@pytest.mark.exhaustive
 def test_a_closed_pipe_and_a_closed_error_stream_end_no_run(tmp_path):
     words = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, "--n_epochs", "2", "--device", "cpu"]
     pipe = '"$@" 2>&- | head -2; exit ${PIPESTATUS[0]}'
