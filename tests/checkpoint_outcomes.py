@@ -1,15 +1,29 @@
 """What the tests of checkpointing share: a network, and the outcome of a call to compare."""
 
 import functools
+from collections import Counter
 from typing import Any
 
 import torch
 from helpers import assert_close
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from efficient_densenet.checkpoint import (
     checkpoint,
 )
+
+
+class CountingOperations(TorchDispatchMode):
+    """Counts the calls of each operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation] += 1
+        return operation(*args, **(kwargs or {}))
 
 
 def tensor(*shape: int) -> torch.Tensor:

@@ -88,6 +88,24 @@ def test_the_warning_and_the_second_report_say_what_changed():
     assert "_conversion" not in vars(block)
 
 
+@pytest.mark.parametrize("name", [None, "builtins", "abc_models"])
+def test_a_class_of_any_module_is_watched(name):
+    """Notebooks and code generators make classes whose module has no name, or another's."""
+    cls = type("_Generated", (_Layer,), {"__module__": name, "gain": 1.0, "forward": _scaled_by_its_gain})
+    block = FeaturesBlock([cls(START), cls(START + GROWTH)]).double()
+    plain = copy.deepcopy(block)
+    assert [change.engine for change in make_efficient(block).changed] == ["shared"]
+    for each in (block, plain):
+        each.denselayer1.gain = 0.5
+    dispatch._warned.clear()
+    with pytest.warns(UserWarning, match="gain of a _Generated was added"):
+        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+
+
+def _scaled_by_its_gain(layer: _Layer, *features: Tensor) -> Tensor:
+    return _Layer.forward(layer, *features) * layer.gain
+
+
 def test_an_engine_asked_for_by_name_raises_when_the_state_has_changed():
     block, _ = _block()
     make_efficient(block, "shared")

@@ -3,14 +3,12 @@
 import functools
 import gc
 import weakref
-from collections import Counter
 
 import pytest
 import torch
-from checkpoint_outcomes import Fickle, assert_same_outcome, network, outcome, tensor
+from checkpoint_outcomes import CountingOperations, Fickle, assert_same_outcome, network, outcome, tensor
 from helpers import assert_same_buffers, assert_same_gradients
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from efficient_densenet.checkpoint import checkpoint, checkpoint_sequential, is_recomputing
@@ -27,18 +25,6 @@ class Counting(nn.Module):
         result = self.layers(x)
         self.finished += 1
         return result
-
-
-class CountingOperations(TorchDispatchMode):
-    """Counts the calls of each operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.counts[operation] += 1
-        return operation(*args, **(kwargs or {}))
 
 
 def test_what_follows_the_last_saved_tensor_is_not_recomputed():

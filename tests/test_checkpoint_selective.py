@@ -3,15 +3,13 @@
 import functools
 import gc
 import weakref
-from collections import Counter
 from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from checkpoint_outcomes import assert_same_outcome, network, outcome, tensor
+from checkpoint_outcomes import CountingOperations, assert_same_outcome, network, outcome, tensor
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from efficient_densenet.checkpoint import checkpoint, checkpoint_sequential
@@ -22,18 +20,6 @@ aten = torch.ops.aten
 def saving(*operations):
     """Return a context_fn that saves the results of these operations."""
     return functools.partial(create_selective_checkpoint_contexts, list(operations))
-
-
-class CountingOperations(TorchDispatchMode):
-    """Counts the calls of each operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.counts[operation] += 1
-        return operation(*args, **(kwargs or {}))
 
 
 def test_the_two_contexts_surround_the_forward_and_the_recomputation():

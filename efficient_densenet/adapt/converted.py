@@ -101,7 +101,7 @@ class ConvertedBlock(KeepsSignature):
         try:
             reading, reason = _find_reading(self, super().forward, may_be_layer=True)
         except (NoPartsError, VerificationError) as failure:
-            reason = f"found that since it was converted it {failure}"
+            reason = f"found another block than was converted: {failure}"
         self._conversion = replace(self._conversion, reading=reading, reason=reason, verified=fingerprint(self))
 
     def _state_change(self) -> str | None:

@@ -4,10 +4,11 @@ A trial verifies a block as it is. An attribute that was neutral then (a scale o
 changed later, and the block's forward computes something else from then on: so its state then is remembered.
 """
 
+from abc import ABC
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +54,8 @@ class Fingerprint(NamedTuple):
 def fingerprint(block: nn.Module) -> Fingerprint:
     """The state of `block` and all modules inside that a trial takes as given.
 
-    It holds no reference to a module or a tensor. Objects are compared by identity, tensors by identity and version;
-    a copy of a module that has such attributes is therefore verified anew.
+    It holds no reference to a module or a tensor. Objects are compared by identity and what they hold, large tensors
+    by identity and version.
     """
     modules = list(_modules(block))
     classes = dict.fromkeys(base_class(type(module)) for module in modules)
@@ -159,8 +160,8 @@ def _is_small(value: Tensor) -> bool:
 
 
 def _is_known(cls: type) -> bool:
-    """Whether this is a class of torch or Python, and not of an author."""
-    return (cls.__module__ or "").startswith(("torch.nn.modules.", "builtins", "typing", "abc"))
+    """Whether this is a class of torch or Python, and not of an author, whose classes may have no module's name."""
+    return cls in (object, ABC, Generic) or (cls.__module__ or "").startswith("torch.nn.modules.")
 
 
 def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:

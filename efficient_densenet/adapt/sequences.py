@@ -22,7 +22,7 @@ class ConvertedSequence(KeepsSignature, _SequentialMixin):
     modules before the first one as a stem, where the shared engine can."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not dispatch.may_run_engines(self):
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not dispatch.may_run_engines(self, args[0]):
             return super().forward(*args, **kwargs)
         return run_sequence(stages_of(self), args[0], is_block)[0]
 

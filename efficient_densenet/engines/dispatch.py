@@ -94,10 +94,10 @@ def as_engine_block(block: Any) -> EngineBlock:
     return block
 
 
-def may_run_engines(module: nn.Module) -> bool:
-    """Whether there is memory to save for a backward in what `module` runs now, and ordinary autograd to do it."""
-    tracing = is_exporting(module.training) or torch.compiler.is_compiling() or functorch_is_active()
-    return torch.is_grad_enabled() and not tracing
+def may_run_engines(module: nn.Module, x: Tensor) -> bool:
+    """Whether there is memory to save for a backward in what `module` runs on `x`, and ordinary autograd to do it."""
+    ordinary = not (_is_tracing(module, x) or torch.compiler.is_compiling() or functorch_is_active())
+    return ordinary and torch.is_grad_enabled() and x.numel() > 0
 
 
 def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> BlockPlan:
@@ -161,7 +161,7 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
 
     None where they are no stem that can run so, or where another engine than the shared one is to run `block`.
     """
-    if _is_tracing(block, x) or torch.compiler.is_compiling() or functorch_is_active() or x.numel() == 0:
+    if not may_run_engines(block, x):
         return None
     modules_of_stem = stem.stem_at_the_start(modules, x)
     if modules_of_stem is None or not _needs_grad(x, *modules_of_stem):
@@ -180,7 +180,7 @@ def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
 
     None where that cannot run it, and where it has nothing to save: then `consumer` is to be called.
     """
-    if _is_tracing(consumer, x) or torch.compiler.is_compiling() or functorch_is_active() or x.numel() == 0:
+    if not may_run_engines(consumer, x):
         return None
     if not _needs_grad(x, consumer) or forward_ad.unpack_dual(x).tangent is not None:
         return None
