@@ -9,6 +9,9 @@ import torch
 from forks import forked_demo
 from samples import RUN, demo, read_rows, refused, same_run
 
+from efficient_densenet.training.models import read_config
+from efficient_densenet.training.run_state import read_to_resume
+
 WORDS = (*RUN, "--n_epochs", "1", "--seed", "7", "--drop_rate", "0.1")
 
 
@@ -49,10 +52,11 @@ def test_resume_auto_begins_where_there_is_no_run_and_goes_on_where_there_is_one
     same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("resume", [["--resume"], ["--resume", "auto"]])
+@pytest.mark.parametrize("resume", [["--resume"], pytest.param(["--resume", "auto"], marks=pytest.mark.exhaustive)])
 def test_a_run_that_has_a_config_only_begins_with_the_options_in_it(resume, whole, tmp_path):
     (tmp_path / "run").mkdir()
     shutil.copy(whole / "config.json", tmp_path / "run")
+    assert read_to_resume(tmp_path / "run", "auto") == read_to_resume(tmp_path / "run", True) == read_config(whole)
     done = demo("cp_demo.py", "--save", "run", *resume, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "resuming run in epoch 1" in done.stdout

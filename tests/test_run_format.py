@@ -42,6 +42,7 @@ HARMLESS = {
     "options.accept_changed_data": [MISSING],
     "data.fingerprint": [MISSING],
     "data.statistics": [MISSING],
+    "checksum": [MISSING],
     "versions": [MISSING],
     "versions.nobody": [EXTRA],
 }

@@ -10,15 +10,13 @@ import select
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import termios
 from pathlib import Path
 
 import pytest
 import torch
 from forks import ForkedDemo, await_file, forked_demo
-from samples import DEMOS, RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
+from samples import RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
 
 from efficient_densenet.training.data import load
 from efficient_densenet.training.loop import Trainer
@@ -219,16 +217,10 @@ def test_tensorboard_on_request(tmp_path):
     ],
 )
 def test_the_command_of_the_readme_on_a_directory_called_cifar(script, layout, tmp_path):
-    """Verbatim, until the first step is done."""
+    """As it stands, until the first step is done."""
     write_cifar10(tmp_path / "cifar", each=8) if layout == "cifar10" else write_folder(tmp_path / "cifar", each=8)
     words = ["--efficient", "True", "--data", "cifar", "--save", "model", "--batch_size", "256"]
-    process = subprocess.Popen(
-        [sys.executable, str(DEMOS / script), *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = ForkedDemo(script, *words, cwd=tmp_path)
     await_file(tmp_path / "model" / "last.pt", process)
     process.send_signal(signal.SIGTERM)
     printed, errors = process.communicate(timeout=100)

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .._archive import check_archive
+from .._archive import load_archive
 
 _SUFFIX = ".unfinished"
 
@@ -79,14 +77,8 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def to_torch(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 def load_torch(path: Path) -> Any:
-    """Load what `torch.save` wrote, tensors and plain data only: no code in the file is run."""
+    """Load what `to_archive` or `torch.save` wrote, tensors and plain data only: no code in the file is run."""
     _refuse_pipe(path)
     try:
         with path.open("rb") as file:
@@ -98,8 +90,7 @@ def load_torch(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about kinds of tensors that the caller refuses
-            check_archive(path)
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return load_archive(path)
     except Exception as exc:  # a damaged archive can fail in any way
         reason = str(exc) if isinstance(exc, zipfile.BadZipFile) else type(exc).__name__
         raise ValueError(

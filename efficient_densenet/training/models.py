@@ -1,5 +1,7 @@
 """The model of a run, rebuilt from its config, and its weights."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from ..models.zoo import VARIANTS, create_model
 from . import files, run_format
 from .data import Dataset
 from .data.augment import Transform
+from .data.images import digest
 from .options import Options, block_config_for
 from .schema import check_file, tensors_like
 
@@ -75,12 +78,28 @@ def default_image_size(model: str | None) -> int:
     return 224 if model in VARIANTS and not VARIANTS[model]["small_inputs"] else 32
 
 
+def write_config(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write config.json, with its checksum as the first line, which whoever edits the file can take out."""
+    files.write_atomic(folder / CONFIG, files.to_json({"checksum": _checksum(content), **content}))
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The checked content of config.json."""
     path = folder / CONFIG
     content = files.load_json(path)
     run_format.check_config(path, content)
+    needed = content.pop("checksum", None)  # earlier versions wrote none
+    found = _checksum(content)
+    if needed not in (None, found):
+        raise ValueError(
+            f"{path}: its content has the checksum {found}, but was written with {needed}, so it is damaged or edited: "
+            'restore it from a copy, or, if the change is meant, remove the line "checksum"'
+        )
     return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return digest([json.dumps(content, sort_keys=True).encode()])
 
 
 def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:

@@ -201,6 +201,11 @@ def _check(options: RunOptions) -> None:
         raise ValueError(
             "found --resume and --overwrite, but a run is either resumed or started over: give one of them"
         )
+    if options.accept_changed_data and not options.resume:
+        raise ValueError(
+            "found --accept_changed_data without --resume, but only a run that is resumed had other data: add --resume "
+            "or leave it out"
+        )
 
 
 def block_config_for(depth: int) -> tuple[int, int, int]:

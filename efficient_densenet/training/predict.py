@@ -8,6 +8,7 @@ from .._checks import check_integer
 from .data.augment import Transform
 from .data.decode import decode
 from .models import load_model
+from .report import print_or_raise
 
 DIGITS = Path(__file__).parents[2] / "checkpoints" / "digits"
 
@@ -38,4 +39,9 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
                 f"{name}: the model's outputs are not finite, so its weights are damaged: restore them from a copy"
             )
         likeliest = probabilities.argsort(descending=True)[:top].tolist()
-        print(f"{name}: {', '.join(f'{config.classes[i]} ({probabilities[i]:.1%})' for i in likeliest)}")
+        try:
+            print_or_raise(f"{name}: {', '.join(f'{config.classes[i]} ({probabilities[i]:.1%})' for i in likeliest)}")
+        except BrokenPipeError:  # nobody reads any more, as after `| head`
+            return
+        except OSError as exc:
+            raise OSError(f"{name}: its classes could not be printed ({exc.strerror}): print to another place") from exc

@@ -14,6 +14,12 @@ from .._extras import need
 
 def say(line: str) -> None:
     """Print a line. Where nobody reads any more, as after `| head`, it is lost, and the run goes on."""
+    with contextlib.suppress(OSError, ValueError):
+        print_or_raise(line)
+
+
+def print_or_raise(line: str) -> None:
+    """Print a line now. Where that fails, it is discarded too: the interpreter would try again as it ends, and fail."""
     try:
         print(line, flush=True)
     except (OSError, ValueError):  # a broken pipe, a full disk; a stream that was closed
@@ -21,6 +27,7 @@ def say(line: str) -> None:
             discarded = os.open(os.devnull, os.O_WRONLY)
             os.dup2(discarded, sys.stdout.fileno())
             os.close(discarded)
+        raise
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
+from .._archive import to_archive
 from . import files, models, run_format, run_state
 from .data import SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
 from .data.augment import transform_for
@@ -188,7 +189,7 @@ class Run:
             for name in run_state.WRITTEN:
                 (self.folder / name).unlink(missing_ok=True)
         versions = {"efficient_densenet": __version__, "torch": torch.__version__}
-        files.write_atomic(self.folder / models.CONFIG, files.to_json(self.record | {"versions": versions}))
+        models.write_config(self.folder, self.record | {"versions": versions})
         run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
         self.tensorboard = TensorBoardWriter(self.folder, self.options.tensorboard, self.position.epoch)
         self.last_plot = time.monotonic()
@@ -258,7 +259,7 @@ class Run:
             return
         self.lock.check()
         if row is self._best_row():
-            files.write_atomic(self.folder / models.WEIGHTS, files.to_torch(self.model.state_dict()))
+            files.write_atomic(self.folder / models.WEIGHTS, to_archive(self.model.state_dict()))
         self._save()
         with may_fail("TensorBoard's events"):
             self.tensorboard.add(row)

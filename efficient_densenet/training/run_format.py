@@ -62,8 +62,8 @@ _RECORD: dict[Any, Any] = {
     "data": _DATA,
 }
 _CONFIG = Record(
-    _RECORD | {"versions": Record({"efficient_densenet": text(), "torch": text()}, open=True)},
-    may_lack=frozenset({"versions"}),
+    _RECORD | {"checksum": text(), "versions": Record({"efficient_densenet": text(), "torch": text()}, open=True)},
+    may_lack=frozenset({"checksum", "versions"}),
 )
 _POSITION = Record(
     {"epoch": integer(1), "step": integer(0)} | dict.fromkeys(("loss", "wrong", "seen", "seconds"), _nonnegative)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from .._archive import to_archive
 from . import files, run_format
 from .data import SplitDataset
 from .loop import Trainer, TrainingPosition
@@ -147,13 +148,13 @@ def write(folder: Path, trainer: Trainer, position: TrainingPosition, rows: list
         "rows": rows,
         "state": trainer.state(),
     }
-    files.write_atomic(folder / LAST, files.to_torch(content))
+    files.write_atomic(folder / LAST, to_archive(content))
 
 
 def update_rows(folder: Path, rows: list[Row]) -> None:
     """Replace the rows in last.pt, and nothing else: its weights remain those of the last epoch."""
     state = files.load_torch(folder / LAST)
-    files.write_atomic(folder / LAST, files.to_torch(state | {"rows": rows}))
+    files.write_atomic(folder / LAST, to_archive(state | {"rows": rows}))
 
 
 def restore(state: dict[str, Any], trainer: Trainer) -> tuple[TrainingPosition, list[Row]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._archive import check_archive
+from .._archive import load_archive
 from .._extras import need
 
 Source = str | os.PathLike | Mapping[str, Any]
@@ -57,13 +57,14 @@ def _read_file(path: Path) -> Any:
     if path.suffix == ".safetensors":
         need("safetensors", extra="weights")
         load = need("safetensors.torch", extra="weights").load_file
+    elif zipfile.is_zipfile(path):  # not so in files of early versions of PyTorch, which have no checksums
+        load = load_archive
     try:
-        if zipfile.is_zipfile(path):  # not so in files of early versions of PyTorch, which have no checksums
-            check_archive(path)
         return load(path)
     except Exception as exc:  # a damaged archive raises errors of any type
+        reason = str(exc) if isinstance(exc, zipfile.BadZipFile) else type(exc).__name__
         raise ValueError(
-            f"{path} is truncated, damaged or contains more than tensors ({type(exc).__name__}): copy it again, or "
+            f"{path} is truncated, damaged or contains more than tensors ({reason}): copy it again, or "
             "save the model's state_dict() alone"
         ) from None
 
