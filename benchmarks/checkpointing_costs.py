@@ -8,7 +8,7 @@ large layers.
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def measure_costs(rounds: int) -> list[dict[str, Any]]:
     tiny = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(40)]
     large = [nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh()) for _ in range(8)]
     steps = {name: _step(tiny, call, torch.randn(4, 8)) for name, call in IMPLEMENTATIONS.items()}
-    times = _interleaved_times(steps, rounds)
+    times = interleaved_times(steps, rounds)
     peaks = {name: _peak(_step(large, call, torch.randn(2048, 512))) for name, call in IMPLEMENTATIONS.items()}
     rows = []
     for name in IMPLEMENTATIONS:
@@ -64,7 +64,7 @@ def _step(modules: Sequence[nn.Module], call: Callable[[nn.Module, Tensor], Any]
     return step
 
 
-def _interleaved_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def interleaved_times(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds + WARM_UP_ROUNDS):
         for name, step in steps.items():

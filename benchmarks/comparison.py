@@ -22,8 +22,8 @@ WORKER = Path(__file__).parent / "worker.py"
 PAUSE = 0.05
 """Seconds between steps. OpenMP threads spin for some milliseconds after their work, which would slow the next step."""
 OUT_OF_MEMORY = "out of memory"
-SLOW_TO_PREPARE = ("compile",)
-"""Methods whose preparation can take minutes. They are prepared after the others have been measured."""
+SLOW_TO_PREPARE = ("compile_plain", "compile_shared")
+"""Methods whose preparation can take minutes. Each is prepared after those before it have been measured."""
 
 
 class MethodError(Exception):
@@ -31,19 +31,24 @@ class MethodError(Exception):
 
 
 class WorkerProcess:
-    """The process that runs one method. It answers each command by one line of JSON, and ends with the context."""
+    """The process that runs one method. It answers each command by one line of JSON, and ends with the context.
+
+    Its compiler keeps nothing from earlier processes, so that the first step's time is that of compiling everything.
+    """
 
     def __init__(self, method: str, setting: Setting, preload: str = "", timeout: float = 300) -> None:
         self.timeout = timeout
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by stop)
+        self.compiler_cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         preloaded = " ".join(filter(None, (preload, os.environ.get("LD_PRELOAD", ""))))
+        environment = {"TORCHINDUCTOR_CACHE_DIR": self.compiler_cache.name}
         self.process = subprocess.Popen(
             [sys.executable, str(WORKER), method, json.dumps(asdict(setting))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.stderr,
             text=True,
-            env=os.environ | ({"LD_PRELOAD": preloaded} if preloaded else {}),
+            env=os.environ | environment | ({"LD_PRELOAD": preloaded} if preloaded else {}),
         )
 
     def __enter__(self) -> "WorkerProcess":
@@ -58,6 +63,7 @@ class WorkerProcess:
         self.process.kill()
         self.process.communicate()
         self.stderr.close()
+        self.compiler_cache.cleanup()
 
     def request(self, command: str) -> dict[str, Any]:
         """Send a command and return its answer."""

@@ -1,4 +1,4 @@
-"""The methods that are compared: DenseNets of this package, torchvision and timm, and `torch.compile` of plain."""
+"""The methods that are compared: DenseNets of this package, torchvision and timm, and `torch.compile` of ours."""
 
 import importlib
 import importlib.util
@@ -31,8 +31,8 @@ def _portable(arguments: dict[str, Any]) -> nn.Module:
     return _ours(arguments, efficient="shared")
 
 
-def _compiled(arguments: dict[str, Any]) -> nn.Module:
-    compiled: Any = torch.compile(_ours(arguments, efficient="plain"))
+def _compiled(arguments: dict[str, Any], efficient: str) -> nn.Module:
+    compiled: Any = torch.compile(_ours(arguments, efficient=efficient), fullgraph=True)
     return compiled
 
 
@@ -77,7 +77,8 @@ METHODS: dict[str, Method] = {
     "torchvision_converted": Method("torchvision's, `make_efficient`", _torchvision_converted, "torchvision"),
     "timm": Method("timm's DenseNet", partial(_timm, memory_efficient=False), "timm"),
     "timm_efficient": Method("timm's, `memory_efficient=True`", partial(_timm, memory_efficient=True), "timm"),
-    "compile": Method("`torch.compile` of plain", _compiled),
+    "compile_plain": Method("`torch.compile` of `plain`", partial(_compiled, efficient="plain")),
+    "compile_shared": Method("`torch.compile` of `shared`", partial(_compiled, efficient="shared")),
 }
 
 

@@ -46,6 +46,7 @@ kernel_tests() {
 
 ours=plain,official,checkpoint,shared,shared_keep
 efficient=torchvision_efficient,timm_efficient
+compiled=compile_plain,compile_shared
 if [[ ${1:-} == --dry-run ]]; then
     measure 100 --device cpu --model densenet_bc_10_4 --batch_size 2 --image_size 8 --rounds 1 --methods plain,shared
 elif [[ $# -gt 0 ]]; then
@@ -58,12 +59,12 @@ else
     kernel_tests
     big=(--device cuda --model densenet121 --batch_size 64)
     small=(--device cuda --model densenet_bc_100_12)
-    measure 200 "${small[@]}" --batch_size 256 --precision tf32 --methods $ours,$efficient,compile
-    measure 170 "${big[@]}" --precision tf32 --methods $ours,$efficient,compile
+    measure 200 "${small[@]}" --batch_size 256 --precision tf32 --methods $ours,$efficient,$compiled
+    measure 170 "${big[@]}" --precision tf32 --methods $ours,$efficient,$compiled
     measure 90 "${small[@]}" --batch_size 256 --precision bf16 --methods $ours
     measure 90 "${big[@]}" --precision bf16 --methods $ours
     measure 60 "${small[@]}" --batch_size 64 --precision tf32 --methods $ours
-    measure 90 "${small[@]}" --batch_size 256 --precision bf16 --methods plain,compile
+    measure 90 "${small[@]}" --batch_size 256 --precision bf16 --methods plain,$compiled
     measure 90 "${small[@]}" --batch_size 64 --precision bf16 --methods $ours
 fi
 if ((${#failed[@]})); then

@@ -33,7 +33,8 @@ COLORS = {
     "torchvision_converted": "#8a5a1e",
     "timm": "#0f9aa8",
     "timm_efficient": "#0f9aa8",
-    "compile": "#d0569b",
+    "compile_plain": "#d0569b",
+    "compile_shared": "#8a2f63",
 }
 STYLE = {
     "svg.fonttype": "none",

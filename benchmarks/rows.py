@@ -37,6 +37,10 @@ COLUMNS = (
 )
 
 
+RENAMED_METHODS = {"compile": "compile_plain"}
+"""Names that methods had in older files."""
+
+
 def make(setting: Setting, measurements: dict[str, Measurement]) -> list[Row]:
     """Return one row for each method."""
     plain = measurements["plain"]
@@ -113,7 +117,9 @@ def read(path: Path) -> list[Row]:
         return []
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        return list(reader) if tuple(reader.fieldnames or ()) == COLUMNS else []
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            return []
+        return [row | {"method": RENAMED_METHODS.get(row["method"], row["method"])} for row in reader]
 
 
 def merge(path: Path, rows: list[Row]) -> None:

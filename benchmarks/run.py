@@ -7,8 +7,9 @@
 
 Each method runs in a fresh process. First its memory is measured: the tensor peak is the maximum of allocated tensor
 memory during a step, minus what was allocated before the step; the process peak is the growth of the process's
-high-water mark. Then, in each round, every method takes one timed step. A ratio of times compares two steps of the same
-round, so that all methods are affected alike if the machine becomes faster or slower.
+high-water mark. The seconds of the first step are printed and written too: `torch.compile` compiles in it, with nothing
+kept from earlier runs. Then, in each round, every method takes one timed step. A ratio of times compares two steps of
+the same round, so that all methods are affected alike if the machine becomes faster or slower.
 """
 
 import signal
@@ -57,7 +58,7 @@ def run(
         precision: float32, tf32 (on CUDA), bf16 or fp16 (both with autocast).
         layout: contiguous or channels_last.
         methods: names of methods. Default: all. Plain is always measured, because the others are compared with it.
-        rounds: number of timed steps. 0 measures only memory. Default: 9, or 0 for a sweep.
+        rounds: number of timed steps. 0 measures only memory and the first step. Default: 9, or 0 for a sweep.
         device: cpu or cuda. Default: cuda if there is a GPU.
         threads: number of CPU threads. Default: PyTorch's.
         allocator: allocator of CPU memory to preload in the workers: tcmalloc, jemalloc or the path of a library.

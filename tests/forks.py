@@ -1,6 +1,7 @@
 """Demos in processes of their own that start fast: forks of one process that has imported everything."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -55,7 +56,8 @@ class ForkedDemo:
         return tuple(path.read_text() if path.exists() else "" for path in (self._stdout, self._stderr))
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended already
+            os.kill(self.pid, number)
 
 
 def forked_demo(script: str, *arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess:

@@ -13,7 +13,7 @@ from efficient_densenet.engines import kernels
 from efficient_densenet.engines.eligibility import joined_consumer
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.engines.parts import parts_of
-from efficient_densenet.engines.shared import plan
+from efficient_densenet.engines.shared import groups
 from efficient_densenet.engines.shared.plan import StagePlan
 
 FAMILIES = {
@@ -135,7 +135,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
         monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile)
     if tile < 256:
-        monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", 0)
+        monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
 
 
 KERNELS = [("portable", 1), ("portable", 3000), ("portable", 1 << 22), ("compiled", 7), ("compiled", 256)]

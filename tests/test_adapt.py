@@ -88,13 +88,13 @@ def test_norms_that_update_twice_update_once_until_restored(name):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("name", ["torchvision_efficient", "timm_efficient", "monai", "gpleiss_efficient"])
-def test_without_gradients_and_in_tracing_the_author_s_forward_runs(name):
+def test_in_tracing_the_author_s_forward_runs_and_without_gradients_the_values_are_its_own(name):
     model = build(name).eval()
     x = image_batch(name)
     with torch.no_grad():
         expected = model(x)
         make_efficient(model)
-        assert torch.equal(model(x), expected)
+        assert_close(model(x), expected)
         assert torch.equal(torch.jit.trace(model, x)(x), expected)
     exported = torch.export.export(model, (x,), strict=False)
     assert_close(exported.module()(x).detach(), expected)

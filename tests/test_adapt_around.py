@@ -303,17 +303,3 @@ def test_every_densenet_of_timm(name):
             each(x).square().mean().backward()
     assert_same_gradients(model, plain, 1e-9)
     assert_same_buffers(model, plain, 1e-9)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("engine", [True, "shared"])
-def test_compiled(engine):
-    ours, plain = _pair("torchvision_efficient")
-    make_efficient(ours, engine)
-    x = image_batch("torchvision_efficient")
-    compiled = torch.compile(ours, backend="aot_eager")
-    for model in (compiled, plain):
-        for _ in range(2):
-            model(x).square().mean().backward()
-    assert_same_gradients(ours, plain)
-    _assert_same_state(ours, plain)

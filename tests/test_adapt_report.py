@@ -100,14 +100,6 @@ def test_a_norm_without_weights_is_named():
     assert changed.engine.startswith("checkpoint (found a BatchNorm2d without weight and bias")
 
 
-def test_create_graph_names_the_remedy_for_another_library_s_model():
-    block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
-    make_efficient(block)
-    x = torch.randn(2, START, 4, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"create_graph=True.*make_efficient\(model, 'checkpoint'\)"):
-        torch.autograd.grad(block(x).sum(), x, create_graph=True)
-
-
 def test_padding_given_by_name_is_the_usual_one():
     block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)]).double()
     for layer in block.children():

@@ -62,6 +62,12 @@ def test_a_file_keeps_the_rows_of_other_configurations(file):
     assert [row["tensor_peak_mib"] for row in rows if row["method"] == "plain"] == ["3000.0", "2000.0"]
 
 
+def test_a_file_with_a_method_s_old_name_is_read(file):
+    file.write_text(file.read_text().replace(",timm,", ",compile,"))
+    assert [row["method"] for row in results.read(file)] == ["plain", "shared", "compile_plain"] * 2
+    assert table.render([str(file)], methods="compile_plain").count("`compile_plain`") == 2
+
+
 def test_files_are_named_by_device_torch_model_and_batch():
     version = torch.__version__.split("+")[0]
     assert results.file_name(TINY, "A processor") == f"cpu_torch{version}_densenet_bc_10_4_2.csv"

@@ -107,11 +107,12 @@ def test_if_plain_fails_the_others_have_times(fake):
     assert results.make(TINY, measurements)[1]["time_over_plain_median"] == ""
 
 
-def test_compile_is_prepared_after_the_others_are_measured(fake):
+def test_compiled_methods_are_prepared_after_the_others_are_measured(fake):
     fake.free = 10**12
-    comparison.Comparison(["plain", "shared", "compile"], rounds=1).run(TINY)
+    comparison.Comparison(["plain", "shared", "compile_plain", "compile_shared"], rounds=1).run(TINY)
     commands = [(method, command) for method, command in fake.log if command != "free"]
-    assert commands.index(("shared", "step")) < commands.index(("compile", "prepare"))
+    assert commands.index(("shared", "step")) < commands.index(("compile_plain", "prepare"))
+    assert commands.index(("compile_plain", "step")) < commands.index(("compile_shared", "prepare"))
 
 
 def test_a_sweep_writes_memory_to_one_file(fake, tmp_path):
@@ -170,6 +171,15 @@ def test_a_worker_trains_with_the_precision_and_layout(precision, layout):
     training.step()
     assert outputs[0].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     assert training.images.is_contiguous(memory_format=worker.LAYOUTS[layout])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_methods_train():
+    peaks = {
+        method: worker.Training(method, TINY).prepare()["tensor_peak"] for method in METHODS if "compile" in method
+    }
+    assert 0 < peaks["compile_shared"] < peaks["compile_plain"]
 
 
 @pytest.fixture(autouse=True)

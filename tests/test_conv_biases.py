@@ -29,14 +29,14 @@ from efficient_densenet.engines import dispatch
 from efficient_densenet.engines.eligibility import joined_consumer
 from efficient_densenet.engines.parts import parts_of
 from efficient_densenet.engines.shared import function as shared
-from efficient_densenet.engines.shared import plan
+from efficient_densenet.engines.shared import groups
 
 WHERE = {"every": "", "first": "conv1", "last": "conv2", "transition": "transition"}
 
 
 @pytest.fixture(params=[True, False], ids=["a_layer_at_a_time", "a_stage_at_a_time"])
 def _layer_groups(request, monkeypatch):
-    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", 0 if request.param else plan.LAYER_GROUP_BYTES)
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0 if request.param else groups.LAYER_GROUP_BYTES)
 
 
 def _biased(family: str = "bc", where: str = "", **overrides) -> DenseNet:
@@ -152,10 +152,14 @@ def test_the_gradient_of_one_bias_alone_and_again(name):
         assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("kernels", [("portable", 1 << 22), ("compiled", 7)])
-@pytest.mark.parametrize("return_features", [False, True])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("bn_size", [0, 2])
+@pytest.mark.parametrize(
+    *grid(
+        bn_size=[0, 2],
+        training=[True, False],
+        return_features=[False, True],
+        kernels=[("portable", 1 << 22), ("compiled", 7)],
+    )
+)
 def test_gradcheck(bn_size, training, return_features, kernels, monkeypatch):
     use_kernels(monkeypatch, *kernels)
     sizes = {"bn_size": bn_size, "growth_rate": 2, "num_init_features": 2, "block_config": (2, 2)}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from forks import ForkedDemo, await_file
 from helpers import assert_close
-from samples import DEMOS, TINY, demo, global_batch, tiny_trainer
+from samples import DEMOS, TINY, demo, global_batch, tiny_trainer, write_cifar10
 from torch import nn
 
 from efficient_densenet.training.data.augment import generator_for
@@ -92,21 +92,29 @@ def test_micro_batches_in_two_processes_accumulate_as_in_one(distributed_steps):
         assert_close(ours, parameter.grad, 1e-10)
 
 
-def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(tmp_path):
-    words = [*TINY, "--save", "run", "--n_epochs", "3", "--batch_size", "256", "--device", "cpu"]
-    process = _torchrun(2, DEMOS / "cp_demo.py", *words, "--sync_bn", "--efficient", "False", cwd=tmp_path)
-    lines = [process.stdout.readline() for _ in range(4)]  # until the first epoch is finished
+def _launched(processes: int, script: Path, *words: str, cwd: Path) -> list[subprocess.Popen]:
+    return [_torchrun(processes, script, *words, cwd=cwd)]
+
+
+@pytest.mark.parametrize("launch", [_fork_processes, pytest.param(_launched, marks=pytest.mark.exhaustive)])
+def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, tmp_path):
+    words = [*TINY, "--data", "cifar", "--save", "run", "--n_epochs", "8", "--batch_size", "45", "--device", "cpu"]
+    write_cifar10(tmp_path / "cifar")
+    processes = launch(2, DEMOS / "cp_demo.py", *words, "--sync_bn", "--efficient", "False", cwd=tmp_path)
+    await_file(tmp_path / "run" / "results.csv", processes[0])  # the first epoch is finished
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    printed, errors = ("".join(texts) for texts in zip(*(each.communicate() for each in processes), strict=True))
+    assert all(process.returncode != 0 for process in processes)
+    lines = printed.splitlines()
     assert "2 processes, this one on cpu" in lines[0]
-    assert lines[3].startswith("epoch 1/3"), lines
-    process.send_signal(signal.SIGTERM)
-    printed, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
+    assert sum(line.startswith("epoch 1/8") for line in lines) == 1, lines
     assert printed.count("stopped by SIGTERM") == 1, (printed, errors)
     position = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["position"]
     assert position["epoch"] >= 2
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "run" / "results.csv").read_text().splitlines()) == 4
+    assert len((tmp_path / "run" / "results.csv").read_text().splitlines()) == 9
 
 
 def test_a_process_that_lost_another_ends_with_a_cause(tmp_path):

@@ -18,6 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import checkpointing as checkpointing_benchmark
+import host_cost
+import inference
 import options as benchmark_options
 import plot
 import pytest
@@ -41,6 +43,8 @@ BENCHMARKS = {
     "plot.py": plot.plot,
     "table.py": table.table,
     "checkpointing.py": checkpointing_benchmark.measure,
+    "host_cost.py": host_cost.measure,
+    "inference.py": inference.measure,
 }
 TORCHRUN = ("--nproc_per_node",)
 

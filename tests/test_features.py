@@ -226,7 +226,7 @@ def test_memory_of_returned_maps(maps, allowed):
     def step(model, grads):
         torch.autograd.backward(model(x), grads)
 
-    x = torch.randn(8, 3, 32, 32)
+    x = torch.randn(4, 3, 32, 32)
     model = create_model(
         "densenet_bc_100_12", efficient="shared", block_config=(8, 8, 8), features_only=True, maps=maps
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import MEMORY_EFFICIENT, small_model
 
-from efficient_densenet.engines.shared import plan
+from efficient_densenet.engines.shared import groups
 
 MIB = 2**20
 
@@ -17,7 +17,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def _a_layer_at_a_time(monkeypatch):
     """Small networks would otherwise run a whole stage in one autograd node."""
-    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", 0)
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
 
 
 def _live_tensors() -> int:

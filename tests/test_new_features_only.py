@@ -20,7 +20,8 @@ from efficient_densenet import DenseBlock
 from efficient_densenet.engines import dispatch, parts
 from efficient_densenet.engines.eligibility import joined_consumer
 from efficient_densenet.engines.shared import function as shared
-from efficient_densenet.engines.shared import plan
+from efficient_densenet.engines.shared import groups
+from efficient_densenet.engines.shared.plan import StagePlan
 
 NEW = 3 * GROWTH
 
@@ -76,10 +77,10 @@ def test_output_gradients_and_buffers_match_plain(
     assert_same_buffers(block, plain)
 
 
-@pytest.mark.parametrize("bytes_per_group", [0, plan.LAYER_GROUP_BYTES])
+@pytest.mark.parametrize("bytes_per_group", [0, groups.LAYER_GROUP_BYTES])
 @pytest.mark.parametrize("trainable", ["0.second", "1.", "2.first", "none, but the input"])
 def test_partly_frozen_layers(trainable, bytes_per_group, monkeypatch):
-    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", bytes_per_group)
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", bytes_per_group)
     (plain,) = _randomized(NewFeatures())
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(name.startswith(trainable))
@@ -99,7 +100,7 @@ def test_partly_frozen_layers(trainable, bytes_per_group, monkeypatch):
 def test_gradcheck(newest_first, training):
     (block,) = _randomized(NewFeatures(newest_first=newest_first))
     x = torch.randn(2, 4, 3, 3, dtype=torch.double, requires_grad=True)
-    stage = plan.StagePlan(parts.parts_of(block.train(training)), None, x)
+    stage = StagePlan(parts.parts_of(block.train(training)), None, x)
 
     def function(x, *tensors):
         return shared.apply(stage, x, *tensors)

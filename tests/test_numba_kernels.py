@@ -20,6 +20,7 @@ from efficient_densenet import DenseBlock
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.kernels.interface import Conv1x1
 from efficient_densenet.engines.kernels.numba_cpu import openmp
 from efficient_densenet.memory import tensor_peak
 
@@ -107,23 +108,36 @@ GUARDED = """
 import ctypes, mmap, sys
 import torch
 from efficient_densenet.engines.kernels import scratch
-from efficient_densenet.engines.kernels.numba_cpu import operations
+from efficient_densenet.engines.kernels.numba_cpu import operations, tiling
 from kernel_operations import OPERATIONS, Case
 
 libc = ctypes.CDLL(None)
 libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-buffers = []
+GUARD = 64 * mmap.PAGESIZE
+buffers, layouts = [], {}
+
+def places(*sizes):
+    # Each part ends where protected pages begin. The total tells `buffer` which layout it is.
+    stops, end = [], 0
+    for size in sizes:
+        stops.append(end + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        end = stops[-1] + GUARD
+    starts = [stop - size for stop, size in zip(stops, sizes)]
+    total = 8 * (end + len(layouts))
+    layouts[total] = starts[0], stops, end
+    return [start - starts[0] for start in starts] + [total]
 
 def buffer(name, size, dtype, device):
-    nbytes, page = size * dtype.itemsize, mmap.PAGESIZE
-    usable = -(-nbytes // page) * page
-    memory = mmap.mmap(-1, usable + 64 * page)
+    start, stops, end = layouts[size * dtype.itemsize]
+    memory = mmap.mmap(-1, end)
     buffers.append(memory)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    assert libc.mprotect(whole.data_ptr() + usable, 64 * page, 0) == 0
-    return whole[usable - nbytes : usable].view(dtype).fill_(float("nan"))
+    whole.view(dtype).fill_(float("nan"))
+    for stop in stops:
+        assert libc.mprotect(whole.data_ptr() + stop, GUARD, 0) == 0
+    return whole[start:].view(dtype)
 
-scratch.buffer = buffer
+scratch.buffer, tiling._places = buffer, places
 torch.set_num_threads(1)
 for operation, function in OPERATIONS.items():
     for rows in (1, 12, 20, 36, 98):
@@ -136,7 +150,7 @@ print("all")
 
 
 def test_scratch_is_not_accessed_out_of_bounds():
-    """Protected pages follow each scratch buffer."""
+    """Protected pages follow each part of it."""
     completed = subprocess.run(
         [sys.executable, "-c", GUARDED],
         capture_output=True,
@@ -248,6 +262,25 @@ def test_matrices_with_contiguous_columns():
     case.values, case.grad_output = (matrix.t().contiguous().t() for matrix in (case.values, case.grad_output))
     check("batch_statistics", case)
     check("conv1x1_backward", case)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_inputs_with_other_strides_are_copied(operation):
+    case = Case((2, 5, 7), 9, 16)
+    expected = OPERATIONS[operation](operations, case)
+    for name, tensor in vars(case).items():
+        if isinstance(tensor, torch.Tensor) and name != "grad_accum":  # which is written too
+            strided = torch.stack([tensor, tensor], -1)[..., 0]
+            setattr(case, name, strided)
+    for actual, same in zip(OPERATIONS[operation](operations, case), expected, strict=True):
+        assert torch.equal(actual, same)
+
+
+def test_an_output_with_other_strides_is_an_error():
+    case = Case((2, 5, 7), 9, 16)
+    output = torch.empty(16, len(case.values)).t()
+    with pytest.raises(AssertionError, match=r"cannot be written: its strides are \(1, 70\)"):
+        operations.conv1x1_forward(Conv1x1(case.input, case.weight1x1, output))
 
 
 def test_matrices_with_contiguous_columns_are_copied_once():

@@ -113,3 +113,28 @@ def test_group_norms_of_other_dimensions(dims, monkeypatch):
     with pytest.warns(UserWarning, match=f"found a GroupNorm inside a layer, .*BatchNorm{dims}d"):
         assert_same_step(ours, plain, torch.randn(2, 3, *[9] * dims, dtype=torch.double))
     assert_same_buffers(ours, plain)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("absent", [["num_batches_tracked"], ["running_mean", "running_var"]])
+def test_norms_without_some_buffers(absent, momentum):
+    plain = small_model("bc", efficient=False)
+    for name, module in plain.named_modules():
+        if name.endswith("norm2"):
+            module.momentum = momentum
+            vars(module)["_buffers"].update(dict.fromkeys(absent))
+    ours = copy.deepcopy(plain).set_engine("shared")
+    assert_same_step(ours, plain, random_images("bc"))
+    assert_same_buffers(ours, plain)
+
+
+def test_norms_of_two_precisions_update_each_their_own():
+    plain = small_model("bc", efficient=False).bfloat16()
+    for name, module in plain.named_modules():
+        if name.endswith("norm1"):
+            module.float()
+    ours = copy.deepcopy(plain).set_engine("shared")
+    x = random_images("bc").bfloat16()
+    for model in (ours, plain):
+        model(x).sum().backward()
+    assert_same_buffers(ours, plain, tolerance=2e-2)

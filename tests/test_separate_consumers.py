@@ -25,8 +25,8 @@ from efficient_densenet import DenseNet
 from efficient_densenet.engines import dispatch, parts
 from efficient_densenet.engines.eligibility import separate_consumer
 from efficient_densenet.engines.shared import function as shared
-from efficient_densenet.engines.shared import plan
-from efficient_densenet.engines.shared.statistics import SharedStatistics
+from efficient_densenet.engines.shared import groups
+from efficient_densenet.engines.shared.statistics import ForwardStatistics
 from efficient_densenet.memory import tensor_peak
 
 ALONE = {name: make for name, make in CONSUMERS.items() if name != "none"}
@@ -36,13 +36,13 @@ SIZE = (3, 4, 7, 6)
 @pytest.fixture
 def stored(monkeypatch) -> list[int]:
     """The channels of every write into features: a consumer that finds them stored adds none."""
-    widths, write = [], SharedStatistics.write
+    widths, write = [], ForwardStatistics.write
 
-    def recording(self: SharedStatistics, values: Tensor, *rest) -> None:
+    def recording(self: ForwardStatistics, values: Tensor, *rest) -> None:
         widths.append(values.shape[1])
         write(self, values, *rest)
 
-    monkeypatch.setattr(SharedStatistics, "write", recording)
+    monkeypatch.setattr(ForwardStatistics, "write", recording)
     return widths
 
 
@@ -190,10 +190,10 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("layer_group_bytes", [0, plan.LAYER_GROUP_BYTES])
+@pytest.mark.parametrize("layer_group_bytes", [0, groups.LAYER_GROUP_BYTES])
 @pytest.mark.parametrize("use", USES)
 def test_uses_of_the_features_between(use, layer_group_bytes, stored, monkeypatch):
-    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", layer_group_bytes)
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", layer_group_bytes)
     wrap, writes = USES[use]
     block, after = _randomized(Block(), ALONE["transition"]())
     if use == "detached":  # and the block without gradients, then

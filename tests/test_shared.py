@@ -30,7 +30,7 @@ from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.engines.shared import function as shared
-from efficient_densenet.engines.shared import plan
+from efficient_densenet.engines.shared import groups
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 
@@ -201,13 +201,6 @@ def test_single_value_per_channel_raises_as_in_plain():
     model.set_engine(True)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(torch.randn(1, 3, 1, 1))
-
-
-def test_double_backward_raises_and_names_an_engine_that_supports_it():
-    model = small_model("bc", efficient="shared")
-    x = random_images("bc").requires_grad_()
-    with pytest.raises(RuntimeError, match=r"create_graph=True.*set_engine\('checkpoint'\)"):
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
 def test_parameter_modified_in_place_before_the_backward_raises_autograd_error():
@@ -443,7 +436,7 @@ def test_gradients_of_a_large_stage_are_released_by_layer_group(monkeypatch):
 
     step()
     grouped_peak = tensor_peak(step)
-    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", weights)
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", weights)
     assert grouped_peak <= tensor_peak(step) - weights / 2
 
 

@@ -25,7 +25,7 @@ from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import scratch
 from efficient_densenet.engines.shared import backward as backward_module
-from efficient_densenet.engines.shared import forward, plan
+from efficient_densenet.engines.shared import forward, groups
 
 MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last]
 CONSUMERS = ["block", "transition1", "norm5"]
@@ -36,11 +36,11 @@ CONSUMERS = ["block", "transition1", "norm5"]
     params=[
         pytest.param(0, id="a layer at a time"),
         # the stages of small networks form one layer group
-        pytest.param(plan.LAYER_GROUP_BYTES, id="a stage at a time", marks=pytest.mark.exhaustive),
+        pytest.param(groups.LAYER_GROUP_BYTES, id="a stage at a time", marks=pytest.mark.exhaustive),
     ],
 )
 def _layer_groups(request, monkeypatch):
-    monkeypatch.setattr(plan, "LAYER_GROUP_BYTES", request.param)
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", request.param)
 
 
 def _stage(consumer: str, engine: str = "shared", training: bool = True) -> nn.Sequential:
@@ -147,11 +147,13 @@ MUTATION_XFAIL = pytest.mark.xfail(
     raises=KeyError,
     reason="torch looks for an output argument named out, but that of the pooling's gradient has another name",
 )
+# PyTorch 2.6 looks for the memory of every argument that an operator changes, and finds a list of running statistics.
+MUTATION_SKIP = pytest.mark.skipif(torch.__version__ < "2.7", reason="needs operators that may change lists")
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=MUTATION_XFAIL if "mutation" in mode else ()) for mode in MODES]
+    "mode", [pytest.param(mode, marks=[MUTATION_XFAIL, MUTATION_SKIP] if "mutation" in mode else ()) for mode in MODES]
 )
 def test_autograd_modes(mode):
     plain = small_model("bc", efficient=False, drop_rate=0.1)

@@ -13,9 +13,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from efficient_densenet._torch_private import (
+    below_autograd,
     bypass_saved_tensor_hooks,
+    constant_to_compilers,
     early_stop_enabled,
+    foreach_add_,
+    foreach_lerp_,
     functorch_is_active,
+    graph_task_id,
     has_function_mode,
     has_global_module_hooks,
     has_torch_dispatch,
@@ -25,10 +30,14 @@ from efficient_densenet._torch_private import (
     is_managed_by_fsdp,
     is_part_of_leaf,
     leaf_of,
+    may_read_converted_modules,
     memory_key,
     observe_selection,
     parametrization_cache_enabled,
+    process_group_named,
     queue_backward_callback,
+    skipped_by_compilers,
+    specialized,
     tensor_hooks,
     will_execute,
     without_dispatch_modes,
@@ -230,3 +239,116 @@ def test_is_managed_by_fsdp():
         dist.destroy_process_group()
     assert [is_managed_by_fsdp(module[0]) for module in modules] == [True, True]
     assert not is_managed_by_fsdp(plain)
+
+
+def test_process_group_named():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        assert process_group_named(group.group_name) is group
+    finally:
+        dist.destroy_process_group()
+
+
+def test_graph_task_id():
+    x, seen = torch.ones(2, requires_grad=True), [graph_task_id()]
+    x.register_hook(lambda _: seen.append(graph_task_id()))
+    x.sum().backward()
+    x.sum().backward()
+    assert seen[0] == -1
+    assert len(set(seen)) == 3
+
+
+def test_below_autograd():
+    x = torch.ones(2, requires_grad=True)
+    with below_autograd():
+        y = torch.ops.aten.sin.default(x)
+    assert y.grad_fn is None
+    assert torch.ops.aten.sin.default(x).grad_fn is not None
+
+
+def test_foreach_operations():
+    tensors = [torch.tensor(1), torch.tensor([2, 3])]
+    foreach_add_(tensors, 4)
+    assert [tensor.tolist() for tensor in tensors] == [5, [6, 7]]
+    for weight in (0.25, [torch.tensor(0.25), torch.tensor(0.25)]):
+        values = [torch.zeros(1), torch.ones(2)]
+        foreach_lerp_(values, [torch.full([1], 4.0), torch.full([2], 5.0)], weight)
+        assert [tensor.tolist() for tensor in values] == [[1], [2, 2]]
+
+
+def _compiled(function, **options):
+    torch._dynamo.reset()
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph
+
+    return torch.compile(function, backend=record, **options), graphs
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_constant_to_compilers():
+    calls = []
+
+    @constant_to_compilers
+    def length(text):
+        calls.append(text)
+        return len(list(reversed(text.split())))
+
+    compiled, _ = _compiled(lambda x: x * length("one two"), fullgraph=True)
+    for _ in range(3):
+        assert compiled(torch.ones(1)).item() == 2
+    assert len(calls) == 1
+
+
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="the compiler of PyTorch 2.6 breaks the graph at such a number")
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_specialized():
+    """A compiler takes a number that has changed for a variable, which `constant_to_compilers` cannot have."""
+
+    class Scaling(nn.Module):
+        scale = 0.1
+
+        def forward(self, x):
+            return x * text_length(specialized(self.scale))
+
+    @constant_to_compilers
+    def text_length(value):
+        return len(str(value))
+
+    model = Scaling()
+    compiled, graphs = _compiled(model, fullgraph=True)
+    for scale in (0.1, 0.25, 0.125, 0.1):
+        model.scale = scale
+        assert compiled(torch.ones(1)).item() == len(str(scale))
+    assert len(graphs) == 3
+    assert specialized(0.1) == 0.1
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_skipped_by_compilers():
+    def inner(x):
+        return x.cos()
+
+    @skipped_by_compilers
+    def outer(x):
+        return inner(x).sin()
+
+    @torch.compiler.disable(recursive=False)
+    def outside_of_graphs(x, function):
+        return function(x)
+
+    for function, names in ((outer, {"exp", "tan"}), (lambda x: inner(x).sin(), {"exp", "cos", "sin", "tan"})):
+        compiled, graphs = _compiled(lambda x, function=function: outside_of_graphs(x.exp(), function).tan())
+        x = torch.ones(2)
+        assert torch.equal(compiled(x), x.exp().cos().sin().tan())
+        assert {str(target) for targets in graphs for target in targets} == names
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_may_read_converted_modules():
+    assert may_read_converted_modules()
+    compiled, _ = _compiled(lambda x: x + may_read_converted_modules(), fullgraph=True)
+    assert compiled(torch.zeros(1)).item() == (torch.__version__ >= "2.11")

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._mixins import ModuleMixin, add_mixin, base_class, remove_mixin
+from .._torch_private import constant_to_compilers, may_read_converted_modules
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engines import dispatch, plain, recompute
@@ -20,7 +21,7 @@ from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import RunFirstHalf
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
-from .fingerprint import Fingerprint, change_since, fingerprint
+from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
 from .layers import run_layers, run_whole_layers, skips_a_hook
 from .reading import Reading
 from .structure import in_channels_of, layers_in, read_block, readings_by_calls, readings_by_parts
@@ -74,8 +75,8 @@ class ConvertedBlock(KeepsSignature):
     can_join_stage = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Compilers see the author's forward, and so do tracers, which may pass a proxy in the place of a tensor.
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or torch.compiler.is_compiling():
+        # Tracers see the author's forward; they may pass a proxy in the place of a tensor.
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             return super().forward(*args, **kwargs)
         plan = None if self._conversion.verified is None else dispatch.plan_block(self, args[0])
         if plan is None or plan.engine is Engine.PLAIN:
@@ -84,7 +85,7 @@ class ConvertedBlock(KeepsSignature):
 
     @property
     def engine(self) -> Engine | None:
-        return self._conversion.engine
+        return self._conversion.engine if may_read_converted_modules() else Engine.PLAIN
 
     def set_engine(self, engine: Engine | None) -> None:
         self._conversion = replace(self._conversion, engine=engine)
@@ -106,6 +107,16 @@ class ConvertedBlock(KeepsSignature):
 
     def _state_change(self) -> str | None:
         """What has changed since the last trial, or None."""
+        if torch.compiler.is_compiling():
+            holds_attributes(self, self._plain_attributes())  # for the compiler to guard
+        return self._state_change_now()
+
+    @constant_to_compilers
+    def _plain_attributes(self) -> Any:
+        return plain_attributes(self)
+
+    @constant_to_compilers
+    def _state_change_now(self) -> str | None:
         before = self._conversion.verified
         change = "its layers are others" if before is None else change_since(before, self)
         if change is None and before is not None and not before.classes:  # a copy: from now on, with identities

@@ -65,6 +65,22 @@ def fingerprint(block: nn.Module) -> Fingerprint:
     )
 
 
+def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | float | str], ...], ...]:
+    """The names and values of the numbers, flags and texts that each author's module in `block` holds."""
+    return tuple(
+        tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, int, float, str)))
+        if not _is_known(base_class(type(module)))
+        else ()
+        for module in block.modules()
+    )
+
+
+def holds_attributes(block: nn.Module, attributes: tuple[tuple[tuple[str, Any], ...], ...]) -> bool:
+    """Whether they are `plain_attributes(block)`. A compiler that traces this compiles again when one has changed."""
+    pairs = zip(block.modules(), attributes, strict=True)
+    return all(getattr(module, name) == value for module, values in pairs for name, value in values)
+
+
 def change_since(before: Fingerprint, block: nn.Module) -> str | None:
     """The first change of a block's state, such as "scale of a DenseLayer was 1.0 and is 0.5", or None.
 
@@ -78,7 +94,7 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
     if [state.name for state in before.modules] != [state.name for state in after.modules]:
         return "its modules are others"
     for module, old, new in zip(_modules(block), before.modules, after.modules, strict=True):
-        change = _change(old, new, _names_read(base_class(type(module))))
+        change = _change(old, new, names_read(base_class(type(module))))
         if change is not None:
             return change
     changes = (_change(old, new, None) for old, new in zip(before.classes, after.classes, strict=False))
@@ -98,7 +114,7 @@ def _change(old: State, new: State, names_read: frozenset[str] | None) -> str | 
 
 
 @cache
-def _names_read(cls: type) -> frozenset[str]:
+def names_read(cls: type) -> frozenset[str]:
     """The names and texts in the methods of an author's class."""
     functions = (value for each in cls.__mro__ if not _is_known(each) for value in vars(each).values())
     return frozenset(name for f in functions if isinstance(f, FunctionType) for name in _names_in(f.__code__))

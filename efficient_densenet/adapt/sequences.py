@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from .._torch_private import may_read_converted_modules
 from ..engines import dispatch
 from ..engines.eligibility import must_be_called
 from ..engines.sequence import run_sequence
@@ -22,7 +23,8 @@ class ConvertedSequence(KeepsSignature, _SequentialMixin):
     modules before the first one as a stem, where the shared engine can."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not dispatch.may_run_engines(self, args[0]):
+        takes_tensor = not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and may_read_converted_modules()
+        if not takes_tensor or not dispatch.may_run_engines(self, args[0]):
             return super().forward(*args, **kwargs)
         return run_sequence(stages_of(self), args[0], is_block)[0]
 

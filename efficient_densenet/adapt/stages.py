@@ -6,7 +6,6 @@ each sequence. What is put together here lives for one forward.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import TypeGuard, cast
 
 from torch import Tensor, nn
@@ -99,9 +98,11 @@ def _continues(first: BlockParts, layers: Sequence[LayerParts], following: Block
 
 def _transition(modules: Sequence[nn.Module]) -> Sequence[nn.Module]:
     """The first of `modules` that may be a transition in parts: norm, ReLU, 1×1 convolution, average pooling."""
-    free = list(takewhile(lambda module: not must_be_called(module), modules))
-    expected = (is_norm, _is_relu, _is_conv1x1, halves)
-    count = sum(1 for _ in takewhile(bool, (check(module) for check, module in zip(expected, free, strict=False))))
+    count = 0
+    for is_expected, module in zip((is_norm, _is_relu, _is_conv1x1, halves), modules, strict=False):
+        if must_be_called(module) or not is_expected(module):
+            break
+        count += 1
     return modules[: max(1, count)]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from .._mixins import base_class
+from .._torch_private import constant_to_compilers
 from ..engines.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader
+from .fingerprint import names_read
 from .reading import LayerCall, Reading
 
 _DROPOUTS = {
@@ -51,7 +55,7 @@ def readings_by_calls(block: nn.Module, may_be_layer: bool) -> list[Reading]:
     """The ways to call layers whole: those of `block`, if it looks like a dense block, or `block` as a layer."""
     readings = []
     tensors = [*block.parameters(), *block.buffers()]
-    if block_reader(block) is not None or _is_compiled(block) or any(map(is_lazy, tensors)):
+    if block_reader(block) is not None or _is_compiled(block) or any(map(_is_lazy, tensors)):
         return readings
     if not any(isinstance(module, _ConvNd) for module in block.modules()):
         return readings
@@ -95,6 +99,10 @@ def read_block(block: nn.Module, reading: Reading = _BY_STRUCTURE) -> BlockParts
     parts = BlockParts(tuple(map(read_layer, layers)), reading.newest_first, reading.new_features_only)
     _check_widths(parts)
     return parts
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
 
 
 def _is_compiled(block: nn.Module) -> bool:
@@ -159,7 +167,7 @@ def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> 
     norms, convolutions, activations, dropouts = [], [], [], []
     modules = list(leaf_modules(layer)) if modules is None else modules
     for module in modules:
-        if any(is_lazy(parameter) for parameter in module.parameters()):
+        if any(_is_lazy(parameter) for parameter in module.parameters()):
             raise NoPartsError(f"found a {type(module).__name__} that has not seen data yet")
         if _is_norm(module):
             norms.append(module)
@@ -210,11 +218,22 @@ def _dropout(layer: nn.Module, module: _DropoutNd | None = None) -> tuple[float,
         if dropout is None:
             raise NoPartsError(f"found a {type(module).__name__} inside a layer, with a forward of its own")
         return (module.p if module.training else 0.0), dropout
-    rates = {value for name, value in vars(layer).items() if "drop" in name and type(value) is float}
-    rates -= {0.0}
+    values = [getattr(layer, name, None) for name in _drop_names(type(layer))]
+    rates = {value for value in values if type(value) is float} - {0.0}
     if len(rates) > 1:
         raise NoPartsError(f"found a {type(layer).__name__} with several rates of dropout")
     return (rates.pop() if rates and layer.training else 0.0), F.dropout
+
+
+@constant_to_compilers
+def _drop_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The names in the methods of an author's class that may be those of rates of dropout."""
+    return _cached_drop_names(cls)
+
+
+@cache
+def _cached_drop_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(name for name in sorted(names_read(base_class(cls))) if "drop" in name and name.isidentifier())
 
 
 def is_dense_layer(module: nn.Module) -> bool:

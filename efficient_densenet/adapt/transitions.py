@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._mixins import add_mixin, remove_mixin
+from .._torch_private import constant_to_compilers, may_read_converted_modules
 from ..engines import dispatch
 from ..engines.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
 from .converted import KeepsSignature
-from .fingerprint import Fingerprint, change_since, fingerprint
+from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
 from .structure import leaf_modules, read_layer
 from .verify import VerificationError, describe_difference, trial
 
@@ -47,14 +48,25 @@ class ConvertedTransition(KeepsSignature):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = None
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and not torch.compiler.is_compiling():
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             output = dispatch.run_consumer(self, args[0])
         return super().forward(*args, **kwargs) if output is None else output
 
     def consumer_parts(self) -> ConsumerParts | None:
         """What the engine reads of it; None if its state has changed since it was converted."""
-        conversion = self._conversion
-        return None if change_since(conversion.verified, self) is not None else _read(self, conversion.pool)
+        if not may_read_converted_modules():
+            return None
+        if torch.compiler.is_compiling():
+            holds_attributes(self, self._plain_attributes())  # for the compiler to guard
+        return None if self._state_change() is not None else _read(self, self._conversion.pool)
+
+    @constant_to_compilers
+    def _plain_attributes(self) -> Any:
+        return plain_attributes(self)
+
+    @constant_to_compilers
+    def _state_change(self) -> str | None:
+        return change_since(self._conversion.verified, self)
 
 
 def convert_transition(module: nn.Module) -> bool:
@@ -118,7 +130,7 @@ def _read(module: nn.Module, pool: str) -> ConsumerParts | None:
     steps: list[Callable[[Tensor], Tensor]] = [*pools, *([_POOL_FUNCTIONS[pool]] if pool else [])]
     if layer.drop_rate:
         steps.insert(0, lambda x: layer.dropout(x, layer.drop_rate))
-    halved = bool(steps) and (steps[0] is _avg_pool or (isinstance(steps[0], nn.Module) and halves(steps[0])))
+    halved = len(steps) > 0 and (steps[0] is _avg_pool or (isinstance(steps[0], nn.Module) and halves(steps[0])))
     return ConsumerParts(layer.norm1, layer.conv1, halved, layer.activations, composed(*steps[halved:]))
 
 

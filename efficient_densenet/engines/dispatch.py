@@ -1,8 +1,9 @@
 """Which engine runs a dense block: the engine names, and the only place that chooses between them.
 
 `efficient=True` leaves the choice to this module, which may fall back: it warns once per reason. An engine asked for
-by name runs or raises. Without gradients, and in tracing and export, every engine runs the plain modules, since there
-is no memory to save. A block is read once a forward: the plan made here is handed on to the engine.
+by name runs or raises. In tracing and export every engine runs the plain modules. So it does without gradients, where
+there is no memory to save, unless the shared engine's kernels are the faster ones. A block is read once a forward: the
+plan made here is handed on to the engine.
 """
 
 import warnings
@@ -17,11 +18,11 @@ from torch.fx import Proxy
 
 from .._torch_private import compiled_checkpoint_updates_once, functorch_is_active, is_exporting
 from ..checkpoint.parameters import parameters_of
-from . import plain, recompute, stem
+from . import kernels, plain, recompute, stem
 from .eligibility import joined_consumer, must_be_called, separate_consumer, shared_eligibility
-from .kernels import kernel_set_name
 from .parts import BlockParts
 from .plain import RunFirstHalf
+from .precision import autocast_enabled
 from .shared import function as shared
 
 
@@ -95,22 +96,24 @@ def as_engine_block(block: Any) -> EngineBlock:
 
 
 def may_run_engines(module: nn.Module, x: Tensor) -> bool:
-    """Whether there is memory to save for a backward in what `module` runs on `x`, and ordinary autograd to do it."""
-    ordinary = not (_is_tracing(module, x) or torch.compiler.is_compiling() or functorch_is_active())
-    return ordinary and torch.is_grad_enabled() and x.numel() > 0
+    """Whether an engine may do better than the plain modules in what `module` runs on `x`: by saving less for a
+    backward, with ordinary autograd to do it, or by the faster forward."""
+    if _is_tracing(module, x) or not _ordinary_autograd(x) or x.numel() == 0:
+        return False
+    return torch.is_grad_enabled() or _has_faster_forward(x)
 
 
 def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> BlockPlan:
     """How to run `block` on `x` now; `parts` are the block's, if they have been read already."""
-    if _is_tracing(block, x):
+    if _is_tracing(block, x) or x.numel() == 0:
         return BlockPlan(Engine.PLAIN)
-    if torch.compiler.is_compiling():
-        return _compiled_plan(block)
-    if x.numel() == 0 or not _needs_grad(x, block):
-        return BlockPlan(Engine.PLAIN)
+    if not _needs_grad(x, block):
+        return _plan_without_gradients(block, x, parts)
     engine = as_engine_block(block).engine
     if engine is None:
         return _best_plan(block, x, parts)
+    if torch.compiler.is_compiling():
+        engine = _compiled_engine(engine)
     plan, reason = _plan_by(engine, block, x, parts)
     if plan is None:
         raise RuntimeError(
@@ -124,8 +127,9 @@ def describe_plan(block: nn.Module, x: Tensor, compiled: bool = False) -> str:
 
     `x` may be any tensor of the block's input's shape, dtype and device; `compiled` is for a model in torch.compile.
     """
-    engine = (_compiled_plan(block) if compiled else plan_block(block, x)).engine
-    return f"{engine.value} ({kernel_set_name(x)})" if engine is Engine.SHARED else engine.value
+    engine = plan_block(block, x).engine
+    engine = _compiled_engine(engine) if compiled else engine
+    return f"{engine.value} ({kernels.kernel_set_name(x)})" if engine is Engine.SHARED else engine.value
 
 
 def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
@@ -166,7 +170,7 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
     modules_of_stem = stem.stem_at_the_start(modules, x)
     if modules_of_stem is None or not _needs_grad(x, *modules_of_stem):
         return None
-    if forward_ad.unpack_dual(x).tangent is not None or as_engine_block(block).engine not in (None, Engine.SHARED):
+    if as_engine_block(block).engine not in (None, Engine.SHARED):
         return None
     output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(
         x.shape[0], modules_of_stem.conv.out_channels, *x.shape[2:]
@@ -182,7 +186,7 @@ def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
     """
     if not may_run_engines(consumer, x):
         return None
-    if not _needs_grad(x, consumer) or forward_ad.unpack_dual(x).tangent is not None:
+    if not _needs_grad(x, consumer):
         return None
     parts = separate_consumer(consumer, x)
     return None if parts is None else shared.run_consumer(parts, x)
@@ -193,10 +197,27 @@ def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
     return _plan_by(engine, block, x)[1]
 
 
-def _compiled_plan(block: nn.Module) -> BlockPlan:
-    # A compiler knows torch's own checkpointing, and none of our autograd functions.
-    saving = as_engine_block(block).engine is not Engine.PLAIN and compiled_checkpoint_updates_once()
-    return BlockPlan(Engine.OFFICIAL if saving else Engine.PLAIN)
+def _plan_without_gradients(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:
+    if as_engine_block(block).engine in (None, Engine.SHARED) and _has_faster_forward(x):
+        plan, _ = _plan_by(Engine.SHARED, block, x, parts)
+        if plan is not None:
+            return plan
+    return BlockPlan(Engine.PLAIN)
+
+
+def _has_faster_forward(x: Tensor) -> bool:
+    """Whether the shared engine's forward is faster on `x` than the plain modules.
+
+    That is measured for the Numba kernels, which write no concatenation (benchmarks/inference.py)."""
+    return not torch.compiler.is_compiling() and not autocast_enabled(x) and kernels.numba_supports(x)
+
+
+def _compiled_engine(engine: Engine) -> Engine:
+    """The engine that a compiler runs for one: of the checkpointing engines it knows torch's own, where that updates
+    running statistics once."""
+    if engine in (Engine.PLAIN, Engine.SHARED):
+        return engine
+    return Engine.OFFICIAL if compiled_checkpoint_updates_once() else Engine.PLAIN
 
 
 def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:
@@ -204,6 +225,8 @@ def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPl
     plan, reason = _plan_by(best, block, x, parts)
     if plan is not None:
         return plan
+    if torch.compiler.is_compiling():
+        return BlockPlan(_compiled_engine(Engine.CHECKPOINT))
     plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
     _warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan
@@ -215,10 +238,11 @@ def _plan_by(
     """How `engine` runs `block` on `x`, or why it cannot."""
     if engine is Engine.PLAIN:
         return BlockPlan(engine), None
-    if functorch_is_active():
-        return None, "found a torch.func transform (vmap, grad, …), but recomputation needs ordinary autograd"
-    if forward_ad.unpack_dual(x).tangent is not None:
-        return None, "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
+    if not torch.compiler.is_compiling():
+        if functorch_is_active():
+            return None, "found a torch.func transform (vmap, grad, …), but recomputation needs ordinary autograd"
+        if forward_ad.unpack_dual(x).tangent is not None:
+            return None, "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
     if engine is Engine.SHARED:
         parts, reason = shared_eligibility(block, x, parts)
     else:
@@ -230,6 +254,11 @@ def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=5)
+
+
+def _ordinary_autograd(x: Tensor) -> bool:
+    """Whether no transform of `torch.func` and no forward-mode derivative is there; a compiler has neither here."""
+    return torch.compiler.is_compiling() or not (functorch_is_active() or forward_ad.unpack_dual(x).tangent is not None)
 
 
 def _is_tracing(block: nn.Module, x: Tensor) -> bool:

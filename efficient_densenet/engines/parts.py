@@ -183,12 +183,15 @@ def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
     if not (modules and is_norm(modules[0])):
         return None
     norm, *rest = modules
-    activations = [*activations_of(norm), *(rest.pop(0) for _ in rest[:1] if type(rest[0]) is nn.ReLU)]
+    activations = list(activations_of(norm))
+    if rest and type(rest[0]) is nn.ReLU:
+        activations.append(rest[0])
+        rest = rest[1:]
     conv = rest[0] if rest else None
     if not (activations and isinstance(conv, _ConvNd)):
         return ConsumerParts(norm, after=composed(*activations, *rest))
     rest = rest[1:]
-    pools = bool(rest) and halves(rest[0])
+    pools = len(rest) > 0 and halves(rest[0])
     return ConsumerParts(norm, conv, pools, tuple(activations), composed(*rest[pools:]))
 
 
@@ -200,6 +203,8 @@ def composed(*modules: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 def is_norm(module: nn.Module) -> bool:
     """Whether `module` is a batch norm, under the exactly-once rule or not, perhaps with an activation of its own; or a
     FrozenBatchNorm2d."""
+    if type(module) in NORMS:
+        return True
     cls = _class(module)
     from_timm = cls.__name__ == "BatchNormAct2d" and cls.__module__.startswith("timm.")
     return cls in NORMS or from_timm or isinstance(module, UsesTorchForward) or is_frozen_batch_norm(module)

@@ -5,6 +5,8 @@ import contextlib
 import torch
 from torch import Tensor
 
+from .._torch_private import constant_to_compilers
+
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a convolution of `x` has: autocast's, which leaves float64 alone, or its own."""
@@ -12,13 +14,22 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast_enabled(x) and x.dtype != torch.float64 else x.dtype
 
 
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, in a tenth of the time where there is nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def autocast_enabled(x: Tensor) -> bool:
     device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def autocast_disabled(x: Tensor) -> contextlib.AbstractContextManager:
     """Turn autocast off on the device of `x`: inside an engine the dtypes are explicit."""
     device = x.device.type
-    available = torch.amp.is_autocast_available(device)
-    return torch.autocast(device, enabled=False) if available else contextlib.nullcontext()
+    return torch.autocast(device, enabled=False) if _is_autocast_available(device) else contextlib.nullcontext()
+
+
+@constant_to_compilers
+def _is_autocast_available(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)

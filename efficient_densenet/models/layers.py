@@ -131,7 +131,7 @@ class Transition(nn.Sequential):
 
 
 def _layer_parts(module: nn.Module) -> LayerParts:
-    if original_class(module) is not DenseLayer:
+    if type(module) is not DenseLayer and original_class(module) is not DenseLayer:
         raise NoPartsError(
             f"found a layer of class {type(module).__name__}, which may do other things than a dense layer"
         )

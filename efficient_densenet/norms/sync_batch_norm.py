@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._torch_private import process_group_named
 from .batch_norm import UpdatesOnce, convert_batchnorm
 
 
@@ -68,6 +69,17 @@ class SyncGroup(NamedTuple):
     """The process group over which a norm synchronizes its statistics; None inside stands for the default group."""
 
     group: dist.ProcessGroup | None
+
+    @property
+    def name(self) -> str:
+        """The name by which `named` finds the group again, in an operator that takes no objects."""
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None  # norms are synchronized where there are processes
+        return group.group_name
+
+    @classmethod
+    def named(cls, name: str | None) -> "SyncGroup | None":
+        return None if name is None else cls(process_group_named(name))
 
     def statistics(self, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, biased variance and count over all processes, from those of this process.

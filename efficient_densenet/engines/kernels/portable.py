@@ -12,6 +12,8 @@ convolution. The backward recomputes each tile of y in the same way. Every backw
 
 and returns grad_weight of the convolution (None where it is not needed) with the two sums. Sums and statistics are
 in the accumulation dtype: float32 for half precisions.
+
+On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile, for which nothing is sliced.
 """
 
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..memory_format import CHANNELS_LAST
 from . import scratch
 from .interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
 
@@ -32,15 +35,23 @@ CONV_BY_DIMS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 Sums = TypeVar("Sums", NormSums, ConvGradients)
 
+_relu_backward = torch.ops.aten.threshold_backward.grad_input
+_conv_backward = torch.ops.aten.convolution_backward.default
+
 
 def to_pixel_matrix(images: Tensor) -> Tensor:
     """(N, C, *spatial) to (pixels, C): a view of images in channels_last, a copy of others."""
+    channels, memory_format = images.shape[1], CHANNELS_LAST.get(images.dim())
+    if memory_format is not None and images.is_contiguous(memory_format=memory_format):
+        return images.as_strided((images.numel() // channels, channels), (channels, 1))
     return images.movedim(1, -1).flatten(0, -2)
 
 
 def to_spatial(matrix: Tensor, shape: torch.Size) -> Tensor:
     """(pixels, C) to a view (N, C, *spatial), where `shape` is (N, *spatial)."""
-    return matrix.unflatten(0, shape).movedim(-1, 1)
+    stride, channel_stride = matrix.stride()
+    strides = [stride := stride * size for size in (1, *shape[:0:-1])]
+    return matrix.as_strided((shape[0], matrix.shape[1], *shape[1:]), (strides.pop(), channel_stride, *strides[::-1]))
 
 
 def halved(shape: torch.Size) -> torch.Size:
@@ -56,13 +67,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def batch_statistics(values: Tensor) -> Statistics:
     """Mean and biased variance of each channel, by two passes: var = Σ (x − mean)² / pixels."""
     dtype = accumulation_dtype(values.dtype)
-    if values.device.type != "cpu":
+    if not values.is_cpu:
         variance, mean = torch.var_mean(values.to(dtype), 0, correction=0)
         return mean, variance
     # On a CPU this is as accurate as var_mean and ten times as fast.
     mean, square_sum = values.mean(0, dtype=dtype), None
     for tile in tiles(values, dtype):
-        part = values[tile]
+        part = _rows(values, tile)
         centered = torch.sub(part, mean, out=_buffer(part, dtype))
         partial_sum = torch.mul(centered, centered, out=centered).sum(0)
         square_sum = partial_sum if square_sum is None else square_sum.add_(partial_sum)
@@ -87,10 +98,9 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     """Steps 3 and 4 of the module's docstring, with g = grad_output."""
     sums: NormSums | None = None
     for tile in tiles(input.values, input.scale.dtype):
-        buffer = _buffer(grad_output[tile], input.scale.dtype)
-        sums = _add_partial_sums(
-            sums, _accumulate_grad(grad_output[tile], input.values[tile], accumulator.tile(tile), buffer)
-        )
+        grad, values = _rows(grad_output, tile), _rows(input.values, tile)
+        buffer = _buffer(grad, input.scale.dtype)
+        sums = _add_partial_sums(sums, _accumulate_grad(grad, values, accumulator, tile, buffer))
     return _complete(sums)
 
 
@@ -119,15 +129,13 @@ def conv1x1_backward(
     memory of `grad_output.input.values`, whose rows of the tile have been read by then.
     """
     sums: ConvGradients | None = None
-    for tile, activation, buffer in _activation_tiles(input, weight.dtype):
+    for tile, values, activation, buffer in _activation_tiles(input, weight.dtype):
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, tile)
         grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.scale.dtype)
         grad = scratch.take("grad_activation_tile", activation.shape, weight.dtype, weight.device)
         torch.mm(grad_output_tile, weight, out=grad)
         grad = _mask_inactive(grad, activation)
-        sums = _add_partial_sums(
-            sums, (grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer))
-        )
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
         if next_bottleneck is not None:
             _conv1x1_tile(next_bottleneck, tile)
     return _complete(sums)
@@ -138,7 +146,7 @@ def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilat
     conv = CONV_BY_DIMS[len(shape) - 1]
     outputs = [
         to_pixel_matrix(conv(_to_images(activation, shape), weight, padding=dilation, dilation=dilation))
-        for _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
+        for _, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
     ]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -162,16 +170,14 @@ def conv3x3_backward(
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
     sums: ConvGradients | None = None
     stride, output_padding, padding = ([size] * (len(shape) - 1) for size in (1, 0, dilation))
-    for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        grad, grad_weight, _ = torch.ops.aten.convolution_backward(
-            *(_to_images(grad_output[tile], shape), _to_images(activation, shape), weight),
+    for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        grad, grad_weight, _ = _conv_backward(
+            *(_to_images(_rows(grad_output, tile), shape), _to_images(activation, shape), weight),
             *(None, stride, padding, padding, False, output_padding, 1, [True, accumulator.needs_grad_weight, False]),
         )
         grad_weight = grad_weight.to(input.scale.dtype) if accumulator.needs_grad_weight else None
         grad = _mask_inactive(to_pixel_matrix(grad), activation)
-        sums = _add_partial_sums(
-            sums, (grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer))
-        )
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
     return _complete(sums)
 
 
@@ -182,7 +188,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     """
     shape = _as_slabs(shape)
     output = weight.new_empty(halved(shape).numel(), weight.shape[0])
-    for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+    for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         pooled = to_pixel_matrix(_average_pool(_to_images(activation, shape)))
         torch.mm(pooled, weight.t(), out=output[_pooled_tile(tile, shape)])
     return output
@@ -198,43 +204,46 @@ def pooled_conv1x1_backward(
     """g = average_pool_backward(grad_output @ weight) and grad_weight = grad_output.T @ average_pool(y)."""
     sums: ConvGradients | None = None
     shape = _as_slabs(shape)
-    for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        images, grad_output_tile = _to_images(activation, shape), grad_output[_pooled_tile(tile, shape)]
+    for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        images, grad_output_tile = _to_images(activation, shape), _rows(grad_output, _pooled_tile(tile, shape))
         pooled = to_pixel_matrix(_average_pool(images))
         grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.scale.dtype)
         grad_pooled = _to_images(torch.mm(grad_output_tile, weight), halved(shape))
         grad = _mask_inactive(to_pixel_matrix(_average_pool_backward(grad_pooled, images)), activation)
-        sums = _add_partial_sums(
-            sums, (grad_weight, *_accumulate_grad(grad, input.values[tile], accumulator.tile(tile), buffer))
-        )
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
     return _complete(sums)
 
 
 def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Iterator[slice]:
     """Tiles of rows: as many as fit `TILE_BYTES` in `dtype`, rounded down to a multiple but not to none."""
-    tile_bytes = TILE_BYTES["cpu" if values.device.type == "cpu" else "cuda"]
+    tile_bytes = TILE_BYTES["cpu" if values.is_cpu else "cuda"]
     tile_rows = max(1, tile_bytes // (values.shape[1] * dtype.itemsize * multiple_of)) * multiple_of
     num_rows = values.shape[0]
     for start in range(0, num_rows, tile_rows):
         yield slice(start, min(start + tile_rows, num_rows))
 
 
+def _rows(matrix: Tensor, tile: slice) -> Tensor:
+    """The tile's rows: a view, or the matrix itself if it is all in this tile."""
+    return matrix if tile.stop - tile.start == matrix.shape[0] else matrix[tile]
+
+
 def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `_affine_relu`."""
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """For each tile of rows: its slice, its values, the activation y in `dtype`, and the buffer of `_affine_relu`."""
     for tile in tiles(input.values, input.scale.dtype, multiple_of):
-        yield tile, *_affine_relu(input.tile(tile), dtype)
+        values = _rows(input.values, tile)
+        yield tile, values, *_affine_relu(values, input, dtype)
 
 
-def _affine_relu(input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """relu(scale · values + shift) in `dtype`, and a buffer in the accumulation dtype.
+def _affine_relu(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """relu(scale · values + shift) of a tile's values in `dtype`, and a buffer in the accumulation dtype.
 
     The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
     """
-    values, scale, shift = input
-    buffer = _buffer(values, scale.dtype)
-    activation = torch.addcmul(shift, values, scale, out=buffer).clamp_min_(0)
+    buffer = _buffer(values, input.scale.dtype)
+    activation = torch.addcmul(input.shift, values, input.scale, out=buffer).relu_()
     if dtype != buffer.dtype:
         activation = scratch.take("activation_tile", values.shape, dtype, values.device).copy_(activation)
     return activation, buffer
@@ -247,8 +256,8 @@ def _buffer(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
     input, weight, output = conv
-    activation, _ = _affine_relu(input.tile(tile), weight.dtype)
-    torch.mm(activation, weight.t(), out=output[tile])
+    activation, _ = _affine_relu(_rows(input.values, tile), input, weight.dtype)
+    torch.mm(activation, weight.t(), out=_rows(output, tile))
 
 
 def _conv1x1_grad_weight(
@@ -260,23 +269,27 @@ def _conv1x1_grad_weight(
 
 def _batch_norm_grad_input_tile(grad: BatchNormBackward, tile: slice) -> Tensor:
     """`batch_norm_grad_input` of a tile of rows, in scratch."""
-    input, accumulator = grad.input.tile(tile), grad.accumulator.tile(tile)
-    out = scratch.take("grad_output_tile", input.values.shape, input.scale.dtype, input.values.device)
-    torch.addcmul(input.shift, input.values, input.scale, out=out)
-    return out.addcmul_(accumulator.grad_accum, accumulator.grad_scale).to(input.values.dtype)
+    (values, scale, shift), (grad_scale, grad_accum, *_) = grad
+    values = _rows(values, tile)
+    out = scratch.take("grad_output_tile", values.shape, scale.dtype, values.device)
+    torch.addcmul(shift, values, scale, out=out)
+    return out.addcmul_(_rows(grad_accum, tile), grad_scale).to(values.dtype)
 
 
 def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
     """ReLU's backward in place: zero where the activation is not positive."""
-    return torch.ops.aten.threshold_backward.grad_input(grad, activation, 0, grad_input=grad)
+    return _relu_backward(grad, activation, 0, grad_input=grad)
 
 
-def _accumulate_grad(grad: Tensor, values: Tensor, accumulator: GradAccumulator, buffer: Tensor) -> NormSums:
+def _accumulate_grad(
+    grad: Tensor, values: Tensor, accumulator: GradAccumulator, tile: slice, buffer: Tensor
+) -> NormSums:
     """grad_accum += grad_scale · grad for a tile; returns the tile's Σ grad and Σ grad · values."""
+    grad_accum = _rows(accumulator.grad_accum, tile)
     if accumulator.overwrite:
-        torch.mul(grad, accumulator.grad_scale, out=accumulator.grad_accum)
+        torch.mul(grad, accumulator.grad_scale, out=grad_accum)
     else:
-        accumulator.grad_accum.addcmul_(grad, accumulator.grad_scale)
+        grad_accum.addcmul_(grad, accumulator.grad_scale)
     in_half_precision = buffer.dtype != grad.dtype  # where a product would be rounded
     product = buffer.copy_(grad).mul_(values) if in_half_precision else torch.mul(grad, values, out=buffer)
     return grad.sum(0, dtype=buffer.dtype), product.sum(0)

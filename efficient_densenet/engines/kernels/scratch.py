@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-Held = dict[tuple[str, torch.dtype], Tensor]
+Held = dict[tuple, Tensor]
+"""A buffer by (name, dtype), and the views of it that were taken, by (name, dtype, shape): layers take the same again
+and again."""
 
 _local = threading.local()
 
@@ -29,8 +31,15 @@ def reused(held: Held | None = None) -> Iterator[None]:
 
 def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialized tensor. It overwrites what was taken before by this name and dtype."""
-    size = math.prod(shape)
-    return buffer(name, size, dtype, device)[:size].view(shape)
+    held = getattr(_local, "held", None)
+    if held is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    view = held.get((name, dtype, shape))
+    if view is None:
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        view = buffer(name, math.prod(shape), dtype, device).as_strided(shape, strides)
+        held[name, dtype, shape] = view
+    return view
 
 
 def buffer(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,7 +49,8 @@ def buffer(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Te
         return torch.empty(size, dtype=dtype, device=device)
     memory = held.get((name, dtype))
     if memory is None or memory.numel() < size:
-        held.pop((name, dtype), None)
-        memory = None  # so that it is freed before the larger one is allocated
+        memory = None  # so that it and its views are freed before the larger one is allocated
+        for key in [key for key in held if key[:2] == (name, dtype)]:
+            del held[key]
         memory = held[name, dtype] = torch.empty(size, dtype=dtype, device=device)
     return memory

@@ -13,28 +13,32 @@ from torch import Tensor
 from ..kernels import kernels_for, scratch
 from ..kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
 from ..kernels.portable import to_pixel_matrix, to_spatial
-from ..parts import ConsumerParts
+from ..precision import as_dtype
 from .batch_norm import BatchNormAffine, batch_norm_backward, identity_backward
 from .forward import bottleneck_conv
-from .plan import LayerGroup, NormConv, StagePlan, norm_convs
-from .saved import SavedLayer, SavedNorm, SavedStage
-from .statistics import SharedStatistics
+from .groups import LayerGroup
+from .saved import SavedStage
+from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
+from .statistics import BackwardStatistics
 
 
 class Backward:
-    """One backward of a stage. It outlives the node that starts it if earlier layer groups have nodes of their own."""
+    """One backward of a stage. It outlives the node that starts it if earlier layer groups have nodes of their own.
+
+    `grad_of_input` is a gradient of the stage's input from elsewhere, for the node that returns the sum.
+    """
 
     def __init__(
-        self, plan: StagePlan, shape: torch.Size, count: int | Tensor, saved: SavedStage, tensors: list[Tensor | None]
+        self, spec: StageSpec, shape: torch.Size, saved: SavedStage, grad_of_input: Tensor | None = None
     ) -> None:
-        self.plan, self.shape, self.saved, self.tensors = plan, shape, saved, tensors
+        self.grad_of_input = grad_of_input
+        self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, saved.parameters
         self.features = saved.features
         self.kernels = kernels_for(self.features)
-        settings = plan.frozen, plan.eps, plan.sync_group
-        self.statistics = SharedStatistics(self.features, plan.order, *settings, saved.inv_std)
-        self.statistics.count = count
-        self.grads: list[Tensor | None] = [None] * len(tensors)
+        self.statistics = BackwardStatistics(spec, saved.features, saved.statistics, saved.count, self._own_norms())
+        self.grads: list[Tensor | None] = [None] * len(self.parameters)
         self.next_bottleneck: Conv1x1 | None = None
+        self.next_norm1: BatchNormAffine | None = None
         self.scratch: scratch.Held = {}
 
     def start(self, grad_consumer: Tensor | None, grad_block: Tensor | None) -> None:
@@ -43,8 +47,8 @@ class Backward:
         self.grad_accum = torch.empty_like(self.features, memory_format=torch.contiguous_format)
         if grad_consumer is None:  # nothing will overwrite it
             self.grad_accum.zero_()
-        if self.plan.consumer is not None:
-            self._consumer(self.plan.consumer, grad_consumer)
+        if self.spec.consumer is not None and grad_consumer is not None:
+            self._consumer(self.spec.consumer, grad_consumer)
             self.scratch.clear()  # a transition may have needed more than layers will
         self.num_channels = self.features.shape[1]
 
@@ -59,10 +63,10 @@ class Backward:
         for i in reversed(group.layers):
             if self._no_grad_needed_through(i):
                 break
-            start = self.num_channels - self.plan.growth_rate
-            self._layer(i, self._grad_features(start, self.num_channels).to(self.plan.dtype))
+            start = self.num_channels - self.spec.growth_rate
+            self._layer(i, as_dtype(self._grad_features(start, self.num_channels), self.spec.torch_dtype))
             self.num_channels = start
-        grads = map(self._parameter_grad, self.tensors[group.tensors], self.grads[group.tensors], self.needs_grad)
+        grads = map(self._parameter_grad, self.parameters[group.tensors], self.grads[group.tensors], self.needs_grad)
         released = list(grads)
         self.grads[group.tensors] = [None] * len(self.needs_grad)  # so that whoever has them may free them
         return released
@@ -74,24 +78,30 @@ class Backward:
 
     def _no_grad_needed_through(self, i: int) -> bool:
         """Whether neither this layer nor anything before it needs a gradient."""
-        stop = max(0, self.plan.layer_tensors[i].stop - self.group.tensors.start)
+        stop = max(0, self.spec.layer_tensors(i).stop - self.group.tensors.start)
         return not self.needs_grad_input and not any(self.needs_grad[:stop])
+
+    def _own_norms(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights and biases of the norms that have columns of their own in the matrix of statistics."""
+        norms = []
+        for i in range(len(self.spec.layers)):
+            tensors = norm_convs(self.parameters, self.spec.layer_tensors(i))
+            norms += tensors if self.spec.frozen else tensors[1:]
+        if self.spec.frozen:
+            norms += norm_convs(self.parameters, self.spec.consumer_tensors)
+        return [(norm.norm_weight, norm.norm_bias) for norm in norms]
 
     @staticmethod
     def _parameter_grad(parameter: Tensor | None, grad: Tensor | None, needed: bool) -> Tensor | None:
         if parameter is None or grad is None or not needed:
             return None
-        return grad.to(parameter.dtype).view_as(parameter)
-
-    def _norm_of_features(self, tensors: NormConv, saved: SavedNorm) -> BatchNormAffine:
-        if self.plan.frozen:
-            return _own_norm(tensors, saved)
-        return self.statistics.affine(tensors.norm_weight, tensors.norm_bias)
+        grad = as_dtype(grad, parameter.dtype)
+        return grad if grad.dim() == parameter.dim() else grad.view_as(parameter)
 
     def _accumulator(self, norm: BatchNormAffine, needs_grad_weight: bool, overwrite: bool = False) -> GradAccumulator:
         """For a consumer of the features; `needs_grad_weight` is of its convolution."""
-        grad_accum = self.grad_accum[:, self.plan.order.slice(0, norm.weight.shape[0])]
-        return GradAccumulator(norm.grad_scale(self.plan.frozen), grad_accum, overwrite, needs_grad_weight)
+        grad_accum = self.grad_accum[:, self.spec.order.slice(0, norm.weight.shape[0])]
+        return GradAccumulator(norm.grad_scale(self.spec.frozen), grad_accum, overwrite, needs_grad_weight)
 
     def _needs_grads(self, tensors: slice) -> list[NormConv]:
         """For each norm and convolution of a slice of the tensors, which of the four need a gradient."""
@@ -100,43 +110,54 @@ class Backward:
 
     def _grad_features(self, start: int, stop: int) -> Tensor:
         """The gradient of the channels written as number `start` to `stop`, whose consumers are all done."""
-        grad_input = self.statistics.grad_input(self.grad_accum, self.plan.order.slice(start, stop))
-        if self.grad_block is not None and start >= self.plan.output_order.first:
-            grad_output = self.grad_block[:, self.plan.output_order.slice(start, stop)]
+        columns = self.spec.order.slice(start, stop)
+        grad_accum = self.grad_accum[:, columns]
+        if self.spec.frozen:
+            grad_input = grad_accum.contiguous()
+        else:
+            backward = self.statistics.grad_input(grad_accum, columns)
+            grad_input = self.kernels.batch_norm_grad_input(backward)
+        if self.grad_block is not None and start >= self.spec.output_order.first:
+            grad_output = self.grad_block[:, self.spec.output_order.slice(start, stop)]
             to_spatial(grad_input, self.shape).add_(grad_output)
         return grad_input
 
     def _layer(self, i: int, grad_output: Tensor) -> None:
-        layer, tensors, saved = self.plan.layers[i], self.plan.layer_tensors[i], self._take_saved(i)
-        first, *second = norm_convs(self.tensors, tensors)
+        layer, tensors = self.spec.layers[i], self.spec.layer_tensors(i)
+        first, *second = norm_convs(self.parameters, tensors)
         needs_grad = self._needs_grads(tensors)
-        conv1 = first.conv_weight.to(self.plan.dtype)
-        if saved.dropout_mask is not None:
-            grad_output.mul_(saved.dropout_mask).div_(1 - layer.drop_rate or 1)
+        if layer.drop_rate:
+            mask = self.saved.dropout_masks[self.spec.dropout_position(i)]
+            grad_output.mul_(to_pixel_matrix(mask)).mul_(1 / (1 - layer.drop_rate or 1))
         if needs_grad[-1].conv_bias:
             self.grads[tensors.stop - 1] = grad_output.sum(0, dtype=self.statistics.dtype)
-        norm1 = self._norm_of_features(first, saved.norm1)
+        norm1 = self._norm1(i, first)
         input, accumulator = self.statistics.input(norm1), self._accumulator(norm1, needs_grad[0].conv_weight)
+        conv1 = self._weight(first)
         if not second:
             grads = self.kernels.conv3x3_backward(grad_output, input, conv1, accumulator, self.shape, layer.dilation)
         else:
-            norm2, conv1 = _own_norm(second[0], saved.norm2), conv1.flatten(1)
-            output = saved.bottleneck
-            if output is None:
-                output = self._recomputed_bottleneck(input, conv1)
-            conv2 = second[0].conv_weight.to(self.plan.dtype)
-            grad_bottleneck = self._bottleneck(i, norm2, output, conv2, grad_output)
+            conv1 = conv1.flatten(1)
+            grad_bottleneck = self._bottleneck(i, second[0], self._bottleneck_output(i, input, conv1), grad_output)
             self.next_bottleneck = self._next_bottleneck(i - 1, conv1.shape[0])
             grads = self.kernels.conv1x1_backward(grad_bottleneck, input, conv1, accumulator, self.next_bottleneck)
         self._store(tensors.start, norm1, *grads)
 
-    def _take_saved(self, i: int) -> SavedLayer:
-        """What layer i saved, which is freed when the layer is done."""
-        saved, self.saved.layers[i] = self.saved.layers[i], SavedLayer()
-        return saved
+    def _norm1(self, i: int, tensors: NormConv) -> BatchNormAffine:
+        """The affine map of layer i's first norm, unless the backward of layer i + 1 has computed it already."""
+        norm, self.next_norm1 = self.next_norm1, None
+        return norm or self._affine(tensors, self.spec.own_position(i, 1))
 
-    def _recomputed_bottleneck(self, input: AffineInput, conv1: Tensor) -> Tensor:
-        """relu(norm1(features)) @ conv1.T, unless the backward of layer i + 1 has computed it already."""
+    def _affine(self, tensors: NormConv, own_position: int | None) -> BatchNormAffine:
+        """The affine map of a norm of the features."""
+        if own_position is None:
+            return self.statistics.affine(tensors)
+        return self.statistics.own_affine(own_position)
+
+    def _bottleneck_output(self, i: int, input: AffineInput, conv1: Tensor) -> Tensor:
+        """relu(norm1(features)) @ conv1.T, unless it is kept or the backward of layer i + 1 has computed it already."""
+        if self.spec.layers[i].keep_bottleneck:
+            return self.saved.bottlenecks[self.spec.bottleneck_position(i)]
         conv = self.next_bottleneck
         if conv is None:
             conv = bottleneck_conv(input, conv1)
@@ -145,52 +166,51 @@ class Backward:
 
     def _next_bottleneck(self, i: int, width: int) -> Conv1x1 | None:
         """The bottleneck of layer i, the next in the backward, where it is known already and fits this one's memory."""
-        if i < 0 or self.plan.frozen or self.plan.layers[i].keep_bottleneck or self._no_grad_needed_through(i):
+        if i < 0 or self.spec.frozen or self.spec.layers[i].keep_bottleneck or self._no_grad_needed_through(i):
             return None
-        first, *second = norm_convs(self.tensors, self.plan.layer_tensors[i])
-        if not second or first.conv_weight.shape[0] != width:
+        if self.spec.layers[i].width != width:
             return None
-        input = self.statistics.input(self.statistics.affine(first.norm_weight, first.norm_bias))
-        return bottleneck_conv(input, first.conv_weight.to(self.plan.dtype).flatten(1))
+        first, _ = norm_convs(self.parameters, self.spec.layer_tensors(i))
+        self.next_norm1 = self.statistics.affine(first)
+        return bottleneck_conv(self.statistics.input(self.next_norm1), self._weight(first).flatten(1))
 
-    def _bottleneck(
-        self, i: int, norm: BatchNormAffine, output: Tensor, conv: Tensor, grad_output: Tensor
-    ) -> BatchNormBackward:
+    def _bottleneck(self, i: int, tensors: NormConv, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
         """The gradient of the bottleneck, whose norm has statistics of its own."""
-        frozen, tensors = self.plan.bottleneck_frozen[i], self.plan.layer_tensors[i]
-        first, second = self._needs_grads(tensors)
+        layer, place = self.spec.layers[i], self.spec.layer_tensors(i)
+        position = self.spec.own_position(i, 2)
+        assert position is not None
+        norm, per_value = self.statistics.own_affine(position), self.statistics.own_per_value(position)
+        first, second = self._needs_grads(place)
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
-        accumulator = GradAccumulator(norm.grad_scale(frozen), grad_accum, True, second.conv_weight)
-        dilation = self.plan.layers[i].dilation
+        accumulator = GradAccumulator(norm.grad_scale(layer.norm2_frozen), grad_accum, True, second.conv_weight)
         grad_weight, *sums = self.kernels.conv3x3_backward(
-            grad_output, norm.input(output), conv, accumulator, self.shape, dilation
+            grad_output, norm.input(output), self._weight(tensors), accumulator, self.shape, layer.dilation
         )
         norm.set_gradients(*sums)
-        self.grads[tensors.stop - 4 : tensors.stop - 1] = norm.grad_weight, norm.grad_bias, grad_weight
+        self.grads[place.stop - 4 : place.stop - 1] = norm.grad_weight, norm.grad_bias, grad_weight
         if first.conv_bias:
-            self.grads[tensors.start + 3] = norm.grad_conv_bias(frozen)
-        return batch_norm_backward(output, norm, frozen, grad_accum, self.statistics.count, self.plan.sync_group)
+            self.grads[place.start + 3] = norm.grad_conv_bias(layer.norm2_frozen)
+        sync_group = self.statistics.sync_group
+        return batch_norm_backward(output, norm, layer.norm2_frozen, grad_accum, per_value, sync_group)
 
-    def _consumer(self, consumer: ConsumerParts, grad_output: Tensor | None) -> None:
-        (tensors,) = norm_convs(self.tensors, self.plan.consumer_tensors)
-        norm = self._norm_of_features(tensors, self.saved.consumer_norm)
-        if grad_output is None:
-            return
-        (needs_grad,) = self._needs_grads(self.plan.consumer_tensors)
+    def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:
+        (tensors,) = norm_convs(self.parameters, self.spec.consumer_tensors)
+        norm = self._affine(tensors, -1 if self.spec.frozen else None)
+        (needs_grad,) = self._needs_grads(self.spec.consumer_tensors)
         grad, input = to_pixel_matrix(grad_output), self.statistics.input(norm)
         accumulator = self._accumulator(norm, needs_grad.conv_weight, overwrite=True)
-        if tensors.conv_weight is None:
+        if not consumer.has_conv:
             grads = None, *self.kernels.affine_backward(grad, input, accumulator)
         else:
-            conv1 = tensors.conv_weight.flatten(1).to(self.plan.dtype)
+            conv1 = self._weight(tensors).flatten(1)
             if consumer.pools:
                 grads = self.kernels.pooled_conv1x1_backward(grad, input, conv1, accumulator, self.shape)
             else:
                 complete = identity_backward(grad, grad, self.statistics.dtype)
                 grads = self.kernels.conv1x1_backward(complete, input, conv1, accumulator)
         if needs_grad.conv_bias:
-            self.grads[self.plan.consumer_tensors.stop - 1] = grad.sum(0, dtype=self.statistics.dtype)
-        self._store(self.plan.consumer_tensors.start, norm, *grads)
+            self.grads[self.spec.consumer_tensors.stop - 1] = grad.sum(0, dtype=self.statistics.dtype)
+        self._store(self.spec.consumer_tensors.start, norm, *grads)
 
     def _store(self, start: int, norm: BatchNormAffine, grad_conv: Tensor | None, *sums: Tensor) -> None:
         """Store the gradients of a norm and a convolution, and add their part of the statistics' gradient."""
@@ -199,8 +219,6 @@ class Backward:
         grads = [norm.grad_weight, norm.grad_bias, grad_conv]
         self.grads[start : start + len(grads)] = grads
 
-
-def _own_norm(tensors: NormConv, saved: SavedNorm) -> BatchNormAffine:
-    """A norm with statistics of its own."""
-    assert saved.inv_std is not None
-    return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, saved.inv_std, saved.mean)
+    def _weight(self, tensors: NormConv) -> Tensor:
+        """The convolution's weight in the dtype of the convolutions."""
+        return as_dtype(tensors.conv_weight, self.spec.torch_dtype)

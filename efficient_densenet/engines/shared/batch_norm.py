@@ -1,4 +1,4 @@
-"""A batch norm as an affine map on stored values, its running statistics and its backward.
+"""A batch norm as an affine map on stored values, and its backward.
 
 With the batch mean μ and r = 1/√(var + eps), a norm computes y = γ·(x − μ)·r + β = scale · x + shift, where
 scale = γ·r and shift = β − μ · scale.
@@ -7,11 +7,9 @@ scale = γ·r and shift = β − μ · scale.
 import torch
 from torch import Tensor
 
-from ..._torch_private import in_backward
-from ...norms.frozen import eps_of
 from ...norms.sync_batch_norm import SyncGroup
 from ..kernels.interface import AffineInput, BatchNormBackward, GradAccumulator
-from ..parts import Norm
+from ..precision import as_dtype
 
 Count = int | Tensor
 """How many values of a channel a statistic is of; a tensor where the processes of a sync group have counted."""
@@ -26,10 +24,18 @@ class BatchNormAffine:
     grad_weight: Tensor
     grad_bias: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor, inv_std: Tensor, mean: Tensor | None = None) -> None:
-        self.weight, self.inv_std, self.mean = weight.to(inv_std.dtype), inv_std, mean
-        self.scale = self.weight * inv_std
-        self.shift = bias.to(inv_std.dtype) if mean is None else bias - mean * self.scale
+    def __init__(
+        self, weight: Tensor, scale: Tensor, shift: Tensor, inv_std: Tensor, mean: Tensor | None = None
+    ) -> None:
+        self.weight, self.scale, self.shift = weight, scale, shift
+        self.inv_std, self.mean = inv_std, mean
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor, inv_std: Tensor, mean: Tensor | None = None) -> "BatchNormAffine":
+        """From the norm's parameters and statistics."""
+        weight, bias = as_dtype(weight, inv_std.dtype), as_dtype(bias, inv_std.dtype)
+        scale = weight * inv_std
+        return cls(weight, scale, bias if mean is None else torch.addcmul(bias, mean, scale, value=-1), inv_std, mean)
 
     def input(self, values: Tensor) -> AffineInput:
         """What the convolution after the norm reads."""
@@ -53,14 +59,10 @@ class BatchNormAffine:
     def set_gradients(self, grad_sum: Tensor, grad_values_sum: Tensor) -> None:
         """From Σ grad and Σ grad · values: grad_bias = Σ grad and grad_weight = Σ grad · x̂."""
         self.grad_bias = grad_sum
-        centered = grad_values_sum if self.mean is None else grad_values_sum - self.mean * grad_sum
+        centered = grad_values_sum
+        if self.mean is not None:
+            centered = torch.addcmul(grad_values_sum, self.mean, grad_sum, value=-1)
         self.grad_weight = centered * self.inv_std
-
-
-def running_statistics(norm: Norm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and inverse standard deviation of a frozen norm, as copies: the buffers may change before the backward."""
-    mean, variance = norm.running_mean.to(dtype, copy=True), norm.running_var.to(dtype)
-    return mean, torch.rsqrt(variance + eps_of(norm))
 
 
 def synchronized_statistics(
@@ -70,44 +72,27 @@ def synchronized_statistics(
     return (mean, variance, count) if sync_group is None else sync_group.statistics(mean, variance, count)
 
 
-def unbiased_variance(variance: Tensor, count: Count) -> Tensor:
-    return variance * (count / (count - 1))
-
-
-def update_running_statistics(norm: Norm, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics, in a forward that is no recomputation; `variance` is the unbiased one.
-
-    Another checkpoint around this forward recomputes it while autograd executes a backward: then nothing is updated.
-    The shared engine's own recomputation calls kernels only, and never comes here.
-    """
-    if not norm.track_running_stats or in_backward():
-        return
-    norm.num_batches_tracked.add_(1)
-    momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    for running, batch in ((norm.running_mean, mean), (norm.running_var, variance)):
-        if running.dtype == batch.dtype:
-            running.lerp_(batch, momentum)
-        else:
-            running.copy_(torch.lerp(running.to(batch.dtype), batch, momentum))
-
-
 def batch_norm_backward(
     values: Tensor,
     norm: BatchNormAffine,
     frozen: bool,
     grad_accum: Tensor,
-    count: Count,
+    per_value: Tensor,
     sync_group: SyncGroup | None,
 ) -> BatchNormBackward:
     """The arguments for the gradient of values that `norm` alone reads, which a kernel computes when it reads them.
 
-    `grad_accum` holds grad_scale · the gradient behind the norm's ReLU.
+    `grad_accum` holds grad_scale · the gradient behind the norm's ReLU; `per_value` is −r / n. With g = `grad_accum`,
+    the gradient of x̂ = (x − μ) · r, dx = r · (g − Σg/n − x̂ · Σ(g·x̂)/n) is one affine map of the values plus r · g.
     """
     if frozen:
         return identity_backward(values, grad_accum, norm.scale.dtype)
     sums = norm.weight * norm.grad_bias, norm.weight * norm.grad_weight
     grad_sum, grad_normalized_sum = sums if sync_group is None else sync_group.sums(*sums)
-    return grad_input_of_normalized(values, norm.inv_std, norm.mean, grad_sum, grad_normalized_sum, grad_accum, count)
+    slope, constant = grad_normalized_sum * norm.inv_std * per_value, grad_sum * per_value
+    if norm.mean is not None:
+        constant = torch.addcmul(constant, norm.mean, slope, value=-1)
+    return BatchNormBackward(AffineInput(values, slope, constant), GradAccumulator(norm.inv_std, grad_accum))
 
 
 def identity_backward(values: Tensor, grad: Tensor, dtype: torch.dtype) -> BatchNormBackward:
@@ -115,22 +100,3 @@ def identity_backward(values: Tensor, grad: Tensor, dtype: torch.dtype) -> Batch
     ones = grad.new_ones(grad.shape[1], dtype=dtype)
     zeros = torch.zeros_like(ones)
     return BatchNormBackward(AffineInput(values, zeros, zeros), GradAccumulator(ones, grad))
-
-
-def grad_input_of_normalized(
-    values: Tensor,
-    inv_std: Tensor,
-    mean: Tensor | None,
-    grad_sum: Tensor,
-    grad_normalized_sum: Tensor,
-    grad_accum: Tensor,
-    count: Count,
-) -> BatchNormBackward:
-    """The arguments for dx = r · (g − Σg/n − x̂ · Σ(g·x̂)/n), as one affine map of the values plus r · g.
-
-    g is `grad_accum`, the gradient of x̂ = (x − μ) · r; the sums are Σg and Σ(g·x̂).
-    """
-    per_value = inv_std * (-1 / count)
-    slope, constant = grad_normalized_sum * inv_std * per_value, grad_sum * per_value
-    constant = constant if mean is None else constant - mean * slope
-    return BatchNormBackward(AffineInput(values, slope, constant), GradAccumulator(inv_std, grad_accum))

@@ -1,6 +1,7 @@
 """The forward of a stage: every layer reads the features so far in place and writes its new channels beside them."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,140 +9,144 @@ from torch import Tensor
 from ..kernels import kernels_for, scratch
 from ..kernels.interface import AffineInput, Conv1x1, Statistics
 from ..kernels.portable import halved, to_pixel_matrix, to_spatial
-from ..parts import ConsumerParts, LayerParts, Norm
-from .batch_norm import (
-    BatchNormAffine,
-    running_statistics,
-    synchronized_statistics,
-    unbiased_variance,
-    update_running_statistics,
-)
-from .plan import NormConv, StagePlan, norm_convs
-from .saved import SavedLayer, SavedNorm, SavedStage
-from .statistics import SharedStatistics
+from ..precision import as_dtype
+from .batch_norm import BatchNormAffine
+from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
+from .statistics import ForwardStatistics
+
+
+class StageInputs(NamedTuple):
+    """The tensors that a stage reads.
+
+    Attributes:
+        x: the stage's input.
+        parameters: four for each norm, as in `NormConv`.
+        running_statistics: running_mean and running_var of each frozen norm.
+        dropout_masks: True where a layer's output is kept, (N, growth_rate, *spatial), for each layer with dropout.
+        stored: x as the features of an earlier stage and, unless the norms are frozen, their statistics; else empty.
+    """
+
+    x: Tensor
+    parameters: Sequence[Tensor | None]
+    running_statistics: Sequence[Tensor] = ()
+    dropout_masks: Sequence[Tensor] = ()
+    stored: Sequence[Tensor] = ()
 
 
 class Forward:
-    """One forward of a stage; `tensors` are the values of the plan's parameters.
+    """One forward of a stage."""
 
-    `stored` has the features of x and their statistics, if a block before the stage has stored them.
-    """
-
-    def __init__(
-        self, plan: StagePlan, x: Tensor, tensors: Sequence[Tensor | None], stored: SharedStatistics | None = None
-    ) -> None:
-        self.plan, self.tensors, self.x = plan, tensors, x
-        self.shape = torch.Size([x.shape[0], *x.shape[2:]])
-        self.is_stored = stored is not None
-        self.statistics = stored or self._new_statistics()
-        features = self.statistics.features
+    def __init__(self, spec: StageSpec, inputs: StageInputs) -> None:
+        self.spec, self.inputs, self.x = spec, inputs, inputs.x
+        self.shape = torch.Size([self.x.shape[0], *self.x.shape[2:]])
+        features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
+        self.statistics = ForwardStatistics(spec, features, *inputs.stored[1:])
         self.kernels = kernels_for(features)
-        self.saved = SavedStage(features, self.statistics.inv_std, [SavedLayer() for _ in plan.layers])
-        returns_features = plan.return_features or plan.consumer is None
-        output_channels = plan.output_order.total - plan.output_order.first
-        self.block_output = self._empty_images(output_channels) if returns_features else None
+        self.bottlenecks: list[Tensor] = []
+        self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
 
     def run(self) -> tuple[Tensor, ...]:
         """The consumer's output, the block's, or both."""
-        num_channels = self.x.shape[1] if self.is_stored else self._write(0, to_pixel_matrix(self.x))
-        for i in range(len(self.plan.layers)):
-            num_channels = self._write(num_channels, *self._layer(i))
-        outputs = [] if self.plan.consumer is None else [self._consumer(self.plan.consumer)]
+        if not self.inputs.stored:
+            self._write(0, to_pixel_matrix(self.x))
+        for i in range(len(self.spec.layers)):
+            self._write(self.spec.channels_read(i), *self._layer(i))
+        outputs = [] if self.spec.consumer is None else [self._consumer(self.spec.consumer)]
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
 
-    def _new_statistics(self) -> SharedStatistics:
-        """Memory for the features, and for their statistics."""
-        plan = self.plan
-        features = self.x.new_empty(self.shape.numel(), plan.order.total)
-        return SharedStatistics(features, plan.order, plan.frozen, plan.eps, plan.sync_group)
+    def saved(self) -> list[Tensor]:
+        """What has been computed for the backward, in the order of `SavedStage`, less what is stored already."""
+        computed = [self.statistics.features, self.statistics.matrix()][len(self.inputs.stored) :]
+        count = self.statistics.count
+        return [*computed, *([count] if isinstance(count, Tensor) else []), *self.bottlenecks]
 
     def _empty_images(self, channels: int) -> Tensor:
         shape = self.shape[0], channels, *self.shape[1:]
-        return torch.empty(shape, dtype=self.x.dtype, device=self.x.device, memory_format=self.plan.memory_format)
+        return torch.empty(
+            shape, dtype=self.x.dtype, device=self.x.device, memory_format=self.spec.memory_format(self.x)
+        )
 
     def _write(
         self, start: int, values: Tensor, statistics: Statistics | None = None, bias: Tensor | None = None
-    ) -> int:
+    ) -> None:
         """Store new channels, values + bias; `statistics` are of the values, where a kernel has computed them."""
         stop = start + values.shape[1]
-        self.statistics.write(values, self.plan.order.slice(start, stop), statistics, bias)
-        if self.block_output is not None and start >= self.plan.output_order.first:
+        self.statistics.write(values, self.spec.order.slice(start, stop), statistics, bias)
+        if self.block_output is not None and start >= self.spec.output_order.first:
             output = values if bias is None else values + bias
-            self.block_output[:, self.plan.output_order.slice(start, stop)] = to_spatial(output, self.shape)
-        return stop
+            self.block_output[:, self.spec.output_order.slice(start, stop)] = to_spatial(output, self.shape)
 
-    def _norm(self, norm: Norm, tensors: NormConv, saved: SavedNorm) -> AffineInput:
-        """What the convolution after a norm of the features reads."""
-        if not self.plan.frozen:
-            self.statistics.update_running_statistics(norm)
-            return self.statistics.input(self.statistics.affine(tensors.norm_weight, tensors.norm_bias))
-        saved.mean, saved.inv_std = running_statistics(norm, self.statistics.dtype)
-        return self.statistics.input(BatchNormAffine(tensors.norm_weight, tensors.norm_bias, saved.inv_std, saved.mean))
+    def _norm(self, norm: tuple[int, int], tensors: NormConv) -> AffineInput:
+        """What the convolution after a norm of the features reads; a frozen one has statistics of its own."""
+        if self.spec.frozen:
+            affine = self._frozen_affine(norm, tensors, self.spec.eps)
+        else:
+            affine = self.statistics.affine(tensors)
+        return self.statistics.input(affine)
+
+    def _frozen_affine(
+        self, norm: tuple[int, int], tensors: NormConv, eps: float, bias: Tensor | None = None
+    ) -> BatchNormAffine:
+        """The affine map of a frozen norm; `bias` is that of the convolution before it, which does not add it."""
+        start = self.spec.running_position(*norm)
+        running_mean, running_var = self.inputs.running_statistics[start : start + 2]
+        mean, inv_std = self.statistics.add_frozen_norm(running_mean, running_var, eps, bias)
+        return BatchNormAffine.of(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
 
     def _layer(self, i: int) -> tuple[Tensor, Statistics | None, Tensor | None]:
         """A layer's output, its batch mean and variance where nothing but a bias changes it any more, and that bias."""
-        layer, saved = self.plan.layers[i], self.saved.layers[i]
-        first, *second = norm_convs(self.tensors, self.plan.layer_tensors[i])
-        input, last = self._norm(layer.norm1, first, saved.norm1), second[0] if second else first
+        layer = self.spec.layers[i]
+        first, *second = norm_convs(self.inputs.parameters, self.spec.layer_tensors(i))
+        input, last = self._norm((i, 1), first), second[0] if second else first
         if second:
             input = self._bottleneck(i, input, first, last)
-        arguments = input, last.conv_weight.to(self.plan.dtype), self.shape, layer.dilation
-        if not self.plan.frozen and not layer.drop_rate:
+        arguments = input, self._weight(last), self.shape, layer.dilation
+        if not self.spec.frozen and not layer.drop_rate:
             output, mean, variance = self.kernels.conv3x3_forward_with_statistics(*arguments)
             return output, (mean, variance), last.conv_bias
         output = self.kernels.conv3x3_forward(*arguments)
         if not layer.drop_rate:
             return output, None, last.conv_bias
         output = output if last.conv_bias is None else output.add_(last.conv_bias)
-        noise = self._dropout_noise(output, layer)
-        saved.dropout_mask = noise != 0
-        output *= noise
-        return output, None, None
+        mask = to_pixel_matrix(self.inputs.dropout_masks[self.spec.dropout_position(i)])
+        return output.mul_(mask).mul_(1 / (1 - layer.drop_rate or 1)), None, None
 
     def _bottleneck(self, i: int, input: AffineInput, first: NormConv, second: NormConv) -> AffineInput:
         """What the 3×3 convolution reads.
 
-        The bias of the first convolution is not added to its output, but to the mean that the norm subtracts.
+        The bias of the first convolution is not added to its output, but left out of the mean that the norm subtracts.
         """
-        norm, keep, saved = self.plan.layers[i].norm2, self.plan.layers[i].keep_bottleneck, self.saved.layers[i]
-        assert norm is not None  # the layer has a bottleneck
-        conv, bias = bottleneck_conv(input, first.conv_weight.to(self.plan.dtype).flatten(1), keep), first.conv_bias
-        if self.plan.bottleneck_frozen[i]:
+        layer = self.spec.layers[i]
+        conv = bottleneck_conv(input, self._weight(first).flatten(1), layer.keep_bottleneck)
+        if layer.keep_bottleneck:
+            self.bottlenecks.append(conv.output)
+        if layer.norm2_frozen:
             self.kernels.conv1x1_forward(conv)
-            mean, inv_std = running_statistics(norm, self.statistics.dtype)
-            mean = mean if bias is None else mean - bias
-        else:
-            own = self.kernels.conv1x1_forward_with_statistics(conv)
-            mean, variance, count = synchronized_statistics(*own, input.values.shape[0], self.plan.sync_group)
-            biased_mean = mean if bias is None else mean + bias
-            update_running_statistics(norm, biased_mean, unbiased_variance(variance, count))
-            inv_std = torch.rsqrt(variance + norm.eps)
-        saved.norm2 = SavedNorm(mean, inv_std)
-        if keep:
-            saved.bottleneck = conv.output
-        return BatchNormAffine(second.norm_weight, second.norm_bias, inv_std, mean).input(conv.output)
+            return self._frozen_affine((i, 2), second, layer.norm2_eps, first.conv_bias).input(conv.output)
+        statistics = self.kernels.conv1x1_forward_with_statistics(conv)
+        mean, inv_std = self.statistics.add_norm(*statistics, layer.norm2_eps)
+        return BatchNormAffine.of(second.norm_weight, second.norm_bias, inv_std, mean).input(conv.output)
 
-    def _dropout_noise(self, output: Tensor, layer: LayerParts) -> Tensor:
-        """Dropout of ones in the plain layer's shape, so that the random stream is the plain layer's."""
-        ones = self._empty_images(output.shape[1]).to(output.dtype).fill_(1)
-        return to_pixel_matrix(layer.dropout(ones, layer.drop_rate))
-
-    def _consumer(self, consumer: ConsumerParts) -> Tensor:
-        (tensors,) = norm_convs(self.tensors, self.plan.consumer_tensors)
-        input, shape = self._norm(consumer.norm, tensors, self.saved.consumer_norm), self.shape
-        if tensors.conv_weight is None:
+    def _consumer(self, consumer: ConsumerSpec) -> Tensor:
+        (tensors,) = norm_convs(self.inputs.parameters, self.spec.consumer_tensors)
+        input, shape = self._norm((len(self.spec.layers), 1), tensors), self.shape
+        if not consumer.has_conv:
             output = self.kernels.affine_forward(input)
         elif consumer.pools:
-            conv = tensors.conv_weight.flatten(1).to(self.plan.dtype)
-            output, shape = self.kernels.pooled_conv1x1_forward(input, conv, self.shape), halved(self.shape)
+            weight = self._weight(tensors).flatten(1)
+            output, shape = self.kernels.pooled_conv1x1_forward(input, weight, self.shape), halved(self.shape)
         else:
-            conv1x1 = bottleneck_conv(input, tensors.conv_weight.flatten(1).to(self.plan.dtype), keep=True)
+            conv1x1 = bottleneck_conv(input, self._weight(tensors).flatten(1), keep=True)
             self.kernels.conv1x1_forward(conv1x1)
             output = conv1x1.output
         if tensors.conv_bias is not None:
             output.add_(tensors.conv_bias)
-        output = to_spatial(output, shape).contiguous(memory_format=self.plan.memory_format)
+        output = to_spatial(output, shape).contiguous(memory_format=self.spec.memory_format(self.x))
         return output.detach()  # a view could not be written into by the caller
+
+    def _weight(self, tensors: NormConv) -> Tensor:
+        """The convolution's weight in the dtype of the convolutions."""
+        return as_dtype(tensors.conv_weight, self.spec.torch_dtype)
 
 
 def bottleneck_conv(input: AffineInput, weight: Tensor, keep: bool = False) -> Conv1x1:

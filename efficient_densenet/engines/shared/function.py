@@ -4,23 +4,32 @@ A large stage's gradients are thereby released group by group, from the last lay
 first layers exist. Parameters are inputs of the nodes, so that replicas and gathered parameters get their gradients.
 """
 
-import weakref
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._torch_private import graph_task_id, is_batched_gradient, queue_backward_callback, will_execute
+from ..._torch_private import (
+    below_autograd,
+    is_batched_gradient,
+    skipped_by_compilers,
+    will_execute,
+)
 from ..kernels import scratch
 from ..parts import BlockParts, ConsumerParts
 from ..precision import autocast_disabled
+from . import operators, second_order
 from .backward import Backward
-from .forward import Forward
-from .plan import LayerGroup, StagePlan
+from .forward import StageInputs
+from .groups import LayerGroup, layer_groups
+from .handoff import Handoff
+from .plan import StagePlan
+from .running import update_running_statistics
 from .saved import SavedStage
-from .statistics import SharedStatistics
-from .stored import StoredFeatures, stored_statistics
+from .spec import StageSpec, decode
+from .stored import StoredFeatures, stored_features
 
 
 def run(block: BlockParts, x: Tensor, consumer: ConsumerParts | None = None) -> Tensor:
@@ -39,114 +48,176 @@ def run_with_features(block: BlockParts, x: Tensor, consumer: ConsumerParts) -> 
 def run_consumer(consumer: ConsumerParts, x: Tensor) -> Tensor:
     """The output of `consumer` on x, which may be any tensor; a block's own output need not be stored again."""
     plan = StagePlan(BlockParts(()), consumer, x)
-    return plan.finish(apply(plan, x, *plan.tensors, stored=stored_statistics(x, plan))[0])
+    return plan.finish(apply(plan, x, *plan.tensors, stored=stored_features(x, plan.spec))[0])
 
 
-def apply(
-    plan: StagePlan, x: Tensor, *tensors: Tensor | None, stored: SharedStatistics | None = None
-) -> tuple[Tensor, ...]:
+def apply(plan: StagePlan, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
     """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters."""
-    before, handoff, (*earlier, last) = x, BackwardHandoff(), plan.groups
+    inputs = StageInputs(x, tensors, plan.running_statistics, plan.dropout_masks(x), stored)
+    results = operators.stage(plan.spec, inputs)
+    count = plan.spec.num_outputs
+    if plan.updates:
+        update_running_statistics(plan.updates, [*stored, *results[count:]][1])
+    return tuple(results[:count])
+
+
+@torch.library.impl(operators.LIBRARY, "stage", "Autograd")
+@skipped_by_compilers
+def _differentiable_stage(
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    running_statistics: Sequence[Tensor],
+    dropout_masks: Sequence[Tensor],
+    stored: Sequence[Tensor],
+    text: str,
+) -> list[Tensor]:
+    """The operator on tensors that may require gradients: it adds the nodes to the autograd graph."""
+    spec, inputs = decode(text), StageInputs(x, parameters, running_statistics, dropout_masks, stored)
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *parameters)):
+        with below_autograd():
+            return operators.stage(spec, inputs)
+    before, handoffs, (*earlier, last) = x, Handoffs(Handoff(), Handoff()), _groups(spec, x, parameters)
     for group in earlier:
-        before = EarlierLayers.apply(group, handoff, before, *tensors[group.tensors])
-    return SharedStage.apply(plan, handoff, x.detach(), stored, tensors, before, *tensors[last.tensors])
+        before = EarlierLayers.apply(group, handoffs, before, *parameters[group.tensors])
+    inputs = inputs._replace(x=x.detach(), parameters=parameters)
+    *results, _ = SharedStage.apply(spec, handoffs, inputs, (*earlier, last), before, *parameters[last.tensors])
+    return results
 
 
-class BackwardHandoff:
-    """Hands a stage's `Backward` from the node of one layer group to the node of the group before.
-
-    Several backwards may run through one graph, one after another or in threads, so each has its own entry. The
-    callback that autograd drops with a backward, finished or failed, owns the entry: nothing outlives the backward.
-    """
-
-    def __init__(self) -> None:
-        self._by_graph_task: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
-
-    def hand_on(self, backward: Backward) -> None:
-        entry = _Entry(backward)
-        self._by_graph_task[graph_task_id()] = entry
-        queue_backward_callback(entry.clear)
-
-    def take(self) -> Backward:
-        entry = self._by_graph_task.pop(graph_task_id(), None)
-        if entry is None or entry.backward is None:
-            raise RuntimeError(
-                "found a backward that starts in the middle of a stage, but the shared engine's layers run in one "
-                f"backward: use {_CHECKPOINT}"
-            )
-        backward = entry.backward
-        entry.clear()
-        return backward
+def _groups(spec: StageSpec, x: Tensor, parameters: Sequence[Tensor | None]) -> list[LayerGroup]:
+    """A compiled backward returns all gradients at its end, so a compiler's tensors make one group."""
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return layer_groups(spec, parameters)
+    return [LayerGroup(range(len(spec.layers)), slice(0, len(parameters)))]
 
 
-class _Entry:
-    def __init__(self, backward: Backward) -> None:
-        self.backward: Backward | None = backward
+class Handoffs(NamedTuple):
+    """What the nodes of a stage hand on: from a layer group to the group before it, and from `Reconnected`."""
 
-    def clear(self) -> None:
-        self.backward = None
+    to_earlier: Handoff["Backward | Gradients"]
+    of_input: Handoff[Tensor]
+
+
+class Gradients(NamedTuple):
+    """The gradients of the stage's input and of its parameters, where they have all been computed at once."""
+
+    input: Tensor | None
+    parameters: Sequence[Tensor | None]
 
 
 class SharedStage(torch.autograd.Function):
     """All of a stage's forward, and the backward of its consumer and its last layer group.
 
-    `stored` are features and statistics of x from an earlier stage, if there are any. `parameters` are the plan's.
     `before` is the stage's input, or a scalar that stands for the earlier layer groups: only its place in the graph
-    counts, since autograd then runs their nodes after this one.
+    counts, since autograd then runs their nodes after this one. It returns all results of the operator, and a scalar
+    that has its own place in the graph: see `second_order`.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        plan: StagePlan,
-        handoff: BackwardHandoff,
-        x: Tensor,
-        stored: SharedStatistics | None,
-        parameters: Sequence[Tensor | None],
+        spec: StageSpec,
+        handoffs: Handoffs,
+        inputs: StageInputs,
+        groups: Sequence[LayerGroup],
         before: Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        with autocast_disabled(x), scratch.reused():
-            forward = Forward(plan, x, parameters, stored)
-            outputs = forward.run()
-        if plan.consumer is None and not plan.output_order.first:
-            ctx.stored_features = StoredFeatures(outputs[0], forward.statistics)
-        ctx.plan, ctx.handoff, ctx.shape, ctx.count = plan, handoff, forward.shape, forward.statistics.count
-        ctx.save_for_backward(*forward.saved.flatten(), *parameters)
+        with below_autograd():
+            results = operators.stage(spec, inputs)
+        outputs, computed = results[: spec.num_outputs], results[spec.num_outputs :]
+        saved = SavedStage.of(spec, [*inputs.stored, *computed], inputs.dropout_masks, inputs.parameters)
+        if spec.consumer is None and not spec.new_features_only and type(outputs[0]) is Tensor:
+            ctx.stored_features = StoredFeatures(spec, outputs[0], saved.features, saved.statistics)
+        ctx.spec, ctx.handoffs, ctx.groups, ctx.device = spec, handoffs, groups, inputs.x.device
+        ctx.shape = torch.Size([inputs.x.shape[0], *inputs.x.shape[2:]])
+        token = saved.statistics.new_zeros(())
+        ctx.save_for_backward(token, *saved.flatten())
+        ctx.mark_non_differentiable(*computed)
         ctx.set_materialize_grads(False)
-        return outputs
+        return *results, token
 
     @staticmethod
+    @skipped_by_compilers
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_other_backwards(*grad_outputs)
-        plan: StagePlan = ctx.plan
-        saved, tensors = SavedStage.unflatten(ctx.saved_tensors, len(plan.layers))
-        backward = Backward(plan, ctx.shape, ctx.count, saved, tensors)
-        grad_consumer, grad_block = grad_outputs if plan.return_features else (*grad_outputs, None)
-        if plan.consumer is None:
-            grad_consumer, grad_block = None, grad_consumer
-        backward.enter(plan.groups[-1], _needs_grad(ctx, plan.groups[-1], ctx.needs_input_grad[5:]))
-        with autocast_disabled(backward.features), scratch.reused(backward.scratch):
-            backward.start(grad_consumer, grad_block)
-            return None, None, None, None, None, *_run_group(backward, ctx.handoff)
+        refuse_batched_gradients(*grad_outputs)
+        spec: StageSpec = ctx.spec
+        grad_outputs, grad_input = grad_outputs[: spec.num_outputs], ctx.handoffs.of_input.take()
+        if all(grad is None for grad in grad_outputs):
+            gradients = Gradients(grad_input, [None] * spec.num_tensors)
+        elif torch.is_grad_enabled():
+            gradients = _differentiable_gradients(ctx, grad_outputs, grad_input)
+        elif len(ctx.groups) == 1:
+            gradients = _gradients(ctx, grad_outputs, grad_input)
+        else:
+            return None, None, None, None, *_first_of_groups(ctx, grad_outputs, grad_input)
+        return None, None, None, None, *_release(ctx.groups[-1], gradients, ctx.handoffs, ctx.device)
+
+
+def _gradients(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None) -> Gradients:
+    """By the operator: all at once."""
+    spec, (_, *tensors) = ctx.spec, ctx.saved_tensors
+    saved = SavedStage.unflatten(spec, tensors)
+    grad_outputs = _by_consumer_and_block(spec, grad_outputs)
+    grad, *grads = operators.stage_backward(spec, ctx.shape, saved, *grad_outputs, ctx.needs_input_grad[4:])
+    return Gradients(_sum(grad, grad_input), grads)
+
+
+def _differentiable_gradients(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None) -> Gradients:
+    """The gradients under create_graph=True."""
+    spec, (token, *tensors) = ctx.spec, ctx.saved_tensors
+    refuse_synchronized(spec.has_count)
+    saved = SavedStage.unflatten(spec, tensors)
+    x = second_order.stage_input(spec, ctx.shape, saved)
+    if ctx.needs_input_grad[4]:
+        x = second_order.Reconnected.apply(token, x, ctx.handoffs.of_input)
+    function = partial(second_order.plain_stage, spec, saved)
+    with autocast_disabled(x):
+        grad, *grads = second_order.differentiable_gradients(function, [x, *saved.parameters], grad_outputs)
+    return Gradients(_sum(grad, grad_input), grads)
+
+
+def _first_of_groups(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None) -> list[Tensor | None]:
+    """The gradients of the last layer group, with which the backward starts."""
+    _, *tensors = ctx.saved_tensors
+    backward = Backward(ctx.spec, ctx.shape, SavedStage.unflatten(ctx.spec, tensors), grad_input)
+    backward.enter(ctx.groups[-1], _needs_grad(ctx, ctx.groups[-1], ctx.needs_input_grad[4:]))
+    with autocast_disabled(backward.features), scratch.reused(backward.scratch):
+        backward.start(*_by_consumer_and_block(ctx.spec, grad_outputs))
+        return _run_group(backward, ctx.handoffs)
+
+
+def _by_consumer_and_block(
+    spec: StageSpec, grad_outputs: Sequence[Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the consumer's output and of the block's."""
+    grads = list(grad_outputs)
+    grad_consumer = None if spec.consumer is None else grads.pop(0)
+    return grad_consumer, grads.pop() if grads else None
 
 
 class EarlierLayers(torch.autograd.Function):
     """The backward of a layer group that is not the last; its forward has nothing to compute."""
 
     @staticmethod
-    def forward(
-        ctx: Any, group: LayerGroup, handoff: BackwardHandoff, before: Tensor, *tensors: Tensor | None
-    ) -> Tensor:
-        ctx.group, ctx.handoff = group, handoff
+    def forward(ctx: Any, group: LayerGroup, handoffs: Handoffs, before: Tensor, *tensors: Tensor | None) -> Tensor:
+        ctx.group, ctx.handoffs = group, handoffs
         return before.new_zeros(())
 
     @staticmethod
+    @skipped_by_compilers
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        backward = ctx.handoff.take()
+        backward = ctx.handoffs.to_earlier.take()
+        if backward is None:
+            raise RuntimeError(
+                "found a backward that starts in the middle of a stage, but the shared engine's layers run in one "
+                f"backward: use {_CHECKPOINT}"
+            )
+        if isinstance(backward, Gradients):
+            return None, None, *_release(ctx.group, backward, ctx.handoffs, grad_output.device)
         backward.enter(ctx.group, _needs_grad(ctx, ctx.group, ctx.needs_input_grad[2:]))
         with autocast_disabled(backward.features), scratch.reused(backward.scratch):
-            return None, None, *_run_group(backward, ctx.handoff)
+            return None, None, *_run_group(backward, ctx.handoffs)
 
 
 def _needs_grad(ctx: Any, group: LayerGroup, needs_input_grad: Sequence[bool]) -> Sequence[bool]:
@@ -165,26 +236,43 @@ _EARLIER_NODE = "EarlierLayersBackward"
 _CHECKPOINT = "model.set_engine('checkpoint'), or make_efficient(model, 'checkpoint') for another library's model"
 
 
-def _run_group(backward: Backward, handoff: BackwardHandoff) -> list[Tensor | None]:
+def _run_group(backward: Backward, handoffs: Handoffs) -> list[Tensor | None]:
     """The gradients of what comes before the group, and of its tensors."""
     grads = backward.run_group()
     if not backward.needs_grad_input:
         return [None, *grads]
     if backward.group.layers.start == 0:
-        return [backward.grad_stage_input(), *grads]
-    handoff.hand_on(backward)
+        return [_sum(backward.grad_stage_input(), backward.grad_of_input), *grads]
+    handoffs.to_earlier.hand_on(backward)
     return [backward.features.new_zeros(()), *grads]
 
 
-def refuse_other_backwards(*grad_outputs: Tensor | None) -> None:
-    """Called in a backward: it records a graph of its own only under create_graph=True."""
+def _release(group: LayerGroup, gradients: Gradients, handoffs: Handoffs, device: torch.device) -> list[Tensor | None]:
+    """The same where all gradients have been computed."""
+    grads = gradients.parameters[group.tensors]
+    if group.layers.start == 0:
+        return [gradients.input, *grads]
+    handoffs.to_earlier.hand_on(gradients)
+    return [torch.zeros((), device=device), *grads]
+
+
+def _sum(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return grad if other is None else other if grad is None else grad + other
+
+
+def refuse_batched_gradients(*grad_outputs: Tensor | None) -> None:
+    """Called in a backward."""
     if any(map(is_batched_gradient, grad_outputs)):
         raise RuntimeError(
             "found a backward of several gradients at once (is_grads_batched=True, or vectorize=True), but the shared "
             f"engine takes one at a time: give them one by one, or use {_CHECKPOINT}"
         )
-    if torch.is_grad_enabled():
+
+
+def refuse_synchronized(is_synchronized: bool) -> None:
+    """Called in a backward under create_graph=True."""
+    if is_synchronized:
         raise RuntimeError(
-            "found create_graph=True, but the shared engine gives first derivatives only: for a loss that contains a "
-            f"gradient use {_CHECKPOINT}"
+            "found create_graph=True with synchronized norms, but the backward of those has no derivative: for a loss "
+            "that contains a gradient, leave the norms of each process to themselves"
         )

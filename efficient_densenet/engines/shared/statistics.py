@@ -1,66 +1,61 @@
-"""The statistics of a stage's features: computed once when a channel is written, read by the norm of every consumer."""
+"""The statistics of a stage's features: computed once when a channel is written, read by the norm of every consumer.
 
-from typing import NamedTuple
+They leave the forward as one matrix, (3, columns) in the accumulation dtype. With batch statistics its first columns
+are those of the features, which are stored centered (less their mean). Frozen norms of the features have columns of
+their own, and the features are stored as they are. So have the bottlenecks' norms. The columns lie in the norms' order.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...norms.sync_batch_norm import SyncGroup
 from ..kernels import kernels_for
-from ..kernels.interface import AffineInput
+from ..kernels.interface import AffineInput, BatchNormBackward, GradAccumulator
 from ..kernels.portable import accumulation_dtype
-from ..parts import Norm
-from .batch_norm import (
-    BatchNormAffine,
-    Count,
-    grad_input_of_normalized,
-    synchronized_statistics,
-    unbiased_variance,
-    update_running_statistics,
-)
+from ..precision import as_dtype
+from .batch_norm import BatchNormAffine, Count, synchronized_statistics
+from .spec import NormConv, StageSpec
+
+MEAN, VARIANCE, INV_STD = range(3)
+"""The rows of the matrix. The variance is the unbiased one."""
 
 
-class ChannelOrder(NamedTuple):
-    """The columns of channels in a matrix, whose columns are filled from the oldest channel to the newest.
+class _FeatureStatistics:
+    """What every consumer reads: the features, and 1 / sqrt(var + eps) of each channel."""
 
-    The matrix lacks the channels before number `first`.
+    spec: StageSpec
+    features: Tensor
+    inv_std: Tensor
+
+    def affine(self, tensors: NormConv) -> BatchNormAffine:
+        """The affine map of a norm that shares the statistics of the features."""
+        columns = self.spec.order.slice(0, tensors.norm_weight.shape[0])
+        return BatchNormAffine.of(tensors.norm_weight, tensors.norm_bias, self.inv_std[columns])
+
+    def input(self, norm: BatchNormAffine) -> AffineInput:
+        """What the convolution after a norm of the features reads."""
+        return norm.input(self.features[:, self.spec.order.slice(0, norm.weight.shape[0])])
+
+
+class ForwardStatistics(_FeatureStatistics):
+    """Stores a stage's features and collects the statistics of all its norms.
+
+    `stored` is the matrix of an earlier stage with the same features.
     """
 
-    total: int
-    newest_first: bool
-    first: int = 0
-
-    def slice(self, start: int, stop: int) -> slice:
-        """The columns of the channels written as number `start` to `stop`."""
-        if self.newest_first:
-            return slice(self.total - stop, self.total - start)
-        return slice(start - self.first, stop - self.first)
-
-
-class SharedStatistics:
-    """Mean and inverse standard deviation of each channel, and what the backward sums up for them.
-
-    With batch statistics the features are stored centered. Frozen norms have statistics of their own: then the features
-    are stored as they are, and the vectors here stay zero.
-    """
-
-    def __init__(
-        self,
-        features: Tensor,
-        order: ChannelOrder,
-        frozen: bool,
-        eps: float,
-        sync_group: SyncGroup | None,
-        inv_std: Tensor | None = None,
-    ) -> None:
-        self.features, self.order = features, order
-        self.frozen, self.eps, self.sync_group = frozen, eps, sync_group
+    def __init__(self, spec: StageSpec, features: Tensor, stored: Tensor | None = None) -> None:
+        self.spec, self.features, self.stored = spec, features, stored
         self.dtype = accumulation_dtype(features.dtype)
-        zeros = features.new_zeros(features.shape[1], dtype=self.dtype)
-        self.mean, self.unbiased_variances = zeros.clone(), zeros.clone()
-        self.inv_std = zeros.clone() if inv_std is None else inv_std
+        self.sync_group = SyncGroup.named(spec.sync_group)
         self.count: Count = features.shape[0]
-        self.grad_sum, self.grad_normalized_sum = zeros.clone(), zeros
+        if stored is None:
+            self.inv_std = features.new_empty(features.shape[1], dtype=self.dtype)
+        else:
+            self.inv_std = stored[INV_STD]
+        self.of_features: list[tuple[Tensor, Tensor]] = []
+        self.of_norms: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def write(
         self,
@@ -74,48 +69,113 @@ class SharedStatistics:
         `statistics` are mean and variance of the values, computed here if None. Centered values have no bias: it is in
         their mean.
         """
-        if self.frozen:
-            features = self.features[:, columns]
+        features = self.features[:, columns]
+        if self.spec.frozen:
             features.copy_(values) if bias is None else torch.add(values, bias, out=features)
             return
-        statistics = statistics or kernels_for(values).batch_statistics(values)
-        mean, variance, self.count = synchronized_statistics(*statistics, values.shape[0], self.sync_group)
-        torch.sub(values, mean, out=self.features[:, columns])
-        self.mean[columns] = mean if bias is None else mean + bias
-        self.unbiased_variances[columns] = unbiased_variance(variance, self.count)
-        self.inv_std[columns] = variance.add_(self.eps).rsqrt_()
+        mean, variance = self._synchronized(*statistics or kernels_for(values).batch_statistics(values))
+        torch.sub(values, mean, out=features)
+        torch.add(variance, self.spec.eps, out=self.inv_std[columns]).rsqrt_()
+        self.of_features.append((mean if bias is None else mean + bias, variance))
 
-    def affine(self, weight: Tensor, bias: Tensor) -> BatchNormAffine:
-        """The affine map of a consumer, which reads as many channels as its norm has."""
-        return BatchNormAffine(weight, bias, self.inv_std[self._columns_read(weight)])
+    def add_norm(self, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Mean and inverse standard deviation of a norm with columns and batch statistics of its own."""
+        mean, variance = self._synchronized(mean, variance)
+        inv_std = torch.add(variance, eps).rsqrt_()
+        self.of_norms.append((mean, variance, inv_std))
+        return mean, inv_std
 
-    def input(self, norm: BatchNormAffine) -> AffineInput:
-        return norm.input(self.features[:, self._columns_read(norm.weight)])
+    def add_frozen_norm(
+        self, running_mean: Tensor, running_var: Tensor, eps: float, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same of a frozen norm, and copies of its statistics: its buffers may change before the backward.
 
-    def update_running_statistics(self, norm: Norm) -> None:
-        if not self.frozen:
-            columns = self._columns_read(norm.weight)
-            update_running_statistics(norm, self.mean[columns], self.unbiased_variances[columns])
+        The values that it reads lack the `bias`.
+        """
+        mean, variance = as_dtype(running_mean, self.dtype), as_dtype(running_var, self.dtype)
+        mean = mean if bias is None else mean - bias
+        inv_std = torch.add(variance, eps).rsqrt_()
+        self.of_norms.append((mean, variance, inv_std))
+        return mean, inv_std
+
+    def matrix(self) -> Tensor:
+        """All statistics, when all norms are done."""
+        if self.stored is not None:
+            return self.stored
+        of_features = self.of_features[::-1] if self.spec.newest_first else self.of_features
+        statistics = [*of_features, *self.of_norms]
+        inv_std = [] if self.spec.frozen else [self.inv_std]
+        rows = [each[0] for each in statistics], [each[1] for each in statistics]
+        matrix = torch.cat([*rows[0], *rows[1], *inv_std, *(each[2] for each in self.of_norms)]).view(3, -1)
+        if self.spec.updates:
+            matrix[VARIANCE].mul_(self.count / (self.count - 1))
+        return matrix
+
+    def _synchronized(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        count = self.features.shape[0]
+        mean, variance, self.count = synchronized_statistics(mean, variance, count, self.sync_group)
+        return mean, variance
+
+
+class BackwardStatistics(_FeatureStatistics):
+    """A stage's features and their statistics, and what the backward sums up for them: Σg and Σ(g·x̂) of each channel.
+
+    `norms` are the weights and biases of the norms that have columns of their own, in their order.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        features: Tensor,
+        matrix: Tensor,
+        count: Count | None,
+        norms: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        self.spec, self.features, self.dtype = spec, features, matrix.dtype
+        self.sync_group = SyncGroup.named(spec.sync_group)
+        count = features.shape[0] if count is None else count
+        per_value = matrix[INV_STD] * (-1 / count)
+        channels = 0 if spec.frozen else features.shape[1]
+        self.inv_std, per_channel = matrix[INV_STD, :channels], per_value[:channels]
+        self.coefficients = torch.stack([per_channel, self.inv_std * per_channel])
+        self.sums = torch.zeros_like(self.coefficients)
+        self.grad_sum, self.grad_normalized_sum = self.sums.unbind()
+        self._own = self._own_affines(matrix[:, channels:], norms)
+        self._own_per_value = per_value[channels:].split([weight.shape[0] for weight, _ in norms])
+
+    def _own_affines(self, matrix: Tensor, norms: Sequence[tuple[Tensor, Tensor]]) -> list[BatchNormAffine]:
+        """The affine maps of the norms with columns of their own: all at once, since each has few channels."""
+        if not norms:
+            return []
+        weight, bias = (as_dtype(torch.cat(each), self.dtype) for each in zip(*norms, strict=True))
+        whole = BatchNormAffine.of(weight, bias, matrix[INV_STD], matrix[MEAN])
+        sizes = [weight.shape[0] for weight, _ in norms]
+        vectors = (whole.weight, whole.scale, whole.shift, matrix[INV_STD], matrix[MEAN])
+        return [BatchNormAffine(*each) for each in zip(*(vector.split(sizes) for vector in vectors), strict=True)]
+
+    def own_affine(self, position: int) -> BatchNormAffine:
+        """The affine map of a norm with columns of its own, by its place among those."""
+        return self._own[position]
+
+    def own_per_value(self, position: int) -> Tensor:
+        """−r / n of such a norm."""
+        return self._own_per_value[position]
 
     def add_gradients(self, norm: BatchNormAffine) -> None:
-        """Add a consumer's γ · dβ and γ · dγ: its part of Σg and Σ(g·x̂) of the channels it reads."""
-        if not self.frozen:
-            columns = self._columns_read(norm.weight)
+        """Add a consumer's γ · dβ and γ · dγ: its part of the sums of the channels it reads."""
+        if not self.spec.frozen:
+            columns = self.spec.order.slice(0, norm.weight.shape[0])
             self.grad_sum[columns].addcmul_(norm.weight, norm.grad_bias)
             self.grad_normalized_sum[columns].addcmul_(norm.weight, norm.grad_weight)
 
-    def grad_input(self, grad_accum: Tensor, columns: slice) -> Tensor:
-        """The gradient of channels whose last consumer is done, from the sum of the consumers' gradients."""
-        values, grad_accum = self.features[:, columns], grad_accum[:, columns]
-        if self.frozen:
-            return grad_accum.contiguous()
-        sums = self.grad_sum[columns], self.grad_normalized_sum[columns]
-        grad_sum, grad_normalized_sum = sums if self.sync_group is None else self.sync_group.sums(*sums)
-        backward = grad_input_of_normalized(
-            values, self.inv_std[columns], None, grad_sum, grad_normalized_sum, grad_accum, self.count
-        )
-        return kernels_for(values).batch_norm_grad_input(backward)
+    def grad_input(self, grad_accum: Tensor, columns: slice) -> BatchNormBackward:
+        """The gradient of channels whose last consumer is done, from the sum of the consumers' gradients.
 
-    def _columns_read(self, weight: Tensor) -> slice:
-        """The channels that were there before the consumer with such a norm weight."""
-        return self.order.slice(0, weight.shape[0])
+        dx = r · (g − Σg/n − x̂ · Σ(g·x̂)/n) with g = `grad_accum`, as one affine map of the values plus r · g.
+        """
+        sums = self.sums[:, columns]
+        if self.sync_group is not None:
+            (sums,) = self.sync_group.sums(sums)
+        constant, slope = (sums * self.coefficients[:, columns]).unbind()
+        input = AffineInput(self.features[:, columns], slope, constant)
+        return BatchNormBackward(input, GradAccumulator(self.inv_std[columns], grad_accum))

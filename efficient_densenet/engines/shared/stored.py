@@ -8,31 +8,29 @@ that they last exactly as long as they are saved for its backward, and are never
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from .plan import StagePlan
-from .statistics import SharedStatistics
+from .spec import StageSpec
 
 
 class StoredFeatures:
-    """What a node remembers of the features of its block, whose `output` it returns."""
+    """What a node remembers of the features of its block, whose `output` it returns, and of their statistics."""
 
-    def __init__(self, output: Tensor, statistics: SharedStatistics) -> None:
-        self.version = output._version
-        self.features = TensorWeakRef(statistics.features)
-        self.settings = statistics.frozen, statistics.eps, statistics.sync_group
-        self.statistics = statistics.mean, statistics.unbiased_variances, statistics.inv_std, statistics.count
+    def __init__(self, spec: StageSpec, output: Tensor, features: Tensor, statistics: Tensor) -> None:
+        self.spec, self.version, self.address = spec, output._version, output.data_ptr()
+        self.features, self.statistics = TensorWeakRef(features), statistics
 
 
-def stored_statistics(x: Tensor, plan: StagePlan) -> SharedStatistics | None:
-    """The features of x and their statistics, if x is the output of a block, unchanged, and its features still exist.
+def stored_features(x: Tensor, spec: StageSpec) -> list[Tensor]:
+    """The features of x and, unless the norms are frozen, their statistics, if x is the output of a block, unchanged,
+    and its features still exist; else nothing.
 
-    None too where the consumer of `plan` does not normalize as the layers of the block do.
+    Nothing too where the consumer with this specification does not normalize as the layers of the block do.
     """
     stored = getattr(x.grad_fn, "stored_features", None)  # another operation's node has none, an in-place one's neither
-    if not isinstance(stored, StoredFeatures) or stored.version != x._version:
-        return None
-    features = stored.features()
-    if features is None or stored.settings != (plan.frozen, plan.eps, plan.sync_group):
-        return None
-    statistics = SharedStatistics(features, plan.order, *stored.settings)
-    statistics.mean, statistics.unbiased_variances, statistics.inv_std, statistics.count = stored.statistics
-    return statistics
+    if not isinstance(stored, StoredFeatures) or spec.has_count:
+        return []
+    if stored.version != x._version or stored.address != x.data_ptr():  # it was changed, or its `.data` replaced
+        return []
+    features, settings = stored.features(), (spec.frozen, spec.eps, spec.sync_group)
+    if features is None or settings != (stored.spec.frozen, stored.spec.eps, stored.spec.sync_group):
+        return []
+    return [features] if spec.frozen else [features, stored.statistics[:, : features.shape[1]]]

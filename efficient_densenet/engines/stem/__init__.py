@@ -1,4 +1,4 @@
-"""The ImageNet stem as one autograd node: output = max_pool(relu(batch_norm(conv(x)))).
+"""The ImageNet stem as one PyTorch operator: output = max_pool(relu(batch_norm(conv(x)))).
 
 z = conv(x), the input of the norm, is the largest tensor of the whole network. It is not saved for backward: x, the
 parameters and the batch statistics are, and the backward recomputes z once, in full. What follows from z (its
@@ -25,8 +25,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..eligibility import can_share_stem
-from .function import SharedStem
-from .plan import Stem, StemPlan, output_dtype
+from .function import apply
+from .plan import Stem, output_dtype, read_spec
 
 __all__ = ["Stem", "output_dtype", "run", "stem_at_the_start"]
 
@@ -40,5 +40,4 @@ def stem_at_the_start(modules: Sequence[nn.Module], x: Tensor) -> Stem | None:
 def run(stem: Stem, x: Tensor) -> Tensor:
     """The output of the four modules on `x`."""
     conv, norm = stem.conv, stem.norm
-    bias = [] if conv.bias is None else [conv.bias]
-    return SharedStem.apply(StemPlan(stem, x), x, norm.weight, norm.bias, conv.weight, *bias)
+    return apply(read_spec(stem, x), norm, x, norm.weight, norm.bias, conv.weight, conv.bias)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...norms.sync_batch_norm import SyncGroup
 from ..shared import batch_norm
 from ..shared.batch_norm import BatchNormAffine
 from .conv_output import ConvOutput, Tile
@@ -25,7 +26,7 @@ class StemBackward:
         count: int | Tensor,
         needs_grad: Sequence[bool],
     ) -> None:
-        self.conv_output, self.plan = conv_output, conv_output.plan
+        self.conv_output, self.spec = conv_output, conv_output.spec
         self.mean, self.norm, self.count = mean, norm, count
         self.needs_grad_input, _, _, *self.needs_conv_grads = needs_grad
         self.indices: Tensor | None = None
@@ -62,10 +63,11 @@ class StemBackward:
         conv_output, values = self.conv_output, self.conv_output.values
         # grad_accum is a placeholder here: `_grad_conv_output` scatters a tile's g when it needs it.
         grad_accum = values
+        per_value = self.norm.inv_std * (-1 / self.count)
         (_, scale, shift), accumulator = batch_norm.batch_norm_backward(
-            values, self.norm, self.plan.frozen, grad_accum, self.count, self.plan.sync_group
+            values, self.norm, self.spec.frozen, grad_accum, per_value, SyncGroup.named(self.spec.sync_group)
         )
-        grad_scale = accumulator.grad_scale * self.norm.grad_scale(self.plan.frozen)
+        grad_scale = accumulator.grad_scale * self.norm.grad_scale(self.spec.frozen)
         output_mask = [self.needs_grad_input, *self.needs_conv_grads, False][:3]
         grad_input = torch.empty_like(conv_output.x) if self.needs_grad_input else None
         sums: list[Tensor | None] = []
@@ -73,7 +75,7 @@ class StemBackward:
             for tile in conv_output.tiles_of(images):
                 # This overwrites the tile's z, which is not read again.
                 values[tile] = self._grad_conv_output(tile, grad_output[tile], scale, shift, grad_scale)
-            grad_of_images, *partial_sums = self.plan.conv.backward(
+            grad_of_images, *partial_sums = self.spec.conv.backward(
                 values[images], conv_output.x[images], conv_output.weight, output_mask
             )
             if grad_input is not None and grad_of_images is not None:
@@ -91,7 +93,7 @@ class StemBackward:
 
     def _max_pool_backward(self, grad_output: Tensor, indices: Tensor, values: Tensor) -> Tensor:
         grad_output = grad_output.to(values.dtype).masked_fill(indices < 0, 0)
-        return self.plan.pool.backward(grad_output, indices.clamp_min_(0), values)
+        return self.spec.pool.backward(grad_output, indices.clamp_min_(0), values)
 
     def _add_partial_sums(
         self, sums: list[Tensor | None], partial_sums: Sequence[Tensor | None]

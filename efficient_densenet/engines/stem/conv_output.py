@@ -9,7 +9,7 @@ from ..eligibility import convolved_size
 from ..kernels import scratch
 from ..kernels.portable import TILE_BYTES, to_spatial
 from ..memory_format import memory_format_of
-from .plan import StemPlan
+from .plan import StemSpec
 
 Tile = tuple[slice, slice]
 """Images, and channels of them."""
@@ -22,19 +22,24 @@ class ConvOutput:
     of one image that is too large, as many channels, at least one.
     """
 
-    def __init__(self, plan: StemPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.plan, self.x, self.weight = plan, x.to(plan.dtype), weight.to(plan.dtype)
-        self.bias = None if bias is None else bias.to(plan.dtype)
-        self.spatial_size = convolved_size(x.shape[2:], weight.shape[2:], *plan.conv[:3])
+    def __init__(self, spec: StemSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.spec, self.x, self.weight = spec, x.to(spec.torch_dtype), weight.to(spec.torch_dtype)
+        self.bias = None if bias is None else bias.to(spec.torch_dtype)
+        self.spatial_size = convolved_size(x.shape[2:], weight.shape[2:], *spec.conv[:3])
         self.reduced_dims = [0, *range(2, x.dim())]  # all but the channels
         self.values = self._convolve()
         self.memory_format = memory_format_of(self.values)
+
+    @property
+    def count(self) -> int:
+        """How many values a channel has."""
+        return self.values.numel() // self.values.shape[1]
 
     def _convolve(self) -> Tensor:
         """z, computed some images at a time: a convolution's own workspace may be as large as its output."""
         values = None
         for images in self.image_tiles():
-            part = self.plan.conv.forward(self.x[images], self.weight, self.bias)
+            part = self.spec.conv.forward(self.x[images], self.weight, self.bias)
             if len(part) == len(self.x):
                 return part
             values = self.new_empty(part, part.dtype, memory_format_of(part)) if values is None else values
@@ -56,7 +61,7 @@ class ConvOutput:
 
     def _channels_per_tile(self) -> int:
         tile_bytes = TILE_BYTES["cpu" if self.x.device.type == "cpu" else "cuda"]
-        return tile_bytes // (self.spatial_size.numel() * self.plan.accumulation_dtype.itemsize)
+        return tile_bytes // (self.spatial_size.numel() * self.spec.accumulation_dtype.itemsize)
 
     def centered(self, tile: Tile, mean: Tensor, memory_format: torch.memory_format) -> Tensor:
         """z − mean in the accumulation dtype, in scratch."""

@@ -3,30 +3,34 @@
 import torch
 from torch import Tensor
 
+from ...norms.sync_batch_norm import SyncGroup
 from ..memory_format import CHANNELS_LAST
 from ..shared import batch_norm
 from ..shared.batch_norm import BatchNormAffine
 from .conv_output import ConvOutput, Tile
+from .plan import StemSpec
 
 
-def batch_statistics(conv_output: ConvOutput) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Mean, 1 / sqrt(var + eps) and the number of values per channel; also updates the norm's running statistics.
+def batch_statistics(conv_output: ConvOutput) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
+    """Mean, unbiased variance, 1 / sqrt(var + eps) and the number of values per channel.
 
-    The variance is computed in two passes, Σ (z − mean)² / count. A frozen norm has its running statistics.
+    The variance is computed in two passes, Σ (z − mean)² / count.
     """
-    plan, values = conv_output.plan, conv_output.values
-    count = values.numel() // values.shape[1]
-    if plan.frozen:
-        return *batch_norm.running_statistics(plan.norm, plan.accumulation_dtype), count
-    mean = values.mean(conv_output.reduced_dims, dtype=plan.accumulation_dtype)
+    spec, values = conv_output.spec, conv_output.values
+    mean = values.mean(conv_output.reduced_dims, dtype=spec.accumulation_dtype)
     square_sum = torch.zeros_like(mean)
     for tile in conv_output.tiles():
         centered = conv_output.centered(tile, mean, conv_output.memory_format)
         square_sum[tile[1]] += centered.square_().sum(conv_output.reduced_dims)
-    variance = square_sum.div_(count)
-    mean, variance, count = batch_norm.synchronized_statistics(mean, variance, count, plan.sync_group)
-    batch_norm.update_running_statistics(plan.norm, mean, batch_norm.unbiased_variance(variance, count))
-    return mean, torch.rsqrt(variance + plan.eps), count
+    variance, group = square_sum.div_(conv_output.count), SyncGroup.named(spec.sync_group)
+    mean, variance, count = batch_norm.synchronized_statistics(mean, variance, conv_output.count, group)
+    return mean, variance * (count / (count - 1)), torch.rsqrt(variance + spec.eps), count
+
+
+def running_statistics(spec: StemSpec, running_mean: Tensor, running_var: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and inverse standard deviation of a frozen norm, as copies: the buffers may change before the backward."""
+    mean, variance = running_mean.to(spec.accumulation_dtype, copy=True), running_var.to(spec.accumulation_dtype)
+    return mean, torch.rsqrt(variance + spec.eps)
 
 
 def pooled_output(conv_output: ConvOutput, mean: Tensor, norm: BatchNormAffine) -> Tensor:
@@ -34,7 +38,9 @@ def pooled_output(conv_output: ConvOutput, mean: Tensor, norm: BatchNormAffine) 
     output = None
     for tile in conv_output.tiles():
         maxima, _ = pooled_tile(conv_output, tile, mean, norm)
-        output = conv_output.new_empty(maxima, conv_output.plan.output_dtype) if output is None else output
+        output = (
+            conv_output.new_empty(maxima, getattr(torch, conv_output.spec.output_dtype)) if output is None else output
+        )
         output[tile] = maxima
     assert output is not None  # there is a tile
     return output
@@ -46,7 +52,7 @@ def pooled_tile(conv_output: ConvOutput, tile: Tile, mean: Tensor, norm: BatchNo
     shift, scale = conv_output.by_channel(norm.shift, tile), conv_output.by_channel(norm.scale, tile)
     normalized = torch.addcmul(shift, buffer, scale, out=buffer)
     # Rounded before the ReLU, as plain modules do it: some values are equal only then, and ties decide the indices.
-    return conv_output.plan.pool.forward(normalized.to(conv_output.plan.dtype).clamp_min_(0))
+    return conv_output.spec.pool.forward(normalized.to(conv_output.spec.torch_dtype).clamp_min_(0))
 
 
 def _pooling_format(conv_output: ConvOutput, tile: Tile) -> torch.memory_format:

@@ -1,57 +1,84 @@
 """The autograd Function of a stem."""
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import scratch
+from ..._torch_private import below_autograd, skipped_by_compilers
+from ..parts import Norm
 from ..precision import autocast_disabled
-from ..shared.batch_norm import BatchNormAffine
-from ..shared.function import refuse_other_backwards
-from .backward import StemBackward
-from .conv_output import ConvOutput
-from .forward import batch_statistics, pooled_output
-from .plan import StemPlan
+from ..shared.function import refuse_batched_gradients, refuse_synchronized
+from ..shared.operators import LIBRARY
+from ..shared.running import NormUpdate, update_running_statistics
+from ..shared.second_order import differentiable_gradients, plain_norm
+from . import operators
+from .plan import StemSpec, decode
 
 
-class Parameters(NamedTuple):
-    """The stem's parameters, in the order in which the Function takes them."""
+def apply(spec: StemSpec, norm: Norm, x: Tensor, *tensors: Tensor | None) -> Tensor:
+    """The stem's output, with `tensors` as norm.weight, norm.bias, conv.weight and conv.bias."""
+    running = (norm.running_mean, norm.running_var) if spec.frozen else (None, None)
+    output, statistics, *_ = operators.stem(spec, x, *tensors, *running)
+    if not spec.frozen:
+        update_running_statistics([NormUpdate(norm, slice(None))], statistics)
+    return output
 
-    norm_weight: Tensor
-    norm_bias: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
 
-    def norm(self, inv_std: Tensor) -> BatchNormAffine:
-        return BatchNormAffine(self.norm_weight, self.norm_bias, inv_std)
+@torch.library.impl(LIBRARY, "stem", "Autograd")
+@skipped_by_compilers
+def _differentiable_stem(*arguments: Any) -> list[Tensor]:
+    """The operator on tensors that may require gradients: it adds a node to the autograd graph."""
+    *tensors, text = arguments
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return list(SharedStem.apply(decode(text), *tensors))
+    with below_autograd():
+        return operators.stem(decode(text), *tensors)
 
 
 class SharedStem(torch.autograd.Function):
-    """`apply(plan, x, norm.weight, norm.bias, conv.weight)`, with conv.bias last if there is one."""
+    """All results of the operator, of which the first is differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, plan: StemPlan, x: Tensor, *tensors: Tensor) -> Tensor:
-        parameters = Parameters(*tensors)
-        with autocast_disabled(x), scratch.reused():
-            conv_output = ConvOutput(plan, x, parameters.weight, parameters.bias)
-            mean, inv_std, ctx.count = batch_statistics(conv_output)
-            output = pooled_output(conv_output, mean, parameters.norm(inv_std))
-        ctx.plan = plan
-        ctx.save_for_backward(x, mean, inv_std, *tensors)
+    def forward(ctx: Any, spec: StemSpec, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        with below_autograd():
+            output, statistics, *count = operators.stem(spec, *tensors)
+        ctx.spec = spec
+        ctx.save_for_backward(*tensors[:5], statistics, *(count or [None]))
+        ctx.mark_non_differentiable(statistics, *count)
         ctx.set_materialize_grads(False)
-        return output
+        return output, statistics, *count
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_other_backwards(grad_output)
-        needs_grad = ctx.needs_input_grad[1:]
+    @skipped_by_compilers
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_output, *_ = grad_outputs
+        refuse_batched_gradients(grad_output)
         if grad_output is None:
-            return None, *[None] * len(needs_grad)
-        x, mean, inv_std, *tensors = ctx.saved_tensors
-        parameters = Parameters(*tensors)
-        with autocast_disabled(x), scratch.reused():
-            conv_output = ConvOutput(ctx.plan, x, parameters.weight, parameters.bias)
-            grads = StemBackward(conv_output, mean, parameters.norm(inv_std), ctx.count, needs_grad).run(grad_output)
-        inputs = zip(grads, (x, *tensors), needs_grad, strict=True)
-        return None, *(grad.to(input.dtype) if needed and grad is not None else None for grad, input, needed in inputs)
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            refuse_synchronized(ctx.spec.has_count)
+            *tensors, statistics, _ = ctx.saved_tensors
+            function = partial(plain_stem, ctx.spec, statistics)
+            with autocast_disabled(statistics):
+                return None, *differentiable_gradients(function, tensors, [grad_output]), None, None
+        needs_grad = ctx.needs_input_grad[1:6]
+        return None, *operators.stem_backward(ctx.spec, grad_output, ctx.saved_tensors, needs_grad), None, None
+
+
+def plain_stem(
+    spec: StemSpec,
+    statistics: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> list[Tensor]:
+    """The stem's output, by functions that autograd can differentiate again and again."""
+    dtype = spec.torch_dtype
+    x = spec.conv.forward(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    x = plain_norm(x, norm_weight, norm_bias, spec.eps, statistics if spec.frozen else None)
+    return [spec.pool.forward(F.relu(x))[0].to(getattr(torch, spec.output_dtype))]

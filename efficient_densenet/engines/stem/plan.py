@@ -1,5 +1,8 @@
 """The four modules of a stem, and their settings as they are in the forward."""
 
+import json
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -8,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.pooling import _MaxPoolNd
 
+from ..._torch_private import specialized
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..kernels.portable import CONV_BY_DIMS, accumulation_dtype
 from ..parts import Norm
 from ..precision import compute_dtype
+from ..shared.spec import encode
 
 
 class Stem(NamedTuple):
@@ -24,23 +29,63 @@ class Stem(NamedTuple):
     pool: _MaxPoolNd
 
 
-class StemPlan:
-    """Settings and dtypes of a forward, which its backward uses too, even if the modules have changed since.
+class StemSpec(NamedTuple):
+    """The settings of a stem as plain data, which its operators take as a string.
 
     `dtype` is the convolution's, under autocast its lower precision; sums and statistics are in `accumulation_dtype`.
     """
 
-    def __init__(self, stem: Stem, x: Tensor) -> None:
-        conv, self.norm, _, pool = stem
-        self.dtype, self.accumulation_dtype = compute_dtype(x), accumulation_dtype(compute_dtype(x))
-        self.output_dtype = output_dtype(x)
-        self.frozen, self.eps = uses_running_statistics(self.norm), eps_of(self.norm)
-        self.sync_group = sync_group(self.norm)
-        assert not isinstance(conv.padding, str)  # `can_share_stem` refuses it
-        self.conv = Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
-        settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation
-        kernel_size, stride, padding, dilation = (_per_dim(setting, x.dim() - 2) for setting in settings)
-        self.pool = MaxPool(kernel_size, stride, padding, dilation, pool.ceil_mode)
+    dtype: str
+    output_dtype: str
+    frozen: bool
+    eps: float
+    sync_group: str | None
+    conv: "Conv"
+    pool: "MaxPool"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def has_count(self) -> bool:
+        """Whether the processes of a sync group count their values."""
+        return self.sync_group is not None and not self.frozen
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.torch_dtype)
+
+    @property
+    def encoded(self) -> str:
+        """As the operators take it."""
+        *settings, conv, pool = self
+        return encode(*settings, tuple(conv), tuple(pool))
+
+
+@lru_cache(maxsize=256)
+def decode(text: str) -> StemSpec:
+    """The specification whose `encoded` this is."""
+    *settings, conv, pool = json.loads(text)
+    return StemSpec._make([*settings, Conv(*conv), MaxPool(*pool)])
+
+
+def read_spec(stem: Stem, x: Tensor) -> StemSpec:
+    """The settings of the four modules on x as they are now; a backward uses them even if they have changed since."""
+    conv, norm, _, pool = stem
+    assert not isinstance(conv.padding, str)  # `can_share_stem` refuses it
+    settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation
+    kernel_size, stride, padding, dilation = (_per_dim(setting, x.dim() - 2) for setting in settings)
+    group = sync_group(norm)
+    return StemSpec(
+        dtype=str(compute_dtype(x)).removeprefix("torch."),
+        output_dtype=str(output_dtype(x)).removeprefix("torch."),
+        frozen=uses_running_statistics(norm),
+        eps=specialized(eps_of(norm)),
+        sync_group=None if group is None else group.name,
+        conv=Conv(conv.stride, conv.padding, conv.dilation, conv.groups),
+        pool=MaxPool(kernel_size, stride, padding, dilation, pool.ceil_mode),
+    )
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -57,9 +102,9 @@ def _per_dim(setting: int | tuple[int, ...], dims: int) -> list[int]:
 class Conv(NamedTuple):
     """The settings of the convolution."""
 
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
     groups: int
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -111,11 +111,13 @@ accumulate_affine_grad = _accumulation(_affine_backward_row)
 @compiled
 def reduce_sums(sums, thread, threads, zero):
     """The two sums of all threads; each thread has some of the channels."""
-    count = 2 * sums.channels
-    result, partials = elements(sums.result, 0, count, zero), elements(sums.partials, 0, threads * count, 1.0)
-    first, last = partition(count, thread, threads)
+    channels = sums.channels
+    grad_sum, product_sum = elements(sums.grad_sum, 0, channels, zero), elements(sums.product_sum, 0, channels, zero)
+    partials = elements(sums.partials, 0, threads * 2 * channels, 1.0)
+    first, last = partition(channels, thread, threads)
     for j in range(first, last):
-        total = 0.0
+        ones = products = 0.0
         for i in range(threads):
-            total += partials[i * count + j]
-        result[j] = total
+            ones += partials[2 * i * channels + j]
+            products += partials[(2 * i + 1) * channels + j]
+        grad_sum[j], product_sum[j] = ones, products

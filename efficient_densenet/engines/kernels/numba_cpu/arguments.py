@@ -1,126 +1,163 @@
 """The arguments of each kernel: a record for each, made of groups that several kernels share.
 
-A record is written here as a NamedTuple of tensors and integers. A kernel reads it as a NumPy structured dtype: an
-integer is an int64, an `Array` its address, a `Matrix` the pair (data, row_stride), a group a nested record, all zeros
-where it is None. At the end lies `zero`, the 0 of the dtype that the kernel is compiled for.
+A record and its groups are written here as annotated classes. A kernel reads them as a NumPy structured dtype: an
+integer or an `Address` is an int64, a group a nested record, all zeros where it is absent. At the end lies `zero`, the
+0 of the dtype that the kernel is compiled for.
+
+The host writes a record as one flat tuple of `Fields`, since each launch takes the time to write one: integers, and the
+tensors whose addresses the kernel reads. The tuple keeps those alive, which may be copies: an input that does not lie
+in memory as a kernel reads it is copied. An output must lie so.
 """
 
-import enum
 import functools
+import math
 import struct
 import types
 import typing
-from typing import Annotated, NamedTuple
+from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from .. import interface
 
-class Layout(enum.Enum):
-    """How a tensor has to lie in memory: an input that does not is copied, an output must."""
+REMEMBERED_SIZES = 4096
+"""What follows from sizes is computed once for so many different ones: they are the same in every step."""
 
-    MATRIX = enum.auto()
-    OUTPUT_MATRIX = enum.auto()
-    ARRAY = enum.auto()
-    OUTPUT_ARRAY = enum.auto()
+Address = int
 
-
-Matrix = Annotated[Tensor, Layout.MATRIX]
-"""(pixels, channels); every row is contiguous, row_stride counts elements."""
-OutputMatrix = Annotated[Tensor, Layout.OUTPUT_MATRIX]
-Array = Annotated[Tensor, Layout.ARRAY]
-"""Contiguous."""
-OutputArray = Annotated[Tensor, Layout.OUTPUT_ARRAY]
+Fields = tuple[int | Tensor, ...]
+"""What the host writes for a group: its integers and, for each address, a tensor or the address itself."""
 
 
-class OpenMP(NamedTuple):
+class OpenMP:
     """Addresses of functions, from `openmp.functions`."""
 
-    thread_number: int
-    num_threads: int
-    barrier: int
+    thread_number: Address
+    num_threads: Address
+    barrier: Address
 
 
-class Scratch(NamedTuple):
+class Matrix:
+    """(pixels, channels); every row is contiguous, row_stride counts elements."""
+
+    data: Address
+    row_stride: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Fields:
+        if not _has_contiguous_rows(tensor):
+            tensor = tensor.contiguous()
+        return tensor, tensor.stride(0)
+
+    @staticmethod
+    def output(tensor: Tensor) -> Fields:
+        assert _has_contiguous_rows(tensor), f"a matrix cannot be written: its strides are {tensor.stride()}"
+        return tensor, tensor.stride(0)
+
+
+class Scratch:
     """`thread_stride` elements for each thread."""
 
-    data: OutputArray
+    data: Address
     thread_stride: int
 
 
-class AffineInput(NamedTuple):
+class AffineInput:
     """relu(scale · values + shift) of values (pixels, channels)."""
 
     values: Matrix
     channels: int
-    scale: Array
-    shift: Array
+    scale: Address
+    shift: Address
+
+    @staticmethod
+    def of(input: interface.AffineInput) -> Fields:
+        values, scale, shift = input
+        return *Matrix.of(values), values.shape[1], scale.contiguous(), shift.contiguous()
 
 
-class PackedWeight(NamedTuple):
-    """A convolution's weight (out_channels, in_channels, taps), a buffer for its packed panels, and the address of the
+class PackedWeight:
+    """A convolution's weight (out_channels, in_channels, taps), scratch for its packed panels, and the address of the
     GEMM that reads them."""
 
-    weight: Array
-    panels: OutputArray
+    weight: Address
+    panels: Address
     out_channels: int
     in_channels: int
     taps: int
     transposed: int
-    gemm: int
+    gemm: Address
+
+    @staticmethod
+    def of(weight: Tensor, panels: Address, transposed: bool, gemm: Address) -> Fields:
+        return weight.contiguous(), panels, *conv_sizes(weight.shape), transposed, gemm
 
 
-class ConvForward(NamedTuple):
+class ConvForward:
     """What a 1×1, 3×3 or pooled 1×1 convolution reads, its weight, and its output (pixels, out_channels)."""
 
     input: AffineInput
     weight: PackedWeight
-    output: OutputMatrix
+    output: Matrix
 
 
-class Statistics(NamedTuple):
-    """Mean and biased variance (2, channels), and each thread's partials (threads, STATISTICS_ROWS, channels)."""
+class Statistics:
+    """Mean and biased variance (channels,), and each thread's partials (threads, STATISTICS_ROWS, channels)."""
 
-    partials: OutputArray
-    result: OutputArray
+    partials: Address
+    mean: Address
+    variance: Address
     channels: int
 
 
-class NormSums(NamedTuple):
-    """Σ grad and Σ grad · values (2, channels), and each thread's partials (threads, 2, channels) in float64."""
+class NormSums:
+    """Σ grad and Σ grad · values (channels,), and each thread's partials (threads, 2, channels) in float64."""
 
-    partials: OutputArray
-    result: OutputArray
+    partials: Address
+    grad_sum: Address
+    product_sum: Address
     channels: int
 
 
-class GradWeight(NamedTuple):
+class GradWeight:
     """grad_weight, and each thread's split-K partial sums of its transpose (threads, in_channels, padded columns)."""
 
-    partials: OutputArray
-    result: OutputArray
+    partials: Address
+    result: Address
 
 
-class GradAccumulator(NamedTuple):
+class GradAccumulator:
     """grad_accum += grad_scale · grad, or `=` with `overwrite`."""
 
-    grad_scale: Array
-    grad_accum: OutputMatrix
+    grad_scale: Address
+    grad_accum: Matrix
     overwrite: int
 
+    @staticmethod
+    def of(accumulator: interface.GradAccumulator) -> Fields:
+        grad_scale, grad_accum, overwrite, _ = accumulator
+        return grad_scale.contiguous(), *Matrix.output(grad_accum), overwrite
 
-class BatchNormBackward(NamedTuple):
+
+class BatchNormBackward:
     """grad_input = scale · values + shift + grad_scale · grad_accum."""
 
     values: Matrix
     channels: int
-    scale: Array
-    shift: Array
-    grad_scale: Array
+    scale: Address
+    shift: Address
+    grad_scale: Address
     grad_accum: Matrix
 
+    @staticmethod
+    def of(grad: interface.BatchNormBackward) -> Fields:
+        input, (grad_scale, grad_accum, *_) = grad
+        return *AffineInput.of(input), grad_scale.contiguous(), *Matrix.of(grad_accum)
 
-class Images(NamedTuple):
+
+class Images:
     """The sides of an image. Those with fewer than three have depth 1, or depth 1 and height 1, and say so: a window of
     a convolution or of pooling does not extend in a dimension that there is not."""
 
@@ -130,9 +167,14 @@ class Images(NamedTuple):
     has_depth: int
     has_height: int
 
+    @staticmethod
+    @functools.lru_cache(maxsize=REMEMBERED_SIZES)
+    def of(shape: torch.Size) -> Fields:
+        return *(1,) * (4 - len(shape)), *shape[1:], len(shape) > 3, len(shape) > 2
 
-class ConvBackward(NamedTuple):
-    """What the backward of every convolution reads and writes. `grad_weight` is None where it is not needed."""
+
+class ConvBackward:
+    """What the backward of every convolution reads and writes. `grad_weight` is absent where it is not needed."""
 
     input: AffineInput
     weight: PackedWeight
@@ -141,7 +183,7 @@ class ConvBackward(NamedTuple):
     grad_weight: GradWeight | None
 
 
-class BatchStatisticsArguments(NamedTuple):
+class BatchStatisticsArguments:
     openmp: OpenMP
     rows: int
     tile: int
@@ -149,14 +191,14 @@ class BatchStatisticsArguments(NamedTuple):
     statistics: Statistics
 
 
-class BatchNormGradInputArguments(NamedTuple):
+class BatchNormGradInputArguments:
     openmp: OpenMP
     rows: int
     grad: BatchNormBackward
-    grad_input: OutputMatrix
+    grad_input: Matrix
 
 
-class AffineBackwardArguments(NamedTuple):
+class AffineBackwardArguments:
     openmp: OpenMP
     rows: int
     tile: int
@@ -166,7 +208,7 @@ class AffineBackwardArguments(NamedTuple):
     sums: NormSums
 
 
-class Conv1x1ForwardArguments(NamedTuple):
+class Conv1x1ForwardArguments:
     """`statistics` of the output are optional."""
 
     openmp: OpenMP
@@ -177,7 +219,7 @@ class Conv1x1ForwardArguments(NamedTuple):
     statistics: Statistics | None
 
 
-class Conv1x1BackwardArguments(NamedTuple):
+class Conv1x1BackwardArguments:
     """`next_bottleneck` is optional."""
 
     openmp: OpenMP
@@ -189,7 +231,7 @@ class Conv1x1BackwardArguments(NamedTuple):
     next_bottleneck: ConvForward | None
 
 
-class Conv3x3ForwardArguments(NamedTuple):
+class Conv3x3ForwardArguments:
     """`halo` rows before and after its own are what a thread's output depends on. `statistics` are optional."""
 
     openmp: OpenMP
@@ -203,7 +245,9 @@ class Conv3x3ForwardArguments(NamedTuple):
     statistics: Statistics | None
 
 
-class Conv3x3BackwardArguments(NamedTuple):
+class Conv3x3BackwardArguments:
+    """grad_output is contiguous."""
+
     openmp: OpenMP
     rows: int
     tile: int
@@ -211,10 +255,10 @@ class Conv3x3BackwardArguments(NamedTuple):
     images: Images
     dilation: int
     conv: ConvBackward
-    grad_output: Array
+    grad_output: Address
 
 
-class PooledConv1x1ForwardArguments(NamedTuple):
+class PooledConv1x1ForwardArguments:
     """`rows` are those of the output; `images` and `window` (of how many pixels an average is) belong to the input."""
 
     openmp: OpenMP
@@ -226,8 +270,8 @@ class PooledConv1x1ForwardArguments(NamedTuple):
     conv: ConvForward
 
 
-class PooledConv1x1BackwardArguments(NamedTuple):
-    """The weight is already divided by the window's number of pixels."""
+class PooledConv1x1BackwardArguments:
+    """The weight is already divided by the window's number of pixels. grad_output is contiguous."""
 
     openmp: OpenMP
     rows: int
@@ -236,91 +280,44 @@ class PooledConv1x1BackwardArguments(NamedTuple):
     images: Images
     window: int
     conv: ConvBackward
-    grad_output: Array
+    grad_output: Address
+
+
+@functools.lru_cache(maxsize=REMEMBERED_SIZES)
+def conv_sizes(weight_shape: torch.Size) -> tuple[int, int, int]:
+    """The out_channels, in_channels and taps of a convolution's weight."""
+    out_channels, in_channels, *kernel_size = weight_shape
+    return out_channels, in_channels, math.prod(kernel_size)
 
 
 def record_dtype(arguments: type, dtype: np.dtype) -> np.dtype:
     """The record as a kernel for matrices of this dtype reads it."""
-    return np.dtype([*((name, _field_dtype(field)) for name, field in _fields(arguments).items()), ("zero", dtype)])
+    return np.dtype([*_fields(arguments), ("zero", dtype)])
 
 
-def pack(arguments: tuple) -> tuple[bytes, list[Tensor]]:
-    """The record's bytes, and the tensors that must live as long as a kernel reads it."""
-    numbers, tensors = [], []
-    _append(arguments, type(arguments), numbers, tensors)
-    return struct.pack(f"{len(numbers)}q8x", *numbers), tensors
-
-
-@functools.cache
-def _fields(group: type) -> dict[str, type | Layout]:
-    """What each field is: int, a tensor's layout or a nested group."""
-    return {name: _field(hint) for name, hint in typing.get_type_hints(group, include_extras=True).items()}
-
-
-class _Packing(NamedTuple):
-    """How a field is packed: as `size` integers, of a tensor (a matrix or an array) or of a group of fields."""
-
-    name: str
-    field: typing.Any
-    is_tensor: bool
-    is_matrix: bool
-    all_integers: bool
-    size: int
+def packer(arguments: type) -> Callable[..., bytes]:
+    """What turns the record's integers into its bytes. `zero` is 0 in every dtype, and of at most eight bytes."""
+    return struct.Struct(f"{_num_fields(arguments)}q8x").pack
 
 
 @functools.cache
-def _packing(group: type) -> list[_Packing]:
-    matrices = Layout.MATRIX, Layout.OUTPUT_MATRIX
-    return [
-        _Packing(
-            *(name, field, isinstance(field, Layout), field in matrices),
-            all_integers=isinstance(field, type) and field is not int and set(_fields(field).values()) == {int},
-            size=_field_dtype(field).itemsize // 8,
-        )
-        for name, field in _fields(group).items()
-    ]
+def absent(group: type) -> Fields:
+    return (0,) * _num_fields(group)
 
 
-def _field(hint: typing.Any) -> type | Layout:
-    if typing.get_origin(hint) is Annotated:
-        return hint.__metadata__[0]
+def _num_fields(group: type) -> int:
+    return np.dtype(_fields(group)).itemsize // 8
+
+
+def _fields(group: type) -> list[tuple[str, np.dtype]]:
+    return [(name, _field_dtype(hint)) for name, hint in typing.get_type_hints(group).items()]
+
+
+def _field_dtype(hint: typing.Any) -> np.dtype:
     if isinstance(hint, types.UnionType):
-        return typing.get_args(hint)[0]  # the other one is None
-    return hint
+        hint = typing.get_args(hint)[0]  # the other one is None
+    return np.dtype(np.int64 if hint is int else _fields(hint))
 
 
-@functools.cache
-def _field_dtype(field: type | Layout) -> np.dtype:
-    if field in (Layout.MATRIX, Layout.OUTPUT_MATRIX):
-        return np.dtype([("data", np.int64), ("row_stride", np.int64)])
-    if field is int or isinstance(field, Layout):
-        return np.dtype(np.int64)
-    return np.dtype([(name, _field_dtype(inner)) for name, inner in _fields(field).items()])
-
-
-def _append(group: tuple, kind: type, numbers: list[int], tensors: list[Tensor]) -> None:
-    for value, (name, field, is_tensor, is_matrix, all_integers, size) in zip(group, _packing(kind), strict=True):
-        if field is int:
-            numbers.append(value)
-        elif is_tensor:
-            tensor = _laid_out(name, value, field, is_matrix)
-            tensors.append(tensor)
-            numbers.append(tensor.data_ptr())
-            if is_matrix:
-                numbers.append(tensor.stride(-2))
-        elif value is None:
-            numbers.extend([0] * size)
-        elif all_integers:
-            numbers.extend(value)
-        else:
-            _append(value, field, numbers, tensors)
-
-
-def _laid_out(name: str, tensor: Tensor, layout: Layout, is_matrix: bool) -> Tensor:
-    if is_matrix and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1):
-        return tensor
-    if tensor.is_contiguous():
-        return tensor
-    is_input = layout in (Layout.MATRIX, Layout.ARRAY)
-    assert is_input, f"{name} cannot be written: its strides are {tensor.stride()}"
-    return tensor.contiguous()
+def _has_contiguous_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 or matrix.shape[1] == 1

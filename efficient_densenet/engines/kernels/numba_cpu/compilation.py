@@ -10,21 +10,24 @@ from numba import from_dtype, types
 from numba.core.ccallback import CFunc
 from numba.core.typing.templates import Signature
 
-from .arguments import record_dtype
+from .arguments import packer, record_dtype
 from .disk_cache import open_cache
 from .intrinsics import COMPILE_OPTIONS
 
 
 class Kernel(NamedTuple):
-    """A function that is called by its address, and its signature for each dtype."""
+    """A function that is called by its address, and its signature for each dtype. `pack` writes a kernel's record."""
 
     function: Callable
     signature: Callable[[np.dtype], Signature]
+    pack: Callable[..., bytes] | None = None
 
 
 def kernel(arguments: type) -> Callable[[Callable], Kernel]:
     """Decorates a kernel: each thread calls it with the address of a record of these arguments."""
-    return _decorate(lambda dtype: types.void(types.CPointer(from_dtype(record_dtype(arguments, dtype)))))
+    return _decorate(
+        lambda dtype: types.void(types.CPointer(from_dtype(record_dtype(arguments, dtype)))), packer(arguments)
+    )
 
 
 def subroutine(integers: int) -> Callable[[Callable], Kernel]:
@@ -32,8 +35,10 @@ def subroutine(integers: int) -> Callable[[Callable], Kernel]:
     return _decorate(lambda dtype: types.void(*[types.intp] * integers, from_dtype(dtype)))
 
 
-def _decorate(signature: Callable[[np.dtype], Signature]) -> Callable[[Callable], Kernel]:
-    return lambda function: Kernel(function, signature)
+def _decorate(
+    signature: Callable[[np.dtype], Signature], pack: Callable[..., bytes] | None = None
+) -> Callable[[Callable], Kernel]:
+    return lambda function: Kernel(function, signature, pack)
 
 
 class _CachedCFunc(CFunc):

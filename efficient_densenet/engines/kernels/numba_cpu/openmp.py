@@ -6,6 +6,7 @@ for decades, and PyTorch's releases for Linux have them.
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,13 +34,18 @@ def functions() -> dict[str, int]:
 
 def run(kernel: int, threads: int, record: bytes) -> None:
     """A parallel region: at most so many threads call the kernel at this address with the record's."""
-    _library().GOMP_parallel(kernel, record, threads, 0)
+    _parallel()(kernel, record, threads, 0)
+
+
+@functools.cache
+def _parallel() -> Callable[[int, bytes, int, int], None]:
+    parallel = _library().GOMP_parallel
+    parallel.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint
+    parallel.restype = None
+    return parallel
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     """PyTorch's, through which those symbols are found that it was bound to when it was loaded."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    library.GOMP_parallel.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint
-    library.GOMP_parallel.restype = None
-    return library
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

@@ -2,11 +2,13 @@
 
 Each operation is one parallel region of PyTorch's own OpenMP threads. What is rare (mixed precisions, very large
 weights) or memory-bound in one pass (`affine_forward`) is left to `portable`.
+
+On small inputs the time of an operation is that of the Python here. So whatever follows from sizes is remembered
+(`tiling`), an operation takes its scratch memory at once, and allocates only what it returns.
 """
 
 import functools
-import math
-from typing import NamedTuple
+import typing
 
 import torch
 from torch import Tensor
@@ -14,39 +16,40 @@ from torch import Tensor
 from .. import portable, scratch
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
 from ..portable import halved
-from . import arguments, kernels, openmp
+from . import arguments, kernels, openmp, tiling
+from .arguments import Fields, absent
 from .compilation import Kernel, compile_kernel
-from .gemm import TILE_MULTIPLE, gemm
-from .memory import padded_stride, whole_panels
-from .statistics import STATISTICS_ROWS
+from .gemm import gemm
+from .tiling import Tiles
 
 affine_forward = portable.affine_forward
 
 TILE = 192
 """Rows: enough of them for a good matrix product, few enough for the caches."""
 
-TILE_BYTES = 1 << 21
-"""The most that a tile's scratch may take, unless a quarter of its rows take more."""
-
 WEIGHT_BYTES = 3 << 19
 """The largest weight. A larger one is evicted from the nearest caches between tiles, of which portable makes fewer."""
 
+_CPU = torch.device("cpu")
+
 
 def batch_statistics(values: Tensor) -> Statistics:
-    values = values if values.stride(1) == 1 else values.contiguous()
-    tiles = _tiles(values)
-    statistics = _statistics(values, values.shape[1])
-    record = arguments.BatchStatisticsArguments(_openmp(), len(values), tiles.rows, values, statistics)
-    _run(kernels.batch_statistics, record, values.dtype, tiles.threads)
-    mean, variance = statistics.result.unbind()
-    return mean, variance
+    rows, channels = values.shape
+    tiles, statistics = tiling.for_statistics(*_limits(), rows, channels), _new_vectors(values, channels)
+    memory = _scratch(tiles, values.dtype)
+    record = (
+        *(*_openmp(), rows, tiles.rows, *arguments.Matrix.of(values)),
+        *_statistics(statistics, memory, tiles),
+    )
+    _run(kernels.batch_statistics, values.dtype, tiles.threads, record)
+    return statistics
 
 
 def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
     values = grad.input.values
-    grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
-    record = arguments.BatchNormGradInputArguments(_openmp(), len(values), _batch_norm_backward(grad), grad_input)
-    _run(kernels.batch_norm_grad_input, record, values.dtype, _threads(values))
+    rows, grad_input = values.shape[0], torch.empty_like(values, memory_format=torch.contiguous_format)
+    record = *_openmp(), rows, *arguments.BatchNormBackward.of(grad), *arguments.Matrix.output(grad_input)
+    _run(kernels.batch_norm_grad_input, values.dtype, tiling.num_threads(*_limits(), rows), record)
     return grad_input
 
 
@@ -54,14 +57,19 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     values = input.values
     if not grad_output.dtype == values.dtype == input.scale.dtype:
         return portable.affine_backward(grad_output, input, accumulator)
-    tiles, sums = _tiles(values, _padded(values.shape[1], values)), _norm_sums(input)
-    record = arguments.AffineBackwardArguments(
-        *(_openmp(), len(values), tiles.rows),
-        *(grad_output, values, arguments.GradAccumulator(*accumulator[:3]), sums),
+    rows, channels = values.shape
+    tiles, sums = (
+        tiling.for_affine_backward(*_limits(), rows, channels, values.itemsize),
+        _new_vectors(values, channels),
     )
-    _run(kernels.affine_backward, record, values.dtype, tiles.threads)
-    grad_sum, product_sum = sums.result.unbind()
-    return grad_sum, product_sum
+    memory = _scratch(tiles, values.dtype)
+    record = (
+        *(*_openmp(), rows, tiles.rows),
+        *(*arguments.Matrix.of(grad_output), *arguments.Matrix.of(values)),
+        *(*arguments.GradAccumulator.of(accumulator), memory.data_ptr() + tiles.partials, *sums, channels),
+    )
+    _run(kernels.affine_backward, values.dtype, tiles.threads, record)
+    return sums
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
@@ -73,20 +81,20 @@ def conv1x1_forward(conv: Conv1x1) -> None:
 def conv1x1_forward_with_statistics(conv: Conv1x1) -> Statistics:
     if not _supported(conv.input, conv.weight):
         return portable.conv1x1_forward_with_statistics(conv)
-    statistics = _statistics(conv.output, conv.weight.shape[0])
+    statistics = _new_vectors(conv.output, conv.weight.shape[0])
     _conv1x1(conv, statistics)
-    mean, variance = statistics.result.unbind()
-    return mean, variance
+    return statistics
 
 
-def _conv1x1(conv: Conv1x1, statistics: arguments.Statistics | None) -> None:
-    values = conv.input.values
-    tiles = _tiles(values, _padded(values.shape[1], values))
-    record = arguments.Conv1x1ForwardArguments(
-        *(_openmp(), len(values), tiles.rows, tiles.scratch()),
-        *(_conv(*conv), statistics),
+def _conv1x1(conv: Conv1x1, statistics: Statistics | None) -> None:
+    rows, weight = conv.input.values.shape[0], conv.weight
+    tiles = tiling.for_forward(*_limits(), rows, weight.shape, weight.itemsize, statistics is not None)
+    memory = _scratch(tiles, weight.dtype)
+    record = (
+        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
+        *(*_conv(*conv, memory.data_ptr() + tiles.panels), *_statistics(statistics, memory, tiles)),
     )
-    _run(kernels.conv1x1_forward, record, values.dtype, tiles.threads)
+    _run(kernels.conv1x1_forward, weight.dtype, tiles.threads, record)
 
 
 def conv1x1_backward(
@@ -98,13 +106,18 @@ def conv1x1_backward(
 ) -> ConvGradients:
     if not _supported(input, weight):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
-    tiles, conv = _conv_backward(input, weight, accumulator)
-    record = arguments.Conv1x1BackwardArguments(
-        *(_openmp(), len(input.values), tiles.rows, tiles.scratch(), conv),
-        *(_batch_norm_backward(grad_output), next_bottleneck and _conv(*next_bottleneck)),
+    rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
+    settings = rows, weight.shape, weight.itemsize, accumulator.needs_grad_weight, 1, next_weight
+    tiles, gradients = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
+    memory = _scratch(tiles, weight.dtype)
+    next_conv = next_bottleneck and _conv(*next_bottleneck, memory.data_ptr() + tiles.next_panels)
+    record = (
+        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
+        *_conv_backward(input, weight, accumulator, gradients, memory, tiles),
+        *(*arguments.BatchNormBackward.of(grad_output), *(next_conv or absent(arguments.ConvForward))),
     )
-    _run(kernels.conv1x1_backward, record, weight.dtype, tiles.threads)
-    return _gradients(conv)
+    _run(kernels.conv1x1_backward, weight.dtype, tiles.threads, record)
+    return gradients
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -118,26 +131,22 @@ def conv3x3_forward_with_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _supported(input, weight):
         return portable.conv3x3_forward_with_statistics(input, weight, shape, dilation)
-    statistics = _statistics(input.values, weight.shape[0])
-    output = _conv3x3(input, weight, shape, dilation, statistics)
-    mean, variance = statistics.result.unbind()
-    return output, mean, variance
+    statistics = _new_vectors(input.values, weight.shape[0])
+    return _conv3x3(input, weight, shape, dilation, statistics), *statistics
 
 
 def _conv3x3(
-    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: arguments.Statistics | None
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: Statistics | None
 ) -> Tensor:
-    values = input.values
-    output = values.new_empty(len(values), weight.shape[0])
-    columns = whole_panels(weight.numel() // weight.shape[1], weight.itemsize)  # taps · out_channels
-    # the distance of the farthest tap: a pixel, a row of pixels and a plane
-    halo = dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
-    tiles = _tiles(values, _padded(values.shape[1], values) + columns, halo=halo, columns=columns)
-    record = arguments.Conv3x3ForwardArguments(
-        *(_openmp(), len(values), tiles.rows, tiles.scratch(), _images(shape), dilation, halo),
-        *(_conv(input, weight, output), statistics),
+    rows, halo = input.values.shape[0], tiling.halo(shape, dilation)
+    settings = rows, weight.shape, weight.itemsize, statistics is not None, 1, halo
+    tiles, output = tiling.for_forward(*_limits(), *settings), weight.new_empty(rows, weight.shape[0])
+    memory = _scratch(tiles, weight.dtype)
+    record = (
+        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation, halo),
+        *(*_conv(input, weight, output, memory.data_ptr() + tiles.panels), *_statistics(statistics, memory, tiles)),
     )
-    _run(kernels.conv3x3_forward, record, values.dtype, tiles.threads)
+    _run(kernels.conv3x3_forward, weight.dtype, tiles.threads, record)
     return output
 
 
@@ -151,26 +160,28 @@ def conv3x3_backward(
 ) -> ConvGradients:
     if not _supported(input, weight):
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
-    tiles, conv = _conv_backward(input, weight, accumulator)
-    record = arguments.Conv3x3BackwardArguments(
-        *(_openmp(), len(input.values), tiles.rows, tiles.scratch(), _images(shape), dilation),
-        *(conv, grad_output),
+    rows, gradients = input.values.shape[0], _new_gradients(weight, accumulator)
+    tiles = tiling.for_backward(*_limits(), rows, weight.shape, weight.itemsize, accumulator.needs_grad_weight)
+    memory = _scratch(tiles, weight.dtype)
+    record = (
+        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
+        *(*_conv_backward(input, weight, accumulator, gradients, memory, tiles), grad_output.contiguous()),
     )
-    _run(kernels.conv3x3_backward, record, weight.dtype, tiles.threads)
-    return _gradients(conv)
+    _run(kernels.conv3x3_backward, weight.dtype, tiles.threads, record)
+    return gradients
 
 
 def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
     if not _supported(input, weight):
         return portable.pooled_conv1x1_forward(input, weight, shape)
-    values, window = input.values, 2 ** len(shape[1:])
-    output = values.new_empty(halved(shape).numel(), weight.shape[0])
-    tiles = _tiles(values, _padded(values.shape[1], values), window)
-    record = arguments.PooledConv1x1ForwardArguments(
-        *(_openmp(), len(output), tiles.rows, tiles.scratch(), _images(shape), window),
-        _conv(input, weight, output),
+    rows, pooled_rows, window = input.values.shape[0], halved(shape).numel(), 2 ** (len(shape) - 1)
+    tiles = tiling.for_forward(*_limits(), rows, weight.shape, weight.itemsize, False, window)
+    memory, output = _scratch(tiles, weight.dtype), weight.new_empty(pooled_rows, weight.shape[0])
+    record = (
+        *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
+        *_conv(input, weight, output, memory.data_ptr() + tiles.panels),
     )
-    _run(kernels.pooled_conv1x1_forward, record, values.dtype, tiles.threads)
+    _run(kernels.pooled_conv1x1_forward, weight.dtype, tiles.threads, record)
     return output
 
 
@@ -181,58 +192,17 @@ def pooled_conv1x1_backward(
         return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
     if accumulator.overwrite and any(side % 2 for side in shape[1:]):
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
-    window = 2 ** len(shape[1:])
-    tiles, conv = _conv_backward(input, weight / window, accumulator, window)
-    record = arguments.PooledConv1x1BackwardArguments(
-        *(_openmp(), len(grad_output), tiles.rows, tiles.scratch(), _images(shape), window),
-        *(conv, grad_output),
+    rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
+    settings = rows, weight.shape, weight.itemsize, accumulator.needs_grad_weight, window
+    tiles, gradients = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
+    memory = _scratch(tiles, weight.dtype)
+    record = (
+        *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
+        *_conv_backward(input, weight / window, accumulator, gradients, memory, tiles),
+        grad_output.contiguous(),
     )
-    _run(kernels.pooled_conv1x1_backward, record, weight.dtype, tiles.threads)
-    return _gradients(conv)
-
-
-class _Tiles(NamedTuple):
-    """How many threads run, the rows of their tiles, and the elements of scratch that each thread needs."""
-
-    threads: int
-    rows: int
-    thread_stride: int
-    values: Tensor
-
-    def scratch(self) -> arguments.Scratch:
-        size = self.threads * self.thread_stride + TILE_MULTIPLE  # products read up to so many elements beyond
-        buffer = scratch.buffer("tile", size, self.values.dtype, self.values.device)
-        return arguments.Scratch(buffer, self.thread_stride)
-
-
-def _tiles(values: Tensor, per_row: int = 0, window: int = 1, halo: int = 0, columns: int = 0) -> _Tiles:
-    """Chooses threads, and rows per tile so that `per_row` elements of each row fit the cache.
-
-    With a `window` of pixels, rows are pooled output rows. Two neighboring threads both compute the `halo` rows (of so
-    many `columns`) between them: fewer threads run where the halo exceeds a quarter of a thread's rows.
-    """
-    threads = min(_threads(values), max(1, len(values) // (4 * halo or 1)))
-    in_cache = max(TILE // 4, TILE_BYTES // (per_row * values.itemsize or 1))
-    rows = min(TILE, in_cache, len(values) // (4 * threads) + 8) // window  # few rows need little scratch
-    rows = max(1, -(-rows // TILE_MULTIPLE)) * TILE_MULTIPLE
-    return _Tiles(threads, rows, rows * per_row + 2 * halo * columns, values)
-
-
-def _threads(values: Tensor) -> int:
-    """PyTorch's, or fewer, where there are not as many tiles."""
-    return max(1, min(torch.get_num_threads(), -(-len(values) // TILE)))
-
-
-def _run(kernel: Kernel, record: tuple, dtype: torch.dtype, threads: int) -> None:
-    packed, _alive = arguments.pack(record)
-    openmp.run(_address(kernel, dtype), threads, packed)
-
-
-def _address(kernel: Kernel, dtype: torch.dtype) -> int:
-    """The address of the compiled kernel."""
-    address = compile_kernel(kernel, dtype).address
-    assert address is not None
-    return address
+    _run(kernels.pooled_conv1x1_backward, weight.dtype, tiles.threads, record)
+    return gradients
 
 
 def _supported(input: AffineInput, weight: Tensor) -> bool:
@@ -242,71 +212,75 @@ def _supported(input: AffineInput, weight: Tensor) -> bool:
     return one_dtype and weight.nbytes <= WEIGHT_BYTES and weight.shape[1] > 1
 
 
-def _padded(columns: int, tensor: Tensor) -> int:
-    return padded_stride(columns, tensor.itemsize)
+def _limits() -> tuple[int, int]:
+    """The most rows of a tile, and the most threads."""
+    return TILE, torch.get_num_threads()
 
 
-@functools.cache
-def _openmp() -> arguments.OpenMP:
-    return arguments.OpenMP(**openmp.functions())
+def _scratch(tiles: Tiles, dtype: torch.dtype) -> Tensor:
+    """Memory for whatever is temporary, which the caller holds while the kernel runs."""
+    return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, _CPU)
 
 
-def _images(shape: torch.Size) -> arguments.Images:
-    depth, height, width = (1,) * (4 - len(shape)) + tuple(shape[1:])
-    return arguments.Images(depth, height, width, has_depth=len(shape) > 3, has_height=len(shape) > 2)
+def _new_vectors(values: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance, or the two sums of a backward."""
+    return values.new_empty(channels), values.new_empty(channels)
 
 
-def _packed_weight(weight: Tensor, transposed: bool = False) -> arguments.PackedWeight:
-    out_channels, in_channels, *kernel_size = weight.shape
-    taps = math.prod(kernel_size)
-    rows, columns = (taps * out_channels, in_channels) if transposed else (in_channels, taps * out_channels)
-    panels = weight.new_empty(rows, whole_panels(columns, weight.itemsize))
-    address = _address(gemm, weight.dtype)
-    return arguments.PackedWeight(weight, panels, out_channels, in_channels, taps, transposed, address)
+def _new_gradients(weight: Tensor, accumulator: GradAccumulator) -> ConvGradients:
+    sums = _new_vectors(weight, weight.shape[1])
+    if not accumulator.needs_grad_weight:
+        return None, *sums
+    return torch.empty_like(weight, memory_format=torch.contiguous_format), *sums
 
 
-def _affine_input(input: AffineInput) -> arguments.AffineInput:
-    return arguments.AffineInput(input.values, input.values.shape[1], input.scale, input.shift)
+def _statistics(statistics: Statistics | None, memory: Tensor, tiles: Tiles) -> Fields:
+    if statistics is None:
+        return absent(arguments.Statistics)
+    return memory.data_ptr() + tiles.partials, *statistics, statistics[0].shape[0]
 
 
-def _conv(input: AffineInput, weight: Tensor, output: Tensor) -> arguments.ConvForward:
-    return arguments.ConvForward(_affine_input(input), _packed_weight(weight), output)
-
-
-def _batch_norm_backward(grad: BatchNormBackward) -> arguments.BatchNormBackward:
-    accumulator = grad.accumulator
-    return arguments.BatchNormBackward(*_affine_input(grad.input), accumulator.grad_scale, accumulator.grad_accum)
-
-
-def _statistics(values: Tensor, channels: int) -> arguments.Statistics:
-    partials = values.new_empty(_threads(values), STATISTICS_ROWS, channels, dtype=torch.float64)
-    return arguments.Statistics(partials, values.new_empty(2, channels), channels)
-
-
-def _norm_sums(input: AffineInput) -> arguments.NormSums:
-    channels = input.values.shape[1]
-    partials = input.values.new_empty(_threads(input.values), 2, channels, dtype=torch.float64)
-    return arguments.NormSums(partials, input.scale.new_empty(2, channels), channels)
+def _conv(input: AffineInput, weight: Tensor, output: Tensor, panels: int) -> Fields:
+    return (
+        *arguments.AffineInput.of(input),
+        *arguments.PackedWeight.of(weight, panels, False, _address(gemm, weight.dtype)),
+        *arguments.Matrix.output(output),
+    )
 
 
 def _conv_backward(
-    input: AffineInput, weight: Tensor, accumulator: GradAccumulator, window: int = 1
-) -> tuple[_Tiles, arguments.ConvBackward]:
-    values, in_channels = input.values, weight.shape[1]
-    columns = whole_panels(weight.numel() // in_channels, weight.itemsize)  # taps · out_channels
-    grad_weight = None
-    if accumulator.needs_grad_weight:
-        partials = weight.new_empty(_threads(values), in_channels, columns)
-        result = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        grad_weight = arguments.GradWeight(partials, result)
-    per_row = _padded(columns, weight) + _padded(whole_panels(in_channels, weight.itemsize), weight)
-    conv = arguments.ConvBackward(
-        *(_affine_input(input), _packed_weight(weight, transposed=True)),
-        *(arguments.GradAccumulator(*accumulator[:3]), _norm_sums(input), grad_weight),
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    gradients: ConvGradients,
+    memory: Tensor,
+    tiles: Tiles,
+) -> Fields:
+    start, (grad_weight, *sums) = memory.data_ptr(), gradients
+    return (
+        *arguments.AffineInput.of(input),
+        *arguments.PackedWeight.of(weight, start + tiles.panels, True, _address(gemm, weight.dtype)),
+        *(*arguments.GradAccumulator.of(accumulator), start + tiles.partials, *sums, weight.shape[1]),
+        *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
     )
-    return _tiles(values, per_row, window), conv
 
 
-def _gradients(conv: arguments.ConvBackward) -> ConvGradients:
-    grad_sum, product_sum = conv.sums.result.unbind()
-    return conv.grad_weight and conv.grad_weight.result, grad_sum, product_sum
+@functools.cache
+def _openmp() -> Fields:
+    functions = openmp.functions()
+    return tuple(functions[name] for name in typing.get_type_hints(arguments.OpenMP))
+
+
+@functools.cache
+def _address(kernel: Kernel, dtype: torch.dtype) -> int:
+    """The address of the compiled kernel."""
+    address = compile_kernel(kernel, dtype).address
+    assert address is not None
+    return address
+
+
+def _run(kernel: Kernel, dtype: torch.dtype, threads: int, record: Fields) -> None:
+    """Launch the kernel with its record, which holds tensors alive until it is done."""
+    assert kernel.pack is not None  # it is no subroutine
+    packed = kernel.pack(*[field if isinstance(field, int) else field.data_ptr() for field in record])
+    openmp.run(_address(kernel, dtype), threads, packed)

@@ -53,8 +53,7 @@ def reduce_statistics(openmp, statistics, rows, thread, threads, zero):
     """Mean and biased variance of all rows, from the partials of all threads; each thread has some of the channels."""
     barrier(openmp)
     channels = statistics.channels
-    means = elements(statistics.result, 0, channels, zero)
-    variances = elements(statistics.result, channels, channels, zero)
+    means, variances = elements(statistics.mean, 0, channels, zero), elements(statistics.variance, 0, channels, zero)
     partials = elements(statistics.partials, 0, threads * STATISTICS_ROWS * channels, 1.0)
     first, last = partition(channels, thread, threads)
     for j in range(first, last):

@@ -2,7 +2,7 @@
 
 3×3 convolutions, and the 1×1 convolution after pooling, are cuDNN's, on an activation that a Triton kernel wrote.
 float32 is multiplied exactly or in TF32, as PyTorch's setting for convolutions says. No kernel is a custom operator:
-they run within an autograd.Function, which torch.compile does not trace into. Nothing synchronizes with the device, and
+they run within those of a stage, which torch.compile does not trace into. Nothing synchronizes with the device, and
 every reduction has a fixed order.
 """
 
