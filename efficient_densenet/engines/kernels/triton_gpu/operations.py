@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import portable
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
 from ..portable import to_pixel_matrix, to_spatial
-from . import kernels, statistics_kernels
+from . import kernels, launch, statistics_kernels
 
 MAX_OUT_CHANNELS = 256
 """The most bottleneck channels of which a tile fits in registers; a wider 1×1 convolution is left to `portable`."""
@@ -290,8 +290,7 @@ def _as_images(shape: torch.Size) -> tuple[int, int, int]:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    with torch.cuda.device_of(arguments[0]):  # which need not be the current device
-        kernel[grid](*arguments, **constants)
+    launch.launch(kernel, grid, *arguments, **constants)
 
 
 def _grid(num_rows: int, channels: int, blocks: dict[str, int]) -> tuple[int, int]:
