@@ -15,6 +15,9 @@ GPUTarget = importlib.import_module("triton.backends.compiler").GPUTarget
 JITFunction = importlib.import_module("triton.runtime.jit").JITFunction
 launching = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.launch")
 
+LOADED = 5 if launching._version() >= (3, 4) else 4
+"""What Triton reads of a loaded kernel: module, function, registers, spills, and threads."""
+
 
 class Tensor:
     """What Triton reads of a tensor on a GPU."""
@@ -47,7 +50,7 @@ class Driver:
 
     def load_binary(self, name, binary, *_):
         self.loaded.append(binary)
-        return 1, len(self.loaded), 32, 0, 1024
+        return (1, len(self.loaded), 32, 0, 1024)[:LOADED]
 
     def get_current_device(self):
         return self.device
