@@ -54,8 +54,8 @@ DEFECTS = [
     Defect(
         "cumulative average starts a batch late",
         RUNNING,
-        "[count.to(dtype).reciprocal()] * 2",
-        "[(count + 1).to(dtype).reciprocal()] * 2",
+        "torch.stack(num_batches_tracked).to(",
+        "torch.stack(num_batches_tracked).add(1).to(",
         ("shared_matrix", "operators"),
     ),
     Defect(
