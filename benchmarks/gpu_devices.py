@@ -17,15 +17,22 @@ from gpu_trace import Computation, StepTrace, triton_modules
 
 
 class Device(NamedTuple):
-    """A GPU's published figures: bytes a second, operations a second without sparsity, bytes.
+    """A GPU's published figures.
 
-    `flops` are by precision; bf16 and fp16 are summed in float32. `num_sms` is for reference only.
+    Attributes:
+        bandwidth: bytes a second.
+        flops: operations a second by precision, without sparsity; bf16 and fp16 are summed in float32.
+        num_sms: its multiprocessors.
+        shared_memory: KiB a multiprocessor has, and KiB a block may have of it.
+        l2_bytes: the L2 cache.
+        has_triton: whether the engine's Triton kernels run on it; the portable ones do otherwise.
     """
 
     name: str
     bandwidth: float
     flops: dict[str, float]
     num_sms: int
+    shared_memory: tuple[int, int]
     l2_bytes: int
     has_triton: bool = True
 
@@ -33,20 +40,46 @@ class Device(NamedTuple):
 DEVICES = {
     # NVIDIA H200 Tensor Core GPU datasheet (SXM; its tensor figures are with sparsity, halved here); the
     # multiprocessors and the cache: NVIDIA H100 Tensor Core GPU Architecture whitepaper.
-    "H200": Device("H200", 4.8e12, {"float32": 67e12, "tf32": 494e12, "bf16": 989e12, "fp16": 989e12}, 132, 50 << 20),
+    "H200": Device(
+        name="H200",
+        bandwidth=4.8e12,
+        flops={"float32": 67e12, "tf32": 494e12, "bf16": 989e12, "fp16": 989e12},
+        num_sms=132,
+        shared_memory=(228, 227),
+        l2_bytes=50 << 20,
+    ),
     # NVIDIA A100 Tensor Core GPU datasheet (80GB SXM); NVIDIA A100 Tensor Core GPU Architecture whitepaper.
     "A100": Device(
-        "A100 SXM 80GB", 2.039e12, {"float32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}, 108, 40 << 20
+        name="A100 SXM 80GB",
+        bandwidth=2.039e12,
+        flops={"float32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
+        num_sms=108,
+        shared_memory=(164, 163),
+        l2_bytes=40 << 20,
     ),
     # NVIDIA Ada GPU Architecture whitepaper, appendix on the GeForce RTX 4090.
     "RTX 4090": Device(
-        "RTX 4090", 1.008e12, {"float32": 82.6e12, "tf32": 82.6e12, "bf16": 165.2e12, "fp16": 165.2e12}, 128, 72 << 20
+        name="RTX 4090",
+        bandwidth=1.008e12,
+        flops={"float32": 82.6e12, "tf32": 82.6e12, "bf16": 165.2e12, "fp16": 165.2e12},
+        num_sms=128,
+        shared_memory=(100, 99),
+        l2_bytes=72 << 20,
     ),
-    # NVIDIA T4 datasheet; NVIDIA Turing GPU Architecture whitepaper. It has neither TF32 nor bfloat16, and the engine's
-    # Triton kernels need compute capability 8.0: the portable ones run.
-    "T4": Device("T4", 320e9, {"float32": 8.1e12, "tf32": 8.1e12, "fp16": 65e12}, 40, 4 << 20, has_triton=False),
+    # NVIDIA T4 datasheet; NVIDIA Turing GPU Architecture whitepaper. It has neither TF32, so that float32 is exact, nor
+    # bfloat16; the Triton kernels need compute capability 8.0.
+    "T4": Device(
+        name="T4",
+        bandwidth=320e9,
+        flops={"float32": 8.1e12, "tf32": 8.1e12, "fp16": 65e12},
+        num_sms=40,
+        shared_memory=(64, 64),
+        l2_bytes=4 << 20,
+        has_triton=False,
+    ),
 }
-"""By a part of the name that PyTorch gives them."""
+"""By a part of the name that PyTorch gives them. Shared memory: CUDA C++ Programming Guide, technical specifications
+per compute capability."""
 
 BANDWIDTH_FRACTION = 0.8
 """What streaming kernels reach of the published bandwidth; STREAM-like copies reach 0.85 to 0.93."""
@@ -55,13 +88,15 @@ FLOPS_FRACTION = {"float32": 0.6, "tf32": 0.35, "bf16": 0.35, "fp16": 0.35}
 """What products with few channels reach of the peak: tiles are narrow, and tensor cores wait for operands."""
 
 KERNEL_SECONDS = {"stream": 2.5e-6, "graph": 1.5e-6}
-"""From the start of an empty kernel to the start of the next, launched one by one or by a graph."""
+"""From the start of an empty kernel to the start of the next, launched one by one or by a graph: round figures of the
+order that NVIDIA's "Getting Started with CUDA Graphs" (technical blog) reports."""
 
 GRAPH_LAUNCH_SECONDS = 20e-6
 
 HOST_SECONDS = {"aten": 7e-6, "host_only": 2e-6, "triton": 3.5e-6, "triton_uncached": 23e-6, "compiled": 8e-6}
 """A call of the host: an operation of ATen with its node in autograd's graph, a view or an allocation, a Triton launch
-by the compiled kernel object or by `JITFunction.run`, a launch in the code that torch.compile writes."""
+by the compiled kernel object or by `JITFunction.run`, a launch in the code that torch.compile writes. The Triton
+launches were timed on a CPU with a driver that does nothing; the others are round figures of eager PyTorch."""
 
 
 class Estimate(NamedTuple):

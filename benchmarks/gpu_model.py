@@ -2,14 +2,18 @@
 
     python benchmarks/gpu_model.py --model densenet_bc_100_12 --batch_size 256 --precision tf32
     python benchmarks/gpu_model.py --model densenet121 --batch_size 64 --precision bf16 --kernels
+    python benchmarks/gpu_model.py --page docs/benchmarks.md
 
 The step is traced on the meta device (`gpu_step`), every operation and Triton launch with its bytes (`gpu_trace`,
-`gpu_kernels`); published figures of four GPUs then say how long it would take (`gpu_devices`). On a machine with one of
-them the measured times stand beside the estimates. `--folder` writes all of it to a CSV file.
+`gpu_aten`, `gpu_kernels`); published figures of four GPUs then say how long it would take (`gpu_devices`). On a machine
+with one of them the measured times stand beside the estimates. `--folder` writes all of it to a CSV file, and `--page`
+writes the tables of a document again.
 """
 
 import csv
 import datetime
+import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +23,12 @@ from gpu_devices import DEVICES, Device, Estimate, estimate, estimate_compiled, 
 from gpu_measured import Measured, measure_method
 from gpu_step import trace_step
 from gpu_trace import StepTrace
-from options import run_command
+from options import parse_arguments, run_command
 from rows import commit
 from settings import Setting, architecture, expand
 
 COUNTING_DEVICE = DEVICES["H200"]
-"""Whose L2 cache the counted bytes are of."""
+"""For which launches and bytes are counted: by its L2 cache, and by its limits where kernels read them."""
 
 LABELS = {
     "plain": "`plain`",
@@ -34,11 +38,22 @@ LABELS = {
     "graph_shared": "`shared` in a CUDA graph",
 }
 FIRST_KERNELS = 10
+COMMAND = re.compile(
+    r"(<!-- python benchmarks/gpu_model\.py (.+?) -->\n)(.*?)(<!-- end of the estimates -->)", re.DOTALL
+)
 
 
 class Counts(NamedTuple):
-    """What is counted of a step of one engine: launches of operations of ATen and of Triton kernels, those that one
-    more layer adds to the forward and to the backward, bytes moved and the tensor peak."""
+    """What is counted of a step of one engine.
+
+    Attributes:
+        aten: launches of ATen's operations.
+        triton: launches of Triton kernels.
+        layer_forward: launches of either kind that one more layer in each block adds to the forward, for each block.
+        layer_backward: the same of the backward.
+        bytes: what is moved through memory.
+        tensor_peak: the most bytes that tensors hold at once.
+    """
 
     aten: int
     triton: int
@@ -70,6 +85,7 @@ def model_gpu(
     layout: Any = "contiguous",
     kernels: bool = False,
     folder: str = "",
+    page: str = "",
 ) -> None:
     """Print what a training step asks of a GPU, counted, and how long it would take, estimated.
 
@@ -81,62 +97,77 @@ def model_gpu(
         layout: contiguous or channels_last, or both.
         kernels: list the first ten kernels by bytes too.
         folder: where to write a CSV file for each configuration. Default: none is written.
+        page: a document in which what its commands print is written again.
     """
+    if page:
+        Path(page).write_text(rewritten(Path(page).read_text()))
+        return
     if torch.cuda.is_available() and device_here() is None:
         print(f"{torch.cuda.get_device_name()} is not among the devices of gpu_devices.py: nothing is measured")
     for setting in expand(model, batch_size, image_size, precision, layout, device="cuda"):
-        print(
-            f"\n{setting.model}, batch {setting.batch_size}, {setting.image_size}×{setting.image_size}, "
-            f"{setting.precision}, {setting.layout}\n"
-        )
-        traces = {engine: trace_step(setting, engine) for engine in ("plain", "shared")}
-        counts = {engine: count(setting, engine, trace) for engine, trace in traces.items()}
-        print(_lines(_counts_table(counts, traces["plain"])))
-        if kernels:
-            print(*(_lines(_kernels_table(engine, trace)) for engine, trace in traces.items()), sep="\n")
-        rows = times(setting, traces)
-        print(_lines(_times_table(rows)))
+        counts, traces = _counts_and_traces(setting)
+        rows = times(setting, traces["plain"], measured_on=device_here())
+        print(report(setting, counts, traces, rows, kernels))
         if folder:
             _write(Path(folder), setting, counts, rows)
 
 
-def count(setting: Setting, engine: str, trace: StepTrace | None = None) -> Counts:
-    """The counts of a step, of which `trace` is a trace."""
-    trace = trace or trace_step(setting, engine)
-    deeper = trace_step(setting, engine, extra_layers=1)
+def rewritten(text: str) -> str:
+    """A document with what its commands print, here and now and without a measurement."""
+
+    def output(match: re.Match[str]) -> str:
+        _, options = parse_arguments(model_gpu, shlex.split(match[2]))
+        kernels = options.pop("kernels")
+        settings = expand(**{name: options[name] for name in options if name not in ("folder", "page")}, device="cuda")
+        reports = []
+        for setting in settings:
+            counts, traces = _counts_and_traces(setting)
+            reports.append(report(setting, counts, traces, times(setting, traces["plain"]), kernels))
+        return f"{match[1]}{''.join(reports)}\n{match[4]}"
+
+    return COMMAND.sub(output, text)
+
+
+def _counts_and_traces(setting: Setting) -> tuple[dict[str, Counts], dict[str, StepTrace]]:
+    traces = {engine: trace_step(setting, engine, device=COUNTING_DEVICE) for engine in ("plain", "shared")}
+    return {engine: count(setting, engine, trace) for engine, trace in traces.items()}, traces
+
+
+def count(setting: Setting, engine: str, trace: StepTrace) -> Counts:
+    """The counts of a step, of which `trace` is the trace for `COUNTING_DEVICE`."""
+    deeper = trace_step(setting, engine, device=COUNTING_DEVICE, extra_layers=1)
     num_blocks = len(architecture(setting.model)["block_config"])
-    of_layer = [(deeper.launches(phase) - trace.launches(phase)) / num_blocks for phase in ("forward", "backward")]
+    forward, backward = (
+        (deeper.launches(phase) - trace.launches(phase)) / num_blocks for phase in ("forward", "backward")
+    )
     return Counts(
-        trace.launches(is_triton=False),
-        trace.launches(is_triton=True),
-        of_layer[0],
-        of_layer[1],
-        trace.bytes(COUNTING_DEVICE.l2_bytes),
-        trace.tensor_peak,
+        aten=trace.launches(is_triton=False),
+        triton=trace.launches(is_triton=True),
+        layer_forward=forward,
+        layer_backward=backward,
+        bytes=trace.bytes(COUNTING_DEVICE.l2_bytes),
+        tensor_peak=trace.tensor_peak,
     )
 
 
-def times(setting: Setting, traces: dict[str, StepTrace]) -> list[Row]:
-    """Each method on each device that has the precision, and measured where this machine has the device."""
-    portable = trace_step(setting, "shared", kernels="portable")
+def times(setting: Setting, plain: StepTrace, measured_on: Device | None = None) -> list[Row]:
+    """Each method on each device that has the precision; measured on this machine's, `measured_on`."""
     rows = []
     for device in DEVICES.values():
         if setting.precision not in device.flops:
             continue
-        shared = traces["shared"] if device.has_triton else portable
+        shared = trace_step(setting, "shared", kernels="triton" if device.has_triton else "portable", device=device)
         arguments = device, setting.precision
         estimates = {
-            "plain": estimate(traces["plain"], *arguments),
-            "graph_plain": estimate_graph(traces["plain"], *arguments),
-            "compile_plain": estimate_compiled(traces["plain"], *arguments),
+            "plain": estimate(plain, *arguments),
+            "graph_plain": estimate_graph(plain, *arguments),
+            "compile_plain": estimate_compiled(plain, *arguments),
             "shared": estimate(shared, *arguments),
             "graph_shared": estimate_graph(shared, *arguments),
         }
-        plain, measures = estimates["plain"].seconds, device is device_here()
-        rows += [
-            Row(name, device, each, each.seconds / plain, measure_method(name, setting) if measures else None)
-            for name, each in estimates.items()
-        ]
+        for method, each in estimates.items():
+            measured = measure_method(method, setting) if device is measured_on else None
+            rows.append(Row(method, device, each, each.seconds / estimates["plain"].seconds, measured))
     return rows
 
 
@@ -144,6 +175,18 @@ def device_here() -> Device | None:
     """The device of this machine, if it has a GPU that the table knows."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((device for part, device in DEVICES.items() if part in name), None)
+
+
+def report(
+    setting: Setting, counts: dict[str, Counts], traces: dict[str, StepTrace], rows: list[Row], kernels: bool
+) -> str:
+    """The configuration and its tables, in Markdown."""
+    size = f"{setting.image_size}×{setting.image_size}"
+    title = f"{setting.model}, batch {setting.batch_size}, images of {size}, {setting.precision}, {setting.layout}:"
+    tables = [_counts_table(counts, traces["plain"])]
+    tables += [_kernels_table(engine, trace) for engine, trace in traces.items()] if kernels else []
+    tables.append(_times_table(rows))
+    return "\n".join(["", title, "", *("".join(f"| {' | '.join(line)} |\n" for line in table) for table in tables)])
 
 
 def _counts_table(counts: dict[str, Counts], plain: StepTrace) -> Iterable[tuple[str, ...]]:
@@ -160,12 +203,8 @@ def _counts_table(counts: dict[str, Counts], plain: StepTrace) -> Iterable[tuple
         )
     compiled = fused(plain)
     size = compiled.bytes(COUNTING_DEVICE.l2_bytes)
-    yield (
-        f"{LABELS['compile_plain']} (estimate)",
-        *("", "", f"{compiled.launches():,}", ""),
-        f"{size / 1e9:.2f} GB ({size / counts['plain'].bytes:.3f}×)",
-        "",
-    )
+    traffic = f"{size / 1e9:.2f} GB ({size / counts['plain'].bytes:.3f}×)"
+    yield f"{LABELS['compile_plain']}, estimated", "–", "–", f"{compiled.launches():,}", "–", traffic, "–"
 
 
 def _kernels_table(engine: str, trace: StepTrace) -> Iterable[tuple[str, ...]]:
@@ -178,20 +217,16 @@ def _kernels_table(engine: str, trace: StepTrace) -> Iterable[tuple[str, ...]]:
 
 def _times_table(rows: list[Row]) -> Iterable[tuple[str, ...]]:
     devices = list(dict.fromkeys(row.device.name for row in rows))
-    yield "estimated ms a step (host) [measured]", *devices
+    yield "estimated step", *devices
     yield "---", *["---:"] * len(devices)
     for method, label in LABELS.items():
         yield label, *(_cell(row) for row in rows if row.method == method)
 
 
 def _cell(row: Row) -> str:
-    host = f" ({row.estimate.host * 1000:.1f})" if row.estimate.host > row.estimate.device else ""
-    measured = f" [{row.measured.seconds * 1000:.1f}]" if row.measured else ""
-    return f"{row.estimate.seconds * 1000:.1f}, {row.over_plain:.2f}×{host}{measured}"
-
-
-def _lines(table: Iterable[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in table) + "\n"
+    host = ", host" if row.estimate.host > row.estimate.device else ""
+    measured = f"; measured {row.measured.seconds * 1000:.1f} ms" if row.measured else ""
+    return f"{row.estimate.seconds * 1000:.1f} ms ({row.over_plain:.2f}×){host}{measured}"
 
 
 def _write(folder: Path, setting: Setting, counts: dict[str, Counts], rows: list[Row]) -> None:

@@ -10,7 +10,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from gpu_trace import StepTrace, TracingMode, launches_replaced
+from gpu_devices import Device
+from gpu_trace import StepTrace, TracingMode, launches_replaced, replaced_in_triton_modules, triton_modules
 from settings import LAYOUTS, Setting, architecture
 from torch import Tensor
 
@@ -20,10 +21,15 @@ from efficient_densenet.engines import kernels as kernel_sets
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def trace_step(setting: Setting, engine: str, kernels: str = "triton", extra_layers: int = 0) -> StepTrace:
+def trace_step(
+    setting: Setting, engine: str, kernels: str = "triton", device: Device | None = None, extra_layers: int = 0
+) -> StepTrace:
     """The forward, the cross entropy and the backward of a step whose gradients are None before it.
 
-    `kernels` are the shared engine's: triton or portable. `extra_layers` are added to each block of the model.
+    Args:
+        kernels: the shared engine's, triton or portable.
+        device: the GPU for whose limits the Triton kernels choose their tiles; None for those without a GPU.
+        extra_layers: how many layers each block of the model has more.
     """
     if kernels == "triton" and importlib.util.find_spec("triton") is None:
         raise ValueError("found no Triton, whose kernels are to be counted: pip install triton")
@@ -41,6 +47,7 @@ def trace_step(setting: Setting, engine: str, kernels: str = "triton", extra_lay
     with (
         tensor_float_32(setting.precision == "tf32"),
         kernels_chosen(triton=kernels == "triton"),
+        _limits_of(device),
         launches_replaced(mode.add_launch),
         mode,
     ):
@@ -65,6 +72,21 @@ def kernels_chosen(triton: bool) -> Iterator[None]:
         mock.patch.object(kernel_sets, "triton_supports", triton_supports),
         mock.patch.object(kernel_sets, "numba_supports", numba_supports),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _limits_of(device: Device | None) -> Iterator[None]:
+    """Within, the Triton kernels choose their tiles for `device`, as far as they ask for a device's limits at all."""
+    tiles: Any = next((module for module in triton_modules() if hasattr(module, "DeviceLimits")), None)
+    if device is None or tiles is None:
+        yield
+        return
+    of_multiprocessor, of_block = (kib * 1024 for kib in device.shared_memory)
+    limits = tiles.DeviceLimits(
+        multiprocessors=device.num_sms, shared_memory=of_multiprocessor, shared_memory_of_a_block=of_block
+    )
+    with replaced_in_triton_modules({"device_limits"}, lambda function: lambda of_device: limits):
         yield
 
 

@@ -202,11 +202,18 @@ def launches_replaced(replacement: Callable[..., None], also_launch: bool = Fals
 
         return launched
 
+    with replaced_in_triton_modules({"_launch", "launch"}, stand_in):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_in_triton_modules(names: set[str], stand_in: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, each function of one of these names is `stand_in(function)`, wherever it has been imported to."""
     with contextlib.ExitStack() as patches:
         for module in triton_modules():
-            for name in {"_launch", "launch"} & vars(module).keys():
-                if inspect.isfunction(launch := getattr(module, name)):
-                    patches.enter_context(mock.patch.object(module, name, stand_in(launch)))
+            for name in names & vars(module).keys():
+                if not isinstance(function := getattr(module, name), ModuleType):
+                    patches.enter_context(mock.patch.object(module, name, stand_in(function)))
         yield
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import textwrap
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from gpu_kernels import KERNELS, READ, WRITE, Access, KernelModel, Traffic, mode
 from gpu_model import COUNTING_DEVICE
 from gpu_step import kernels_chosen, trace_step
 from gpu_trace import Computation, StepTrace, TracingMode, launches_replaced
+from options import parse_arguments
 from settings import Setting
 
 from efficient_densenet import DenseNet
@@ -61,6 +63,8 @@ def traced(function, *shapes, dtype=torch.float32, **options):
     return mode.trace
 
 
+ROOT = Path(__file__).parents[1]
+LIMITS = "multiprocessors", "shared_memory", "shared_memory_of_a_block"
 KIB = 256
 """Numbers of float32 in a KiB: sizes below are in KiB."""
 
@@ -232,7 +236,8 @@ def counted(request):
     """The counts of a step of both engines."""
     model, batch_size = request.param
     setting = gpu_model.expand(model, batch_size, precision="tf32", device="cuda")[0]
-    return request.param, {engine: gpu_model.count(setting, engine) for engine in ("plain", "shared")}
+    traces = {engine: trace_step(setting, engine, device=COUNTING_DEVICE) for engine in ("plain", "shared")}
+    return request.param, {engine: gpu_model.count(setting, engine, trace) for engine, trace in traces.items()}
 
 
 def test_few_launches_few_bytes_and_little_memory(counted):
@@ -287,7 +292,7 @@ def test_the_program_prints_tables_and_writes_a_file(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "| counted | ATen | Triton | launches |" in printed
     assert "| `shared`, counted | launches | traffic | of the step |" in printed
-    assert "| estimated ms a step (host) [measured] | H200 | A100 SXM 80GB | RTX 4090 | T4 |" in printed
+    assert "| estimated step | H200 | A100 SXM 80GB | RTX 4090 | T4 |" in printed
     with (tmp_path / f"gpu_model_{TINY.model}_2_tf32.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 * 5
@@ -296,10 +301,50 @@ def test_the_program_prints_tables_and_writes_a_file(capsys, tmp_path):
     assert all((row["measured_ms"] == "") == (DEVICE == "cpu" or row["device_name"] != "H200") for row in rows)
 
 
+@pytest.mark.parametrize(("words", "expected"), [(["--kernels"], True), (["--kernels", "False"], False), ([], False)])
+def test_the_list_of_kernels_is_a_flag_without_fire_too(words, expected):
+    assert parse_arguments(gpu_model.model_gpu, words)[1]["kernels"] is expected
+
+
 def test_a_device_without_the_precision_is_left_out():
-    traces = {engine: trace_step(TINY, engine) for engine in ("plain", "shared")}
-    setting = dataclasses.replace(TINY, precision="bf16")
-    assert {row.device.name for row in gpu_model.times(setting, traces)} == {"H200", "A100 SXM 80GB", "RTX 4090"}
+    rows = gpu_model.times(dataclasses.replace(TINY, precision="bf16"), trace_step(TINY, "plain"))
+    assert {row.device.name for row in rows} == {"H200", "A100 SXM 80GB", "RTX 4090"}
+
+
+def test_the_tables_of_a_page_are_written_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_model, "DEVICES", {"A100": DEVICES["A100"]})
+    options, page = f"--model {TINY.model} --batch_size 2,3 --image_size 8", tmp_path / "page.md"
+    command, end = f"<!-- python benchmarks/gpu_model.py {options} -->\n", "<!-- end of the estimates -->\n\nText.\n"
+    page.write_text(f"# Title\n\n{command}An old table.\n{end}")
+    gpu_model.model_gpu(page=str(page))
+    written = page.read_text()
+    assert written.startswith(f"# Title\n\n{command}\n{TINY.model}, batch 2, images of 8×8, tf32, contiguous:\n\n| ")
+    assert written.endswith(f" |\n\n{end}")
+    assert written.count("| counted |") == written.count("| estimated step | A100 SXM 80GB |") == 2
+    assert "An old table" not in written
+
+
+@pytest.mark.exhaustive
+def test_the_estimates_in_the_docs_are_what_the_program_prints():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert gpu_model.COMMAND.search(text)
+    assert gpu_model.rewritten(text) == text
+
+
+def test_the_kernels_choose_their_tiles_for_the_device(monkeypatch):
+    """Where they ask for its limits by `device_limits`."""
+    module, seen = gpu_trace.triton_modules()[0], []
+    limits = NamedTuple("DeviceLimits", [(name, int) for name in LIMITS])
+    monkeypatch.setattr(module, "DeviceLimits", limits, raising=False)
+    monkeypatch.setattr(module, "device_limits", lambda device: None, raising=False)
+    launch = TracingMode.add_launch
+    monkeypatch.setattr(
+        TracingMode,
+        "add_launch",
+        lambda *each, **constants: seen.append(module.device_limits(0)) or launch(*each, **constants),
+    )
+    trace_step(TINY, "shared", device=DEVICES["A100"])
+    assert set(seen) == {limits(108, 164 * 1024, 163 * 1024)}
 
 
 class StubbedCuda:
