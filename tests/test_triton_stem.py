@@ -16,6 +16,7 @@ from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixt
 
 from efficient_densenet import DenseNet
 from efficient_densenet.engines import dispatch, kernels
+from efficient_densenet.engines.kernels.interface import BatchNormAffine, StatisticsOutput
 from efficient_densenet.engines.stem import fused
 from efficient_densenet.engines.stem.plan import Conv, MaxPool, StemSpec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
@@ -80,15 +81,27 @@ class Case:
         weight, bias = torch.tensor([1.0, -1, 0, 2]), torch.tensor([0.5, 1, 0.25, -1])
         mean, inv_std = torch.tensor([0.0, 1, -2, 1]), torch.tensor([0.5, 1, 2, 0.25])
         vectors = (vector.repeat(-(-channels // 4))[:channels].to(DEVICE) for vector in (weight, bias, mean, inv_std))
-        self.norm = triton_stem.NormVectors(*vectors)
+        weight, bias, mean, inv_std = vectors
+        self.norm = BatchNormAffine(weight, bias, inv_std, mean)
         grad = torch.randint(-4, 5, (*shape[:2], *self.pool.pooled_size)).double()
         self.grad_output = grad.to(dtype).contiguous(memory_format=memory_format).to(DEVICE)
 
     @property
     def normalized(self) -> Tensor:
         """As the plain modules round it."""
-        weight, bias, mean, inv_std = (vector.double().view(-1, 1, 1) for vector in self.norm)
+        weight, bias, mean, inv_std = self.by_channel
         return ((self.values.double() - mean) * inv_std * weight + bias).to(self.dtype)
+
+    @property
+    def by_channel(self) -> list[Tensor]:
+        """Weight, bias, mean and inverse deviation, which broadcast with images."""
+        vectors = self.norm.weight, self.norm.bias, self.norm.mean, self.norm.inv_std
+        return [vector.double().view(-1, 1, 1) for vector in vectors]
+
+    def norm_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The places of the maxima, and the norm's grad_weight and grad_bias."""
+        places = triton_stem.norm_gradients(self.grad_output, self.values, self.norm, self.pool)
+        return places, self.norm.grad_weight, self.norm.grad_bias
 
     def maxima(self) -> tuple[Tensor, Tensor]:
         """PyTorch's, and their indices in the image."""
@@ -118,7 +131,7 @@ def test_the_pooling_and_its_indices_are_pytorch_s(pool, shape, dtype, memory_fo
     output = triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, dtype)
     assert torch.equal(output, maxima)
     assert output.is_contiguous(memory_format=memory_format)
-    places, grad_weight, grad_bias = triton_stem.norm_gradients(case.grad_output, case.values, case.norm, case.pool)
+    places, grad_weight, grad_bias = case.norm_gradients()
     assert torch.equal(case.indices_in_image(places), expected.masked_fill(maxima <= 0, -1))
     grad = case.grad_output.double().masked_fill(maxima <= 0, 0)
     values = case.values.double().flatten(2).gather(2, expected.flatten(2)).view_as(grad)
@@ -133,11 +146,12 @@ def test_values_that_are_equal_only_when_rounded_are_ties(memory_format, bfloat1
     case = Case(POOLS["3x3"], (2, 4, 11, 9), torch.bfloat16 if bfloat16 else torch.float32, memory_format)
     grain = 2.0**-7 if bfloat16 else 2.0**-22
     case.values.mul_(grain)  # exact
-    case.norm = triton_stem.NormVectors(*(torch.full((4,), value, device=DEVICE) for value in (1.0, 4.0, 0.0, 1.0)))
+    vectors = (torch.full((4,), value, device=DEVICE) for value in (1.0, 4.0, 1.0, 0.0))
+    case.norm = BatchNormAffine(*vectors)
     maxima, expected = case.maxima()
     exact = F.max_pool2d(case.values.double() + 4, 3, 2, 1, return_indices=True)[1]
     assert not torch.equal(expected, exact)  # rounding makes ties
-    places, *_ = triton_stem.norm_gradients(case.grad_output, case.values, case.norm, case.pool)
+    places, *_ = case.norm_gradients()
     assert torch.equal(case.indices_in_image(places), expected.masked_fill(maxima <= 0, -1))
 
 
@@ -155,7 +169,7 @@ def test_non_finite_values(pool, memory_format):
     assert maxima.isinf().any()
     output = triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, torch.float32)
     assert torch.equal(output.nan_to_num(-1), maxima.nan_to_num(-1))
-    places, *_ = triton_stem.norm_gradients(case.grad_output, case.values, case.norm, case.pool)
+    places, *_ = case.norm_gradients()
     assert torch.equal(case.indices_in_image(places), expected.masked_fill(maxima <= 0, -1))
 
 
@@ -169,10 +183,10 @@ def test_non_finite_values(pool, memory_format):
 )
 def test_the_gradient_of_the_values_is_gathered_from_the_windows(pool, shape, memory_format, frozen):
     case = Case(pool, shape, memory_format=memory_format)
-    indices, grad_weight, grad_bias = triton_stem.norm_gradients(case.grad_output, case.values, case.norm, case.pool)
+    indices, grad_weight, grad_bias = case.norm_gradients()
     (maxima, expected), values = case.maxima(), case.values.double()
     grad = pool.backward(case.grad_output.double().masked_fill(maxima <= 0, 0), expected, values)
-    weight, _, mean, inv_std = (vector.double().view(-1, 1, 1) for vector in case.norm)
+    weight, _, mean, inv_std = case.by_channel
     if not frozen:
         grad_sum, product_sum = (vector.double().view(-1, 1, 1) for vector in (grad_bias, grad_weight))
         grad = grad - (grad_sum + (values - mean) * inv_std * product_sum) * 0.125
@@ -185,18 +199,20 @@ def test_the_gradient_of_the_values_is_gathered_from_the_windows(pool, shape, me
 @pytest.mark.parametrize("shape", [(1, 3, 1, 2), (3, 5, 9, 14), (2, 33, 31, 37)])
 def test_statistics_of_values_far_from_zero(shape, memory_format):
     values = (1000 + torch.randn(shape)).contiguous(memory_format=memory_format).to(DEVICE)
-    mean, variance = triton_stem.batch_statistics(values)
-    expected = torch.var_mean(values.double(), (0, 2, 3), correction=0)
-    torch.testing.assert_close(mean.double(), expected[1], rtol=1e-6, atol=0)
-    torch.testing.assert_close(variance.double(), expected[0], rtol=1e-4, atol=1e-6)
+    statistics = torch.empty(3, shape[1], device=DEVICE)
+    triton_stem.batch_statistics(values, StatisticsOutput(statistics, 1e-5))
+    variance, mean = torch.var_mean(values.double(), (0, 2, 3), correction=0)
+    expected = torch.stack([mean, variance, torch.rsqrt(variance + 1e-5)])
+    torch.testing.assert_close(statistics.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(statistics[0].double(), mean, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("instances", [1, 3])
 def test_program_instances_that_loop(instances, monkeypatch):
     case = Case(POOLS["3x3"], (3, 4, 31, 33))
-    _, *expected = triton_stem.norm_gradients(case.grad_output, case.values, case.norm, case.pool)
+    _, *expected = case.norm_gradients()
     monkeypatch.setattr(triton_stem, "MAX_PROGRAM_INSTANCES", instances)
-    _, *found = triton_stem.norm_gradients(case.grad_output, case.values, case.norm, case.pool)
+    _, *found = case.norm_gradients()
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -318,13 +334,12 @@ def test_synchronized_norms(fused_stems):
 def test_launches(monkeypatch):
     """Statistics of tiles and their combination, the pooling; the maxima and sums, their combination, the gradient."""
     case, kernel_names = Case(POOLS["3x3"], (2, 4, 9, 9)), []
-    for module in (triton_stem, importlib.import_module(f"{triton_stem.__package__}.operations")):
-        monkeypatch.setattr(module, "_launch", lambda kernel, *_, **__: kernel_names.append(kernel.__name__))
-    triton_stem.batch_statistics(case.values)
+    monkeypatch.setattr(triton_stem.launch, "launch", lambda kernel, *_, **__: kernel_names.append(kernel.__name__))
+    triton_stem.batch_statistics(case.values, StatisticsOutput(torch.empty(3, 4), 1e-5))
     triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, case.dtype)
     assert len(kernel_names) == 3
-    sums = triton_stem.norm_gradients(case.grad_output, case.values, case.norm, case.pool)
-    triton_stem.write_grad_input(case.grad_output, sums[0], case.values, case.norm, case.pool, (*sums[1:], 1.0))
+    indices, *sums = case.norm_gradients()
+    triton_stem.write_grad_input(case.grad_output, indices, case.values, case.norm, case.pool, (*sums, 1.0))
     assert len(kernel_names) == 6
 
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..._torch_private import skipped_by_compilers
 from ..kernels import scratch
+from ..kernels.interface import BatchNormAffine
 from ..memory_format import memory_format_of
 from ..precision import autocast_disabled
-from ..shared.batch_norm import BatchNormAffine
 from ..shared.operators import LIBRARY
 from .backward import StemBackward
 from .conv_output import ConvOutput
@@ -60,7 +60,7 @@ def _stem(
     if can_fuse(settings, x, weight):
         running = None if running_mean is None or running_var is None else (running_mean, running_var)
         with autocast_disabled(x):
-            return FusedStem(settings, x, (norm_weight, norm_bias), weight, bias).forward(running)
+            return FusedStem(settings, x, weight, bias).forward((norm_weight, norm_bias), running)
     with autocast_disabled(x), scratch.reused():
         conv_output = ConvOutput(settings, x, weight, bias)
         if running_mean is not None and running_var is not None:
@@ -68,7 +68,7 @@ def _stem(
             variance, count = torch.zeros_like(mean), None
         else:
             mean, variance, inv_std, count = batch_statistics(conv_output)
-        output = pooled_output(conv_output, mean, BatchNormAffine.of(norm_weight, norm_bias, inv_std))
+        output = pooled_output(conv_output, mean, BatchNormAffine(norm_weight, norm_bias, inv_std))
     return [output, torch.stack([mean, variance, inv_std]), *([count] if isinstance(count, Tensor) else [])]
 
 
@@ -90,11 +90,11 @@ def _stem_backward(
     needed = needs_grad if bias is not None else needs_grad[:-1]
     with autocast_disabled(x), scratch.reused():
         if can_fuse(settings, x, weight):
-            stem = FusedStem(settings, x, (norm_weight, norm_bias), weight, bias)
-            grads = stem.backward(grad_output, statistics, count, needed)
+            stem = FusedStem(settings, x, weight, bias)
+            grads = stem.backward(grad_output, (norm_weight, norm_bias), statistics, count, needed)
         else:
             conv_output = ConvOutput(settings, x, weight, bias)
-            norm = BatchNormAffine.of(norm_weight, norm_bias, inv_std)
+            norm = BatchNormAffine(norm_weight, norm_bias, inv_std)
             count_or_number = conv_output.count if count is None else count
             grads = StemBackward(conv_output, mean, norm, count_or_number, needed).run(grad_output)
     grad_input, *grads = (

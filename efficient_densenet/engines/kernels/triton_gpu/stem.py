@@ -9,26 +9,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...memory_format import memory_format_of
-from ..interface import Statistics
-from . import stem_kernels
-from .operations import MAX_PROGRAM_INSTANCES, _combine_statistics, _divisibility, _launch
+from ..interface import BatchNormAffine, GradAccumulator, StatisticsOutput
+from . import launch, stem_kernels
+from .host import cdiv, combine_statistics, divisibility, finish_backward, norm_vectors
+from .operations import MAX_PROGRAM_INSTANCES
 
 _STATISTICS_TILE = {False: (512, 4), True: (256, 16)}
 _TILE = {False: (128, 4), True: (16, 32)}
 """Rows and channels of a tile, by whether z is in channels_last memory. In NCHW as many channels as divide z's."""
-
-
-class NormVectors(NamedTuple):
-    """A batch norm: its parameters and statistics, (channels,) each, in any floating-point dtype."""
-
-    weight: Tensor
-    bias: Tensor
-    mean: Tensor
-    inv_std: Tensor
 
 
 class Pooling(NamedTuple):
@@ -45,34 +36,32 @@ class Pooling(NamedTuple):
         return {f"{name}_{axis}": size for name, sizes in names for axis, size in zip("YX", sizes, strict=True)}
 
 
-def batch_statistics(values: Tensor) -> Statistics:
-    """Mean and biased variance of each channel of images."""
+def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
+    """Write the statistics of each channel of images."""
     constants = _constants(values, _STATISTICS_TILE)
     channels, height, width = values.shape[1:]
     num_rows, block_rows = len(values) * height * width, constants["BLOCK_ROWS"]
     grid = _tiles(num_rows, channels, constants)
     stats = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
-    _launch(stem_kernels.image_statistics, grid, stats, values, num_rows, channels, height, width, **constants)
-    return _combine_statistics(stats, block_rows, num_rows)
+    launch.launch(stem_kernels.image_statistics, grid, stats, values, num_rows, channels, height, width, **constants)
+    combine_statistics(stats, block_rows, num_rows, statistics)
 
 
-def norm_relu_max_pool(values: Tensor, norm: NormVectors, pool: Pooling, dtype: torch.dtype) -> Tensor:
+def norm_relu_max_pool(values: Tensor, norm: BatchNormAffine, pool: Pooling, dtype: torch.dtype) -> Tensor:
     """max_pool(relu(norm(values))) in `dtype` and the memory format of `values`."""
     output = _empty_pooled(values, pool, dtype)
     constants = _constants(values, _TILE) | pool.constants
-    num_rows, sizes = _rows(output), (values.shape[1], *values.shape[2:], *pool.pooled_size)
-    grid = _tiles(num_rows, values.shape[1], constants)
-    tensors = output, values, *norm
-    _launch(stem_kernels.norm_relu_max_pool_forward, grid, *tensors, num_rows, *sizes, **constants)
+    num_rows, sizes = _rows(output), (*values.shape[1:], *pool.pooled_size)
+    grid, (vectors, _) = _tiles(num_rows, values.shape[1], constants), norm_vectors(norm)
+    kernel = stem_kernels.norm_relu_max_pool_forward
+    launch.launch(kernel, grid, output, values, *vectors, num_rows, *sizes, **constants)
     return output
 
 
-def norm_gradients(
-    grad_output: Tensor, values: Tensor, norm: NormVectors, pool: Pooling
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The place of each maximum within its window, −1 where the ReLU is inactive; the norm's grad_weight and grad_bias.
+def norm_gradients(grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: Pooling) -> Tensor:
+    """Set the norm's gradients; the place of each maximum within its window, −1 where the ReLU is inactive.
 
-    `grad_output` is in the memory format of `values`. The gradients are in float32.
+    `grad_output` is in the memory format of `values`.
     """
     indices = _empty_pooled(values, pool, torch.int8)
     constants = _constants(values, _TILE) | pool.constants
@@ -80,22 +69,21 @@ def norm_gradients(
     row_tiles, channel_tiles = _tiles(num_rows, channels, constants)
     splits = max(1, min(row_tiles, MAX_PROGRAM_INSTANCES // channel_tiles))
     partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
-    tensors = indices, partial_sums, grad_output, values, *norm
-    sizes = channels, *values.shape[2:], *pool.pooled_size
+    tensors = indices, partial_sums, grad_output, values, *norm_vectors(norm)[0]
+    sizes = *values.shape[1:], *pool.pooled_size
     kernel, grid = stem_kernels.norm_relu_max_pool_backward_reduce, (channel_tiles, splits)
-    _launch(kernel, grid, *tensors, num_rows, *sizes, **constants)
-    grad_weight, grad_bias = (values.new_empty(channels, dtype=torch.float32) for _ in range(2))
-    tensors, blocks = (grad_weight, grad_bias, partial_sums, norm.inv_std), {"BLOCK_SPLITS": 128, "BLOCK_CHANNELS": 16}
-    grid = (triton.cdiv(channels, blocks["BLOCK_CHANNELS"]),)
-    _launch(stem_kernels.finish_norm_gradients, grid, *tensors, splits, channels, **blocks)
-    return indices, grad_weight, grad_bias
+    launch.launch(kernel, grid, *tensors, num_rows, *sizes, **constants)
+    of_centered = BatchNormAffine(norm.weight, norm.bias, norm.inv_std)  # the kernel subtracts the mean
+    finish_backward(GradAccumulator(of_centered, False, values), partial_sums, None)
+    norm.grad_weight, norm.grad_bias = of_centered.grad_weight, of_centered.grad_bias
+    return indices
 
 
 def write_grad_input(
     grad_output: Tensor,
     indices: Tensor,
     values: Tensor,
-    norm: NormVectors,
+    norm: BatchNormAffine,
     pool: Pooling,
     sums: tuple[Tensor, Tensor, float] | None,
 ) -> None:
@@ -105,12 +93,13 @@ def write_grad_input(
     """
     constants = _constants(values, _TILE) | pool.constants | {"FROZEN": sums is None}
     constants["num_warps"] = 4 if constants["CHANNELS_LAST"] else 8  # a row has many pixels: half as many registers
-    sum_grad_weight, sum_grad_bias, per_value = sums or (norm.mean, norm.mean, 0.0)
+    (weight, _, mean, inv_std), _ = norm_vectors(norm)
+    sum_grad_weight, sum_grad_bias, per_value = sums or (inv_std, inv_std, 0.0)
     num_rows = len(values) * math.prod(map(_cells, values.shape[2:], pool.padding, pool.stride))
-    sizes = values.shape[1], *values.shape[2:], *pool.pooled_size
-    grid = _tiles(num_rows, values.shape[1], constants)
-    tensors = values, indices, grad_output, values, norm.weight, norm.mean, norm.inv_std, sum_grad_weight, sum_grad_bias
-    _launch(stem_kernels.norm_relu_max_pool_backward, grid, *tensors, per_value, num_rows, *sizes, **constants)
+    grid, sizes = _tiles(num_rows, values.shape[1], constants), (*values.shape[1:], *pool.pooled_size)
+    tensors = values, indices, grad_output, values, weight, mean, inv_std, sum_grad_weight, sum_grad_bias
+    kernel = stem_kernels.norm_relu_max_pool_backward
+    launch.launch(kernel, grid, *tensors, per_value, num_rows, *sizes, **constants)
 
 
 def _constants(values: Tensor, tiles: dict[bool, tuple[int, int]]) -> dict[str, Any]:
@@ -120,18 +109,18 @@ def _constants(values: Tensor, tiles: dict[bool, tuple[int, int]]) -> dict[str, 
         size, block_channels = block_rows * block_channels, math.gcd(block_channels, channels)
         block_rows = size // block_channels
     contiguous = channels if channels_last else values.shape[2] * values.shape[3]
-    constants = {"CHANNELS_LAST": channels_last, "DIVISIBILITY": _divisibility(contiguous)}
+    constants = {"CHANNELS_LAST": channels_last, "DIVISIBILITY": divisibility(contiguous)}
     return constants | {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": block_channels}
 
 
 def _tiles(num_rows: int, channels: int, constants: dict[str, Any]) -> tuple[int, int]:
     """Tiles of rows and of channels."""
-    return triton.cdiv(num_rows, constants["BLOCK_ROWS"]), triton.cdiv(channels, constants["BLOCK_CHANNELS"])
+    return cdiv(num_rows, constants["BLOCK_ROWS"]), cdiv(channels, constants["BLOCK_CHANNELS"])
 
 
 def _cells(size: int, padding: int, stride: int) -> int:
     """How many strides the padded side has, without the padding at its end."""
-    return triton.cdiv(size + padding, stride)
+    return cdiv(size + padding, stride)
 
 
 def _rows(images: Tensor) -> int:

@@ -11,7 +11,7 @@ may vectorize.
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, divisible, relu, store_pair
+from .device_functions import SIZES, VECTORS, divisible, relu, store_pair
 from .image_tiles import (
     by_row,
     gathered_gradient,
@@ -26,7 +26,7 @@ from .image_tiles import (
 )
 from .statistics_kernels import store_tile_statistics
 
-STEM_SIZES = [*SIZES, "pooled_height", "pooled_width", "num_splits"]
+STEM_SIZES = [*SIZES, "pooled_height", "pooled_width"]
 """What Triton must not specialize on."""
 
 
@@ -63,7 +63,7 @@ def image_statistics(
     store_tile_statistics(stats, x, row_mask[:, None], count, channel, channel_mask, channels)
 
 
-@triton.jit(do_not_specialize=STEM_SIZES)
+@triton.jit(do_not_specialize=STEM_SIZES, do_not_specialize_on_alignment=VECTORS)
 def norm_relu_max_pool_forward(
     output,
     values,
@@ -113,7 +113,7 @@ def norm_relu_max_pool_forward(
     tl.store(outputs, relu(maximum), mask)
 
 
-@triton.jit(do_not_specialize=STEM_SIZES)
+@triton.jit(do_not_specialize=STEM_SIZES, do_not_specialize_on_alignment=VECTORS)
 def norm_relu_max_pool_backward_reduce(
     indices,
     partial_sums,
@@ -177,37 +177,7 @@ def norm_relu_max_pool_backward_reduce(
     store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
 
 
-@triton.jit(do_not_specialize=STEM_SIZES)
-def finish_norm_gradients(
-    grad_weight,
-    grad_bias,
-    partial_sums,
-    inv_std,
-    num_splits,
-    channels,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
-):
-    """grad_bias[channels] = Σ g, grad_weight[channels] = inv_std · Σ g · (z − mean), from the sums of all splits.
-
-    Grid: (channel tiles,).
-    """
-    channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    channel_mask = channel < channels
-    grad_sum = tl.zeros((BLOCK_SPLITS, BLOCK_CHANNELS), tl.float32)
-    product_sum = tl.zeros((BLOCK_SPLITS, BLOCK_CHANNELS), tl.float32)
-    for start in range(0, num_splits, BLOCK_SPLITS):
-        split = start + tl.arange(0, BLOCK_SPLITS)
-        mask = (split < num_splits)[:, None] & channel_mask[None, :]
-        pointers = partial_sums + (split * 2 * channels)[:, None] + channel[None, :]
-        grad_sum += tl.load(pointers, mask, 0.0)
-        product_sum += tl.load(pointers + channels, mask, 0.0)
-    tl.store(grad_bias + channel, tl.sum(grad_sum, 0), channel_mask)
-    r = tl.load(inv_std + channel, channel_mask, 0.0).to(tl.float32)
-    tl.store(grad_weight + channel, tl.sum(product_sum, 0) * r, channel_mask)
-
-
-@triton.jit(do_not_specialize=STEM_SIZES)
+@triton.jit(do_not_specialize=STEM_SIZES, do_not_specialize_on_alignment=VECTORS)
 def norm_relu_max_pool_backward(
     grad_values,
     indices,
