@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 import itertools
 import math
 
@@ -13,6 +14,7 @@ from grids import grid
 from helpers import add_conv_biases, assert_close, assert_same_buffers, backward, freeze_norms, small_model, with_engine
 from torch import Tensor
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
+from triton_resources import ARCHITECTURES, POINTERS, Compilation, compile_all
 
 from efficient_densenet import DenseNet
 from efficient_densenet.engines import dispatch, kernels
@@ -23,6 +25,8 @@ from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 pytest.importorskip("triton", reason="needs Triton")
 triton_stem = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.stem")
+VECTORS = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.device_functions").VECTORS
+TILE = triton_stem._TILE
 
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -379,3 +383,45 @@ def test_the_pooled_size_is_pytorch_s(ceil_mode):
             except RuntimeError:
                 expected = 0
             assert max(0, *pool.pooled_size([size])) == expected, (pool, size)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        pytest.param(arch, dtype, marks=() if (arch, dtype) == (90, torch.float32) else pytest.mark.exhaustive)
+        for arch, dtype in itertools.product(ARCHITECTURES, [torch.float32, torch.bfloat16, torch.float16])
+    ],
+)
+def test_registers_and_occupancy(arch, dtype, monkeypatch):
+    """Compiled for densenet121's stem: no spills, and a quarter of a multiprocessor's warps resident."""
+    monkeypatch.setattr(triton_stem, "_TILE", TILE)
+    compilations = []
+
+    def record(kernel, grid, *arguments, **constants):
+        name = kernel.__name__
+        if name.startswith(("image", "norm")):
+            compilations.append(_compilation(kernel, arguments, constants, arch))
+
+    monkeypatch.setattr(triton_stem.launch, "launch", record)
+    for memory_format in FORMATS:
+        case = Case(POOLS["3x3"], (1, 64, 112, 112), dtype, memory_format)
+        triton_stem.batch_statistics(case.values, StatisticsOutput(torch.empty(3, 64), 1e-5))
+        triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, dtype)
+        indices, *sums = case.norm_gradients()
+        triton_stem.write_grad_input(case.grad_output, indices, case.values, case.norm, case.pool, (*sums, 1.0))
+    assert len(compilations) == 8
+    for compilation, resources in zip(compilations, compile_all(compilations), strict=True):
+        assert resources.spills == 0, compilation
+        assert resources.occupancy >= 0.25, (compilation, resources)
+
+
+def _compilation(kernel, arguments, constants, arch) -> Compilation:
+    names, types = list(inspect.signature(kernel.fn).parameters), {"int8": "*i8", int: "i32", float: "fp32"}
+    signature = {
+        name: types.get(type(value)) or (types | POINTERS)[str(value.dtype).removeprefix("torch.")]
+        for name, value in zip(names, arguments, strict=False)
+    }
+    pointers = tuple(name for name, kind in signature.items() if kind[0] == "*" and name not in VECTORS)
+    meta = {name: value for name, value in constants.items() if name != "num_warps"}
+    num_warps, where = constants.get("num_warps", 4), (kernel.fn.__module__, kernel.fn.__name__)
+    return Compilation(*where, signature, meta, num_warps, 3, arch, aligned=pointers)
