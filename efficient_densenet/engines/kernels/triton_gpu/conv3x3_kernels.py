@@ -20,37 +20,21 @@ compiled in sixteen tile shapes: its operands and accumulators took 200 to 255 r
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, accumulate, divisible, load_vector, offsets, relu, store_pair
+from .device_functions import (
+    SIZES,
+    VECTORS,
+    accumulate,
+    divisible,
+    load_affine,
+    load_vector,
+    offsets,
+    relu,
+    store_pair,
+)
+from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
 
 SIZES_3X3 = [*SIZES, "dilation", "output_stride", "grad_output_stride"]
-
-
-@triton.jit
-def round_to_tf32(x):
-    """float32 to the nearest number with 10 bits of mantissa, ties away from zero; tensor cores would truncate."""
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = ((bits + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # the carry would turn some NaN into zero
-
-
-@triton.jit
-def as_operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """x as an operand of `tl.dot` in DTYPE."""
-    operand = x.to(DTYPE)
-    if PRECISION == "tf32" and DTYPE == tl.float32:
-        operand = round_to_tf32(operand)
-    return operand
-
-
-@triton.jit
-def load_norm(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN: tl.constexpr):
-    """A batch norm's weight, and its affine map's scale and shift: (1, channels) each, in float32."""
-    weight = load_vector(norm_weight, channel, channel_mask)
-    scale, shift = weight * load_vector(inv_std, channel, channel_mask), load_vector(norm_bias, channel, channel_mask)
-    if HAS_MEAN:
-        shift -= load_vector(mean, channel, channel_mask) * scale
-    return weight, scale, shift
 
 
 @triton.jit
@@ -61,9 +45,9 @@ def load_activation(values, row, stride, channel, mask, scale, shift):
 
 
 @triton.jit
-def add_tap(total, activation, weight, mask, PRECISION: tl.constexpr):
-    """total + activation @ weight.T, the weight of one tap being (out_channels, channels) pointers."""
-    w = as_operand(tl.load(weight, mask, 0.0), weight.dtype.element_ty, PRECISION)
+def add_tap(total, activation, weight, PRECISION: tl.constexpr):
+    """total + activation @ weight.T"""
+    w = as_operand(weight, weight, PRECISION)
     return tl.dot(activation, tl.trans(w), total, input_precision=PRECISION)
 
 
@@ -75,7 +59,7 @@ def shifted_rows(matrix, position, mask, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl
     return tl.where(mask[:, None], shifted, 0.0)
 
 
-@triton.jit(do_not_specialize=SIZES_3X3)
+@triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
 def conv3x3_forward(
     output,
     stats,
@@ -94,7 +78,7 @@ def conv3x3_forward(
     output_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
-    WITH_STATISTICS: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
     SHIFT_SUMS: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     OUT_DIVISIBILITY: tl.constexpr,
@@ -125,7 +109,7 @@ def conv3x3_forward(
     for step in range(loads * tl.cdiv(channels, BLOCK_CHANNELS)):  # one loop, so that few loads are live at a time
         channel = step // loads * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
         channel_mask = channel < channels
-        _norm_weight, a, b = load_norm(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+        a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
         if SHIFT_SUMS:
             dy, dx, tap = (step % 3 - 1) * dilation, 0, step % 3 * 3
         else:
@@ -133,30 +117,29 @@ def conv3x3_forward(
         inside = in_matrix & (y + dy >= 0) & (y + dy < height) & (x + dx >= 0) & (x + dx < width)
         mask = inside[:, None] & channel_mask[None, :]
         pixels, _values = load_activation(values, row + dy * width + dx, values_stride, channel, mask, a, b)
-        pixels = as_operand(pixels, weight.dtype.element_ty, PRECISION)
-        w, w_mask = (
-            weight + offsets(out_channel * 9 + tap, channels, channel),
-            out_mask[:, None] & channel_mask[None, :],
-        )
+        w_pointers = weight + offsets(out_channel * 9 + tap, channels, channel)
+        w_mask = out_mask[:, None] & channel_mask[None, :]
+        w = tl.load(w_pointers, w_mask, 0.0)
+        pixels = as_operand(pixels, w, PRECISION)
         if SHIFT_SUMS:
-            left = add_tap(left, pixels, w, w_mask, PRECISION)
-            total = add_tap(total, pixels, w + channels, w_mask, PRECISION)
-            right = add_tap(right, pixels, w + 2 * channels, w_mask, PRECISION)
+            left = add_tap(left, pixels, w, PRECISION)
+            total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), PRECISION)
+            right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), PRECISION)
         else:
-            total = add_tap(total, pixels, w, w_mask, PRECISION)
+            total = add_tap(total, pixels, w, PRECISION)
     if SHIFT_SUMS:
         total += shifted_rows(left, position - dilation, x >= dilation, BLOCK_ROWS, BLOCK_OUT)
         total += shifted_rows(right, position + dilation, x < width - dilation, BLOCK_ROWS, BLOCK_OUT)
     result = total.to(output.dtype.element_ty)
     is_own = ((position >= overlap) & (position < BLOCK_ROWS - overlap) & (row < num_rows))[:, None]
     tl.store(output + offsets(row, output_stride, out_channel), result, is_own & out_mask[None, :])
-    if WITH_STATISTICS:
+    if HAS_STATISTICS:
         count = tl.minimum(tile_rows, num_rows - tile * tile_rows)
         stats += tile.to(tl.int64) * 2 * OUT_CHANNELS
         store_tile_statistics(stats, result.to(tl.float32), is_own, count, out_channel, out_mask, OUT_CHANNELS)
 
 
-@triton.jit(do_not_specialize=SIZES_3X3)
+@triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
 def conv3x3_grad_input(
     partial_sums,
     grad_accum,
@@ -197,9 +180,8 @@ def conv3x3_grad_input(
     grad_output_stride = divisible(grad_output_stride, OUT_DIVISIBILITY)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
-    c, a, b = load_norm(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
-    if FROZEN:
-        c = a
+    a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
     grad_sum, product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32), tl.zeros((BLOCK_CHANNELS,), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
@@ -214,7 +196,7 @@ def conv3x3_grad_input(
             inside = (row < num_rows) & (y >= dy) & (y < height + dy) & (x >= dx) & (x < width + dx)
             tile = grad_output + offsets(row - dy * width - dx, grad_output_stride, out_channel)
             tile = tl.load(tile, inside[:, None] & out_mask[None, :], 0.0)
-            tile, w = as_operand(tile, w.dtype, PRECISION), as_operand(w, w.dtype, PRECISION)
+            tile, w = as_operand(tile, w, PRECISION), as_operand(w, w, PRECISION)
             grad = tl.dot(tile, w, grad, input_precision=PRECISION)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
         activation, value = load_activation(values, row, values_stride, channel, mask, a, b)
@@ -226,7 +208,7 @@ def conv3x3_grad_input(
     store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
 
 
-@triton.jit(do_not_specialize=SIZES_3X3)
+@triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
 def conv3x3_grad_weight(
     partial_grad_weight,
     grad_output,
@@ -263,7 +245,7 @@ def conv3x3_grad_weight(
     dy, dx = (tap // 3 - 1)[None, :] * dilation, (tap % 3 - 1)[None, :] * dilation
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     column_mask, channel_mask = tap < 9, channel < channels
-    _norm_weight, a, b = load_norm(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     total = tl.zeros((BLOCK_COLUMNS, BLOCK_CHANNELS), tl.float32)
     for start in range(tl.program_id(2) * BLOCK_ROWS, num_rows, tl.num_programs(2) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
@@ -273,7 +255,7 @@ def conv3x3_grad_weight(
         mask = mask & column_mask[None, :] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
         pixel = row[:, None] - dy * width - dx
         tile = tl.load(grad_output + pixel.to(tl.int64) * grad_output_stride + out_channel[None, :], mask, 0.0)
-        activation, tile = as_operand(activation, tile.dtype, PRECISION), as_operand(tile, tile.dtype, PRECISION)
+        activation, tile = as_operand(activation, tile, PRECISION), as_operand(tile, tile, PRECISION)
         total = tl.dot(tl.trans(tile), activation, total, input_precision=PRECISION)
     partial_grad_weight += tl.program_id(2).to(tl.int64) * 9 * OUT_CHANNELS * channels
     mask = column_mask[:, None] & channel_mask[None, :]
