@@ -54,8 +54,8 @@ DEFECTS = [
     Defect(
         "cumulative average starts a batch late",
         RUNNING,
-        "[count.to(dtype).reciprocal()] * 2",
-        "[(count + 1).to(dtype).reciprocal()] * 2",
+        "torch.stack(num_batches_tracked).to(",
+        "torch.stack(num_batches_tracked).add(1).to(",
         ("shared_matrix", "operators"),
     ),
     Defect(
@@ -948,5 +948,40 @@ DEFECTS = [
         "rows, columns = offsets",
         "columns, rows = offsets",
         ("images", "data", "training"),
+    ),
+    Defect(
+        "a CUDA graph is replayed on the batch before",
+        "training/cuda_graph.py",
+        "self.images.copy_(images)",
+        "images.copy_(images)",
+        ("cuda_graph",),
+    ),
+    Defect(
+        "gradients of a CUDA graph do not reach the optimizer",
+        "training/cuda_graph.py",
+        "parameter.grad = grad",
+        "parameter.grad = None",
+        ("cuda_graph",),
+    ),
+    Defect(
+        "a Triton kernel compiled for aligned tensors is launched on others",
+        TRITON + "launch.py",
+        "key.append(argument % 16 == 0)",
+        "key.append(True)",
+        ("triton_launch",),
+    ),
+    Defect(
+        "a Triton kernel compiled for int32 is launched on an int64",
+        TRITON + "launch.py",
+        "argument % 16 == 0, argument <= MAX_INT32",
+        "argument % 16 == 0, True",
+        ("triton_launch",),
+    ),
+    Defect(
+        "a cumulative average is read from the device",
+        RUNNING,
+        "weights = torch.stack(num_batches_tracked).to(batch[0].dtype).reciprocal()",
+        "weights = torch.tensor([1 / count.item() for count in num_batches_tracked], dtype=batch[0].dtype)",
+        ("device_synchronization",),
     ),
 ]
