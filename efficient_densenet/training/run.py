@@ -13,6 +13,7 @@ import torch.distributed as dist
 from .. import __version__
 from .._archive import to_archive
 from . import files, models, run_format, run_state
+from .cuda_graph import check_cuda_graph
 from .data import SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
@@ -48,6 +49,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         if state:
             options = parse(run_state.merge_options(state, given), efficient_engine)
             check_options(options.workers, options.lr)
+        check_cuda_graph(options, context)
         if options.sync_bn and state is None and not dist.is_torchelastic_launched():
             raise ValueError(
                 "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
