@@ -37,11 +37,10 @@ L2 = COUNTING_DEVICE.l2_bytes
 
 
 class Bounds(NamedTuple):
-    """The most operations of ATen and Triton launches in a step of the shared engine in TF32; launches that a layer
-    adds to the forward and to the backward; bytes and tensor peak over plain's."""
+    """The most launches, of Triton kernels and of ATen's operations, in a step of the shared engine in TF32; those that
+    a layer adds to the forward and to the backward; bytes and tensor peak over plain's."""
 
-    aten: int
-    triton: int
+    launches: int
     layer_forward: float
     layer_backward: float
     traffic_ratio: float
@@ -49,8 +48,8 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    ("densenet_bc_100_12", 256): Bounds(1596, 545, 14, 28, 0.433, 0.0781),
-    ("densenet121", 64): Bounds(2135, 661, 14.5, 30, 0.645, 0.1088),
+    ("densenet_bc_100_12", 256): Bounds(933, 7, 11, 0.433, 0.0781),
+    ("densenet121", 64): Bounds(1327, 7.5, 13, 0.644, 0.1087),
 }
 
 PLAIN_LAUNCHES = {"densenet_bc_100_12": 1265, "densenet121": 1580}
@@ -217,8 +216,9 @@ def launched_kernels():
     return kernels - called
 
 
-def test_the_table_has_every_kernel_and_no_other():
-    assert launched_kernels() == KERNELS.keys()
+def test_the_table_has_every_kernel():
+    assert "conv1x1_forward" in launched_kernels()
+    assert launched_kernels() <= KERNELS.keys()
 
 
 def test_the_bytes_of_a_launch():
@@ -237,6 +237,12 @@ def test_what_is_accumulated_is_read_unless_it_is_overwritten(overwrite):
     grads = torch.empty(4, 16, device="meta")
     rows = model_of("conv1x1_backward").traffic("", (1, 1), {"grad_accum": grads, "OVERWRITE": overwrite})
     assert rows == [Traffic(256)] * (1 if overwrite else 2)
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_an_argument_that_is_not_used_is_not_counted(needed):
+    arguments = {"grad_weight": torch.empty(4, 16, device="meta"), "HAS_GRAD_WEIGHT": needed}
+    assert model_of("finish_backward").traffic("", (1,), arguments) == [Traffic(256)] * needed
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -261,8 +267,8 @@ def test_few_launches_few_bytes_and_little_memory(counted):
     configuration, counts = counted
     shared, plain = counts["shared"], counts["plain"]
     ratios = shared.bytes / plain.bytes, shared.tensor_peak / plain.tensor_peak
-    numbers = shared.aten, shared.triton, shared.layer_forward, shared.layer_backward, *ratios
-    found, bounds = Bounds(*numbers), BOUNDS[configuration]
+    found = Bounds(shared.launches, shared.layer_forward, shared.layer_backward, *ratios)
+    bounds = BOUNDS[configuration]
     assert all(number <= bound for number, bound in zip(found, bounds, strict=True)), found
 
 
