@@ -146,7 +146,7 @@ def _fused(computation: Computation) -> Computation | None:
     name = computation.name
     if name in ("relu", "relu_", "threshold_backward", "_to_copy"):
         return None
-    if name in ("add", "add_"):
+    if name in ("add", "add_") and computation.phase == "backward":
         return dataclasses.replace(computation, launches=0, traffic=computation.traffic[:1])
     if "batch_norm" in name:
         return dataclasses.replace(computation, launches=2)
@@ -165,4 +165,5 @@ def _seconds(computation: Computation, device: Device, precision: str, launched_
         return max(moving, shortest)
     by = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(computation.product_dtype, "float32")
     by = "tf32" if (by, precision) == ("float32", "tf32") else by
-    return max(moving, shortest, computation.flops / (device.flops[by] * FLOPS_FRACTION[by]))
+    reached = max(device.flops[each] * FLOPS_FRACTION[each] for each in (by, "float32"))  # tensor cores or others
+    return max(moving, shortest, computation.flops / reached)

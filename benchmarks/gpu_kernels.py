@@ -17,13 +17,15 @@ class Access(NamedTuple):
     `again_for` is the grid axis for each tile of which the operand is read again. Axis 0 is not named here: its program
     instances start one after another and find what their neighbours have read in the L2 cache. Along another axis that
     holds only where the operand is smaller than the cache.
-    `accumulates` marks a result that is read too, unless the kernel is launched with OVERWRITE.
+    `accumulates` marks a result that is read too, unless the kernel is launched with OVERWRITE. `only_with` names a
+    constant without which the kernel does not use the argument, in whose place any other tensor may stand.
     """
 
     reads: int = 0
     writes: int = 0
     again_for: int | None = None
     accumulates: bool = False
+    only_with: str = ""
 
 
 READ, WRITE, ACCUMULATE = Access(reads=1), Access(writes=1), Access(writes=1, accumulates=True)
@@ -70,6 +72,8 @@ class KernelModel(NamedTuple):
 
 
 def _traffic(access: Access, tensor: Tensor, grid: tuple[int, ...], arguments: Arguments) -> list[Traffic]:
+    if access.only_with and not arguments.get(access.only_with, True):
+        return []
     nbytes = tensor.numel() * tensor.element_size()
     reads = access.reads + (access.accumulates and not arguments.get("OVERWRITE", False))
     again = 0 if access.again_for is None else grid[access.again_for] - 1
@@ -86,9 +90,15 @@ KERNELS: dict[str, KernelModel] = {
     "affine_relu_pool_backward": KernelModel(
         {"partial_sums": WRITE, "grad_accum": ACCUMULATE, "grad_output": READ, "values": READ}
     ),
-    "batch_norm_grad_input": KernelModel({"output": WRITE, "grad_accum": READ, "values": READ}),
+    "batch_norm_grad_input": KernelModel({"output": WRITE, "grad_accum": READ, "values": READ, "sums": READ}),
     "conv1x1_forward": KernelModel(
-        {"output": WRITE, "stats": WRITE, "values": READ, "weight": READ}, lambda arguments: 1
+        {
+            "output": WRITE,
+            "stats": Access(writes=1, only_with="WITH_STATISTICS"),
+            "values": READ,
+            "weight": READ,
+        },
+        lambda arguments: 1,
     ),
     "conv1x1_backward": KernelModel(
         {
@@ -96,13 +106,57 @@ KERNELS: dict[str, KernelModel] = {
             "partial_sums": WRITE,
             "grad_accum": ACCUMULATE,
             "grad_output": READ,  # by the tiles of channels, grid axis 0, one after another
+            "output": Access(reads=1, only_with="HAS_SUMS"),
+            "output_grad_accum": READ,
+            "out_sums": Access(reads=1, only_with="HAS_SUMS"),
             "values": READ,
             "weight": Access(reads=1, again_for=1),
         },
         _of_backward,
     ),
+    "conv3x3_forward": KernelModel(
+        {
+            "output": WRITE,
+            "stats": Access(writes=1, only_with="HAS_STATISTICS"),
+            "values": READ,  # for each tap, from a cache
+            "weight": Access(reads=1, again_for=1),
+        },
+        lambda arguments: 9,
+    ),
+    "conv3x3_grad_input": KernelModel(
+        {
+            "partial_sums": WRITE,
+            "grad_accum": ACCUMULATE,
+            "grad_output": READ,
+            "values": READ,
+            "weight": Access(reads=1, again_for=1),
+        },
+        lambda arguments: 9,
+    ),
+    "conv3x3_grad_weight": KernelModel(
+        {"partial_grad_weight": WRITE, "grad_output": Access(reads=1, again_for=1), "values": READ},
+        lambda arguments: 9,
+    ),
+    "finish_backward": KernelModel(
+        {
+            "grad_norm_bias": WRITE,
+            "grad_norm_weight": WRITE,
+            "grad_weight": Access(writes=1, only_with="HAS_GRAD_WEIGHT"),
+            "sums": Access(reads=1, writes=1, only_with="HAS_SUMS"),
+            "partial_sums": READ,
+            "partial_grad_weight": Access(reads=1, only_with="HAS_GRAD_WEIGHT"),
+        }
+    ),
     "tile_statistics": KernelModel({"stats": WRITE, "values": READ}),
     "combine_statistics": KernelModel({"result": WRITE, "stats": Access(reads=2)}),
+    "image_statistics": KernelModel({"stats": WRITE, "values": READ}),
+    "norm_relu_max_pool_forward": KernelModel({"output": WRITE, "values": READ}),
+    "norm_relu_max_pool_backward_reduce": KernelModel(
+        {"indices": WRITE, "partial_sums": WRITE, "grad_output": READ, "values": READ}
+    ),
+    "norm_relu_max_pool_backward": KernelModel(
+        {"grad_values": WRITE, "indices": READ, "grad_output": READ, "values": READ}
+    ),
 }
 """The kernels of `efficient_densenet.engines.kernels.triton_gpu`."""
 

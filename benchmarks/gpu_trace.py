@@ -137,6 +137,7 @@ class TracingMode(TorchDispatchMode):
         model, named = model_of(name), dict(zip(parameters, arguments, strict=False)) | constants
         tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         flops = model.flops(named)
+        factor = next((tensors[each] for each in ("weight", "grad_output", "values") if each in tensors), None)
         self.trace.computations.append(
             Computation(
                 name=name,
@@ -145,7 +146,7 @@ class TracingMode(TorchDispatchMode):
                 launches=1,
                 traffic=tuple(model.traffic(name, grid, named)),
                 flops=flops,
-                product_dtype=tensors["weight"].dtype if flops else None,
+                product_dtype=factor.dtype if flops and factor is not None else None,
                 grid=grid,
                 shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
             )

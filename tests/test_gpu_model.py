@@ -23,10 +23,11 @@ from gpu_model import COUNTING_DEVICE
 from gpu_step import kernels_chosen, trace_step
 from gpu_trace import Computation, StepTrace, TracingMode, launches_replaced
 from options import parse_arguments
-from settings import Setting
+from settings import LAYOUTS, Setting, architecture
 
 from efficient_densenet import DenseNet
 from efficient_densenet.memory import tensor_peak
+from efficient_densenet.models.zoo import VARIANTS
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -36,11 +37,10 @@ L2 = COUNTING_DEVICE.l2_bytes
 
 
 class Bounds(NamedTuple):
-    """The most operations of ATen and Triton launches in a step of the shared engine in TF32; launches that a layer
-    adds to the forward and to the backward; bytes and tensor peak over plain's."""
+    """The most launches, of Triton kernels and of ATen's operations, in a step of the shared engine in TF32; those that
+    a layer adds to the forward and to the backward; bytes and tensor peak over plain's."""
 
-    aten: int
-    triton: int
+    launches: int
     layer_forward: float
     layer_backward: float
     traffic_ratio: float
@@ -48,8 +48,8 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    ("densenet_bc_100_12", 256): Bounds(1596, 545, 14, 28, 0.433, 0.0781),
-    ("densenet121", 64): Bounds(2135, 661, 14.5, 30, 0.645, 0.1088),
+    ("densenet_bc_100_12", 256): Bounds(933, 7, 11, 0.433, 0.0781),
+    ("densenet121", 64): Bounds(1327, 7.5, 13, 0.644, 0.1087),
 }
 
 PLAIN_LAUNCHES = {"densenet_bc_100_12": 1265, "densenet121": 1580}
@@ -149,26 +149,42 @@ def test_the_memory_of_tensors_is_the_allocators_on_the_cpu():
 
 
 def step_on(device, setting):
-    """The trace of a step that runs: the same Triton launches, through the interpreter where there is no GPU."""
+    """The trace of a step that runs, through Triton's interpreter where there is no GPU."""
     torch.manual_seed(0)
-    network = DenseNet(**gpu_model.architecture(setting.model), efficient="shared").to(device)
+    memory_format = LAYOUTS[setting.layout]
+    network = DenseNet(**architecture(setting.model), efficient="shared").to(device, memory_format=memory_format)
     images = torch.randn(setting.batch_size, 3, setting.image_size, setting.image_size, device=device)
+    images = images.contiguous(memory_format=memory_format)
     labels = torch.zeros(setting.batch_size, dtype=torch.long, device=device)
     mode = TracingMode(device, [*network.parameters(), *network.buffers(), images, labels])
     with kernels_chosen(triton=True), launches_replaced(mode.add_launch, also_launch=True), mode:
-        loss = F.cross_entropy(network(images), labels)
+        with torch.autocast(device, torch.bfloat16, enabled=setting.precision == "bf16"):
+            output = network(images)
+        loss = F.cross_entropy(output.float(), labels)
         mode.phase = "backward"
         loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
     return mode.trace
 
 
-def test_the_trace_of_meta_tensors_is_that_of_a_step_that_runs():
-    expected, trace = step_on(DEVICE, TINY), trace_step(TINY, "shared")
+@pytest.mark.parametrize(
+    ("model", "image_size", "precision", "layout"),
+    [
+        (TINY.model, 8, "float32", "contiguous"),
+        (TINY.model, 8, "float32", "channels_last"),
+        (TINY.model, 8, "bf16", "contiguous"),
+        ("with_stem", 32, "float32", "contiguous"),
+    ],
+)
+def test_the_trace_of_meta_tensors_is_that_of_a_step_that_runs(model, image_size, precision, layout, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "with_stem", architecture(TINY.model) | {"small_inputs": False})
+    setting = Setting(model, 2, image_size, precision, layout, "cuda", 1)
+    expected, trace = step_on(DEVICE, setting), trace_step(setting, "shared")
     launched, on_meta = ([each for each in t.computations if each.is_triton] for t in (expected, trace))
     assert len(launched) > 20
     assert on_meta == launched
-    if DEVICE == "cpu":
+    # On a CPU the portable stem pools in another memory format, and autocast casts other functions of PyTorch too.
+    if DEVICE == "cpu" and model == TINY.model and precision == "float32":
         assert [each.name for each in trace.computations] == [each.name for each in expected.computations]
 
 
@@ -200,8 +216,9 @@ def launched_kernels():
     return kernels - called
 
 
-def test_the_table_has_every_kernel_and_no_other():
-    assert launched_kernels() == KERNELS.keys()
+def test_the_table_has_every_kernel():
+    assert "conv1x1_forward" in launched_kernels()
+    assert launched_kernels() <= KERNELS.keys()
 
 
 def test_the_bytes_of_a_launch():
@@ -220,6 +237,12 @@ def test_what_is_accumulated_is_read_unless_it_is_overwritten(overwrite):
     grads = torch.empty(4, 16, device="meta")
     rows = model_of("conv1x1_backward").traffic("", (1, 1), {"grad_accum": grads, "OVERWRITE": overwrite})
     assert rows == [Traffic(256)] * (1 if overwrite else 2)
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_an_argument_that_is_not_used_is_not_counted(needed):
+    arguments = {"grad_weight": torch.empty(4, 16, device="meta"), "HAS_GRAD_WEIGHT": needed}
+    assert model_of("finish_backward").traffic("", (1,), arguments) == [Traffic(256)] * needed
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -244,8 +267,8 @@ def test_few_launches_few_bytes_and_little_memory(counted):
     configuration, counts = counted
     shared, plain = counts["shared"], counts["plain"]
     ratios = shared.bytes / plain.bytes, shared.tensor_peak / plain.tensor_peak
-    numbers = shared.aten, shared.triton, shared.layer_forward, shared.layer_backward, *ratios
-    found, bounds = Bounds(*numbers), BOUNDS[configuration]
+    found = Bounds(shared.launches, shared.layer_forward, shared.layer_backward, *ratios)
+    bounds = BOUNDS[configuration]
     assert all(number <= bound for number, bound in zip(found, bounds, strict=True)), found
 
 
