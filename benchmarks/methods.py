@@ -79,10 +79,10 @@ METHODS: dict[str, Method] = {
     "torchvision_converted": Method("torchvision's, `make_efficient`", _torchvision_converted, "torchvision"),
     "timm": Method("timm's DenseNet", partial(_timm, memory_efficient=False), "timm"),
     "timm_efficient": Method("timm's, `memory_efficient=True`", partial(_timm, memory_efficient=True), "timm"),
-    "compile_plain": Method("`torch.compile` of `plain`", partial(_compiled, efficient="plain")),
-    "compile_shared": Method("`torch.compile` of `shared`", partial(_compiled, efficient="shared")),
     "graph_plain": Method("a CUDA graph of `plain`", partial(_ours, efficient="plain"), as_cuda_graph=True),
     "graph_shared": Method("a CUDA graph of `shared`", partial(_ours, efficient="shared"), as_cuda_graph=True),
+    "compile_plain": Method("`torch.compile` of `plain`", partial(_compiled, efficient="plain")),
+    "compile_shared": Method("`torch.compile` of `shared`", partial(_compiled, efficient="shared")),
 }
 
 

@@ -69,8 +69,8 @@ kernel_tests() { # kernel_tests <file>...: in several processes, since most of t
 
 tests=(tests/test_triton_kernels.py tests/test_triton_conv3x3.py tests/test_triton_stem.py)
 tests+=(tests/test_triton_launch.py tests/test_cuda_graph.py)
-first=plain,shared,compile_plain,compile_shared
-graphs=plain,graph_plain,graph_shared
+graphs=plain,shared,graph_plain,graph_shared
+compiled=compile_plain,compile_shared
 others=official,checkpoint,shared_keep,torchvision_efficient,timm_efficient
 if [[ -z $python ]]; then
     echo "error: found neither python3 nor python: name an interpreter that has torch with PYTHON=..." >&2
@@ -79,9 +79,9 @@ elif [[ ${1:-} == --dry-run ]]; then
     tiny=(--device cpu --model densenet_bc_10_4 --batch_size 2 --image_size 8)
     kernel_tests tests/test_triton_launch.py
     gradients 100 "${tiny[@]}" --precision float32,bf16
-    measure 100 "${tiny[@]}" --rounds 1 --methods plain,shared,$graphs
+    measure 100 "${tiny[@]}" --rounds 1 --methods $graphs
     measure 100 "${tiny[@]}" --rounds 1 --methods plain --layout channels_last
-    profile 100 "${tiny[@]}" --methods plain,shared,$graphs
+    profile 100 "${tiny[@]}" --methods $graphs
 elif [[ $# -gt 0 ]]; then
     echo "error: unknown option $1: there is --dry-run" >&2
     exit 2
@@ -94,14 +94,12 @@ else
     unset TRITON_INTERPRET
     kernel_tests "${tests[@]}"
     gradients 40 "${small[@]}" --batch_size 64 --precision float32,tf32,bf16
-    measure 110 "${small[@]}" --batch_size 256 --precision tf32 --methods $first
-    measure 110 "${big[@]}" --precision tf32 --methods $first
-    measure 40 "${small[@]}" --batch_size 64 --precision tf32 --methods plain,shared,$graphs
-    measure 40 "${small[@]}" --batch_size 256 --precision tf32 --methods $graphs
-    measure 40 "${big[@]}" --precision tf32 --methods $graphs
-    profile 40 "${small[@]}" --batch_size 64 --precision tf32 --methods plain,shared
-    profile 30 "${small[@]}" --batch_size 256 --precision tf32 --methods plain,shared
-    profile 30 "${big[@]}" --precision tf32 --methods plain,shared
+    measure 140 "${small[@]}" --batch_size 256 --precision tf32 --methods $graphs,$compiled
+    measure 140 "${big[@]}" --precision tf32 --methods $graphs,$compiled
+    measure 40 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
+    profile 25 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
+    profile 25 "${small[@]}" --batch_size 256 --precision tf32 --methods plain,shared
+    profile 25 "${big[@]}" --precision tf32 --methods plain,shared
     measure 40 "${small[@]}" --batch_size 256 --precision tf32 --layout channels_last --methods plain,shared
     measure 40 "${big[@]}" --precision tf32 --layout channels_last --methods plain,shared
     gradients 40 "${big[@]}" --precision float32,tf32

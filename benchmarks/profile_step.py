@@ -8,6 +8,7 @@ Writes a text file a method to benchmarks/results. On the CPU, which is its own 
 import re
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from methods import choose
 from options import run_command
 from settings import Setting, as_list, expand
+from torch.autograd import DeviceType
 from worker import Training, device_name
 
 STEPS = 5
@@ -83,17 +85,24 @@ def _table(training: Training) -> str:
     with torch.profiler.profile(activities=activities, acc_events=True) as profiled:
         training.step()
         _synchronize(training)
-    own_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    events = [event for event in profiled.key_averages() if getattr(event, own_time) > 0]
+    return "\n".join(longest(profiled.key_averages(), on_gpu))
+
+
+def longest(events: Iterable[Any], on_gpu: bool) -> list[str]:
+    """A line for all events together, and one for each of those that take longest. Their times are in microseconds.
+
+    On a GPU the operations that launched kernels have the kernels' times too, and are left out.
+    """
     if on_gpu:
-        events = [event for event in events if event.device_type != torch.autograd.DeviceType.CPU]
-    events.sort(key=lambda event: -getattr(event, own_time))
-    total, calls = sum(getattr(event, own_time) for event in events), sum(event.count for event in events)
+        own = {event: event.self_device_time_total for event in events if event.device_type != DeviceType.CPU}
+    else:
+        own = {event: event.self_cpu_time_total for event in events}
+    total, calls = sum(own.values()), sum(event.count for event in own)
     lines = [f"{calls} {'kernels' if on_gpu else 'operations'} a step, together {total / 1000:.2f} ms:"]
-    for event in events[:NUM_KERNELS]:
-        own = getattr(event, own_time)
-        lines.append(f"{own / 1000:9.3f} ms  {own / total:5.1%}  {event.count:5} ×  {event.key[:90]}")
-    return "\n".join(lines)
+    for event in sorted(own, key=lambda event: -own[event])[:NUM_KERNELS]:
+        share = own[event] / total if total else 0.0
+        lines.append(f"{own[event] / 1000:9.3f} ms  {share:5.1%}  {event.count:5} ×  {event.key[:90]}")
+    return lines
 
 
 def _synchronize(training: Training) -> None:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gradient_check
 import profile_step
@@ -15,6 +16,7 @@ import worker
 from methods import METHODS, choose
 from settings import Setting
 from test_benchmarks import _restore_threads_and_precision  # noqa: F401 (a fixture)
+from torch.autograd import DeviceType
 
 from efficient_densenet.engines import kernels
 
@@ -118,6 +120,23 @@ def test_a_profile_lists_what_takes_longest(tmp_path):
         assert shares == sorted(shares, reverse=True)
 
 
+def test_a_profile_of_a_gpu_lists_kernels_and_not_what_launched_them():
+    class Event(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    times = {"aten::mm": (DeviceType.CPU, 400), "sgemm": (DeviceType.CUDA, 100), "copy": (DeviceType.CUDA, 300)}
+    events = [
+        Event(key=key, device_type=device, count=2, self_device_time_total=time, self_cpu_time_total=9)
+        for key, (device, time) in times.items()
+    ]
+    total, *lines = profile_step.longest(events, on_gpu=True)
+    assert total == "4 kernels a step, together 0.40 ms:"
+    assert [line.split() for line in lines] == [
+        ["0.300", "ms", "75.0%", "2", "×", "copy"],
+        ["0.100", "ms", "25.0%", "2", "×", "sgemm"],
+    ]
+
+
 def _run_on_gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     script = ["bash", str(ROOT / "benchmarks" / "on_gpu.sh"), *arguments]
     environment = os.environ | {"PYTHON": sys.executable} | environment
@@ -160,6 +179,6 @@ def test_an_interpreter_is_found_or_its_lack_is_a_sentence(tmp_path):
 def test_the_gpu_script_names_tests_methods_and_options_that_exist():
     script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
     assert (ROOT / re.search(r"tests/test_\w+\.py", script)[0]).exists()
-    lists = re.findall(r"(?:^(?:first|graphs|others)=|--methods )([\w,]+)", script, re.MULTILINE)
+    lists = re.findall(r"(?:^(?:graphs|compiled|others)=|--methods )([\w,]+)", script, re.MULTILINE)
     assert len(lists) > 5
     assert {name for names in lists for name in names.split(",") if name} <= METHODS.keys()
