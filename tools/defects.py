@@ -140,9 +140,9 @@ DEFECTS = [
     ),
     Defect(
         "gradients of a norm's weight and bias swapped",
-        BACKWARD,
-        "grads = [norm.grad_weight, norm.grad_bias, grad_conv]",
-        "grads = [norm.grad_bias, norm.grad_weight, grad_conv]",
+        INTERFACE,
+        "grads = self.grad_weight, self.grad_bias",
+        "grads = self.grad_bias, self.grad_weight",
         STAGE_TESTS,
     ),
     Defect(

@@ -14,7 +14,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ...precision import as_dtype
 from .. import portable
 from ..interface import (
     AffineInput,
@@ -234,7 +233,8 @@ def _cudnn_conv_backward(
         if grad_weight is not None:
             grad_weight.add_(grad_weight_tile)
         elif accumulator.needs_grad_weight:
-            grad_weight = as_dtype(grad_weight_tile, torch.float32)
+            # cuDNN's own layout is channels_last; a parameter's gradient is contiguous.
+            grad_weight = grad_weight_tile.to(torch.float32, memory_format=torch.contiguous_format)
         tile_shape = torch.Size([len(activation), *shape[1:]])
         partial_sums.append(
             _affine_relu_pool_backward(
