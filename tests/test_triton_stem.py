@@ -1,6 +1,5 @@
 """The stem's Triton kernels agree with plain modules: on a GPU if there is one, else through Triton's interpreter."""
 
-import copy
 import importlib
 import inspect
 import itertools
@@ -8,21 +7,14 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from grids import grid
-from helpers import add_conv_biases, assert_close, assert_same_buffers, backward, freeze_norms, small_model, with_engine
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 from triton_resources import ARCHITECTURES, POINTERS, Compilation, compile_all
 
-from efficient_densenet import DenseNet
-from efficient_densenet.engines import dispatch, kernels
 from efficient_densenet.engines.kernels.interface import BatchNormAffine, StatisticsOutput
-from efficient_densenet.engines.stem import fused
-from efficient_densenet.engines.stem.plan import Conv, MaxPool, StemSpec
-from efficient_densenet.norms.sync_batch_norm import synchronize_norms
+from efficient_densenet.engines.stem.plan import MaxPool
 
 pytest.importorskip("triton", reason="needs Triton")
 triton_stem = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.stem")
@@ -41,32 +33,10 @@ POOLS = {
 }
 
 
-@pytest.fixture
-def fused_stems(monkeypatch) -> list[bool]:
-    """Let the kernels run every stem that they could run on a GPU; whether they did, for each forward and backward."""
-    can_fuse, asked = fused.can_fuse, []
-
-    def everywhere(*arguments):
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "triton_supports", lambda values: True)
-            asked.append(can_fuse(*arguments))
-        return asked[-1]
-
-    monkeypatch.setattr("efficient_densenet.engines.stem.operators.can_fuse", everywhere)
-    return asked
-
-
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     """Fewer channels and more rows: the images here have few channels."""
     monkeypatch.setattr(triton_stem, "_TILE", {False: (128, 4), True: (64, 4)})
-
-
-@pytest.fixture
-def few_tiles(_small_tiles, monkeypatch):
-    """Larger tiles: the interpreter's time is that of the operations, whatever the size of what they operate on."""
-    monkeypatch.setattr(triton_stem, "_TILE", dict.fromkeys((False, True), (1024, 8)))
-    monkeypatch.setattr(triton_stem, "_STATISTICS_TILE", dict.fromkeys((False, True), (1024, 8)))
 
 
 class Case:
@@ -220,199 +190,6 @@ def test_program_instances_that_loop(instances, monkeypatch):
     _, *found = case.norm_gradients()
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
-
-
-def _stem_step(model: DenseNet, x: Tensor) -> list[Tensor]:
-    """The stem's output, and the gradients of x and of its parameters."""
-    x = x.detach().requires_grad_()
-    result = dispatch.run_stem(list(model.features), model.features.denseblock1, x)
-    output = model.features[:4](x) if result is None else result[0]
-    generator = torch.Generator().manual_seed(3)
-    grad = torch.randn(output.shape, generator=generator).to(output)
-    parameters = list(model.features[:4].parameters())
-    return [output.detach(), *torch.autograd.grad(output, [x, *parameters], grad)]
-
-
-@pytest.mark.usefixtures("few_tiles")
-@pytest.mark.parametrize(
-    *grid(
-        size=[(31, 17), (23, 40), (9, 8)],
-        batch=[1, 3],
-        memory_format=FORMATS,
-        frozen=[False, True],
-        bias=[False, True],
-        autocast=[False, True],
-    )
-)
-def test_errors_are_at_most_twice_plain_s(size, batch, memory_format, frozen, bias, autocast, fused_stems):
-    exact = small_model("imagenet", efficient=False, block_config=(2,)).to(DEVICE, memory_format=memory_format)
-    if bias:
-        add_conv_biases(exact, "conv0")
-    if frozen:
-        freeze_norms(exact, "norm0")
-    plain = copy.deepcopy(exact).float()
-    ours = with_engine(plain, "shared")
-    x = torch.randn(batch, 3, *size, dtype=torch.double) + 5  # a mean that is large beside the deviation
-    x = x.contiguous(memory_format=memory_format).to(DEVICE)
-    reference = _stem_step(exact, x)
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        found, expected = _stem_step(ours, x.float()), _stem_step(plain, x.float())
-    assert fused_stems == [True, True]
-    assert found[0].dtype == expected[0].dtype
-    assert found[0].stride() == expected[0].stride()
-    for ours_value, theirs, right in zip(found, expected, reference, strict=True):
-        error, allowed = ((tensor.double() - right).norm() for tensor in (ours_value, theirs))
-        assert error <= 2 * allowed + 1e-6 * right.norm()
-    assert_same_buffers(ours, plain, 1e-5)
-
-
-@pytest.mark.usefixtures("few_tiles")
-@pytest.mark.parametrize("memory_format", FORMATS)
-def test_a_network_s_step(memory_format, fused_stems):
-    truth = small_model("imagenet", efficient=False)
-    plain = copy.deepcopy(truth).float().to(DEVICE, memory_format=memory_format)
-    ours = with_engine(plain, "shared")
-    x = torch.randn(2, 3, 69, 75, dtype=torch.double)
-    steps = []
-    for model in (truth, plain, ours):
-        inputs = x if model is truth else x.float().to(DEVICE).contiguous(memory_format=memory_format)
-        output, grad = backward(model, inputs)
-        steps.append([tensor.double().cpu() for tensor in (output, grad, *(p.grad for p in model.parameters()))])
-    assert fused_stems == [True, True]
-    for right, expected, found in zip(*steps, strict=True):
-        assert (found - right).norm() <= 2 * (expected - right).norm() + 1e-5 * (1 + right.norm())
-    assert_same_buffers(ours, plain, 1e-5)
-
-
-@pytest.mark.usefixtures("few_tiles")
-@pytest.mark.parametrize(
-    ("name", "frozen"),
-    [("conv0.weight", False), ("conv0.bias", True), ("norm0.weight", True), ("norm0.bias", False), ("x", True)],
-)
-def test_one_tensor_alone_requires_a_gradient(name, frozen, fused_stems):
-    plain = add_conv_biases(small_model("imagenet", efficient=False, block_config=(2,)), "conv0").float()
-    if frozen:
-        freeze_norms(plain, "norm0")
-    plain.to(DEVICE).requires_grad_(False)
-    inputs, grads = torch.randn(2, 3, 19, 13, device=DEVICE), []
-    for model in (with_engine(plain, "shared"), plain):
-        x = inputs.clone()
-        tensor = (x if name == "x" else model.features.get_parameter(name)).requires_grad_()
-        grads += torch.autograd.grad(model(x).sum(), tensor)
-    assert fused_stems == [True, True]
-    assert_close(grads[0], grads[1], 1e-5)
-
-
-@pytest.mark.usefixtures("few_tiles")
-def test_second_derivatives(fused_stems):
-    plain = small_model("imagenet", efficient=False, block_config=(1,)).float().to(DEVICE)
-    x, found = torch.randn(2, 3, 17, 16, device=DEVICE), []
-    for model in (with_engine(plain, "shared"), plain):
-        inputs = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
-        found += torch.autograd.grad(grad.square().sum(), model.features.conv0.weight)
-    assert fused_stems == [True, True]  # the forward, and its backward in the second derivative
-    assert_close(*found, 1e-4)
-
-
-@pytest.fixture
-def _process_group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="torch's own synchronized norms run on a GPU")
-@pytest.mark.usefixtures("few_tiles", "_process_group_of_one")
-def test_synchronized_norms(fused_stems):
-    plain = small_model("imagenet", efficient=False, block_config=(1,)).float()
-    ours = with_engine(plain, "shared")
-    synchronize_norms(ours, None)
-    x = torch.randn(3, 3, 17, 16)
-    found, expected = _stem_step(ours, x), _stem_step(plain, x)
-    assert fused_stems == [True, True]
-    for ours_value, theirs in zip(found, expected, strict=True):
-        assert_close(ours_value, theirs, 1e-5)
-    assert_same_buffers(ours, plain, 1e-6)
-
-
-class _Operations(TorchDispatchMode):
-    """The names of the operations that are no allocation, no view and no operator of the package."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        name = function.overloadpacket.__name__
-        if function.namespace == "aten" and name not in {"empty", "new_empty", "select", "unbind", "view", "slice"}:
-            self.names.append(name)
-        return function(*arguments, **(options or {}))
-
-
-def test_launches_and_bytes_of_densenet121_s_stem(monkeypatch):
-    """z is written once, and read twice, in the forward and in the backward; its gradient is written over it."""
-    bytes_of_launches = []
-
-    def record(kernel, grid, *arguments, **constants):
-        bytes_of_launches.append(sum(each.nbytes for each in arguments if isinstance(each, Tensor)))
-
-    monkeypatch.setattr(triton_stem.launch, "launch", record)
-    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
-    x, weight = torch.empty(64, 3, 224, 224, device="meta"), torch.empty(64, 3, 7, 7, device="meta")
-    norm, z, pooled = [torch.empty(64, device="meta")] * 2, 64 * 64 * 112**2 * 4, 64 * 64 * 56**2 * 4
-    stem = fused.FusedStem(SPEC, x, weight, None)
-    assert stem.values.nbytes == z
-    with _Operations() as operations:
-        output, statistics = stem.forward(norm, None)
-    assert operations.names == ["mul_"]  # the variance that running statistics take
-    assert len(bytes_of_launches) == 3
-    assert sum(bytes_of_launches) <= 1.01 * (2 * z + pooled)
-    bytes_of_launches.clear()
-    grad_output = torch.empty_like(output)
-    with _Operations() as operations:
-        stem.backward(grad_output, norm, statistics, None, [False, True, True, True])
-    assert operations.names == ["convolution_backward"]
-    assert len(bytes_of_launches) == 3
-    assert sum(bytes_of_launches) <= 1.01 * (3 * z + 2 * pooled + 2 * pooled / 4)
-
-
-SPEC = StemSpec("float32", "float32", False, 1e-5, None, Conv([2, 2], [3, 3], [1, 1], 1), POOLS["3x3"])
-REFUSED = {
-    "double precision": (SPEC._replace(dtype="float64"), (2, 3, 8, 8)),
-    "a dilated pooling": (SPEC._replace(pool=MaxPool([3, 3], [2, 2], [1, 1], [1, 2], False)), (2, 3, 16, 16)),
-    "a large window": (SPEC._replace(pool=MaxPool([6, 5], [2, 2], [1, 1], [1, 1], False)), (2, 3, 64, 64)),
-    "no image": (SPEC, (0, 3, 8, 8)),
-    "nothing to pool": (SPEC._replace(pool=MaxPool([3, 3], [2, 2], [0, 0], [1, 1], False)), (2, 3, 4, 4)),
-    "images beyond 32 bits": (SPEC, (1, 3, 1 << 14, 1 << 14)),
-}
-
-
-def test_which_stems_are_fused(monkeypatch):
-    weight = torch.empty(64, 3, 7, 7, device="meta")
-    x = torch.empty(2, 3, 8, 8, device="meta")
-    assert not fused.can_fuse(SPEC, x, weight)  # not on a GPU
-    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
-    assert fused.can_fuse(SPEC, x, weight)
-    assert fused.can_fuse(SPEC._replace(dtype="bfloat16", frozen=True), x, weight)
-    for what, (spec, shape) in REFUSED.items():
-        assert not fused.can_fuse(spec, torch.empty(shape, device="meta"), weight), what
-    assert not fused.can_fuse(SPEC, torch.empty(2, 3, 8, 8, 8, device="meta"), weight)
-
-
-@pytest.mark.parametrize("ceil_mode", [False, True])
-def test_the_pooled_size_is_pytorch_s(ceil_mode):
-    for kernel_size, stride, padding, dilation in itertools.product([1, 2, 3, 5], [1, 2, 3], [0, 1, 2], [1, 2]):
-        pool = MaxPool([kernel_size], [stride], [padding], [dilation], ceil_mode)
-        for size in range(1, 12):
-            values = torch.empty(1, 1, size)
-            if 2 * padding > kernel_size:
-                continue
-            try:
-                expected = F.max_pool1d(values, kernel_size, stride, padding, dilation, ceil_mode).shape[2]
-            except RuntimeError:
-                expected = 0
-            assert max(0, *pool.pooled_size([size])) == expected, (pool, size)
 
 
 @pytest.mark.parametrize(

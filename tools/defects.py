@@ -648,7 +648,7 @@ DEFECTS = [
         "engines/stem/fused.py",
         "return grad_weight, grad_bias, 1.0",
         "return grad_weight, grad_bias, 1 / self.count",
-        ("triton_stem",),
+        ("fused_stem",),
     ),
     # Choosing an engine and kernels
     Defect(
