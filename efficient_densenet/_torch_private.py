@@ -215,6 +215,11 @@ def foreach_add_(tensors: list[Tensor], value: int) -> None:
     torch._foreach_add_(tensors, value)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its tensor, which may have another dtype."""
+    torch._foreach_copy_(tensors, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float | list[Tensor]) -> None:
     """tensor += weight · (end − tensor), for each tensor with its end and, in a list, its weight."""
     torch._foreach_lerp_(tensors, ends, weight)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,26 +1,40 @@
 """Every kernel as a function of (kernels, case), where a case holds random arguments, and a check of its accuracy."""
 
 import copy
+import functools
 import math
 
 import torch
 
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
+from efficient_densenet.engines.kernels.interface import (
+    AffineInput,
+    BatchNormAffine,
+    BatchNormBackward,
+    Conv1x1,
+    GradAccumulator,
+    StatisticsOutput,
+)
+
+EPS = 1e-3
 
 
 class Case:
     """Random arguments for every operation. Each matrix is a slice of the channels of a wider one.
 
-    `in_float64` returns the same case in float64.
+    `centered` values have no mean to subtract. `in_float64` returns the same case in float64.
     """
 
-    def __init__(self, shape, channels, width, dtype=torch.float32, overwrite=False, device="cpu"):
-        self.device = device
+    def __init__(
+        self, shape, channels, width, dtype=torch.float32, overwrite=False, device="cpu", centered=False, frozen=False
+    ):
+        self.device, self.frozen = device, frozen
         self.overwrite, self.dilation, self.needs_grad_weight = overwrite, 1, True
         self.shape, self.dtype, num_rows = torch.Size(shape), dtype, math.prod(shape)
         self.values, self.grad_accum = self._matrix(num_rows, channels), self._matrix(num_rows, channels)
-        self.scale, self.shift, self.grad_scale = (torch.randn(channels, device=self.device) for _ in range(3))
+        self.norm_weight, self.norm_bias, mean = (torch.randn(channels, device=self.device) for _ in range(3))
+        self.inv_std, self.mean = torch.rand(channels, device=self.device) + 0.5, None if centered else mean
+        self.sums = torch.randn(2, channels + 4, device=self.device)[:, 3 : channels + 3]
         self.weight1x1, self.pooled_weight = self._matrix(width, channels), self._matrix(channels // 2 + 1, channels)
         self.weight3x3 = torch.randn(width, channels, *[3] * (len(shape) - 1), device=self.device).to(dtype)
         self.grad_output, self.grad_affine = self._matrix(num_rows, width), self._matrix(num_rows, channels)
@@ -34,71 +48,109 @@ class Case:
         vars(case).update({k: v.double() for k, v in vars(self).items() if isinstance(v, torch.Tensor)})
         return case
 
+    def norm(self, channels=None):
+        """The norm of the values, or of the first channels."""
+        mean = None if self.mean is None else self.mean[:channels]
+        return BatchNormAffine(self.norm_weight[:channels], self.norm_bias[:channels], self.inv_std[:channels], mean)
+
     @property
     def input(self):
-        return AffineInput(self.values, self.scale, self.shift)
+        return AffineInput(self.values, self.norm())
 
-    def batch_norm_backward(self, grad):
-        """A batch norm's backward whose grad_input is `grad`: half from its values, half from its accumulator."""
-        ones = torch.ones(grad.shape[1], device=self.device, dtype=self.scale.dtype)
-        return BatchNormBackward(AffineInput(grad, 0.5 * ones, 0 * ones), GradAccumulator(0.5 * ones, grad))
+    def accumulator(self, grad_accum, overwrite=False):
+        """Under a frozen norm there are no sums."""
+        sums = None if self.frozen else self.sums.clone()
+        return GradAccumulator(self.norm(), self.frozen, grad_accum, overwrite, self.needs_grad_weight, sums)
+
+    def accumulated(self, accumulator):
+        """What a backward kernel has written."""
+        sums = [] if accumulator.sums is None else [accumulator.sums]
+        return accumulator.norm.grad_bias, accumulator.norm.grad_weight, *sums, accumulator.grad_accum
+
+    def batch_norm_backward(self, values, grad_accum, channels):
+        """A batch norm's backward, with vectors of its own."""
+        if self.frozen:
+            return BatchNormBackward(values, grad_accum)
+        generator = torch.Generator(self.device).manual_seed(channels)
+        vectors = torch.randn(4, channels + 1, device=self.device, generator=generator).to(self.inv_std.dtype)
+        mean, inv_std = vectors[0, 1:], vectors[1, 1:].abs() + 0.5
+        count = len(values)
+        return BatchNormBackward(
+            values, grad_accum, inv_std, None if self.mean is None else mean, vectors[2:, 1:] * count**0.5, count
+        )
+
+    def with_statistics(self, function, channels):
+        """What `function` returns, and the statistics that it writes into columns of a wider matrix."""
+        matrix = torch.zeros(3, channels + 5, device=self.device, dtype=self.inv_std.dtype)
+        result = function(StatisticsOutput(matrix[:, 2 : channels + 2], EPS))
+        assert not matrix[:, :2].any()
+        assert not matrix[:, channels + 2 :].any()
+        return *([] if result is None else [result]), *matrix[:, 2 : channels + 2]
 
     def conv1x1(self, function):
-        """The output of a 1×1 convolution, and what `function`, which computes it, returns."""
+        """The output of a 1×1 convolution that `function` computes."""
         output = self.weight1x1.new_empty(len(self.values), len(self.weight1x1))
-        return output, *(function(Conv1x1(self.input, self.weight1x1, output)) or ())
+        function(Conv1x1(self.input, self.weight1x1, output))
+        return output
+
+    def conv1x1_with_statistics(self, kernels):
+        def function(statistics):
+            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics))
+
+        return self.with_statistics(function, len(self.weight1x1))
+
+    def conv3x3_with_statistics(self, kernels):
+        arguments = self.input, self.weight3x3, self.shape, self.dilation
+        function = functools.partial(kernels.conv3x3_forward_with_statistics, *arguments)
+        return self.with_statistics(function, len(self.weight3x3))
+
+    def grad_bottleneck(self, values):
+        return self.batch_norm_backward(values, self.grad_output, values.shape[1])
 
     def next_bottleneck(self, kernels, conv):
-        accumulator = GradAccumulator(self.grad_scale, self.grad_accum.clone())
-        grad_output = self.batch_norm_backward(self.grad_output)
+        grad_output, accumulator = self.grad_bottleneck(self.grad_output), self.accumulator(self.grad_accum.clone())
         kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
 
     def next_bottleneck_in_place(self, kernels):
         """As the engine calls it: with fewer channels, and in place of the values behind grad_output."""
         fewer, output = max(1, self.values.shape[1] - 2), self.grad_output.clone(memory_format=torch.contiguous_format)
-        input = AffineInput(self.values[:, :fewer], self.scale[:fewer], self.shift[:fewer])
-        grad_accumulator = GradAccumulator(*self.batch_norm_backward(self.grad_output).accumulator[:2])
-        _, scale, shift = self.batch_norm_backward(output).input
-        grad_output = BatchNormBackward(AffineInput(output, scale, shift), grad_accumulator)
-        accumulator = GradAccumulator(self.grad_scale, self.grad_accum.clone())
+        input = AffineInput(self.values[:, :fewer], self.norm(fewer))
+        grad_output, accumulator = self.grad_bottleneck(output), self.accumulator(self.grad_accum.clone())
         conv = Conv1x1(input, self.weight1x1[:, :fewer], output)
-        gradients = kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
-        return *gradients, accumulator.grad_accum, output
+        grad_weight = kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
+        return grad_weight, *self.accumulated(accumulator), output
 
     def backward(self, function, grad_output, *rest):
-        """What a backward kernel returns, and grad_accum, a slice of the channels of a wider buffer."""
+        """What a backward kernel returns and writes; grad_accum is a slice of the channels of a wider buffer."""
         channels = self.grad_accum.shape[1]
         buffer = torch.zeros(len(self.grad_accum), channels + 5, device=self.device, dtype=self.grad_accum.dtype)
-        grad_accum = buffer[:, :channels].copy_(self.grad_accum)
-        accumulator = GradAccumulator(self.grad_scale, grad_accum, self.overwrite, self.needs_grad_weight)
-        gradients = function(grad_output, self.input, *rest[:1], accumulator, *rest[1:])
+        accumulator = self.accumulator(buffer[:, :channels].copy_(self.grad_accum), self.overwrite)
+        grad_weight = function(grad_output, self.input, *rest[:1], accumulator, *rest[1:])
         assert not buffer[:, channels:].any()
-        if rest and not self.needs_grad_weight:
-            assert gradients[0] is None
-            gradients = gradients[1:]
-        return *gradients, grad_accum
+        assert (grad_weight is not None) == (bool(rest) and self.needs_grad_weight)
+        return *([] if grad_weight is None else [grad_weight]), *self.accumulated(accumulator)
 
 
 OPERATIONS = {
-    "batch_statistics": lambda k, c: k.batch_statistics(c.values),
+    "batch_statistics": lambda k, c: c.with_statistics(
+        lambda statistics: k.batch_statistics(c.values, statistics), c.values.shape[1]
+    ),
     "affine_forward": lambda k, c: [k.affine_forward(c.input)],
     "affine_backward": lambda k, c: c.backward(k.affine_backward, c.grad_affine),
-    "conv1x1_forward": lambda k, c: c.conv1x1(k.conv1x1_forward)[:1],
-    "conv1x1_forward_with_statistics": lambda k, c: c.conv1x1(k.conv1x1_forward_with_statistics),
-    "conv1x1_backward": lambda k, c: c.backward(k.conv1x1_backward, c.batch_norm_backward(c.grad_output), c.weight1x1),
-    "conv1x1_next_bottleneck": lambda k, c: c.conv1x1(lambda conv: c.next_bottleneck(k, conv))[:1],
+    "conv1x1_forward": lambda k, c: [c.conv1x1(k.conv1x1_forward)],
+    "conv1x1_forward_with_statistics": lambda k, c: c.conv1x1_with_statistics(k),
+    "conv1x1_backward": lambda k, c: c.backward(k.conv1x1_backward, c.grad_bottleneck(c.grad_output), c.weight1x1),
+    "conv1x1_next_bottleneck": lambda k, c: [c.conv1x1(lambda conv: c.next_bottleneck(k, conv))],
     "conv1x1_next_bottleneck_in_place": lambda k, c: c.next_bottleneck_in_place(k),
     "conv3x3_forward": lambda k, c: [k.conv3x3_forward(c.input, c.weight3x3, c.shape, c.dilation)],
-    "conv3x3_forward_with_statistics": lambda k, c: k.conv3x3_forward_with_statistics(
-        c.input, c.weight3x3, c.shape, c.dilation
-    ),
+    "conv3x3_forward_with_statistics": lambda k, c: c.conv3x3_with_statistics(k),
     "conv3x3_backward": lambda k, c: c.backward(k.conv3x3_backward, c.grad_output, c.weight3x3, c.shape, c.dilation),
     "pooled_conv1x1_forward": lambda k, c: [k.pooled_conv1x1_forward(c.input, c.pooled_weight, c.shape)],
     "pooled_conv1x1_backward": lambda k, c: c.backward(
         k.pooled_conv1x1_backward, c.grad_pooled, c.pooled_weight, c.shape
     ),
     "batch_norm_grad_input": lambda k, c: [
-        k.batch_norm_grad_input(BatchNormBackward(c.input, GradAccumulator(c.grad_scale, c.grad_accum)))
+        k.batch_norm_grad_input(c.batch_norm_backward(c.values, c.grad_accum, c.values.shape[1]))
     ],
 }
 

@@ -20,7 +20,7 @@ from efficient_densenet import DenseBlock
 from efficient_densenet.engines import dispatch as engines
 from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.kernels.interface import Conv1x1
+from efficient_densenet.engines.kernels.interface import Conv1x1, StatisticsOutput
 from efficient_densenet.engines.kernels.numba_cpu import openmp
 from efficient_densenet.memory import tensor_peak
 
@@ -62,6 +62,13 @@ def test_operations_match_portable(operation, shape, channels, width, dtype):
     results, reference = (OPERATIONS[operation](each, case.in_float64()) for each in (operations, portable))
     for actual, expected in zip(results, reference, strict=True):
         assert_close(actual, expected, 1e-13)
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_centered_values_and_frozen_norms(operation, frozen):
+    check(operation, Case((2, 5, 13), 9, 16, centered=not frozen, frozen=frozen))
 
 
 @pytest.mark.parametrize("avx512", [False, True])
@@ -285,7 +292,8 @@ def test_an_output_with_other_strides_is_an_error():
 
 def test_matrices_with_contiguous_columns_are_copied_once():
     values = torch.randn(64, 5000).t()
-    peak = tensor_peak(lambda: operations.batch_statistics(values))
+    statistics = StatisticsOutput(torch.empty(3, 64), 1e-5)
+    peak = tensor_peak(lambda: operations.batch_statistics(values, statistics))
     assert values.nbytes <= peak <= 1.1 * values.nbytes
 
 
@@ -293,8 +301,9 @@ def test_matrices_with_contiguous_columns_are_copied_once():
 def test_variance_of_values_far_from_zero(operation):
     case = Case((50, 9, 7), 16, 16)
     case.values = 1000 + 0.01 * case.values
-    case.scale, case.shift, case.weight1x1 = torch.ones_like(case.scale), 0 * case.shift, torch.eye(16)
-    *_, variance = OPERATIONS[operation](operations, case)
+    case.mean, case.norm_bias, case.weight1x1 = None, 0 * case.norm_bias, torch.eye(16)
+    case.norm_weight = case.inv_std = torch.ones_like(case.inv_std)
+    *_, variance, _ = OPERATIONS[operation](operations, case)
     assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
 
 
@@ -313,7 +322,8 @@ def test_non_finite_values_propagate_as_in_portable(operation):
 def test_mixed_precision_runs_on_portable(operation):
     case = Case((1, 8, 8), 6, 16)
     case.values, case.grad_accum = case.values.double(), case.grad_accum.double()
-    case.scale, case.shift, case.grad_scale = case.scale.double(), case.shift.double(), case.grad_scale.double()
+    vectors = "norm_weight", "norm_bias", "mean", "inv_std", "sums"
+    vars(case).update({name: getattr(case, name).double() for name in vectors})
     results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
     for actual, expected in zip(results, reference, strict=True):
         assert torch.equal(actual, expected)

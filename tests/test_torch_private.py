@@ -18,6 +18,7 @@ from efficient_densenet._torch_private import (
     constant_to_compilers,
     early_stop_enabled,
     foreach_add_,
+    foreach_copy_,
     foreach_lerp_,
     functorch_is_active,
     graph_task_id,
@@ -275,6 +276,9 @@ def test_foreach_operations():
         values = [torch.zeros(1), torch.ones(2)]
         foreach_lerp_(values, [torch.full([1], 4.0), torch.full([2], 5.0)], weight)
         assert [tensor.tolist() for tensor in values] == [[1], [2, 2]]
+    narrowed = [torch.empty(2, dtype=torch.bfloat16), torch.empty(1, dtype=torch.float16)]
+    foreach_copy_(narrowed, [torch.tensor([1.5, 2]), torch.tensor([3.0])])
+    assert [tensor.tolist() for tensor in narrowed] == [[1.5, 2], [3]]
 
 
 def _compiled(function, **options):

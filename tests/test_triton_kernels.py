@@ -92,6 +92,19 @@ def test_a_weight_that_requires_no_gradient(operation):
     check(operation, case)
 
 
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_centered_values_and_frozen_norms(operation, frozen):
+    check(operation, Case((2, 5, 7), 9, 16, centered=not frozen, frozen=frozen))
+
+
+@pytest.mark.parametrize("operation", ["affine_forward", "conv1x1_forward", "conv1x1_backward", "conv3x3_backward"])
+def test_norm_parameters_in_half_precision(operation):
+    case = Case((2, 5, 7), 9, 16)
+    case.norm_weight, case.norm_bias = case.norm_weight.bfloat16(), case.norm_bias.half()
+    check(operation, case)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_program_instances_that_loop_and_tiles_of_one_image(operation, monkeypatch):
     monkeypatch.setattr(triton_kernels, "MAX_PROGRAM_INSTANCES", 2)
@@ -147,8 +160,9 @@ def test_column_major_matrices():
 def test_variance_of_values_far_from_zero(operation):
     case = Case((5, 9, 7), 16, 16)
     case.values = 1000 + 0.01 * case.values
-    case.scale, case.shift, case.weight1x1 = torch.ones_like(case.scale), 0 * case.shift, torch.eye(16, device=DEVICE)
-    *_, variance = OPERATIONS[operation](triton_kernels, case)
+    case.mean, case.norm_bias, case.weight1x1 = None, 0 * case.norm_bias, torch.eye(16, device=DEVICE)
+    case.norm_weight = case.inv_std = torch.ones_like(case.inv_std)
+    *_, variance, _ = OPERATIONS[operation](triton_kernels, case)
     assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
 
 

@@ -15,13 +15,13 @@ class Defect(NamedTuple):
 
 SHARED = "engines/shared/"
 STATISTICS = SHARED + "statistics.py"
-BATCH_NORM = SHARED + "batch_norm.py"
 BACKWARD = SHARED + "backward.py"
 FUNCTION = SHARED + "function.py"
 RUNNING = SHARED + "running.py"
 SPEC = SHARED + "spec.py"
 SECOND_ORDER = SHARED + "second_order.py"
 OPERATORS = SHARED + "operators.py"
+INTERFACE = "engines/kernels/interface.py"
 PORTABLE = "engines/kernels/portable.py"
 NUMBA = "engines/kernels/numba_cpu/"
 TRITON = "engines/kernels/triton_gpu/"
@@ -32,16 +32,16 @@ DEFECTS = [
     # The shared engine
     Defect(
         "batch norm backward without the mean term",
-        BATCH_NORM,
-        "norm.inv_std * per_value, grad_sum * per_value",
-        "norm.inv_std * per_value, 0 * grad_sum",
+        INTERFACE,
+        "constant, slope = (self.sums * per_value).unbind()",
+        "constant, slope = (self.sums * per_value * torch.eye(2)[1:].T).unbind()",
         STAGE_TESTS,
     ),
     Defect(
         "batch norm backward without the product term",
-        BATCH_NORM,
-        "slope, constant = grad_normalized_sum * norm.inv_std",
-        "slope, constant = 0 * grad_normalized_sum * norm.inv_std",
+        INTERFACE,
+        "slope = slope * self.inv_std",
+        "slope = 0 * slope * self.inv_std",
         STAGE_TESTS,
     ),
     Defect(
@@ -67,21 +67,21 @@ DEFECTS = [
     ),
     Defect(
         "eps outside the square root",
-        STATISTICS,
-        "torch.add(variance, self.spec.eps, out=self.inv_std[columns]).rsqrt_()",
-        "torch.rsqrt(variance, out=self.inv_std[columns]).sub_(self.spec.eps)",
-        STAGE_TESTS,
+        PORTABLE,
+        "torch.add(variance, statistics.eps, out=inv_std).rsqrt_()",
+        "torch.rsqrt(variance, out=inv_std).sub_(statistics.eps)",
+        ("triton_kernels", "numba_kernels"),
     ),
     Defect(
         "frozen norm scales its gradient like one with batch statistics",
-        BATCH_NORM,
-        "return self.scale if frozen else self.weight",
-        "return self.weight",
+        INTERFACE,
+        "return self.scale if frozen else as_dtype",
+        "return as_dtype",
         STAGE_TESTS,
     ),
     Defect(
         "frozen norm's mean term left in the gradient of its weight",
-        BATCH_NORM,
+        INTERFACE,
         "if self.mean is not None:\n            centered",
         "if False:\n            centered",
         STAGE_TESTS,
@@ -102,9 +102,9 @@ DEFECTS = [
     ),
     Defect(
         "one channel missing in the gradient of the statistics",
-        STATISTICS,
-        "self.grad_normalized_sum[columns].addcmul_(norm.weight, norm.grad_weight)",
-        "self.grad_normalized_sum[columns][1:].addcmul_(norm.weight[1:], norm.grad_weight[1:])",
+        INTERFACE,
+        "sum_of_products.addcmul_(weight, norm.grad_weight)",
+        "sum_of_products[1:].addcmul_(weight[1:], norm.grad_weight[1:])",
         STAGE_TESTS,
     ),
     Defect(
@@ -134,8 +134,8 @@ DEFECTS = [
     Defect(
         "conv2's gradient lost",
         BACKWARD,
-        "norm.grad_weight, norm.grad_bias, grad_weight",
-        "norm.grad_weight, norm.grad_bias, None",
+        "self._store(place.stop - 4, norm, grad_weight)",
+        "self._store(place.stop - 4, norm, None)",
         STAGE_TESTS,
     ),
     Defect(
@@ -148,7 +148,7 @@ DEFECTS = [
     Defect(
         "bias before a frozen bottleneck norm not subtracted from its mean",
         STATISTICS,
-        "mean = mean if bias is None else mean - bias",
+        "mean.sub_(bias)",
         "pass",
         ("conv_biases",),
     ),
@@ -162,13 +162,13 @@ DEFECTS = [
     Defect(
         "bias of new channels missing in the running mean",
         STATISTICS,
-        "mean if bias is None else mean + bias, variance",
-        "mean, variance",
+        "mean.add_(bias)",
+        "pass",
         ("conv_biases",),
     ),
     Defect(
         "gradient of a bias before a frozen bottleneck norm lost",
-        BATCH_NORM,
+        INTERFACE,
         "return self.scale * self.grad_bias if frozen else",
         "return 0 * self.grad_bias if frozen else",
         ("conv_biases",),
@@ -498,8 +498,8 @@ DEFECTS = [
     Defect(
         "numba: batch norm backward without its constant",
         NUMBA + "affine.py",
-        "values[j] * scale[j] + shift[j] + grad_accum[j]",
-        "values[j] * scale[j] + grad_accum[j]",
+        "values[j] * slope[j] + constant[j] + grad_accum[j]",
+        "values[j] * slope[j] + grad_accum[j]",
         ("numba_kernels",),
     ),
     Defect(
@@ -533,16 +533,16 @@ DEFECTS = [
     ),
     Defect(
         "triton: one split's sums lost",
-        TRITON + "operations.py",
-        "    sums = partial_sums.sum(0)\n",
-        "    sums = partial_sums[: max(1, len(partial_sums) - 1)].sum(0)\n",
+        TRITON + "finishing_kernels.py",
+        "grad_sum = sum_of_splits(partial_sums, splits, ",
+        "grad_sum = sum_of_splits(partial_sums, tl.maximum(splits - 1, 1), ",
         ("triton_kernels",),
     ),
     Defect(
         "triton: one split's grad_weight lost",
-        TRITON + "operations.py",
-        "return partial_grad_weight.sum(0) if",
-        "return partial_grad_weight[: max(1, len(partial_grad_weight) - 1)].sum(0) if",
+        TRITON + "finishing_kernels.py",
+        "total = sum_of_splits(partial_grad_weight, splits, ",
+        "total = sum_of_splits(partial_grad_weight, tl.maximum(splits - 1, 1), ",
         ("triton_kernels",),
     ),
     Defect(

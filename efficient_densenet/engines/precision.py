@@ -14,6 +14,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast_enabled(x) and x.dtype != torch.float64 else x.dtype
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of sums and statistics of values in `dtype`."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)`, in a tenth of the time where there is nothing to do."""
     return x if x.dtype is dtype else x.to(dtype)

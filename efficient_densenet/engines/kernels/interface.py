@@ -6,22 +6,92 @@ be a slice of the channels of a larger matrix: its row stride is then larger tha
 float32 for half precisions, else the values' own.
 """
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..precision import as_dtype
 
-class AffineInput(NamedTuple):
-    """A convolution's input y = relu(scale · values + shift): a batch norm and its ReLU, applied on the fly.
+MEAN, VARIANCE, INV_STD = range(3)
+"""The rows of a matrix of statistics."""
 
-    With mean μ, r = 1 / sqrt(var + eps) and the norm's parameters γ and β: scale = γ · r, shift = β − μ · scale.
-    Where the values have their mean subtracted already, shift = β.
+
+class BatchNormAffine:
+    """One norm as an affine map, and, once a backward kernel has computed them, the norm's own gradients.
+
+    With mean μ, r = 1 / sqrt(var + eps) and the norm's parameters γ and β: y = γ · (x − μ) · r + β = scale · x + shift.
+    `mean` is None where the values are stored centered (less their batch mean).
+
+    `weight` and `bias` have the dtype of the parameters, all else that of the statistics. A kernel may read the vectors
+    themselves, and then nothing is computed from them before it runs.
     """
 
+    grad_weight: Tensor
+    grad_bias: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor, inv_std: Tensor, mean: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self.inv_std, self.mean = inv_std, mean
+
+    @functools.cached_property
+    def scale(self) -> Tensor:
+        """γ · r"""
+        return as_dtype(self.weight, self.inv_std.dtype) * self.inv_std
+
+    @functools.cached_property
+    def shift(self) -> Tensor:
+        """β − μ · scale"""
+        bias = as_dtype(self.bias, self.inv_std.dtype)
+        return bias if self.mean is None else torch.addcmul(bias, self.mean, self.scale, value=-1)
+
+    def input(self, values: Tensor) -> "AffineInput":
+        """What the convolution after the norm reads."""
+        return AffineInput(values, self)
+
+    def grad_scale(self, frozen: bool) -> Tensor:
+        """The factor of the gradient behind the ReLU in the accumulated gradient.
+
+        That is the gradient of the values themselves under a frozen norm, and of the normalized values x̂ under one with
+        batch statistics, whose r and mean terms follow in the batch norm's backward.
+        """
+        return self.scale if frozen else as_dtype(self.weight, self.inv_std.dtype)
+
+    def grad_conv_bias(self, frozen: bool) -> Tensor:
+        """The gradient of the bias of the convolution before the norm, Σ dx over the pixels, from the norm's gradients.
+
+        Batch statistics remove a bias: its gradient is zero, summed over the processes of a sync group.
+        """
+        return self.scale * self.grad_bias if frozen else torch.zeros_like(self.grad_bias)
+
+    def set_gradients(self, grad_sum: Tensor, grad_values_sum: Tensor) -> None:
+        """From Σ grad and Σ grad · values: grad_bias = Σ grad and grad_weight = Σ grad · x̂."""
+        self.grad_bias = grad_sum
+        centered = grad_values_sum
+        if self.mean is not None:
+            centered = torch.addcmul(grad_values_sum, self.mean, grad_sum, value=-1)
+        self.grad_weight = centered * self.inv_std
+
+
+class AffineInput(NamedTuple):
+    """A convolution's input y = relu(scale · values + shift): a batch norm and its ReLU, applied on the fly."""
+
     values: Tensor  # (pixels, channels)
-    scale: Tensor  # (channels,)
-    shift: Tensor  # (channels,)
+    norm: BatchNormAffine
+
+    @property
+    def scale(self) -> Tensor:
+        return self.norm.scale
+
+    @property
+    def shift(self) -> Tensor:
+        return self.norm.shift
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The accumulation dtype."""
+        return self.norm.inv_std.dtype
 
     def tile(self, rows: slice) -> "AffineInput":
         return self._replace(values=self.values[rows])
@@ -30,16 +100,41 @@ class AffineInput(NamedTuple):
 class GradAccumulator(NamedTuple):
     """Where a backward kernel accumulates: grad_accum += grad_scale · grad, or `=` with `overwrite`.
 
-    `needs_grad_weight` is False where the convolution's weight does not require a gradient: grad_weight is then None.
+    `norm` is that of the kernel's input, which gets its grad_weight and grad_bias; γ · grad_bias and γ · grad_weight
+    are added to `sums`, (2, channels), if there are any. `needs_grad_weight` is False where the convolution's weight
+    does not require a gradient: the kernel then returns None.
     """
 
-    grad_scale: Tensor  # (channels,)
+    norm: BatchNormAffine
+    frozen: bool
     grad_accum: Tensor  # (pixels, channels)
     overwrite: bool = False
     needs_grad_weight: bool = True
+    sums: Tensor | None = None
+
+    @property
+    def grad_scale(self) -> Tensor:
+        return self.norm.grad_scale(self.frozen)
 
     def tile(self, rows: slice) -> "GradAccumulator":
         return self._replace(grad_accum=self.grad_accum[rows])
+
+    def finish(self, grad_sum: Tensor, grad_values_sum: Tensor) -> None:
+        """Set the norm's gradients from Σ grad and Σ grad · values, and add to `sums`."""
+        norm = self.norm
+        norm.set_gradients(grad_sum, grad_values_sum)
+        if self.sums is not None:
+            weight, (sum_of_grads, sum_of_products) = norm.grad_scale(False), self.sums.unbind()
+            sum_of_grads.addcmul_(weight, norm.grad_bias)
+            sum_of_products.addcmul_(weight, norm.grad_weight)
+
+
+class StatisticsOutput(NamedTuple):
+    """Where a kernel writes the statistics of its output, (3, channels): mean, biased variance and, from `eps`,
+    1 / sqrt(var + eps)."""
+
+    matrix: Tensor
+    eps: float
 
 
 class Conv1x1(NamedTuple):
@@ -51,37 +146,43 @@ class Conv1x1(NamedTuple):
 
 
 class BatchNormBackward(NamedTuple):
-    """grad_input = scale · values + shift + grad_scale · grad_accum: a batch norm's backward, its two sums being known.
+    """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)): a batch norm's backward, its two sums being known.
 
-    It is r · (g − mean(g) − x̂ · mean(g · x̂)), with the terms in x and the constant ones collected in `input`:
-    grad_scale = r, scale = −r² · mean(g · x̂), shift = −r · mean(g) for values x − μ. Only the fields of the two are
-    borrowed: no ReLU is applied, and `accumulator.grad_accum` is read, not written.
+    g is `grad_accum`, `sums` are Σ g and Σ g · x̂ over `count` rows, (2, channels), and `inv_std` is r. x̂ is
+    (values − mean) · r; `mean` is None where the values are stored centered. Where `sums` is None, as under a frozen
+    norm, `grad_accum` is grad_input already.
     """
 
-    input: AffineInput
-    accumulator: GradAccumulator
+    values: Tensor  # (pixels, channels)
+    grad_accum: Tensor  # (pixels, channels)
+    inv_std: Tensor | None = None
+    mean: Tensor | None = None
+    sums: Tensor | None = None
+    count: int = 1
 
-
-Statistics = tuple[Tensor, Tensor]
-"""Mean and biased variance of each channel, (channels,) each."""
-
-NormSums = tuple[Tensor, Tensor]
-"""Σ grad and Σ grad · values over the rows, grad being the gradient masked by any ReLU: (channels,) each."""
-
-ConvGradients = tuple[Tensor | None, Tensor, Tensor]
-"""grad_weight (None where it is not needed), and the two sums of `NormSums`."""
+    def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """grad_input = slope · values + constant + inv_std · grad_accum, where there are `sums`."""
+        assert self.inv_std is not None
+        assert self.sums is not None
+        per_value = self.inv_std * (-1 / self.count)
+        constant, slope = (self.sums * per_value).unbind()
+        slope = slope * self.inv_std
+        if self.mean is not None:
+            constant = torch.addcmul(constant, self.mean, slope, value=-1)
+        return slope, constant, self.inv_std
 
 
 class Kernels(Protocol):
     """A set of kernels. Modules implement it: `portable`, `numba_cpu.operations`, `triton_gpu.operations`.
 
     `*_forward` reads an `AffineInput` y. `*_backward` computes g, the gradient of y, masks it by the ReLU,
-    accumulates it in `accumulator`, and returns grad_weight and the two sums for the norm's own gradients.
-    `portable` shows each of them in a few lines of PyTorch.
+    accumulates it in `accumulator`, sets the gradients of the accumulator's norm and adds to its sums. That of a
+    convolution returns grad_weight, None where it is not needed. `portable` shows each of them in a few lines of
+    PyTorch.
     """
 
-    def batch_statistics(self, values: Tensor) -> Statistics:
-        """Mean and biased variance over the rows of values, (pixels, channels)."""
+    def batch_statistics(self, values: Tensor, statistics: StatisticsOutput) -> None:
+        """Writes the statistics over the rows of values, (pixels, channels)."""
         ...
 
     def batch_norm_grad_input(self, grad: BatchNormBackward) -> Tensor:
@@ -92,7 +193,7 @@ class Kernels(Protocol):
         """scale · values + shift without ReLU, (pixels, channels): a norm whose output leaves the stage."""
         ...
 
-    def affine_backward(self, grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> NormSums:
+    def affine_backward(self, grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
         """The backward of `affine_forward`, with g = grad_output."""
         ...
 
@@ -100,8 +201,8 @@ class Kernels(Protocol):
         """Writes conv.output."""
         ...
 
-    def conv1x1_forward_with_statistics(self, conv: Conv1x1) -> Statistics:
-        """Writes conv.output and returns its statistics."""
+    def conv1x1_forward_with_statistics(self, conv: Conv1x1, statistics: StatisticsOutput) -> None:
+        """Writes conv.output and its statistics."""
         ...
 
     def conv1x1_backward(
@@ -111,12 +212,12 @@ class Kernels(Protocol):
         weight: Tensor,
         accumulator: GradAccumulator,
         next_bottleneck: Conv1x1 | None = None,
-    ) -> ConvGradients:
+    ) -> Tensor | None:
         """g = grad_output @ weight, grad_weight = grad_output.T @ y, with grad_output computed on the fly.
 
         Also computes `next_bottleneck`, the bottleneck of the layer that the backward walks to next, while a tile of
         the features is in cache: it reads some of the same channels, and its output may be the memory of
-        `grad_output.input.values`.
+        `grad_output.values`.
         """
         ...
 
@@ -125,9 +226,9 @@ class Kernels(Protocol):
         ...
 
     def conv3x3_forward_with_statistics(
-        self, input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output of `conv3x3_forward`, and its statistics."""
+        self, input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+    ) -> Tensor:
+        """The output of `conv3x3_forward`; writes its statistics."""
         ...
 
     def conv3x3_backward(
@@ -138,7 +239,7 @@ class Kernels(Protocol):
         accumulator: GradAccumulator,
         shape: torch.Size,
         dilation: int = 1,
-    ) -> ConvGradients:
+    ) -> Tensor | None:
         """The backward of `conv3x3_forward`, given grad_output (pixels, out_channels)."""
         ...
 
@@ -156,6 +257,6 @@ class Kernels(Protocol):
         weight: Tensor,
         accumulator: GradAccumulator,
         shape: torch.Size,
-    ) -> ConvGradients:
+    ) -> Tensor | None:
         """The backward of `pooled_conv1x1_forward`, given grad_output (pooled pixels, out_channels)."""
         ...

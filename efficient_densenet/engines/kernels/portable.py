@@ -10,14 +10,13 @@ convolution. The backward recomputes each tile of y in the same way. Every backw
 3. grad_accum += grad_scale · g
 4. Σ g and Σ g · x over the rows, from which the norm's grad_bias and grad_weight follow
 
-and returns grad_weight of the convolution (None where it is not needed) with the two sums. Sums and statistics are
-in the accumulation dtype: float32 for half precisions.
+and returns grad_weight of the convolution (None where it is not needed). Sums and statistics are in the accumulation
+dtype: float32 for half precisions.
 
 On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile, for which nothing is sliced.
 """
 
 from collections.abc import Iterator
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,8 @@ from torch import Tensor
 
 from ..memory_format import CHANNELS_LAST
 from . import scratch
-from .interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
+from .average_pooling import as_slabs, average_pool, average_pool_backward
+from .interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
 
 TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 """The largest scratch buffer of a tile: it must fit a CPU's cache, or be large enough to occupy a whole GPU."""
@@ -33,7 +33,9 @@ TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 CONV_BY_DIMS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """The convolution for each number of spatial dimensions."""
 
-Sums = TypeVar("Sums", NormSums, ConvGradients)
+Sums = tuple[Tensor | None, Tensor, Tensor]
+"""grad_weight of a convolution, None where it is not needed; Σ grad and Σ grad · values over the rows, (channels,)
+each, grad being masked by any ReLU."""
 
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 _conv_backward = torch.ops.aten.convolution_backward.default
@@ -59,33 +61,34 @@ def halved(shape: torch.Size) -> torch.Size:
     return torch.Size([shape[0], *(size // 2 for size in shape[1:])])
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of sums and statistics of values in `dtype`."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def batch_statistics(values: Tensor) -> Statistics:
-    """Mean and biased variance of each channel, by two passes: var = Σ (x − mean)² / pixels."""
-    dtype = accumulation_dtype(values.dtype)
-    if not values.is_cpu:
-        variance, mean = torch.var_mean(values.to(dtype), 0, correction=0)
-        return mean, variance
-    # On a CPU this is as accurate as var_mean and ten times as fast.
-    mean, square_sum = values.mean(0, dtype=dtype), None
-    for tile in tiles(values, dtype):
-        part = _rows(values, tile)
-        centered = torch.sub(part, mean, out=_buffer(part, dtype))
-        partial_sum = torch.mul(centered, centered, out=centered).sum(0)
-        square_sum = partial_sum if square_sum is None else square_sum.add_(partial_sum)
-    assert square_sum is not None  # there is a tile
-    return mean, square_sum.div_(values.shape[0])
+def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
+    """Mean, biased variance and 1 / sqrt(var + eps) of each channel, by two passes: var = Σ (x − mean)² / pixels."""
+    mean, variance, inv_std = statistics.matrix.unbind()
+    dtype = mean.dtype
+    if values.is_cpu:  # this is as accurate as var_mean there, and ten times as fast
+        torch.mean(values, 0, dtype=dtype, out=mean)
+        for tile in tiles(values, dtype):
+            part = _rows(values, tile)
+            centered = torch.sub(part, mean, out=_buffer(part, dtype))
+            squares = torch.mul(centered, centered, out=centered)
+            if tile.start == 0:
+                torch.sum(squares, 0, out=variance)
+            else:
+                variance.add_(squares.sum(0))
+        variance.div_(values.shape[0])
+    else:
+        for row, vector in zip((variance, mean), torch.var_mean(values.to(dtype), 0, correction=0), strict=True):
+            row.copy_(vector)
+    torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
 def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
-    """grad_input = scale · values + shift + grad_scale · grad_accum, (pixels, channels) in the values' dtype."""
-    input, accumulator = grad
-    grad_input = torch.addcmul(input.shift, input.values, input.scale)
-    return grad_input.addcmul_(accumulator.grad_accum, accumulator.grad_scale).to(input.values.dtype)
+    """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
+    if grad.sums is None:
+        return grad.grad_accum.contiguous()
+    slope, constant, inv_std = grad.coefficients()
+    grad_input = torch.addcmul(constant, grad.values, slope)
+    return grad_input.addcmul_(grad.grad_accum, inv_std).to(grad.values.dtype)
 
 
 def affine_forward(input: AffineInput) -> Tensor:
@@ -94,26 +97,26 @@ def affine_forward(input: AffineInput) -> Tensor:
     return torch.addcmul(input.shift, input.values, input.scale, out=out)
 
 
-def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> NormSums:
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
     """Steps 3 and 4 of the module's docstring, with g = grad_output."""
-    sums: NormSums | None = None
-    for tile in tiles(input.values, input.scale.dtype):
+    sums: Sums | None = None
+    for tile in tiles(input.values, input.dtype):
         grad, values = _rows(grad_output, tile), _rows(input.values, tile)
-        buffer = _buffer(grad, input.scale.dtype)
-        sums = _add_partial_sums(sums, _accumulate_grad(grad, values, accumulator, tile, buffer))
-    return _complete(sums)
+        buffer = _buffer(grad, input.dtype)
+        sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
+    _finish(sums, accumulator)
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
     """output = relu(scale · values + shift) @ weight.T"""
-    for tile in tiles(conv.input.values, conv.input.scale.dtype):
+    for tile in tiles(conv.input.values, conv.input.dtype):
         _conv1x1_tile(conv, tile)
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1) -> Statistics:
-    """The same, and the output's mean and biased variance."""
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
+    """The same, and the output's statistics."""
     conv1x1_forward(conv)
-    return batch_statistics(conv.output)
+    batch_statistics(conv.output, statistics)
 
 
 def conv1x1_backward(
@@ -122,23 +125,24 @@ def conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
-) -> ConvGradients:
+) -> Tensor | None:
     """g = grad_output @ weight and grad_weight = grad_output.T @ y, grad_output being a batch norm's grad_input.
 
     `next_bottleneck` is computed for the same tile of rows while the features are in cache. Its output may be the
-    memory of `grad_output.input.values`, whose rows of the tile have been read by then.
+    memory of `grad_output.values`, whose rows of the tile have been read by then.
     """
-    sums: ConvGradients | None = None
+    sums: Sums | None = None
+    coefficients = None if grad_output.sums is None else grad_output.coefficients()
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype):
-        grad_output_tile = _batch_norm_grad_input_tile(grad_output, tile)
-        grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.scale.dtype)
+        grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
+        grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.dtype)
         grad = scratch.take("grad_activation_tile", activation.shape, weight.dtype, weight.device)
         torch.mm(grad_output_tile, weight, out=grad)
         grad = _mask_inactive(grad, activation)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
         if next_bottleneck is not None:
             _conv1x1_tile(next_bottleneck, tile)
-    return _complete(sums)
+    return _finish(sums, accumulator)
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -152,11 +156,12 @@ def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilat
 
 
 def conv3x3_forward_with_statistics(
-    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, its mean and its biased variance."""
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+) -> Tensor:
+    """The same, and the output's statistics."""
     output = conv3x3_forward(input, weight, shape, dilation)
-    return output, *batch_statistics(output)
+    batch_statistics(output, statistics)
+    return output
 
 
 def conv3x3_backward(
@@ -166,19 +171,19 @@ def conv3x3_backward(
     accumulator: GradAccumulator,
     shape: torch.Size,
     dilation: int = 1,
-) -> ConvGradients:
+) -> Tensor | None:
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
-    sums: ConvGradients | None = None
+    sums: Sums | None = None
     stride, output_padding, padding = ([size] * (len(shape) - 1) for size in (1, 0, dilation))
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         grad, grad_weight, _ = _conv_backward(
             *(_to_images(_rows(grad_output, tile), shape), _to_images(activation, shape), weight),
             *(None, stride, padding, padding, False, output_padding, 1, [True, accumulator.needs_grad_weight, False]),
         )
-        grad_weight = grad_weight.to(input.scale.dtype) if accumulator.needs_grad_weight else None
+        grad_weight = grad_weight.to(input.dtype) if accumulator.needs_grad_weight else None
         grad = _mask_inactive(to_pixel_matrix(grad), activation)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
-    return _complete(sums)
+    return _finish(sums, accumulator)
 
 
 def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -186,10 +191,10 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
 
     It equals average_pool(y @ weight.T), since both maps are linear, for a quarter of the arithmetic.
     """
-    shape = _as_slabs(shape)
+    shape = as_slabs(shape)
     output = weight.new_empty(halved(shape).numel(), weight.shape[0])
     for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        pooled = to_pixel_matrix(_average_pool(_to_images(activation, shape)))
+        pooled = to_pixel_matrix(average_pool(_to_images(activation, shape)))
         torch.mm(pooled, weight.t(), out=output[_pooled_tile(tile, shape)])
     return output
 
@@ -200,18 +205,18 @@ def pooled_conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     shape: torch.Size,
-) -> ConvGradients:
+) -> Tensor | None:
     """g = average_pool_backward(grad_output @ weight) and grad_weight = grad_output.T @ average_pool(y)."""
-    sums: ConvGradients | None = None
-    shape = _as_slabs(shape)
+    sums: Sums | None = None
+    shape = as_slabs(shape)
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         images, grad_output_tile = _to_images(activation, shape), _rows(grad_output, _pooled_tile(tile, shape))
-        pooled = to_pixel_matrix(_average_pool(images))
-        grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.scale.dtype)
+        pooled = to_pixel_matrix(average_pool(images))
+        grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.dtype)
         grad_pooled = _to_images(torch.mm(grad_output_tile, weight), halved(shape))
-        grad = _mask_inactive(to_pixel_matrix(_average_pool_backward(grad_pooled, images)), activation)
+        grad = _mask_inactive(to_pixel_matrix(average_pool_backward(grad_pooled, images)), activation)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
-    return _complete(sums)
+    return _finish(sums, accumulator)
 
 
 def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Iterator[slice]:
@@ -232,7 +237,7 @@ def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """For each tile of rows: its slice, its values, the activation y in `dtype`, and the buffer of `_affine_relu`."""
-    for tile in tiles(input.values, input.scale.dtype, multiple_of):
+    for tile in tiles(input.values, input.dtype, multiple_of):
         values = _rows(input.values, tile)
         yield tile, values, *_affine_relu(values, input, dtype)
 
@@ -242,7 +247,7 @@ def _affine_relu(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tupl
 
     The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
     """
-    buffer = _buffer(values, input.scale.dtype)
+    buffer = _buffer(values, input.dtype)
     activation = torch.addcmul(input.shift, values, input.scale, out=buffer).relu_()
     if dtype != buffer.dtype:
         activation = scratch.take("activation_tile", values.shape, dtype, values.device).copy_(activation)
@@ -267,13 +272,18 @@ def _conv1x1_grad_weight(
     return (activation.t() @ grad_output).t().to(dtype) if accumulator.needs_grad_weight else None
 
 
-def _batch_norm_grad_input_tile(grad: BatchNormBackward, tile: slice) -> Tensor:
+def _batch_norm_grad_input_tile(
+    grad: BatchNormBackward, coefficients: tuple[Tensor, Tensor, Tensor] | None, tile: slice
+) -> Tensor:
     """`batch_norm_grad_input` of a tile of rows, in scratch."""
-    (values, scale, shift), (grad_scale, grad_accum, *_) = grad
-    values = _rows(values, tile)
-    out = scratch.take("grad_output_tile", values.shape, scale.dtype, values.device)
-    torch.addcmul(shift, values, scale, out=out)
-    return out.addcmul_(_rows(grad_accum, tile), grad_scale).to(values.dtype)
+    grad_accum = _rows(grad.grad_accum, tile)
+    if coefficients is None:
+        return grad_accum
+    slope, constant, inv_std = coefficients
+    values = _rows(grad.values, tile)
+    out = scratch.take("grad_output_tile", values.shape, slope.dtype, values.device)
+    torch.addcmul(constant, values, slope, out=out)
+    return out.addcmul_(grad_accum, inv_std).to(values.dtype)
 
 
 def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
@@ -283,7 +293,7 @@ def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
 
 def _accumulate_grad(
     grad: Tensor, values: Tensor, accumulator: GradAccumulator, tile: slice, buffer: Tensor
-) -> NormSums:
+) -> tuple[Tensor, Tensor]:
     """grad_accum += grad_scale · grad for a tile; returns the tile's Σ grad and Σ grad · values."""
     grad_accum = _rows(accumulator.grad_accum, tile)
     if accumulator.overwrite:
@@ -305,43 +315,12 @@ def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
     return sums
 
 
-def _complete(sums: Sums | None) -> Sums:
-    """The sums after the last tile."""
+def _finish(sums: Sums | None, accumulator: GradAccumulator) -> Tensor | None:
+    """After the last tile: the gradients of the norm. Returns that of the convolution's weight."""
     assert sums is not None  # there is a tile
-    return sums
-
-
-def _average_pool(images: Tensor) -> Tensor:
-    """The mean of every 2×2 pixels (2 or 2×2×2 in other dimensions)."""
-    if images.dim() == 3:  # as PyTorch does it: images of one row
-        return F.avg_pool2d(images.unsqueeze(2), (1, 2)).squeeze(2)
-    if images.dim() == 4:
-        return F.avg_pool2d(images, 2)
-    # PyTorch has avg_pool3d in no half precision on a CPU, and autocast does not add it.
-    return F.avg_pool3d(images.to(accumulation_dtype(images.dtype)), 2).to(images.dtype)
-
-
-def _average_pool_backward(grad_output: Tensor, images: Tensor) -> Tensor:
-    if images.dim() == 3:
-        kernel_size, grad_output, images = [1, 2], grad_output.unsqueeze(2), images.unsqueeze(2)
-        settings = kernel_size, kernel_size, [0, 0], False, True, None
-        return torch.ops.aten.avg_pool2d_backward(grad_output, images, *settings).squeeze(2)
-    if images.dim() == 4:
-        return torch.ops.aten.avg_pool2d_backward(grad_output, images, [2, 2], [2, 2], [0, 0], False, True, None)
-    dtype, kernel_size = accumulation_dtype(grad_output.dtype), [2, 2, 2]
-    settings = kernel_size, kernel_size, [0, 0, 0], False, True, None
-    grad_input = torch.ops.aten.avg_pool3d_backward(grad_output.to(dtype), images.to(dtype), *settings)
-    return grad_input.to(grad_output.dtype)
-
-
-def _as_slabs(shape: torch.Size) -> torch.Size:
-    """A volume of even depth as slabs of two planes; any other shape unchanged.
-
-    No pooling window crosses two slabs, and a whole volume might be too large a tile.
-    """
-    if len(shape) != 4 or shape[1] % 2:
-        return shape
-    return torch.Size([shape[0] * shape[1] // 2, 2, *shape[2:]])
+    grad_weight, grad_sum, product_sum = sums
+    accumulator.finish(grad_sum, product_sum)
+    return grad_weight
 
 
 def _to_images(matrix: Tensor, shape: torch.Size) -> Tensor:

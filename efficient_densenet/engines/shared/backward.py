@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from ..kernels import kernels_for, scratch
-from ..kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
+from ..kernels.interface import AffineInput, BatchNormAffine, BatchNormBackward, Conv1x1, GradAccumulator
 from ..kernels.portable import to_pixel_matrix, to_spatial
 from ..precision import as_dtype
-from .batch_norm import BatchNormAffine, batch_norm_backward, identity_backward
 from .forward import bottleneck_conv
 from .groups import LayerGroup
 from .saved import SavedStage
 from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
 from .statistics import BackwardStatistics
+from .weights import converted_weights
 
 
 class Backward:
@@ -36,6 +36,7 @@ class Backward:
         self.features = saved.features
         self.kernels = kernels_for(self.features)
         self.statistics = BackwardStatistics(spec, saved.features, saved.statistics, saved.count, self._own_norms())
+        self.tensors = self.parameters
         self.grads: list[Tensor | None] = [None] * len(self.parameters)
         self.next_bottleneck: Conv1x1 | None = None
         self.next_norm1: BatchNormAffine | None = None
@@ -55,6 +56,7 @@ class Backward:
     def enter(self, group: LayerGroup, needs_grad: Sequence[bool]) -> None:
         """Continue with a layer group; `needs_grad` is of what comes before it, then of each of its tensors."""
         self.group = group
+        self.tensors = converted_weights(self.parameters, self.spec.torch_dtype, group.tensors)
         self.needs_grad_input, *self.needs_grad = needs_grad
 
     def run_group(self) -> list[Tensor | None]:
@@ -101,7 +103,8 @@ class Backward:
     def _accumulator(self, norm: BatchNormAffine, needs_grad_weight: bool, overwrite: bool = False) -> GradAccumulator:
         """For a consumer of the features; `needs_grad_weight` is of its convolution."""
         grad_accum = self.grad_accum[:, self.spec.order.slice(0, norm.weight.shape[0])]
-        return GradAccumulator(norm.grad_scale(self.spec.frozen), grad_accum, overwrite, needs_grad_weight)
+        sums = self.statistics.sums_of(norm)
+        return GradAccumulator(norm, self.spec.frozen, grad_accum, overwrite, needs_grad_weight, sums)
 
     def _needs_grads(self, tensors: slice) -> list[NormConv]:
         """For each norm and convolution of a slice of the tensors, which of the four need a gradient."""
@@ -124,7 +127,7 @@ class Backward:
 
     def _layer(self, i: int, grad_output: Tensor) -> None:
         layer, tensors = self.spec.layers[i], self.spec.layer_tensors(i)
-        first, *second = norm_convs(self.parameters, tensors)
+        first, *second = norm_convs(self.tensors, tensors)
         needs_grad = self._needs_grads(tensors)
         if layer.drop_rate:
             mask = self.saved.dropout_masks[self.spec.dropout_position(i)]
@@ -135,13 +138,13 @@ class Backward:
         input, accumulator = self.statistics.input(norm1), self._accumulator(norm1, needs_grad[0].conv_weight)
         conv1 = self._weight(first)
         if not second:
-            grads = self.kernels.conv3x3_backward(grad_output, input, conv1, accumulator, self.shape, layer.dilation)
+            grad = self.kernels.conv3x3_backward(grad_output, input, conv1, accumulator, self.shape, layer.dilation)
         else:
             conv1 = conv1.flatten(1)
             grad_bottleneck = self._bottleneck(i, second[0], self._bottleneck_output(i, input, conv1), grad_output)
             self.next_bottleneck = self._next_bottleneck(i - 1, conv1.shape[0])
-            grads = self.kernels.conv1x1_backward(grad_bottleneck, input, conv1, accumulator, self.next_bottleneck)
-        self._store(tensors.start, norm1, *grads)
+            grad = self.kernels.conv1x1_backward(grad_bottleneck, input, conv1, accumulator, self.next_bottleneck)
+        self._store(tensors.start, norm1, grad)
 
     def _norm1(self, i: int, tensors: NormConv) -> BatchNormAffine:
         """The affine map of layer i's first norm, unless the backward of layer i + 1 has computed it already."""
@@ -152,7 +155,7 @@ class Backward:
         """The affine map of a norm of the features."""
         if own_position is None:
             return self.statistics.affine(tensors)
-        return self.statistics.own_affine(own_position)
+        return self.statistics.own_norm(own_position)
 
     def _bottleneck_output(self, i: int, input: AffineInput, conv1: Tensor) -> Tensor:
         """relu(norm1(features)) @ conv1.T, unless it is kept or the backward of layer i + 1 has computed it already."""
@@ -170,7 +173,7 @@ class Backward:
             return None
         if self.spec.layers[i].width != width:
             return None
-        first, _ = norm_convs(self.parameters, self.spec.layer_tensors(i))
+        first, _ = norm_convs(self.tensors, self.spec.layer_tensors(i))
         self.next_norm1 = self.statistics.affine(first)
         return bottleneck_conv(self.statistics.input(self.next_norm1), self._weight(first).flatten(1))
 
@@ -179,43 +182,42 @@ class Backward:
         layer, place = self.spec.layers[i], self.spec.layer_tensors(i)
         position = self.spec.own_position(i, 2)
         assert position is not None
-        norm, per_value = self.statistics.own_affine(position), self.statistics.own_per_value(position)
+        norm, frozen = self.statistics.own_norm(position), layer.norm2_frozen
         first, second = self._needs_grads(place)
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
-        accumulator = GradAccumulator(norm.grad_scale(layer.norm2_frozen), grad_accum, True, second.conv_weight)
-        grad_weight, *sums = self.kernels.conv3x3_backward(
+        sums = None if frozen else self.statistics.own_sums(position)
+        accumulator = GradAccumulator(norm, frozen, grad_accum, True, second.conv_weight, sums)
+        grad_weight = self.kernels.conv3x3_backward(
             grad_output, norm.input(output), self._weight(tensors), accumulator, self.shape, layer.dilation
         )
-        norm.set_gradients(*sums)
-        self.grads[place.stop - 4 : place.stop - 1] = norm.grad_weight, norm.grad_bias, grad_weight
+        self._store(place.stop - 4, norm, grad_weight)
         if first.conv_bias:
-            self.grads[place.start + 3] = norm.grad_conv_bias(layer.norm2_frozen)
-        sync_group = self.statistics.sync_group
-        return batch_norm_backward(output, norm, layer.norm2_frozen, grad_accum, per_value, sync_group)
+            self.grads[place.start + 3] = norm.grad_conv_bias(frozen)
+        if frozen:
+            return BatchNormBackward(output, grad_accum)
+        return self.statistics.own_grad_input(output, grad_accum, position)
 
     def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:
-        (tensors,) = norm_convs(self.parameters, self.spec.consumer_tensors)
+        (tensors,) = norm_convs(self.tensors, self.spec.consumer_tensors)
         norm = self._affine(tensors, -1 if self.spec.frozen else None)
         (needs_grad,) = self._needs_grads(self.spec.consumer_tensors)
         grad, input = to_pixel_matrix(grad_output), self.statistics.input(norm)
         accumulator = self._accumulator(norm, needs_grad.conv_weight, overwrite=True)
         if not consumer.has_conv:
-            grads = None, *self.kernels.affine_backward(grad, input, accumulator)
+            grad_weight = None
+            self.kernels.affine_backward(grad, input, accumulator)
         else:
             conv1 = self._weight(tensors).flatten(1)
             if consumer.pools:
-                grads = self.kernels.pooled_conv1x1_backward(grad, input, conv1, accumulator, self.shape)
+                grad_weight = self.kernels.pooled_conv1x1_backward(grad, input, conv1, accumulator, self.shape)
             else:
-                complete = identity_backward(grad, grad, self.statistics.dtype)
-                grads = self.kernels.conv1x1_backward(complete, input, conv1, accumulator)
+                grad_weight = self.kernels.conv1x1_backward(BatchNormBackward(grad, grad), input, conv1, accumulator)
         if needs_grad.conv_bias:
             self.grads[self.spec.consumer_tensors.stop - 1] = grad.sum(0, dtype=self.statistics.dtype)
-        self._store(self.spec.consumer_tensors.start, norm, *grads)
+        self._store(self.spec.consumer_tensors.start, norm, grad_weight)
 
-    def _store(self, start: int, norm: BatchNormAffine, grad_conv: Tensor | None, *sums: Tensor) -> None:
-        """Store the gradients of a norm and a convolution, and add their part of the statistics' gradient."""
-        norm.set_gradients(*sums)
-        self.statistics.add_gradients(norm)
+    def _store(self, start: int, norm: BatchNormAffine, grad_conv: Tensor | None) -> None:
+        """Store the gradients of a norm and a convolution."""
         grads = [norm.grad_weight, norm.grad_bias, grad_conv]
         self.grads[start : start + len(grads)] = grads
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ..kernels import kernels_for, scratch
-from ..kernels.interface import AffineInput, Conv1x1, Statistics
+from ..kernels.interface import AffineInput, Conv1x1, StatisticsOutput
 from ..kernels.portable import halved, to_pixel_matrix, to_spatial
 from ..precision import as_dtype
-from .batch_norm import BatchNormAffine
 from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
 from .statistics import ForwardStatistics
+from .weights import converted_weights
 
 
 class StageInputs(NamedTuple):
@@ -42,6 +42,7 @@ class Forward:
         features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
         self.statistics = ForwardStatistics(spec, features, *inputs.stored[1:])
         self.kernels = kernels_for(features)
+        self.tensors = converted_weights(inputs.parameters, spec.torch_dtype)
         self.bottlenecks: list[Tensor] = []
         self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
 
@@ -56,7 +57,7 @@ class Forward:
 
     def saved(self) -> list[Tensor]:
         """What has been computed for the backward, in the order of `SavedStage`, less what is stored already."""
-        computed = [self.statistics.features, self.statistics.matrix()][len(self.inputs.stored) :]
+        computed = [self.statistics.features, self.statistics.finish()][len(self.inputs.stored) :]
         count = self.statistics.count
         return [*computed, *([count] if isinstance(count, Tensor) else []), *self.bottlenecks]
 
@@ -67,43 +68,40 @@ class Forward:
         )
 
     def _write(
-        self, start: int, values: Tensor, statistics: Statistics | None = None, bias: Tensor | None = None
+        self, start: int, values: Tensor, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
     ) -> None:
         """Store new channels, values + bias; `statistics` are of the values, where a kernel has computed them."""
-        stop = start + values.shape[1]
-        self.statistics.write(values, self.spec.order.slice(start, stop), statistics, bias)
+        self.statistics.write(values, start, statistics, bias)
         if self.block_output is not None and start >= self.spec.output_order.first:
+            stop = start + values.shape[1]
             output = values if bias is None else values + bias
             self.block_output[:, self.spec.output_order.slice(start, stop)] = to_spatial(output, self.shape)
 
-    def _norm(self, norm: tuple[int, int], tensors: NormConv) -> AffineInput:
-        """What the convolution after a norm of the features reads; a frozen one has statistics of its own."""
-        if self.spec.frozen:
-            affine = self._frozen_affine(norm, tensors, self.spec.eps)
-        else:
-            affine = self.statistics.affine(tensors)
-        return self.statistics.input(affine)
+    def _norm(self, norm: tuple[int, int], tensors: NormConv, columns: slice | None) -> AffineInput:
+        """What the convolution after a norm of the features reads; a frozen one has statistics of its own, in its
+        columns."""
+        if columns is None:
+            return self.statistics.input(self.statistics.affine(tensors))
+        output = self.statistics.output(columns, self.spec.eps)
+        return self.statistics.input(self.statistics.frozen_norm(tensors, output, self._running(*norm)))
 
-    def _frozen_affine(
-        self, norm: tuple[int, int], tensors: NormConv, eps: float, bias: Tensor | None = None
-    ) -> BatchNormAffine:
-        """The affine map of a frozen norm; `bias` is that of the convolution before it, which does not add it."""
-        start = self.spec.running_position(*norm)
-        running_mean, running_var = self.inputs.running_statistics[start : start + 2]
-        mean, inv_std = self.statistics.add_frozen_norm(running_mean, running_var, eps, bias)
-        return BatchNormAffine.of(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
+    def _running(self, i: int, number: int) -> Sequence[Tensor]:
+        """running_mean and running_var of a frozen norm."""
+        start = self.spec.running_position(i, number)
+        return self.inputs.running_statistics[start : start + 2]
 
-    def _layer(self, i: int) -> tuple[Tensor, Statistics | None, Tensor | None]:
-        """A layer's output, its batch mean and variance where nothing but a bias changes it any more, and that bias."""
+    def _layer(self, i: int) -> tuple[Tensor, StatisticsOutput | None, Tensor | None]:
+        """A layer's output, its statistics where nothing but a bias changes it any more, and that bias."""
         layer = self.spec.layers[i]
-        first, *second = norm_convs(self.inputs.parameters, self.spec.layer_tensors(i))
-        input, last = self._norm((i, 1), first), second[0] if second else first
+        first, *second = norm_convs(self.tensors, self.spec.layer_tensors(i))
+        input, last = self._norm((i, 1), first, self.spec.norm1_columns(i)), second[0] if second else first
         if second:
             input = self._bottleneck(i, input, first, last)
         arguments = input, self._weight(last), self.shape, layer.dilation
         if not self.spec.frozen and not layer.drop_rate:
-            output, mean, variance = self.kernels.conv3x3_forward_with_statistics(*arguments)
-            return output, (mean, variance), last.conv_bias
+            statistics = self.statistics.of_features(self.spec.channels_read(i), self.spec.channels_read(i + 1))
+            output = self.kernels.conv3x3_forward_with_statistics(*arguments, statistics)
+            return output, statistics, last.conv_bias
         output = self.kernels.conv3x3_forward(*arguments)
         if not layer.drop_rate:
             return output, None, last.conv_bias
@@ -120,16 +118,19 @@ class Forward:
         conv = bottleneck_conv(input, self._weight(first).flatten(1), layer.keep_bottleneck)
         if layer.keep_bottleneck:
             self.bottlenecks.append(conv.output)
+        output = self.statistics.output(self.spec.norm2_columns(i), layer.norm2_eps)
         if layer.norm2_frozen:
             self.kernels.conv1x1_forward(conv)
-            return self._frozen_affine((i, 2), second, layer.norm2_eps, first.conv_bias).input(conv.output)
-        statistics = self.kernels.conv1x1_forward_with_statistics(conv)
-        mean, inv_std = self.statistics.add_norm(*statistics, layer.norm2_eps)
-        return BatchNormAffine.of(second.norm_weight, second.norm_bias, inv_std, mean).input(conv.output)
+            norm = self.statistics.frozen_norm(second, output, self._running(i, 2), first.conv_bias)
+        else:
+            self.kernels.conv1x1_forward_with_statistics(conv, output)
+            norm = self.statistics.own_norm(second, output)
+        return norm.input(conv.output)
 
     def _consumer(self, consumer: ConsumerSpec) -> Tensor:
-        (tensors,) = norm_convs(self.inputs.parameters, self.spec.consumer_tensors)
-        input, shape = self._norm((len(self.spec.layers), 1), tensors), self.shape
+        (tensors,) = norm_convs(self.tensors, self.spec.consumer_tensors)
+        norm = len(self.spec.layers), 1
+        input, shape = self._norm(norm, tensors, self.spec.consumer_columns), self.shape
         if not consumer.has_conv:
             output = self.kernels.affine_forward(input)
         elif consumer.pools:

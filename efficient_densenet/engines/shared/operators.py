@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..._torch_private import skipped_by_compilers
 from ..kernels import scratch
-from ..kernels.portable import accumulation_dtype
-from ..precision import autocast_disabled
+from ..precision import accumulation_dtype, autocast_disabled
 from .backward import Backward
 from .forward import Forward, StageInputs
 from .groups import LayerGroup

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.interface import INV_STD, MEAN
 from ..kernels.portable import CONV_BY_DIMS, to_spatial
 from .handoff import Handoff
 from .saved import SavedStage
 from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
-from .statistics import INV_STD, MEAN
 
 _AVG_POOL_BY_DIMS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 

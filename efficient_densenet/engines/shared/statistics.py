@@ -1,6 +1,7 @@
 """The statistics of a stage's features: computed once when a channel is written, read by the norm of every consumer.
 
-They leave the forward as one matrix, (3, columns) in the accumulation dtype. With batch statistics its first columns
+They leave the forward as one matrix, (3, columns) in the accumulation dtype: the rows `MEAN`, `VARIANCE` (by then the
+unbiased one) and `INV_STD`. With batch statistics its first columns
 are those of the features, which are stored centered (less their mean). Frozen norms of the features have columns of
 their own, and the features are stored as they are. So have the bottlenecks' norms. The columns lie in the norms' order.
 """
@@ -12,14 +13,18 @@ from torch import Tensor
 
 from ...norms.sync_batch_norm import SyncGroup
 from ..kernels import kernels_for
-from ..kernels.interface import AffineInput, BatchNormBackward, GradAccumulator
-from ..kernels.portable import accumulation_dtype
-from ..precision import as_dtype
-from .batch_norm import BatchNormAffine, Count, synchronized_statistics
+from ..kernels.interface import (
+    INV_STD,
+    MEAN,
+    VARIANCE,
+    AffineInput,
+    BatchNormAffine,
+    BatchNormBackward,
+    StatisticsOutput,
+)
+from ..precision import accumulation_dtype
+from .batch_norm import Count, batch_norm_backward, synchronize_statistics
 from .spec import NormConv, StageSpec
-
-MEAN, VARIANCE, INV_STD = range(3)
-"""The rows of the matrix. The variance is the unbiased one."""
 
 
 class _FeatureStatistics:
@@ -32,7 +37,7 @@ class _FeatureStatistics:
     def affine(self, tensors: NormConv) -> BatchNormAffine:
         """The affine map of a norm that shares the statistics of the features."""
         columns = self.spec.order.slice(0, tensors.norm_weight.shape[0])
-        return BatchNormAffine.of(tensors.norm_weight, tensors.norm_bias, self.inv_std[columns])
+        return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, self.inv_std[columns])
 
     def input(self, norm: BatchNormAffine) -> AffineInput:
         """What the convolution after a norm of the features reads."""
@@ -40,81 +45,77 @@ class _FeatureStatistics:
 
 
 class ForwardStatistics(_FeatureStatistics):
-    """Stores a stage's features and collects the statistics of all its norms.
+    """Stores a stage's features; kernels write the statistics of all its norms into the columns of one matrix.
 
     `stored` is the matrix of an earlier stage with the same features.
     """
 
     def __init__(self, spec: StageSpec, features: Tensor, stored: Tensor | None = None) -> None:
-        self.spec, self.features, self.stored = spec, features, stored
-        self.dtype = accumulation_dtype(features.dtype)
+        self.spec, self.features, self.is_stored = spec, features, stored is not None
+        dtype = accumulation_dtype(features.dtype)
+        self.matrix = features.new_empty(3, spec.num_columns, dtype=dtype) if stored is None else stored
+        self.inv_std = self.matrix[INV_STD]
         self.sync_group = SyncGroup.named(spec.sync_group)
         self.count: Count = features.shape[0]
-        if stored is None:
-            self.inv_std = features.new_empty(features.shape[1], dtype=self.dtype)
-        else:
-            self.inv_std = stored[INV_STD]
-        self.of_features: list[tuple[Tensor, Tensor]] = []
-        self.of_norms: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def output(self, columns: slice, eps: float) -> StatisticsOutput:
+        """Where a kernel writes the statistics of its output."""
+        return StatisticsOutput(self.matrix[:, columns], eps)
+
+    def of_features(self, start: int, stop: int) -> StatisticsOutput:
+        """The same for the channels written as number `start` to `stop`."""
+        return self.output(self.spec.order.slice(start, stop), self.spec.eps)
 
     def write(
-        self,
-        values: Tensor,
-        columns: slice,
-        statistics: tuple[Tensor, Tensor] | None = None,
-        bias: Tensor | None = None,
+        self, values: Tensor, start: int, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
     ) -> None:
-        """Store new channels, values + bias (pixels, channels), and their statistics.
+        """Store new channels from number `start` on, values + bias (pixels, channels), and their statistics.
 
-        `statistics` are mean and variance of the values, computed here if None. Centered values have no bias: it is in
-        their mean.
+        `statistics` are those of the values, computed here if None. Centered values have no bias: it is in their mean.
         """
-        features = self.features[:, columns]
+        stop = start + values.shape[1]
+        features = self.features[:, self.spec.order.slice(start, stop)]
         if self.spec.frozen:
             features.copy_(values) if bias is None else torch.add(values, bias, out=features)
             return
-        mean, variance = self._synchronized(*statistics or kernels_for(values).batch_statistics(values))
+        if statistics is None:
+            statistics = self.of_features(start, stop)
+            kernels_for(values).batch_statistics(values, statistics)
+        self._synchronize(statistics)
+        mean = statistics.matrix[MEAN]
         torch.sub(values, mean, out=features)
-        torch.add(variance, self.spec.eps, out=self.inv_std[columns]).rsqrt_()
-        self.of_features.append((mean if bias is None else mean + bias, variance))
+        if bias is not None:
+            mean.add_(bias)
 
-    def add_norm(self, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Mean and inverse standard deviation of a norm with columns and batch statistics of its own."""
-        mean, variance = self._synchronized(mean, variance)
-        inv_std = torch.add(variance, eps).rsqrt_()
-        self.of_norms.append((mean, variance, inv_std))
-        return mean, inv_std
+    def own_norm(self, tensors: NormConv, statistics: StatisticsOutput) -> BatchNormAffine:
+        """A norm with columns and batch statistics of its own, which a kernel has written."""
+        self._synchronize(statistics)
+        mean, _, inv_std = statistics.matrix.unbind()
+        return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
 
-    def add_frozen_norm(
-        self, running_mean: Tensor, running_var: Tensor, eps: float, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The same of a frozen norm, and copies of its statistics: its buffers may change before the backward.
+    def frozen_norm(
+        self, tensors: NormConv, output: StatisticsOutput, running: Sequence[Tensor], bias: Tensor | None = None
+    ) -> BatchNormAffine:
+        """A frozen norm. Its running statistics are copied: the buffers may change before the backward.
 
         The values that it reads lack the `bias`.
         """
-        mean, variance = as_dtype(running_mean, self.dtype), as_dtype(running_var, self.dtype)
-        mean = mean if bias is None else mean - bias
-        inv_std = torch.add(variance, eps).rsqrt_()
-        self.of_norms.append((mean, variance, inv_std))
-        return mean, inv_std
+        mean, variance, inv_std = output.matrix.unbind()
+        for row, buffer in zip((mean, variance), running, strict=True):
+            row.copy_(buffer)
+        if bias is not None:
+            mean.sub_(bias)
+        torch.add(variance, output.eps, out=inv_std).rsqrt_()
+        return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
 
-    def matrix(self) -> Tensor:
-        """All statistics, when all norms are done."""
-        if self.stored is not None:
-            return self.stored
-        of_features = self.of_features[::-1] if self.spec.newest_first else self.of_features
-        statistics = [*of_features, *self.of_norms]
-        inv_std = [] if self.spec.frozen else [self.inv_std]
-        rows = [each[0] for each in statistics], [each[1] for each in statistics]
-        matrix = torch.cat([*rows[0], *rows[1], *inv_std, *(each[2] for each in self.of_norms)]).view(3, -1)
-        if self.spec.updates:
-            matrix[VARIANCE].mul_(self.count / (self.count - 1))
-        return matrix
+    def finish(self) -> Tensor:
+        """The matrix, when all norms are done."""
+        if self.spec.updates and not self.is_stored:
+            self.matrix[VARIANCE].mul_(self.count / (self.count - 1))
+        return self.matrix
 
-    def _synchronized(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        count = self.features.shape[0]
-        mean, variance, self.count = synchronized_statistics(mean, variance, count, self.sync_group)
-        return mean, variance
+    def _synchronize(self, statistics: StatisticsOutput) -> None:
+        self.count = synchronize_statistics(statistics, self.features.shape[0], self.sync_group)
 
 
 class BackwardStatistics(_FeatureStatistics):
@@ -133,49 +134,49 @@ class BackwardStatistics(_FeatureStatistics):
     ) -> None:
         self.spec, self.features, self.dtype = spec, features, matrix.dtype
         self.sync_group = SyncGroup.named(spec.sync_group)
-        count = features.shape[0] if count is None else count
-        per_value = matrix[INV_STD] * (-1 / count)
-        channels = 0 if spec.frozen else features.shape[1]
-        self.inv_std, per_channel = matrix[INV_STD, :channels], per_value[:channels]
-        self.coefficients = torch.stack([per_channel, self.inv_std * per_channel])
-        self.sums = torch.zeros_like(self.coefficients)
-        self.grad_sum, self.grad_normalized_sum = self.sums.unbind()
-        self._own = self._own_affines(matrix[:, channels:], norms)
-        self._own_per_value = per_value[channels:].split([weight.shape[0] for weight, _ in norms])
+        self.count: Count = features.shape[0] if count is None else count
+        self.inv_std = matrix[INV_STD]
+        self.sums = matrix.new_zeros(2, matrix.shape[1] if spec.updates else 0)
+        self._own = self._own_norms(matrix, norms)
 
-    def _own_affines(self, matrix: Tensor, norms: Sequence[tuple[Tensor, Tensor]]) -> list[BatchNormAffine]:
-        """The affine maps of the norms with columns of their own: all at once, since each has few channels."""
+    def _own_norms(
+        self, matrix: Tensor, norms: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[tuple[BatchNormAffine, Tensor]]:
+        """The norms with columns of their own, and those columns of the sums."""
         if not norms:
             return []
-        weight, bias = (as_dtype(torch.cat(each), self.dtype) for each in zip(*norms, strict=True))
-        whole = BatchNormAffine.of(weight, bias, matrix[INV_STD], matrix[MEAN])
         sizes = [weight.shape[0] for weight, _ in norms]
-        vectors = (whole.weight, whole.scale, whole.shift, matrix[INV_STD], matrix[MEAN])
-        return [BatchNormAffine(*each) for each in zip(*(vector.split(sizes) for vector in vectors), strict=True)]
-
-    def own_affine(self, position: int) -> BatchNormAffine:
-        """The affine map of a norm with columns of its own, by its place among those."""
-        return self._own[position]
-
-    def own_per_value(self, position: int) -> Tensor:
-        """−r / n of such a norm."""
-        return self._own_per_value[position]
-
-    def add_gradients(self, norm: BatchNormAffine) -> None:
-        """Add a consumer's γ · dβ and γ · dγ: its part of the sums of the channels it reads."""
         if not self.spec.frozen:
-            columns = self.spec.order.slice(0, norm.weight.shape[0])
-            self.grad_sum[columns].addcmul_(norm.weight, norm.grad_bias)
-            self.grad_normalized_sum[columns].addcmul_(norm.weight, norm.grad_weight)
+            sizes = [self.features.shape[1], *sizes]
+        means, _, inv_stds = (row.split(sizes) for row in matrix.unbind())
+        own_sums = self.sums.split(sizes, 1) if self.spec.updates else [self.sums] * len(sizes)
+        first = len(sizes) - len(norms)
+        columns = zip(norms, inv_stds[first:], means[first:], own_sums[first:], strict=True)
+        return [(BatchNormAffine(*norm, inv_std, mean), sums) for norm, inv_std, mean, sums in columns]
+
+    def own_norm(self, position: int) -> BatchNormAffine:
+        """A norm with columns of its own, by its place among those."""
+        return self._own[position][0]
+
+    def own_sums(self, position: int) -> Tensor:
+        """Σ γ · dβ and Σ γ · dγ of such a norm with batch statistics."""
+        return self._own[position][1]
+
+    def sums_of(self, norm: BatchNormAffine) -> Tensor | None:
+        """Where a consumer adds its γ · dβ and γ · dγ, its part of the sums of the channels that it reads."""
+        return None if self.spec.frozen else self.sums[:, self.spec.order.slice(0, norm.weight.shape[0])]
 
     def grad_input(self, grad_accum: Tensor, columns: slice) -> BatchNormBackward:
-        """The gradient of channels whose last consumer is done, from the sum of the consumers' gradients.
+        """The gradient of channels whose last consumer is done, from the sum of the consumers' gradients."""
+        norm = self.inv_std[columns], None
+        return self._grad_input(self.features[:, columns], grad_accum, norm, self.sums[:, columns])
 
-        dx = r · (g − Σg/n − x̂ · Σ(g·x̂)/n) with g = `grad_accum`, as one affine map of the values plus r · g.
-        """
-        sums = self.sums[:, columns]
-        if self.sync_group is not None:
-            (sums,) = self.sync_group.sums(sums)
-        constant, slope = (sums * self.coefficients[:, columns]).unbind()
-        input = AffineInput(self.features[:, columns], slope, constant)
-        return BatchNormBackward(input, GradAccumulator(self.inv_std[columns], grad_accum))
+    def own_grad_input(self, values: Tensor, grad_accum: Tensor, position: int) -> BatchNormBackward:
+        """The gradient of the values that a norm with columns and batch statistics of its own reads."""
+        norm, sums = self._own[position]
+        return self._grad_input(values, grad_accum, (norm.inv_std, norm.mean), sums)
+
+    def _grad_input(
+        self, values: Tensor, grad_accum: Tensor, norm: tuple[Tensor, Tensor | None], sums: Tensor
+    ) -> BatchNormBackward:
+        return batch_norm_backward(values, grad_accum, norm, sums, self.count, self.sync_group)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...norms.sync_batch_norm import SyncGroup
+from ..kernels.interface import BatchNormAffine
 from ..shared import batch_norm
-from ..shared.batch_norm import BatchNormAffine
 from .conv_output import ConvOutput, Tile
 from .forward import pooled_tile
 
@@ -61,13 +61,7 @@ class StemBackward:
     def _conv_gradients(self, grad_output: Tensor) -> list[Tensor | None]:
         """Second pass: grad_input, grad_weight and grad_bias of the convolution."""
         conv_output, values = self.conv_output, self.conv_output.values
-        # grad_accum is a placeholder here: `_grad_conv_output` scatters a tile's g when it needs it.
-        grad_accum = values
-        per_value = self.norm.inv_std * (-1 / self.count)
-        (_, scale, shift), accumulator = batch_norm.batch_norm_backward(
-            values, self.norm, self.spec.frozen, grad_accum, per_value, SyncGroup.named(self.spec.sync_group)
-        )
-        grad_scale = accumulator.grad_scale * self.norm.grad_scale(self.spec.frozen)
+        scale, shift, grad_scale = self._coefficients()
         output_mask = [self.needs_grad_input, *self.needs_conv_grads, False][:3]
         grad_input = torch.empty_like(conv_output.x) if self.needs_grad_input else None
         sums: list[Tensor | None] = []
@@ -82,6 +76,21 @@ class StemBackward:
                 grad_input[images] = grad_of_images
             sums = self._add_partial_sums(sums, partial_sums[: len(self.needs_conv_grads)])
         return [grad_input, *sums]
+
+    def _coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `_grad_conv_output` takes."""
+        norm = self.norm
+        if self.spec.frozen:
+            zeros = torch.zeros_like(norm.scale)
+            return zeros, zeros, norm.scale
+        weight = norm.grad_scale(False)
+        sums, group = weight * torch.stack([norm.grad_bias, norm.grad_weight]), SyncGroup.named(self.spec.sync_group)
+        # The values and their gradient are placeholders here: `_grad_conv_output` scatters a tile's g when it needs it.
+        placeholder = self.conv_output.values
+        vectors = norm.inv_std, norm.mean
+        grad = batch_norm.batch_norm_backward(placeholder, placeholder, vectors, sums, self.count, group)
+        slope, constant, inv_std = grad.coefficients()
+        return slope, constant, inv_std * weight
 
     def _grad_conv_output(self, tile: Tile, grad_output: Tensor, *vectors: Tensor) -> Tensor:
         """grad_z = scale · (z − mean) + shift + grad_scale · g, with g = grad_output scattered to the maxima."""

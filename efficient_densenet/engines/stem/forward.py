@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from ...norms.sync_batch_norm import SyncGroup
+from ..kernels.interface import BatchNormAffine
 from ..memory_format import CHANNELS_LAST
-from ..shared import batch_norm
-from ..shared.batch_norm import BatchNormAffine
 from .conv_output import ConvOutput, Tile
 from .plan import StemSpec
 
@@ -23,7 +22,9 @@ def batch_statistics(conv_output: ConvOutput) -> tuple[Tensor, Tensor, Tensor, i
         centered = conv_output.centered(tile, mean, conv_output.memory_format)
         square_sum[tile[1]] += centered.square_().sum(conv_output.reduced_dims)
     variance, group = square_sum.div_(conv_output.count), SyncGroup.named(spec.sync_group)
-    mean, variance, count = batch_norm.synchronized_statistics(mean, variance, conv_output.count, group)
+    count: int | Tensor = conv_output.count
+    if group is not None:
+        mean, variance, count = group.statistics(mean, variance, count)
     return mean, variance * (count / (count - 1)), torch.rsqrt(variance + spec.eps), count
 
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..._torch_private import skipped_by_compilers
 from ..kernels import scratch
+from ..kernels.interface import BatchNormAffine
 from ..memory_format import memory_format_of
 from ..precision import autocast_disabled
-from ..shared.batch_norm import BatchNormAffine
 from ..shared.operators import LIBRARY
 from .backward import StemBackward
 from .conv_output import ConvOutput
@@ -63,7 +63,7 @@ def _stem(
             variance, count = torch.zeros_like(mean), None
         else:
             mean, variance, inv_std, count = batch_statistics(conv_output)
-        output = pooled_output(conv_output, mean, BatchNormAffine.of(norm_weight, norm_bias, inv_std))
+        output = pooled_output(conv_output, mean, BatchNormAffine(norm_weight, norm_bias, inv_std))
     return [output, torch.stack([mean, variance, inv_std]), *([count] if isinstance(count, Tensor) else [])]
 
 
@@ -85,7 +85,7 @@ def _stem_backward(
     needed = needs_grad if bias is not None else needs_grad[:-1]
     with autocast_disabled(x), scratch.reused():
         conv_output = ConvOutput(settings, x, weight, bias)
-        norm = BatchNormAffine.of(norm_weight, norm_bias, inv_std)
+        norm = BatchNormAffine(norm_weight, norm_bias, inv_std)
         count_or_number = conv_output.count if count is None else count
         grads = StemBackward(conv_output, mean, norm, count_or_number, needed).run(grad_output)
     grad_input, *grads = (

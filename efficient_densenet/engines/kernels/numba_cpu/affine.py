@@ -21,12 +21,12 @@ def affine_relu(input, start, stop, activation, zero):
 
 @compiled
 def batch_norm_grad_rows(grad, start, stop, output, stride, zero):
-    """dx = r · (g − mean(g) − x̂ · mean(g · x̂)) of rows start to stop, as scale · x + shift + grad_scale · g.
+    """dx = r · (g − mean(g) − x̂ · mean(g · x̂)) of rows start to stop, as slope · x + constant + grad_scale · g.
 
-    The host has collected the terms in x and the constant ones in scale and shift. All are (rows, channels).
+    The host has collected the terms in x and the constant ones in slope and constant. All are (rows, channels).
     """
     channels = grad.channels
-    scale, shift = elements(grad.scale, 0, channels, zero), elements(grad.shift, 0, channels, zero)
+    slope, constant = elements(grad.slope, 0, channels, zero), elements(grad.constant, 0, channels, zero)
     grad_scale = elements(grad.grad_scale, 0, channels, zero)
     for row in range(start, stop):
         values = elements(grad.values.data, row * grad.values.row_stride, channels, zero)
@@ -35,4 +35,4 @@ def batch_norm_grad_rows(grad, start, stop, output, stride, zero):
         prefetch_row(grad.values, row, channels, zero)
         prefetch_row(grad.grad_accum, row, channels, zero)
         for j in range(channels):
-            grad_input[j] = values[j] * scale[j] + shift[j] + grad_accum[j] * grad_scale[j]
+            grad_input[j] = values[j] * slope[j] + constant[j] + grad_accum[j] * grad_scale[j]

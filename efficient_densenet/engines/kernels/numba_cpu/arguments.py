@@ -74,8 +74,8 @@ class AffineInput:
 
     @staticmethod
     def of(input: interface.AffineInput) -> Fields:
-        values, scale, shift = input
-        return *Matrix.of(values), values.shape[1], scale.contiguous(), shift.contiguous()
+        values = input.values
+        return *Matrix.of(values), values.shape[1], input.scale.contiguous(), input.shift.contiguous()
 
 
 class PackedWeight:
@@ -104,12 +104,13 @@ class ConvForward:
 
 
 class Statistics:
-    """Mean and biased variance (channels,), and each thread's partials (threads, STATISTICS_ROWS, channels)."""
+    """The rows of a matrix of statistics (3, channels), the address of eps in float64, and each thread's partials
+    (threads, STATISTICS_ROWS, channels)."""
 
     partials: Address
-    mean: Address
-    variance: Address
+    matrix: Matrix
     channels: int
+    eps: Address
 
 
 class NormSums:
@@ -137,24 +138,33 @@ class GradAccumulator:
 
     @staticmethod
     def of(accumulator: interface.GradAccumulator) -> Fields:
-        grad_scale, grad_accum, overwrite, _ = accumulator
-        return grad_scale.contiguous(), *Matrix.output(grad_accum), overwrite
+        return accumulator.grad_scale.contiguous(), *Matrix.output(accumulator.grad_accum), accumulator.overwrite
 
 
 class BatchNormBackward:
-    """grad_input = scale · values + shift + grad_scale · grad_accum."""
+    """grad_input = slope · values + constant + grad_scale · grad_accum."""
 
     values: Matrix
     channels: int
-    scale: Address
-    shift: Address
+    slope: Address
+    constant: Address
     grad_scale: Address
     grad_accum: Matrix
 
     @staticmethod
     def of(grad: interface.BatchNormBackward) -> Fields:
-        input, (grad_scale, grad_accum, *_) = grad
-        return *AffineInput.of(input), grad_scale.contiguous(), *Matrix.of(grad_accum)
+        values, grad_accum = grad.values, grad.grad_accum
+        if grad.sums is None:
+            ones = grad_accum.new_ones(values.shape[1])
+            coefficients = torch.zeros_like(ones), torch.zeros_like(ones), ones
+        else:
+            coefficients = grad.coefficients()
+        return (
+            *Matrix.of(values),
+            values.shape[1],
+            *(each.contiguous() for each in coefficients),
+            *Matrix.of(grad_accum),
+        )
 
 
 class Images:

@@ -39,7 +39,7 @@ from .threads import barrier, partition, this_thread
 
 @kernel(arguments.BatchStatisticsArguments)
 def batch_statistics(record):
-    """Mean and biased variance of each channel of values (pixels, channels), by Chan's parallel variance."""
+    """The statistics of each channel of values (pixels, channels), by Chan's parallel variance."""
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
@@ -89,16 +89,16 @@ def conv1x1_forward(record):
     conv, zero = args.conv, args.zero
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
     pack_weight(conv.weight, thread, threads, zero)
-    if args.statistics.mean:
+    if args.statistics.channels:
         clear_statistics(args.statistics, thread)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
         affine_relu(conv.input, start, stop, activation, zero)
         conv1x1_product(conv, start, stop, activation, zero)
-        if args.statistics.mean:
+        if args.statistics.channels:
             update_statistics(args.statistics, conv.output, thread, start, stop, zero)
-    if args.statistics.mean:
+    if args.statistics.channels:
         reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, zero)
 
 
@@ -134,7 +134,7 @@ def conv3x3_forward(record):
     products = offset(activation, tile * stride_of(conv.input.channels, zero), zero)
     origin = done = max(0, first - halo)  # the row that products begin with, and the one that they end before
     pack_weight(conv.weight, thread, threads, zero)
-    if args.statistics.mean:
+    if args.statistics.channels:
         clear_statistics(args.statistics, thread)
     barrier(args.openmp)
     for start in range(first, last, tile):
@@ -150,9 +150,9 @@ def conv3x3_forward(record):
             conv3x3_product(conv.weight, rows, activation, output, columns, zero)
             done += rows
         col2im(args.images, args.dilation, products, origin, start, stop, conv.output, conv.weight.out_channels, zero)
-        if args.statistics.mean:
+        if args.statistics.channels:
             update_statistics(args.statistics, conv.output, thread, start, stop, zero)
-    if args.statistics.mean:
+    if args.statistics.channels:
         reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, zero)
 
 

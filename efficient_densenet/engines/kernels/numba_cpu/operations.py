@@ -10,11 +10,12 @@ On small inputs the time of an operation is that of the Python here. So whatever
 import functools
 import typing
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import portable, scratch
-from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
+from ..interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
 from ..portable import halved
 from . import arguments, kernels, openmp, tiling
 from .arguments import Fields, absent
@@ -33,30 +34,30 @@ WEIGHT_BYTES = 3 << 19
 _CPU = torch.device("cpu")
 
 
-def batch_statistics(values: Tensor) -> Statistics:
+def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     rows, channels = values.shape
-    tiles, statistics = tiling.for_statistics(*_limits(), rows, channels), _new_vectors(values, channels)
+    tiles = tiling.for_statistics(*_limits(), rows, channels)
     memory = _scratch(tiles, values.dtype)
     record = (
         *(*_openmp(), rows, tiles.rows, *arguments.Matrix.of(values)),
         *_statistics(statistics, memory, tiles),
     )
     _run(kernels.batch_statistics, values.dtype, tiles.threads, record)
-    return statistics
 
 
 def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
-    values = grad.input.values
+    values = grad.values
     rows, grad_input = values.shape[0], torch.empty_like(values, memory_format=torch.contiguous_format)
     record = *_openmp(), rows, *arguments.BatchNormBackward.of(grad), *arguments.Matrix.output(grad_input)
     _run(kernels.batch_norm_grad_input, values.dtype, tiling.num_threads(*_limits(), rows), record)
     return grad_input
 
 
-def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> NormSums:
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
     values = input.values
-    if not grad_output.dtype == values.dtype == input.scale.dtype:
-        return portable.affine_backward(grad_output, input, accumulator)
+    if not grad_output.dtype == values.dtype == input.dtype:
+        portable.affine_backward(grad_output, input, accumulator)
+        return
     rows, channels = values.shape
     tiles, sums = (
         tiling.for_affine_backward(*_limits(), rows, channels, values.itemsize),
@@ -69,7 +70,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
         *(*arguments.GradAccumulator.of(accumulator), memory.data_ptr() + tiles.partials, *sums, channels),
     )
     _run(kernels.affine_backward, values.dtype, tiles.threads, record)
-    return sums
+    accumulator.finish(*sums)
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
@@ -78,15 +79,13 @@ def conv1x1_forward(conv: Conv1x1) -> None:
     return _conv1x1(conv, None)
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1) -> Statistics:
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
     if not _supported(conv.input, conv.weight):
-        return portable.conv1x1_forward_with_statistics(conv)
-    statistics = _new_vectors(conv.output, conv.weight.shape[0])
-    _conv1x1(conv, statistics)
-    return statistics
+        return portable.conv1x1_forward_with_statistics(conv, statistics)
+    return _conv1x1(conv, statistics)
 
 
-def _conv1x1(conv: Conv1x1, statistics: Statistics | None) -> None:
+def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
     rows, weight = conv.input.values.shape[0], conv.weight
     tiles = tiling.for_forward(*_limits(), rows, weight.shape, weight.itemsize, statistics is not None)
     memory = _scratch(tiles, weight.dtype)
@@ -103,7 +102,7 @@ def conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
-) -> ConvGradients:
+) -> Tensor | None:
     if not _supported(input, weight):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
@@ -117,7 +116,7 @@ def conv1x1_backward(
         *(*arguments.BatchNormBackward.of(grad_output), *(next_conv or absent(arguments.ConvForward))),
     )
     _run(kernels.conv1x1_backward, weight.dtype, tiles.threads, record)
-    return gradients
+    return _finish(accumulator, *gradients)
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -127,16 +126,15 @@ def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilat
 
 
 def conv3x3_forward_with_statistics(
-    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+) -> Tensor:
     if not _supported(input, weight):
-        return portable.conv3x3_forward_with_statistics(input, weight, shape, dilation)
-    statistics = _new_vectors(input.values, weight.shape[0])
-    return _conv3x3(input, weight, shape, dilation, statistics), *statistics
+        return portable.conv3x3_forward_with_statistics(input, weight, shape, dilation, statistics)
+    return _conv3x3(input, weight, shape, dilation, statistics)
 
 
 def _conv3x3(
-    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: Statistics | None
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput | None
 ) -> Tensor:
     rows, halo = input.values.shape[0], tiling.halo(shape, dilation)
     settings = rows, weight.shape, weight.itemsize, statistics is not None, 1, halo
@@ -157,7 +155,7 @@ def conv3x3_backward(
     accumulator: GradAccumulator,
     shape: torch.Size,
     dilation: int = 1,
-) -> ConvGradients:
+) -> Tensor | None:
     if not _supported(input, weight):
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
     rows, gradients = input.values.shape[0], _new_gradients(weight, accumulator)
@@ -168,7 +166,7 @@ def conv3x3_backward(
         *(*_conv_backward(input, weight, accumulator, gradients, memory, tiles), grad_output.contiguous()),
     )
     _run(kernels.conv3x3_backward, weight.dtype, tiles.threads, record)
-    return gradients
+    return _finish(accumulator, *gradients)
 
 
 def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -187,7 +185,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
 
 def pooled_conv1x1_backward(
     grad_output: Tensor, input: AffineInput, weight: Tensor, accumulator: GradAccumulator, shape: torch.Size
-) -> ConvGradients:
+) -> Tensor | None:
     if not _supported(input, weight):
         return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
     if accumulator.overwrite and any(side % 2 for side in shape[1:]):
@@ -202,13 +200,13 @@ def pooled_conv1x1_backward(
         grad_output.contiguous(),
     )
     _run(kernels.pooled_conv1x1_backward, weight.dtype, tiles.threads, record)
-    return gradients
+    return _finish(accumulator, *gradients)
 
 
 def _supported(input: AffineInput, weight: Tensor) -> bool:
     """Whether all is in one dtype and the weight not too large. The gradient of a single channel is a product with a
     vector, for which PyTorch has a routine that sums more exactly."""
-    one_dtype = weight.dtype == input.values.dtype == input.scale.dtype
+    one_dtype = weight.dtype == input.values.dtype == input.dtype
     return one_dtype and weight.nbytes <= WEIGHT_BYTES and weight.shape[1] > 1
 
 
@@ -223,21 +221,37 @@ def _scratch(tiles: Tiles, dtype: torch.dtype) -> Tensor:
 
 
 def _new_vectors(values: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance, or the two sums of a backward."""
+    """The two sums of a backward."""
     return values.new_empty(channels), values.new_empty(channels)
 
 
-def _new_gradients(weight: Tensor, accumulator: GradAccumulator) -> ConvGradients:
+def _new_gradients(weight: Tensor, accumulator: GradAccumulator) -> tuple[Tensor | None, Tensor, Tensor]:
+    """grad_weight and the two sums."""
     sums = _new_vectors(weight, weight.shape[1])
     if not accumulator.needs_grad_weight:
         return None, *sums
     return torch.empty_like(weight, memory_format=torch.contiguous_format), *sums
 
 
-def _statistics(statistics: Statistics | None, memory: Tensor, tiles: Tiles) -> Fields:
+def _finish(
+    accumulator: GradAccumulator, grad_weight: Tensor | None, grad_sum: Tensor, product_sum: Tensor
+) -> Tensor | None:
+    accumulator.finish(grad_sum, product_sum)
+    return grad_weight
+
+
+def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tiles) -> Fields:
     if statistics is None:
         return absent(arguments.Statistics)
-    return memory.data_ptr() + tiles.partials, *statistics, statistics[0].shape[0]
+    matrix, eps = statistics
+    return memory.data_ptr() + tiles.partials, *arguments.Matrix.output(matrix), matrix.shape[1], _float64(eps)[0]
+
+
+@functools.cache
+def _float64(number: float) -> tuple[int, np.ndarray]:
+    """The address from which a kernel reads a number that is no integer, and the memory there."""
+    memory = np.array([number])
+    return memory.ctypes.data, memory
 
 
 def _conv(input: AffineInput, weight: Tensor, output: Tensor, panels: int) -> Fields:
@@ -252,7 +266,7 @@ def _conv_backward(
     input: AffineInput,
     weight: Tensor,
     accumulator: GradAccumulator,
-    gradients: ConvGradients,
+    gradients: tuple[Tensor | None, Tensor, Tensor],
     memory: Tensor,
     tiles: Tiles,
 ) -> Fields:

@@ -1,6 +1,9 @@
 """Batch statistics by Chan's parallel variance, in float64: each tile's mean and squared distances join those of its
 thread, and the threads' join at the end."""
 
+import math
+
+from ..interface import INV_STD, MEAN, VARIANCE
 from .intrinsics import compiled
 from .memory import clear, elements
 from .threads import barrier, partition
@@ -50,10 +53,14 @@ def update_statistics(statistics, matrix, thread, start, stop, zero):
 
 @compiled
 def reduce_statistics(openmp, statistics, rows, thread, threads, zero):
-    """Mean and biased variance of all rows, from the partials of all threads; each thread has some of the channels."""
+    """Mean, biased variance and 1 / sqrt(var + eps) of all rows, from the partials of all threads; each thread has some
+    of the channels."""
     barrier(openmp)
-    channels = statistics.channels
-    means, variances = elements(statistics.mean, 0, channels, zero), elements(statistics.variance, 0, channels, zero)
+    channels, matrix = statistics.channels, statistics.matrix
+    means = elements(matrix.data, MEAN * matrix.row_stride, channels, zero)
+    variances = elements(matrix.data, VARIANCE * matrix.row_stride, channels, zero)
+    inv_stds = elements(matrix.data, INV_STD * matrix.row_stride, channels, zero)
+    eps = elements(statistics.eps, 0, 1, 1.0)[0]
     partials = elements(statistics.partials, 0, threads * STATISTICS_ROWS * channels, 1.0)
     first, last = partition(channels, thread, threads)
     for j in range(first, last):
@@ -65,4 +72,5 @@ def reduce_statistics(openmp, statistics, rows, thread, threads, zero):
         for i in range(threads):
             at = i * STATISTICS_ROWS * channels + j
             squares += partials[at + 2 * channels] + (partials[at + channels] - mean) ** 2 * partials[at]
-        means[j], variances[j] = mean, squares / rows
+        variance = squares / rows
+        means[j], variances[j], inv_stds[j] = mean, variance, 1 / math.sqrt(variance + eps)

@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 
 # Sizes vary with layer and batch. Triton must not specialize on them, or the first steps would compile for each value.
-SIZES = ["num_rows", "channels", "height", "width", "values_stride", "accum_stride"]
+SIZES = [
+    *("num_rows", "channels", "height", "width", "values_stride", "accum_stride"),
+    *("sums_stride", "stats_stride", "splits", "num_weights"),
+]
+
+# Vectors of channels begin anywhere in a matrix of statistics. Their few loads need no alignment.
+VECTORS = [
+    *("norm_weight", "norm_bias", "mean", "inv_std", "sums"),
+    *("next_norm_weight", "next_norm_bias", "next_mean", "next_inv_std"),
+]
 
 
 @triton.jit
@@ -25,6 +34,16 @@ def offsets(row, stride, channel):
 def load_vector(pointer, channel, channel_mask):
     """(1, channels) in float32."""
     return tl.load(pointer + channel, channel_mask, 0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN: tl.constexpr):
+    """scale = γ · r and shift = β − μ · scale of a norm, (1, channels) each; without HAS_MEAN shift = β."""
+    scale = load_vector(norm_weight, channel, channel_mask) * load_vector(inv_std, channel, channel_mask)
+    shift = load_vector(norm_bias, channel, channel_mask)
+    if HAS_MEAN:
+        shift -= load_vector(mean, channel, channel_mask) * scale
+    return scale, shift
 
 
 @triton.jit
@@ -55,7 +74,7 @@ def accumulate(pointer, values, mask, OVERWRITE: tl.constexpr):
 
 
 @triton.jit
-def store_pair(pair, first, second, channel, channel_mask, channels):
-    """Two vectors into pair[2, channels]."""
+def store_pair(pair, first, second, channel, channel_mask, stride):
+    """Two vectors into pair[2, channels], whose rows have this stride."""
     tl.store(pair + channel, first, channel_mask)
-    tl.store(pair + channels + channel, second, channel_mask)
+    tl.store(pair + stride + channel, second, channel_mask)

@@ -5,8 +5,12 @@ pooling window of POOL × POOL pixels that becomes one pixel.
 
 Grids: tiles are BLOCK_ROWS × BLOCK_CHANNELS. A kernel that loops over the rows is split among the program instances of
 grid axis 1: each takes every num_programs-th tile of rows. A reduction over the rows is thus split-K: each instance
-stores its partial sums in its own slice of the output, without atomics, and the host adds the slices in a fixed order,
-so that results are reproducible.
+stores its partial sums in its own slice of the output, without atomics, and a kernel of `finishing_kernels` adds the
+slices in a fixed order, so that results are reproducible.
+
+A norm is given by its own vectors, of any floating dtype: weight γ, bias β, mean μ (with HAS_MEAN; else the values are
+stored centered) and inv_std r. It is the affine map with scale = γ · r and shift = β − μ · scale. `grad_scale` is scale
+where the norm is FROZEN, else γ.
 
 DIVISIBILITY is a power of two that divides `channels` and every stride, so that the compiler may vectorize loads and
 stores. Products and sums are in float32.
@@ -17,21 +21,35 @@ stores. Products and sums are in float32.
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, accumulate, divisible, load_vector, offsets, relu, store_pair, window_pixel
+from .device_functions import (
+    SIZES,
+    VECTORS,
+    accumulate,
+    divisible,
+    load_affine,
+    load_vector,
+    offsets,
+    relu,
+    store_pair,
+    window_pixel,
+)
 from .statistics_kernels import store_tile_statistics
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
 def affine_relu_pool_forward(
     output,
     values,
-    scale,
-    shift,
+    norm_weight,
+    norm_bias,
+    mean,
+    inv_std,
     num_rows,
     channels,
     values_stride,
     height,
     width,
+    HAS_MEAN: tl.constexpr,
     POOL: tl.constexpr,
     RELU: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
@@ -45,7 +63,7 @@ def affine_relu_pool_forward(
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
-    a, b = load_vector(scale, channel, channel_mask), load_vector(shift, channel, channel_mask)
+    a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
@@ -57,21 +75,24 @@ def affine_relu_pool_forward(
         tl.store(output + offsets(row, channels, channel), total * (1.0 / (POOL * POOL)), mask)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
 def affine_relu_pool_backward(
     partial_sums,
     grad_accum,
     grad_output,
     values,
-    scale,
-    shift,
-    grad_scale,
+    norm_weight,
+    norm_bias,
+    mean,
+    inv_std,
     num_rows,
     channels,
     accum_stride,
     values_stride,
     height,
     width,
+    HAS_MEAN: tl.constexpr,
+    FROZEN: tl.constexpr,
     POOL: tl.constexpr,
     RELU: tl.constexpr,
     OVERWRITE: tl.constexpr,
@@ -89,8 +110,8 @@ def affine_relu_pool_backward(
     accum_stride = divisible(accum_stride, DIVISIBILITY)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
-    a, b = load_vector(scale, channel, channel_mask), load_vector(shift, channel, channel_mask)
-    c = load_vector(grad_scale, channel, channel_mask)
+    a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
     grad_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
     product_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
@@ -109,32 +130,39 @@ def affine_relu_pool_backward(
     store_pair(partial_sums, tl.sum(grad_sum, 0), tl.sum(product_sum, 0), channel, channel_mask, channels)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
 def batch_norm_grad_input(
     output,
     grad_accum,
     values,
-    scale,
-    shift,
-    grad_scale,
+    mean,
+    inv_std,
+    sums,
+    inv_count,
     num_rows,
     channels,
     accum_stride,
     values_stride,
+    sums_stride,
+    HAS_MEAN: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """output[num_rows, channels] = scale · values + shift + grad_scale · grad_accum.
+    """output[num_rows, channels] = r · (g − mean(g) − x̂ · mean(g · x̂)), with x̂ = (x − μ) · r and g = grad_accum.
 
-    This is r · (g − mean(g) − x̂ · mean(g · x̂)), see `BatchNormBackward`. Grid: (channel tiles, splits of the rows).
+    sums[2, channels] are Σ g and Σ g · x̂ over 1 / inv_count rows. Computed as slope · x + constant + r · g.
+    Grid: (channel tiles, splits of the rows).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     accum_stride = divisible(accum_stride, DIVISIBILITY)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
-    a, b = load_vector(scale, channel, channel_mask), load_vector(shift, channel, channel_mask)
-    c = load_vector(grad_scale, channel, channel_mask)
+    c = load_vector(inv_std, channel, channel_mask)
+    a = load_vector(sums + sums_stride, channel, channel_mask) * c * (-inv_count * c)
+    b = load_vector(sums, channel, channel_mask) * (-inv_count * c)
+    if HAS_MEAN:
+        b -= load_vector(mean, channel, channel_mask) * a
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
@@ -143,17 +171,20 @@ def batch_norm_grad_input(
         tl.store(output + offsets(row, channels, channel), x * a + b + grad * c, mask)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
 def conv1x1_forward(
     output,
     stats,
     values,
-    scale,
-    shift,
+    norm_weight,
+    norm_bias,
+    mean,
+    inv_std,
     weight,
     num_rows,
     channels,
     values_stride,
+    HAS_MEAN: tl.constexpr,
     OUT_CHANNELS: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -177,7 +208,8 @@ def conv1x1_forward(
         channel = start + tl.arange(0, BLOCK_CHANNELS)
         channel_mask = channel < channels
         x = tl.load(values + offsets(row, values_stride, channel), row_mask & channel_mask[None, :], 0.0).to(tl.float32)
-        x = relu(x * load_vector(scale, channel, channel_mask) + load_vector(shift, channel, channel_mask))
+        a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+        x = relu(x * a + b)
         w = tl.load(weight + offsets(out_channel, channels, channel), out_mask[:, None] & channel_mask[None, :], 0.0)
         total = tl.dot(x.to(w.dtype), tl.trans(w), total, input_precision=PRECISION)
     result = total.to(output.dtype.element_ty)
@@ -187,21 +219,24 @@ def conv1x1_forward(
     store_tile_statistics(stats, result.to(tl.float32), row_mask, count, out_channel, out_mask, OUT_CHANNELS)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
 def conv1x1_backward(
     partial_grad_weight,
     partial_sums,
     grad_accum,
     grad_output,
     values,
-    scale,
-    shift,
-    grad_scale,
+    norm_weight,
+    norm_bias,
+    mean,
+    inv_std,
     weight,
     num_rows,
     channels,
     accum_stride,
     values_stride,
+    HAS_MEAN: tl.constexpr,
+    FROZEN: tl.constexpr,
     OUT_CHANNELS: tl.constexpr,
     OVERWRITE: tl.constexpr,
     NEEDS_GRAD_WEIGHT: tl.constexpr,
@@ -222,8 +257,8 @@ def conv1x1_backward(
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     out_channel = tl.arange(0, BLOCK_OUT)
     channel_mask, out_mask = channel < channels, out_channel < OUT_CHANNELS
-    a, b = load_vector(scale, channel, channel_mask), load_vector(shift, channel, channel_mask)
-    c = load_vector(grad_scale, channel, channel_mask)
+    a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
     weight_offsets, weight_mask = offsets(out_channel, channels, channel), out_mask[:, None] & channel_mask[None, :]
     w = tl.load(weight + weight_offsets, weight_mask, 0.0)
     grad_weight = tl.zeros((BLOCK_OUT, BLOCK_CHANNELS), tl.float32)

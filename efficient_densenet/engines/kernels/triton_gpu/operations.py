@@ -8,16 +8,23 @@ every reduction has a fixed order.
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from ...precision import as_dtype
 from .. import portable
-from ..interface import AffineInput, BatchNormBackward, Conv1x1, ConvGradients, GradAccumulator, NormSums, Statistics
+from ..interface import (
+    AffineInput,
+    BatchNormBackward,
+    Conv1x1,
+    GradAccumulator,
+    StatisticsOutput,
+)
 from ..portable import to_pixel_matrix, to_spatial
-from . import kernels, statistics_kernels
+from . import kernels, launch, statistics_kernels
+from .host import cdiv, combine_statistics, divisibility, finish_backward, norm_vectors, with_contiguous_rows
 
 MAX_OUT_CHANNELS = 256
 """The most bottleneck channels of which a tile fits in registers; a wider 1×1 convolution is left to `portable`."""
@@ -29,27 +36,31 @@ _TILE = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 32}
 _NARROW_TILE = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 16}
 
 
-def batch_statistics(values: Tensor) -> Statistics:
-    values = _with_contiguous_rows(values)
+def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
+    values = with_contiguous_rows(values)
     num_rows, channels = values.shape
     block_rows, block_channels = _NARROW_TILE["BLOCK_ROWS"], _NARROW_TILE["BLOCK_CHANNELS"]
-    grid = triton.cdiv(num_rows, block_rows), triton.cdiv(channels, block_channels)
+    grid = cdiv(num_rows, block_rows), cdiv(channels, block_channels)
     stats = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
     sizes = channels, values.stride(0)
-    constants = {"DIVISIBILITY": _divisibility(*sizes), **_NARROW_TILE}
-    _launch(statistics_kernels.tile_statistics, grid, stats, values, num_rows, *sizes, **constants)
-    return _combine_statistics(stats, block_rows, num_rows)
+    constants = {"DIVISIBILITY": divisibility(*sizes), **_NARROW_TILE}
+    launch.launch(statistics_kernels.tile_statistics, grid, stats, values, num_rows, *sizes, **constants)
+    combine_statistics(stats, block_rows, num_rows, statistics)
 
 
 def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
-    (values, scale, shift), accumulator = _contiguous(grad.input), grad.accumulator
+    if grad.sums is None or grad.inv_std is None:
+        return grad.grad_accum.contiguous()
+    values, grad_accum, has_mean = with_contiguous_rows(grad.values), grad.grad_accum, grad.mean is not None
     num_rows, channels = values.shape
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
-    tensors = grad_input, accumulator.grad_accum, values, scale, shift, accumulator.grad_scale.contiguous()
-    sizes = channels, accumulator.grad_accum.stride(0), values.stride(0)
+    inv_std = grad.inv_std.contiguous()
+    tensors = grad_input, grad_accum, values, grad.mean if has_mean else inv_std, inv_std, grad.sums
+    sizes = channels, grad_accum.stride(0), values.stride(0)
     grid = _grid(num_rows, channels, _NARROW_TILE)
-    constants = {"DIVISIBILITY": _divisibility(*sizes), **_NARROW_TILE}
-    _launch(kernels.batch_norm_grad_input, grid, *tensors, num_rows, *sizes, **constants)
+    constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(*sizes), **_NARROW_TILE}
+    numbers = 1 / grad.count, num_rows, *sizes, grad.sums.stride(0)
+    launch.launch(kernels.batch_norm_grad_input, grid, *tensors, *numbers, **constants)
     return grad_input
 
 
@@ -57,10 +68,10 @@ def affine_forward(input: AffineInput) -> Tensor:
     return _affine_relu_pool(input, input.values.dtype, torch.Size([len(input.values), 1, 1]), relu=False)
 
 
-def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> NormSums:
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
     shape = torch.Size([len(input.values), 1, 1])
-    sums = _affine_relu_pool_backward(grad_output, input, accumulator, shape, relu=False)
-    return sums[0], sums[1]
+    partial_sums = _affine_relu_pool_backward(grad_output, input, accumulator, shape, relu=False)
+    finish_backward(accumulator, partial_sums, None)
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
@@ -70,12 +81,12 @@ def conv1x1_forward(conv: Conv1x1) -> None:
         _conv1x1(conv)
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1) -> Statistics:
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
     if len(conv.weight) > MAX_OUT_CHANNELS:
         portable.conv1x1_forward(conv)
-        return batch_statistics(conv.output)
-    stats, block_rows = _conv1x1(conv)
-    return _combine_statistics(stats, block_rows, len(conv.output))
+        batch_statistics(conv.output, statistics)
+    else:
+        combine_statistics(*_conv1x1(conv), len(conv.output), statistics)
 
 
 def conv1x1_backward(
@@ -84,13 +95,13 @@ def conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
-) -> ConvGradients:
+) -> Tensor | None:
     if len(weight) > MAX_OUT_CHANNELS:
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
-    gradients = _conv1x1_backward(batch_norm_grad_input(grad_output), input, weight, accumulator)
+    grad_weight = _conv1x1_backward(batch_norm_grad_input(grad_output), input, weight, accumulator)
     if next_bottleneck is not None:
         conv1x1_forward(next_bottleneck)
-    return gradients
+    return grad_weight
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -98,10 +109,11 @@ def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilat
 
 
 def conv3x3_forward_with_statistics(
-    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+) -> Tensor:
     output = conv3x3_forward(input, weight, shape, dilation)
-    return output, *batch_statistics(output)
+    batch_statistics(output, statistics)
+    return output
 
 
 def conv3x3_backward(
@@ -111,7 +123,7 @@ def conv3x3_backward(
     accumulator: GradAccumulator,
     shape: torch.Size,
     dilation: int = 1,
-) -> ConvGradients:
+) -> Tensor | None:
     return _cudnn_conv_backward(grad_output, input, weight, accumulator, shape, pool=1, dilation=dilation)
 
 
@@ -127,36 +139,37 @@ def pooled_conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     shape: torch.Size,
-) -> ConvGradients:
+) -> Tensor | None:
     if len(shape) != 3:
         return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
-    gradients = _cudnn_conv_backward(grad_output, input, weight[:, :, None, None], accumulator, shape, pool=2)
-    grad_weight, grad_sum, product_sum = gradients
-    return None if grad_weight is None else grad_weight.flatten(1), grad_sum, product_sum
+    grad_weight = _cudnn_conv_backward(grad_output, input, weight[:, :, None, None], accumulator, shape, pool=2)
+    return None if grad_weight is None else grad_weight.flatten(1)
 
 
 def _conv1x1(conv: Conv1x1) -> tuple[Tensor, int]:
     """Writes the output; returns its statistics for each tile of rows, (tiles, 2, out_channels), and the rows of a
     tile."""
-    (values, scale, shift), weight = _contiguous(conv.input), conv.weight.contiguous()
+    values, weight = with_contiguous_rows(conv.input.values), conv.weight.contiguous()
     num_rows, channels = values.shape
     block_out = _block_out(weight)
     block_rows = 128 if block_out <= 64 else 64
-    stats = values.new_empty(triton.cdiv(num_rows, block_rows), 2, len(weight), dtype=torch.float32)
-    tensors = conv.output, stats, values, scale, shift, weight
+    stats = values.new_empty(cdiv(num_rows, block_rows), 2, len(weight), dtype=torch.float32)
+    norm, has_mean = norm_vectors(conv.input.norm)
+    tensors = conv.output, stats, values, *norm, weight
     sizes = channels, values.stride(0)
-    constants = {"OUT_CHANNELS": len(weight), "DIVISIBILITY": _divisibility(*sizes), "PRECISION": _precision()}
+    constants = {"HAS_MEAN": has_mean, "OUT_CHANNELS": len(weight)}
+    constants |= {"DIVISIBILITY": divisibility(*sizes), "PRECISION": _precision()}
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": 32, "BLOCK_OUT": block_out}
     options = {"num_warps": 4 if block_out <= 128 else 8, "num_stages": 2}
-    _launch(kernels.conv1x1_forward, (len(stats),), *tensors, num_rows, *sizes, **constants, **blocks, **options)
+    launch.launch(kernels.conv1x1_forward, (len(stats),), *tensors, num_rows, *sizes, **constants, **blocks, **options)
     return stats, block_rows
 
 
 def _conv1x1_backward(
     grad_output: Tensor, input: AffineInput, weight: Tensor, accumulator: GradAccumulator
-) -> ConvGradients:
-    (values, scale, shift), weight = _contiguous(input), weight.contiguous()
-    grad_scale, grad_accum, overwrite, needs_grad_weight = accumulator
+) -> Tensor | None:
+    values, weight = with_contiguous_rows(input.values), weight.contiguous()
+    grad_accum, needs_grad_weight = accumulator.grad_accum, accumulator.needs_grad_weight
     num_rows, channels = values.shape
     block_out = _block_out(weight)
     # A program instance's accumulators must fit its registers. Exact float32 products, and many output channels, take
@@ -168,24 +181,17 @@ def _conv1x1_backward(
     partial_grad_weight = values.new_empty(splits if needs_grad_weight else 0, *weight.shape, dtype=torch.float32)
     partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
     outputs = partial_grad_weight, partial_sums, grad_accum
-    inputs = grad_output.contiguous(), values, scale, shift, grad_scale.contiguous(), weight
+    norm, has_mean = norm_vectors(input.norm)
+    inputs = grad_output.contiguous(), values, *norm, weight
     sizes = channels, grad_accum.stride(0), values.stride(0)
-    constants = {"OUT_CHANNELS": len(weight), "OVERWRITE": overwrite, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
-    constants |= {"DIVISIBILITY": _divisibility(*sizes), "PRECISION": _precision(), "BLOCK_OUT": block_out, **blocks}
+    constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "OUT_CHANNELS": len(weight)}
+    constants |= {"OVERWRITE": accumulator.overwrite, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
+    constants |= {"DIVISIBILITY": divisibility(*sizes), "PRECISION": _precision(), "BLOCK_OUT": block_out, **blocks}
     options = {"num_warps": 8, "num_stages": 1 if is_heavy else 2}
-    _launch(kernels.conv1x1_backward, grid, *outputs, *inputs, num_rows, *sizes, **constants, **options)
-    sums = partial_sums.sum(0)
-    return partial_grad_weight.sum(0) if needs_grad_weight else None, sums[0], sums[1]
-
-
-def _combine_statistics(stats: Tensor, block_rows: int, num_rows: int) -> Statistics:
-    """Mean and variance of all rows, from (tiles, 2, channels) of tiles of `block_rows`."""
-    channels = stats.shape[-1]
-    result = stats.new_empty(2, channels)
-    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
-    grid = (triton.cdiv(channels, 16),)
-    _launch(statistics_kernels.combine_statistics, grid, result, stats, num_rows, channels, **blocks)
-    return result[0], result[1]
+    launch.launch(kernels.conv1x1_backward, grid, *outputs, *inputs, num_rows, *sizes, **constants, **options)
+    grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad_weight else None
+    finish_backward(accumulator, partial_sums, grad_weight, partial_grad_weight)
+    return grad_weight
 
 
 def _cudnn_conv(input: AffineInput, weight: Tensor, shape: torch.Size, pool: int, dilation: int = 1) -> Tensor:
@@ -207,23 +213,28 @@ def _cudnn_conv_backward(
     shape: torch.Size,
     pool: int,
     dilation: int = 1,
-) -> ConvGradients:
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if accumulator.needs_grad_weight else None
-    sums = accumulator.grad_scale.new_zeros(2, len(accumulator.grad_scale))
+) -> Tensor | None:
+    grad_weight, partial_sums = None, []
     padding = [size // 2 * dilation for size in weight.shape[2:]]
     stride, output_padding, dilations = ([size] * len(padding) for size in (1, 0, dilation))
-    settings = None, stride, padding, dilations, False, output_padding, 1, [True, grad_weight is not None, False]
+    output_mask = [True, accumulator.needs_grad_weight, False]
+    settings = None, stride, padding, dilations, False, output_padding, 1, output_mask
     for tile, output_tile, activation in _activation_tiles(input, weight.dtype, shape, pool):
         output_shape = torch.Size([len(activation), *activation.shape[2:]])
         grad_output_tile = to_spatial(grad_output[output_tile], output_shape)
         grad, grad_weight_tile, _ = torch.ops.aten.convolution_backward(grad_output_tile, activation, weight, *settings)
         if grad_weight is not None:
-            grad_weight += grad_weight_tile
+            grad_weight.add_(grad_weight_tile)
+        elif accumulator.needs_grad_weight:
+            grad_weight = as_dtype(grad_weight_tile, torch.float32)
         tile_shape = torch.Size([len(activation), *shape[1:]])
-        sums += _affine_relu_pool_backward(
-            to_pixel_matrix(grad), input.tile(tile), accumulator.tile(tile), tile_shape, pool
+        partial_sums.append(
+            _affine_relu_pool_backward(
+                to_pixel_matrix(grad), input.tile(tile), accumulator.tile(tile), tile_shape, pool
+            )
         )
-    return grad_weight, sums[0], sums[1]
+    finish_backward(accumulator, partial_sums[0] if len(partial_sums) == 1 else torch.cat(partial_sums), None)
+    return grad_weight
 
 
 def _activation_tiles(
@@ -234,7 +245,7 @@ def _activation_tiles(
     num_images, *sizes = shape
     pooled_sizes = [size // pool for size in sizes]
     pixels, pooled_pixels = math.prod(sizes), math.prod(pooled_sizes)
-    image_bytes = pooled_pixels * len(input.scale) * dtype.itemsize
+    image_bytes = pooled_pixels * input.values.shape[1] * dtype.itemsize
     tile_images = max(1, portable.TILE_BYTES["cuda"] // max(1, image_bytes))
     for start in range(0, max(1, num_images), tile_images):
         stop = min(start + tile_images, num_images)
@@ -248,14 +259,15 @@ def _affine_relu_pool(
     input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int = 1, relu: bool = True
 ) -> Tensor:
     """average_pool(relu(scale · values + shift)) in `dtype`, (pooled pixels, channels)."""
-    values, scale, shift = _contiguous(input)
+    values, (norm, has_mean) = with_contiguous_rows(input.values), norm_vectors(input.norm)
     num_images, height, width = _as_images(shape)
     num_rows, channels = num_images * (height // pool) * (width // pool), values.shape[1]
     output = values.new_empty(num_rows, channels, dtype=dtype)
     sizes = channels, values.stride(0), height, width
-    constants = {"POOL": pool, "RELU": relu, "DIVISIBILITY": _divisibility(*sizes[:2]), **_TILE}
+    constants = {"HAS_MEAN": has_mean, "POOL": pool, "RELU": relu, **_TILE}
+    constants["DIVISIBILITY"] = divisibility(*sizes[:2])
     grid = _grid(num_rows, channels, _TILE)
-    _launch(kernels.affine_relu_pool_forward, grid, output, values, scale, shift, num_rows, *sizes, **constants)
+    launch.launch(kernels.affine_relu_pool_forward, grid, output, values, *norm, num_rows, *sizes, **constants)
     return output
 
 
@@ -267,21 +279,23 @@ def _affine_relu_pool_backward(
     pool: int = 1,
     relu: bool = True,
 ) -> Tensor:
-    """Accumulates the gradient g of the affine map; returns Σ g and Σ g · values, (2, channels)."""
-    (values, scale, shift), (grad_scale, grad_accum, overwrite, _) = _contiguous(input), accumulator
+    """Accumulates the gradient g of the affine map; returns Σ g and Σ g · values, (splits, 2, channels)."""
+    values, grad_accum, overwrite = with_contiguous_rows(input.values), accumulator.grad_accum, accumulator.overwrite
     if overwrite and any(size % pool for size in shape[1:]):
         grad_accum.zero_()  # pixels at the edge of an odd size are in no window: the kernel does not write them
     num_rows, channels = grad_output.shape
     grid = _grid(num_rows, channels, _TILE)
     partial_sums = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
-    tensors = partial_sums, grad_accum, grad_output.contiguous(), values, scale, shift, grad_scale.contiguous()
+    norm, has_mean = norm_vectors(input.norm)
+    tensors = partial_sums, grad_accum, grad_output.contiguous(), values, *norm
     strides = grad_accum.stride(0), values.stride(0)
     _, height, width = _as_images(shape)
-    constants = {"POOL": pool, "RELU": relu, "OVERWRITE": overwrite, **_TILE}
-    constants["DIVISIBILITY"] = _divisibility(channels, *strides)
+    constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "POOL": pool, "RELU": relu, **_TILE}
+    constants["OVERWRITE"] = overwrite
+    constants["DIVISIBILITY"] = divisibility(channels, *strides)
     sizes = num_rows, channels, *strides, height, width
-    _launch(kernels.affine_relu_pool_backward, grid, *tensors, *sizes, **constants)
-    return partial_sums.sum(0)
+    launch.launch(kernels.affine_relu_pool_backward, grid, *tensors, *sizes, **constants)
+    return partial_sums
 
 
 def _as_images(shape: torch.Size) -> tuple[int, int, int]:
@@ -289,34 +303,16 @@ def _as_images(shape: torch.Size) -> tuple[int, int, int]:
     return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (shape[0], math.prod(shape[1:]), 1)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    with torch.cuda.device_of(arguments[0]):  # which need not be the current device
-        kernel[grid](*arguments, **constants)
-
-
 def _grid(num_rows: int, channels: int, blocks: dict[str, int]) -> tuple[int, int]:
     """Tiles of channels, and splits: among how many program instances the tiles of rows are divided."""
-    channel_tiles = triton.cdiv(channels, blocks["BLOCK_CHANNELS"])
-    row_tiles = triton.cdiv(num_rows, blocks["BLOCK_ROWS"])
+    channel_tiles = cdiv(channels, blocks["BLOCK_CHANNELS"])
+    row_tiles = cdiv(num_rows, blocks["BLOCK_ROWS"])
     return channel_tiles, max(1, min(row_tiles, MAX_PROGRAM_INSTANCES // channel_tiles))
 
 
 def _block_out(weight: Tensor) -> int:
     """All output channels, as a power of two that `tl.dot` accepts."""
     return max(16, triton.next_power_of_2(len(weight)))
-
-
-def _divisibility(*sizes: int) -> int:
-    return math.gcd(4, *sizes)
-
-
-def _contiguous(input: AffineInput) -> tuple[Tensor, Tensor, Tensor]:
-    return _with_contiguous_rows(input.values), input.scale.contiguous(), input.shift.contiguous()
-
-
-def _with_contiguous_rows(matrix: Tensor) -> Tensor:
-    """The kernels take a row stride, but contiguous channels."""
-    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def _precision() -> str:

@@ -50,17 +50,20 @@ def tile_statistics(
     store_tile_statistics(stats + tile.to(tl.int64) * 2 * channels, x, mask, count, channel, channel_mask, channels)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["result"])
 def combine_statistics(
     result,
     stats,
+    eps,
     num_rows,
     channels,
+    stats_stride,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """result[2, channels] = mean and biased variance of all rows, from stats[row tiles, 2, channels].
+    """result[3, channels] = mean, biased variance and 1 / sqrt(var + eps) of all rows, from stats[row tiles, 2,
+    channels]; `stats_stride` is the stride of result's rows.
 
     Chan's parallel variance, from n_t ≤ BLOCK_ROWS rows, mean_t and M2_t of tile t, free of cancellation:
     mean = Σ n_t · mean_t / n,  var = (Σ M2_t + Σ n_t · (mean_t − mean)²) / n.
@@ -88,4 +91,5 @@ def combine_statistics(
         m2 += tl.load(tile_mean + channels, mask, 0.0) + delta * delta * count
     mean_error = tl.sum(delta_sum, 0) / num_rows
     variance = tl.sum(m2, 0) / num_rows - mean_error * mean_error
-    store_pair(result, mean + mean_error, variance, channel, channel_mask, channels)
+    store_pair(result, mean + mean_error, variance, channel, channel_mask, stats_stride)
+    tl.store(result + 2 * stats_stride + channel, tl.rsqrt(variance + eps), channel_mask)

@@ -1,0 +1,70 @@
+"""What the host sides of the Triton kernels share: how their arguments lie, and the launches that finish others."""
+
+import math
+
+from torch import Tensor
+
+from ..interface import BatchNormAffine, GradAccumulator, StatisticsOutput
+from . import finishing_kernels, launch, statistics_kernels
+
+_FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def divisibility(*sizes: int) -> int:
+    return math.gcd(4, *sizes)
+
+
+def norm_vectors(norm: BatchNormAffine) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:
+    """Weight, bias, mean and inv_std as kernels read them, and whether there is a mean: without, any other stands there
+    and is not read."""
+    weight, bias, inv_std = norm.weight.contiguous(), norm.bias.contiguous(), norm.inv_std.contiguous()
+    return (weight, bias, inv_std if norm.mean is None else norm.mean.contiguous(), inv_std), norm.mean is not None
+
+
+def with_contiguous_rows(matrix: Tensor) -> Tensor:
+    """The kernels take a row stride, but contiguous channels."""
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
+def finish_backward(
+    accumulator: GradAccumulator,
+    partial_sums: Tensor,
+    grad_weight: Tensor | None,
+    partial_grad_weight: Tensor | None = None,
+) -> None:
+    """Set the norm's gradients and add to the accumulator's sums, from partial sums (splits, 2, channels); with a
+    `grad_weight`, add up its partial sums too."""
+    norm, sums = accumulator.norm, accumulator.sums
+    splits, _, channels = partial_sums.shape
+    norm.grad_bias, norm.grad_weight = partial_sums.new_empty(channels), partial_sums.new_empty(channels)
+    (weight, _, mean, inv_std), has_mean = norm_vectors(norm)
+    # What is absent is given by some other tensor, which the kernel does not read.
+    optional = (partial_sums if each is None else each for each in (grad_weight, sums, partial_grad_weight))
+    grad_weight_or_any, sums_or_any, partial_grad_weight_or_any = optional
+    tensors = (
+        norm.grad_bias,
+        norm.grad_weight,
+        grad_weight_or_any,
+        sums_or_any,
+        partial_sums,
+        partial_grad_weight_or_any,
+    )
+    num_weights = 0 if grad_weight is None else grad_weight.numel()
+    sizes = splits, channels, num_weights, 0 if sums is None else sums.stride(0)
+    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": grad_weight is not None}
+    columns = _FINISHING_TILE["BLOCK_COLUMNS"]
+    grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
+    vectors = weight, mean, inv_std
+    launch.launch(finishing_kernels.finish_backward, grid, *tensors, *vectors, *sizes, **constants, **_FINISHING_TILE)
+
+
+def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:
+    """The statistics of all rows, from (tiles, 2, channels) of tiles of `block_rows`."""
+    channels, (matrix, eps) = stats.shape[-1], statistics
+    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
+    grid, sizes = (cdiv(channels, 16),), (num_rows, channels, matrix.stride(0))
+    launch.launch(statistics_kernels.combine_statistics, grid, matrix, stats, eps, *sizes, **blocks)

@@ -1,0 +1,31 @@
+"""The weights of a stage's convolutions in the dtype in which those are computed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..._torch_private import foreach_copy_
+from .spec import NormConv
+
+_CONV_WEIGHT = NormConv._fields.index("conv_weight")
+
+
+def converted_weights(
+    parameters: Sequence[Tensor | None], dtype: torch.dtype, of: slice | None = None
+) -> list[Tensor | None]:
+    """A stage's parameters, where the weights of convolutions, or those of a slice, are converted to `dtype` if needed.
+
+    A GPU has one launch for many weights, each of which would take longer to launch than to convert.
+    """
+    tensors, places = list(parameters), range(len(parameters))[of or slice(None)]
+    narrowed, weights = [], []
+    for place in places:
+        weight = tensors[place]
+        if place % len(NormConv._fields) == _CONV_WEIGHT and weight is not None and weight.dtype is not dtype:
+            tensors[place] = torch.empty_like(weight, dtype=dtype)
+            narrowed.append(tensors[place])
+            weights.append(weight)
+    if weights:
+        foreach_copy_(narrowed, weights)
+    return tensors
