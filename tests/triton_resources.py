@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "float64": "*fp64", "bool": "*i1"}
+SCALARS = {int: "i32", float: "fp32"}
 KIB = 1024
 ARCHITECTURES = (80, 86, 89, 90, 120)
 
@@ -82,7 +83,7 @@ class Compilation(NamedTuple):
         function = kernel.fn
         names = list(inspect.signature(function).parameters)
         signature = {
-            name: "i32" if isinstance(value, int) else POINTERS[str(value.dtype).removeprefix("torch.")]
+            name: SCALARS.get(type(value)) or POINTERS[str(value.dtype).removeprefix("torch.")]
             for name, value in zip(names, arguments, strict=False)
         }
         aligned = tuple(name for name, kind in signature.items() if kind[0] == "*" and name not in set(misaligned))

@@ -9,22 +9,14 @@ rows of OUT_STRIDE: a wide convolution takes several launches, since a tile has 
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, accumulate, divisible, load_vector, offsets, relu, store_pair
+from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, relu, store_pair
 from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
 
-
-@triton.jit
-def norm_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN: tl.constexpr):
-    """A norm's scale and shift, (1, channels) each; without HAS_MEAN for values that are stored centered."""
-    scale = load_vector(norm_weight, channel, channel_mask) * load_vector(inv_std, channel, channel_mask)
-    shift = load_vector(norm_bias, channel, channel_mask)
-    if HAS_MEAN:
-        shift -= load_vector(mean, channel, channel_mask) * scale
-    return scale, shift
+OUT_VECTORS = ["out_mean", "out_inv_std", "out_sums"]
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
 def conv1x1_forward(
     output,
     stats,
@@ -64,7 +56,7 @@ def conv1x1_forward(
         channel_mask = channel < channels
         x = tl.load(values + offsets(row, values_stride, channel), row_mask & channel_mask[None, :], 0.0).to(tl.float32)
         w = tl.load(weight + offsets(out_channel, channels, channel), out_mask[:, None] & channel_mask[None, :], 0.0)
-        scale, shift = norm_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+        scale, shift = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
         activation = as_operand(relu(x * scale + shift), w, PRECISION)
         total = tl.dot(activation, tl.trans(as_operand(w, w, PRECISION)), total, input_precision=PRECISION)
     result = total.to(output.dtype.element_ty)
@@ -82,38 +74,57 @@ def tile_offsets(row, stride, channel):
 
 
 @triton.jit
-def grad_output_operand(
-    output, grad_accum, offset, mask, slope, constant, grad_scale, w, PRECISION: tl.constexpr
+def grad_output_coefficients(
+    out_mean, out_inv_std, out_sums, sums_stride, inv_count, out, mask, HAS_SUMS: tl.constexpr, HAS_MEAN: tl.constexpr
 ):
-    """slope · output + constant + grad_scale · grad_accum as an operand of products."""
+    """slope, constant and r of a batch norm's backward, slope · x + constant + r · g; without HAS_SUMS it is g."""
+    if HAS_SUMS:
+        r = load_vector(out_inv_std, out, mask)
+        slope = load_vector(out_sums + sums_stride, out, mask) * r * (-inv_count * r)
+        constant = load_vector(out_sums, out, mask) * (-inv_count * r)
+        if HAS_MEAN:
+            constant -= load_vector(out_mean, out, mask) * slope
+    else:
+        r = tl.where(mask, 1.0, 0.0)[None, :]
+        slope, constant = 0.0 * r, 0.0 * r
+    return slope, constant, r
+
+
+@triton.jit
+def grad_output_operand(output, grad_accum, offset, mask, slope, constant, r, w, PRECISION: tl.constexpr):
+    """slope · output + constant + r · grad_accum as an operand of products."""
     grad = tl.load(grad_accum + offset, mask, 0.0).to(tl.float32)
     z = tl.load(output + offset, mask, 0.0).to(tl.float32)
-    grad = tl.where(mask, z * slope + constant + grad * grad_scale, 0.0)
+    grad = tl.where(mask, z * slope + constant + grad * r, 0.0)
     return as_operand(grad, w, PRECISION)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=[*VECTORS, *OUT_VECTORS])
 def conv1x1_backward(
     partial_grad_weight,
     partial_sums,
     grad_accum,
     output,
     output_grad_accum,
-    slope,
-    constant,
-    grad_scale,
+    out_mean,
+    out_inv_std,
+    out_sums,
     values,
     norm_weight,
     norm_bias,
     mean,
     inv_std,
     weight,
+    inv_count,
     num_rows,
     channels,
     accum_stride,
     values_stride,
+    sums_stride,
     OUT_CHANNELS: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    HAS_OUT_MEAN: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     FROZEN: tl.constexpr,
     OVERWRITE: tl.constexpr,
@@ -127,17 +138,20 @@ def conv1x1_backward(
 ):
     """The backward of `conv1x1_forward`, with y = relu(norm(values)).
 
-    Its prologue is the backward of the batch norm that reads the convolution's output, whose sums are known:
-    grad_output = slope · output + constant + grad_scale · output_grad_accum.
+    Its prologue is the backward of the batch norm that reads the convolution's output, as in `batch_norm_grad_input`:
+    grad_output = slope · output + constant + r · output_grad_accum; without HAS_SUMS, output_grad_accum itself, which
+    is then given as `output` too.
     g = grad_output @ weight[out_channels, channels], masked to zero where y ≤ 0, exists a tile at a time:
     grad_accum += grad_scale · g (`=` with OVERWRITE), partial_sums[splits, 2, channels] = Σ g and Σ g · values,
     partial_grad_weight[splits, OUT_STRIDE, channels] = grad_output.T @ y (split-K). Grid: (channel tiles, splits).
+
+    The output channels come in two parts, BLOCK_OUT and BLOCK_REST, so that 192 need not be padded to 256.
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     accum_stride = divisible(accum_stride, DIVISIBILITY)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
-    scale, shift = norm_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    scale, shift = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     accum_scale = scale if FROZEN else load_vector(norm_weight, channel, channel_mask)
     tile_row = tl.arange(0, BLOCK_ROWS)
 
@@ -146,8 +160,9 @@ def conv1x1_backward(
     w_mask = out_mask[:, None] & channel_mask[None, :]
     w = tl.load(weight + tile_offsets(out, channels, channel), w_mask, 0.0)
     w = as_operand(w, w, PRECISION)
-    a, b = load_vector(slope, out, out_mask), load_vector(constant, out, out_mask)
-    c = load_vector(grad_scale, out, out_mask)
+    a, b, c = grad_output_coefficients(
+        out_mean, out_inv_std, out_sums, sums_stride, inv_count, out, out_mask, HAS_SUMS, HAS_OUT_MEAN
+    )
     grad_weight = tl.zeros((BLOCK_OUT, BLOCK_CHANNELS), tl.float32)
     if BLOCK_REST:
         rest = BLOCK_OUT + tl.arange(0, BLOCK_REST)
@@ -155,14 +170,15 @@ def conv1x1_backward(
         w_rest_mask = rest_mask[:, None] & channel_mask[None, :]
         w_rest = tl.load(weight + tile_offsets(rest, channels, channel), w_rest_mask, 0.0)
         w_rest = as_operand(w_rest, w_rest, PRECISION)
-        a_rest, b_rest = load_vector(slope, rest, rest_mask), load_vector(constant, rest, rest_mask)
-        c_rest = load_vector(grad_scale, rest, rest_mask)
+        a_rest, b_rest, c_rest = grad_output_coefficients(
+            out_mean, out_inv_std, out_sums, sums_stride, inv_count, rest, rest_mask, HAS_SUMS, HAS_OUT_MEAN
+        )
         grad_weight_rest = tl.zeros((BLOCK_REST, BLOCK_CHANNELS), tl.float32)
 
     grad_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
     product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
-        first = start.to(tl.int64)
+        first = tl.cast(start, tl.int64)
         row_mask = (tile_row < num_rows - start)[:, None]
         mask = row_mask & channel_mask[None, :]
         out_tile, out_accum_tile = output + first * OUT_STRIDE, output_grad_accum + first * OUT_STRIDE
