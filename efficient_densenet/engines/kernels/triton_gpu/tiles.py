@@ -99,7 +99,7 @@ class Tile(NamedTuple):
 # smallest. The keys are how many output channels a tile has.
 FORWARD_TILES = {
     Precision.TF32: {64: [Tile(128, 32, 3, 128)], 128: [Tile(64, 32, 3, 128)], 256: [Tile(32, 16, 3, 128)]},
-    Precision.HALF: {64: [Tile(128, 32, 3, 128)], 128: [Tile(128, 32, 3, 128)], 256: [Tile(32, 32, 3, 128)]},
+    Precision.HALF: {64: [Tile(128, 32, 3, 128)], 128: [Tile(64, 32, 3, 128)], 256: [Tile(32, 32, 3, 128)]},
     Precision.IEEE: {64: [Tile(64, 16, 1, 128)], 128: [Tile(32, 32, 1, 128)], 256: [Tile(16, 16, 1, 128)]},
 }
 BACKWARD_TILES = {
@@ -174,12 +174,9 @@ def row_splits(num_rows: int, block_rows: int, channel_tiles: int, resident: int
 
 
 def _first_that_fits(candidates: list[tuple[Tile, int]], limits: DeviceLimits) -> Tile:
-    """Where its shared memory alone admits one block, a tile may as well use all registers."""
-    for tile, shared_memory in candidates:
-        if shared_memory <= limits.shared_memory_of_a_block:
-            break
-    else:
-        tile, shared_memory = candidates[-1]
+    """Or the last. Where shared memory alone admits no second block, a tile may as well use all registers."""
+    fitting = (each for each in candidates if each[1] <= limits.shared_memory_of_a_block)
+    tile, shared_memory = next(fitting, candidates[-1])
     return tile if tile.resident_blocks(shared_memory, limits) > 1 else tile._replace(max_registers=None)
 
 
