@@ -33,7 +33,8 @@ def parse_arguments(function: Callable, argv: list[str]) -> tuple[list[Any], dic
             positional.append(name)
             parser.add_argument(name, nargs="*")
         else:
-            parser.add_argument(f"--{name}", default=parameter.default, type=_value)
+            flag: dict[str, Any] = {"nargs": "?", "const": True} if isinstance(parameter.default, bool) else {}
+            parser.add_argument(f"--{name}", default=parameter.default, type=_value, **flag)
     options = vars(parser.parse_args(argv))
     return [value for name in positional for value in options.pop(name)], options
 

@@ -21,6 +21,7 @@ from helpers import (
     with_engine,
 )
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, Transition
 from efficient_densenet.engines import dispatch as engines
@@ -87,9 +88,12 @@ def _single_process_group():
 
 @pytest.mark.usefixtures("_single_process_group")
 @pytest.mark.parametrize("engine", ["plain", "shared"])
-@pytest.mark.parametrize("dims", [1, 3])
-def test_synchronized_norms(dims, engine):
+@pytest.mark.parametrize(("dims", "momentum"), [(1, 0.1), (3, 0.1), (1, None)])
+def test_synchronized_norms(dims, momentum, engine):
     plain = _small(dims)
+    for module in plain.modules():
+        if isinstance(module, _BatchNorm):
+            module.momentum = momentum
     efficient = with_engine(plain, engine)
     synchronize_norms(efficient, None)
     for batch in (2, 3):

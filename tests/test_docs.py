@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import checkpointing as checkpointing_benchmark
+import gpu_model
 import host_cost
 import inference
 import options as benchmark_options
@@ -45,6 +46,7 @@ BENCHMARKS = {
     "checkpointing.py": checkpointing_benchmark.measure,
     "host_cost.py": host_cost.measure,
     "inference.py": inference.measure,
+    "gpu_model.py": gpu_model.model_gpu,
 }
 TORCHRUN = ("--nproc_per_node",)
 

@@ -301,7 +301,7 @@ def test_running_statistics_are_updated_outside_the_operator():
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_the_update_of_running_statistics(momentum):
-    running, batch = [torch.rand(3) for _ in range(4)], [torch.rand(3) for _ in range(4)]
+    running, batch = ([torch.rand(size) for size in (3, 3, 5, 5)] for _ in range(2))
     counts, update = [torch.tensor(2), torch.tensor(0)], torch.ops.efficient_densenet.update_running_statistics.default
     torch.library.opcheck(update, (running, counts, batch, momentum))
     expected = [

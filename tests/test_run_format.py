@@ -40,6 +40,7 @@ HARMLESS = {
     "options.evaluate": ["yes"],
     "options.mirror": [MISSING],
     "options.accept_changed_data": [MISSING],
+    "options.cuda_graph": [MISSING],
     "data.fingerprint": [MISSING],
     "data.statistics": [MISSING],
     "checksum": [MISSING],

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .cuda_graph import CudaGraphBackward
 from .data.augment import Transform, generator_for
 from .data.images import ImageSet
 from .distributed import DistributedContext, gradient_sync
@@ -54,6 +55,9 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=options.lr, **SGD_ARGUMENTS)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=options.amp == "fp16")
         self.dtype = next(self.model.parameters()).dtype
+        self.backward: Callable[[Tensor, Tensor, float], Tensor] = self._backward
+        if options.cuda_graph:
+            self.backward = CudaGraphBackward(self._backward, self.model.parameters())
 
     def steps(self, images: ImageSet, position: TrainingPosition) -> Iterator[None]:
         """Train from `position` to the end of its epoch; updates `position` and yields after each step."""
@@ -97,7 +101,7 @@ class Trainer:
         for i, (some_images, some_labels) in enumerate(micro_batches, start=1):
             with gradient_sync(self.wrapped_model, last=i == count):
                 # DistributedDataParallel averages over processes, the loss over the global batch.
-                sums += self._backward(some_images, some_labels, self.context.world_size / global_batch_size)
+                sums += self.backward(some_images, some_labels, self.context.world_size / global_batch_size)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return [*sums.tolist(), len(labels)]

@@ -56,6 +56,7 @@ class Options:
         amp: bf16 or fp16 for automatic mixed precision.
         channels_last: use the channels-last memory format for images and weights.
         compile: run the model through torch.compile.
+        cuda_graph: on one GPU, launch forward and backward of a step as one CUDA graph.
         device: cpu, cuda (all visible GPUs), cuda:1, …; by default cuda if available.
         sync_bn: synchronize the statistics of batch norms over all processes that torchrun started.
         workers: processes that decode the images of folders too large for memory.
@@ -89,6 +90,7 @@ class Options:
     amp: str | None = None
     channels_last: bool = False
     compile: bool = False
+    cuda_graph: bool = False
     device: str | None = None
     sync_bn: bool = False
     workers: int = 2
@@ -138,6 +140,7 @@ RULES = {
     "amp": optional(choice(*AMP_DTYPES)),
     "channels_last": _boolean,
     "compile": _boolean,
+    "cuda_graph": _boolean,
     "device": optional(path_name()),
     "sync_bn": _boolean,
     "workers": integer(0, 1024),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from .. import __version__
 from .._archive import to_archive
 from . import files, models, run_format, run_state
+from .cuda_graph import check_cuda_graph
 from .data import SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
@@ -48,6 +49,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         if state:
             options = parse(run_state.merge_options(state, given), efficient_engine)
             check_options(options.workers, options.lr)
+        check_cuda_graph(options, context)
         if options.sync_bn and state is None and not dist.is_torchelastic_launched():
             raise ValueError(
                 "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
@@ -235,8 +237,11 @@ class Run:
         for _ in self.trainer.steps(self.dataset.train, position):
             position.seconds = time.perf_counter() - started
             loss, error = position.loss / position.seen, position.wrong / position.seen
-            progress.step(loss, error, position.seen / position.seconds, peak_memory(self.context.device))
+            progress.step(loss, error, position.seen / position.seconds, self._peak_memory())
             self._raise_if_stopped()
+
+    def _peak_memory(self) -> int:
+        return peak_memory(self.context.device, reserved=self.options.cuda_graph)
 
     def _row(self, valid: tuple[float | str, float | str], seconds: float) -> Row:
         position = self.position
@@ -249,7 +254,7 @@ class Run:
             "test_error": "",
             "seconds": seconds,
             "images_per_second": position.seen / position.seconds,
-            "peak_memory_mib": peak_memory(self.context.device) / 2**20,
+            "peak_memory_mib": self._peak_memory() / 2**20,
             "lr": self.trainer.optimizer.param_groups[0]["lr"],
         }
 

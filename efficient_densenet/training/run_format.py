@@ -57,7 +57,7 @@ _DATA = Record(
     may_lack=frozenset({"fingerprint", "statistics"}),  # earlier versions recorded none
 )
 _RECORD: dict[Any, Any] = {
-    "options": Record(RULES, may_lack=frozenset({"mirror", "accept_changed_data"})),  # they came later
+    "options": Record(RULES, may_lack=frozenset({"mirror", "accept_changed_data", "cuda_graph"})),  # they came later
     "model": _MODEL,
     "data": _DATA,
 }

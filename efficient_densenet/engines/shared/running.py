@@ -72,14 +72,24 @@ def _update(
     """
     if num_batches_tracked:
         foreach_add_(num_batches_tracked, 1)
-    dtype, weight = batch[0].dtype, momentum
-    if weight is None:
-        weight = [weight for count in num_batches_tracked for weight in [count.to(dtype).reciprocal()] * 2]
+    dtype = batch[0].dtype
+    weight = _cumulative_weights(num_batches_tracked, batch) if momentum is None else momentum
     wide = [as_dtype(tensor, dtype) for tensor in running]
     foreach_lerp_(wide, batch, weight)
     for tensor, value in zip(running, wide, strict=True):
         if tensor is not value:
             tensor.copy_(value)
+
+
+def _cumulative_weights(num_batches_tracked: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
+    """1 / num_batches_tracked of each norm, for its mean and its variance: a weight for each channel.
+
+    They stay on the device, since reading a number there would wait for it; and they have the size of what they weigh,
+    since PyTorch then updates all norms in one launch.
+    """
+    weights = torch.stack(num_batches_tracked).to(batch[0].dtype).reciprocal()
+    rows = weights[:, None].repeat(1, max(tensor.shape[0] for tensor in batch)).unbind()
+    return [rows[i // 2][: tensor.shape[0]] for i, tensor in enumerate(batch)]
 
 
 @torch.library.register_fake("efficient_densenet::update_running_statistics", lib=LIBRARY)

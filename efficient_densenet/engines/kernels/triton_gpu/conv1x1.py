@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
 from . import conv1x1_kernels, launch, tiles
-from .host import cdiv, finish_backward, norm_vectors, with_contiguous_rows
+from .host import cdiv, finish_backward, norm_vectors, precision, with_contiguous_rows
 
 
 def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
@@ -20,13 +20,13 @@ def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
     many rows a tile has."""
     values, weight = with_contiguous_rows(conv.input.values), conv.weight.contiguous()
     (num_rows, channels), width = values.shape, len(weight)
-    limits, precision = tiles.device_limits(values.device), product_precision(weight)
-    tile = tiles.forward_tile(tiles.slice_width(width), precision, limits)
+    limits, products = tiles.device_limits(values.device), product_precision(weight)
+    tile = tiles.forward_tile(tiles.slice_width(width), products, limits)
     grid = (cdiv(num_rows, tile.rows),)
     stats = values.new_empty(grid[0] if with_statistics else 0, 2, width, dtype=torch.float32)
     norm, has_mean = norm_vectors(conv.input.norm)
     sizes = channels, values.stride(0)
-    constants = {"HAS_MEAN": has_mean, "WITH_STATISTICS": with_statistics, "PRECISION": precision.input_precision}
+    constants = {"HAS_MEAN": has_mean, "WITH_STATISTICS": with_statistics, "PRECISION": products.input_precision}
     constants |= {"OUT_STRIDE": width, "DIVISIBILITY": _divisibility(weight.dtype, *sizes), **tile.constants()}
     for out in _slices(width):
         tensors = _from(conv.output, out), _from(stats, out), values, *norm, _from(weight, out, -2)
@@ -42,16 +42,16 @@ def backward(
     values, weight = with_contiguous_rows(input.values), weight.contiguous()
     grad_accum, needs_grad_weight = accumulator.grad_accum, accumulator.needs_grad_weight
     (num_rows, channels), width = values.shape, len(weight)
-    limits, precision = tiles.device_limits(values.device), product_precision(weight)
-    tile = tiles.backward_tile(tiles.slice_width(width), precision, limits)
+    limits, products = tiles.device_limits(values.device), product_precision(weight)
+    tile = tiles.backward_tile(tiles.slice_width(width), products, limits)
     channel_tiles, slices = cdiv(channels, tile.channels), list(_slices(width))
-    splits = tiles.backward_splits(num_rows, channel_tiles, tile, precision, limits)
+    splits = tiles.backward_splits(num_rows, channel_tiles, tile, products, limits)
     partial_grad_weight = values.new_empty(splits if needs_grad_weight else 0, *weight.shape, dtype=torch.float32)
     partial_sums = values.new_empty(len(slices), splits, 2, channels, dtype=torch.float32)
     (norm, has_mean), (norm_backward, norm_constants) = norm_vectors(input.norm), _norm_backward(grad_output)
     sizes = channels, grad_accum.stride(0), values.stride(0)
     constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
-    constants |= {"PRECISION": precision.input_precision, "OUT_STRIDE": width, **norm_constants, **tile.constants()}
+    constants |= {"PRECISION": products.input_precision, "OUT_STRIDE": width, **norm_constants, **tile.constants()}
     constants["BLOCK_REST"] = tile.rest
     constants["DIVISIBILITY"] = _divisibility(weight.dtype, *sizes)
     sums_stride = 0 if grad_output.sums is None else grad_output.sums.stride(0)
@@ -73,9 +73,8 @@ def product_precision(weight: Tensor) -> tiles.Precision:
     has TF32."""
     if weight.dtype.itemsize < 4:
         return tiles.Precision.HALF
-    convolutions = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9, which refuses mixed settings
-    tf32 = torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"
-    return tiles.Precision.TF32 if tf32 and tiles.device_limits(weight.device).has_tf32 else tiles.Precision.IEEE
+    is_tf32 = precision() == "tf32" and tiles.device_limits(weight.device).has_tf32
+    return tiles.Precision.TF32 if is_tf32 else tiles.Precision.IEEE
 
 
 def _norm_backward(grad: BatchNormBackward) -> tuple[tuple[Tensor, ...], dict[str, bool]]:

@@ -1,0 +1,119 @@
+"""Forward, loss and backward of a training step as a CUDA graph: one launch for all of its kernels.
+
+The host then takes no time for Python, PyTorch's dispatcher and launches. What is captured works on fixed memory: each
+batch is copied there, and the gradients are always the same tensors.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .distributed import DistributedContext
+from .options import RunOptions
+from .report import say
+
+WARM_UP_STEPS = 3
+"""Training steps before the capture, in which kernels are compiled and algorithms are chosen."""
+
+
+def check_cuda_graph(options: RunOptions, context: DistributedContext) -> None:
+    """Raise for options with which a step cannot be one CUDA graph."""
+    if not options.cuda_graph:
+        return
+    found, remedy = None, "leave --cuda_graph out"
+    if context.device.type != "cuda":
+        found = f"but the device is {context.device}, and CUDA graphs need a GPU"
+    elif context.world_size > 1:
+        found = f"but {context.world_size} processes exchange their gradients, which is not captured"
+    elif context.num_gpus > 1:
+        found, remedy = (
+            f"but {context.num_gpus} GPUs, while a CUDA graph is of one",
+            f"{remedy}, or give --device cuda:0",
+        )
+    elif options.micro_batch_size is not None:
+        found = "and --micro_batch_size, whose gradients accumulate, while a CUDA graph overwrites them"
+        remedy = "leave one of them out"
+    elif options.engine in ("official", "checkpoint"):
+        found = f"and the engine {options.engine}, which saves the state of random numbers, while a capture has none"
+        remedy = "leave --cuda_graph out, or take --engine shared or plain"
+    if found is not None:
+        raise ValueError(f"found --cuda_graph, {found}: {remedy}")
+
+
+class CudaGraphBackward:
+    """Runs `backward` of a batch, at first as it is, then captured as a CUDA graph for batches of the same shape.
+
+    Args:
+        backward: runs forward and backward on images, labels and a scale of the loss, and returns a tensor. It must not
+            wait for the device.
+        parameters: those whose gradients `backward` computes. They must have none before a call.
+    """
+
+    def __init__(self, backward: Callable[[Tensor, Tensor, float], Tensor], parameters: Iterable[nn.Parameter]) -> None:
+        self.backward, self.parameters = backward, list(parameters)
+        self.num_warm_up_steps = 0
+        self.device = self.parameters[0].device
+        self.stream = torch.cuda.Stream(self.device)
+        self.captured: _CapturedBackward | None = None
+        self._said = False
+
+    def __call__(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
+        with torch.cuda.device(self.device):  # whose streams are meant
+            return self._run(images, labels, loss_scale)
+
+    def _run(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
+        if self.num_warm_up_steps < WARM_UP_STEPS:
+            self.num_warm_up_steps += 1
+            return self._on_side_stream(images, labels, loss_scale)
+        if self.captured is None:
+            self.captured = _CapturedBackward(self, images, labels, loss_scale)
+        if not self.captured.fits(images, labels, loss_scale):
+            self._say_once(images)
+            return self.backward(images, labels, loss_scale)
+        return self.captured.replay(images, labels)
+
+    def _on_side_stream(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
+        """The capture is on this stream too: what was set up before belongs to it then."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            result = self.backward(images, labels, loss_scale)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return result
+
+    def _say_once(self, images: Tensor) -> None:
+        if not self._said:
+            self._said = True
+            shape = "×".join(map(str, images.shape))
+            say(f"note: a batch of {shape} is not what the CUDA graph was captured for: such batches run without it")
+
+
+class _CapturedBackward:
+    """A CUDA graph with the memory that it reads and writes. Capturing runs nothing: the first replay does."""
+
+    def __init__(self, source: CudaGraphBackward, images: Tensor, labels: Tensor, loss_scale: float) -> None:
+        self.images, self.labels, self.loss_scale = images.clone(), labels.clone(), loss_scale
+        self.parameters, self.graph = source.parameters, torch.cuda.CUDAGraph()
+        try:
+            # Other threads may go on, as those do that decode images.
+            with torch.cuda.graph(self.graph, stream=source.stream, capture_error_mode="thread_local"):
+                self.result = source.backward(self.images, self.labels, loss_scale)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as exc:
+            raise ValueError(
+                f"the training step cannot be captured as a CUDA graph ({str(exc).strip().splitlines()[0]}): "
+                "leave --cuda_graph out, or take another --engine"
+            ) from exc
+        self.grads = [parameter.grad for parameter in self.parameters]
+
+    def fits(self, images: Tensor, labels: Tensor, loss_scale: float) -> bool:
+        return (images.shape, labels.shape, loss_scale) == (self.images.shape, self.labels.shape, self.loss_scale)
+
+    def replay(self, images: Tensor, labels: Tensor) -> Tensor:
+        self.images.copy_(images)
+        self.labels.copy_(labels)
+        self.graph.replay()
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            parameter.grad = grad
+        return self.result

@@ -1,0 +1,177 @@
+"""--cuda_graph: what is captured, what runs eagerly, and that the training is the same.
+
+Without a GPU, a stub plays the graph: its capture undoes what the step has done, and a replay does the step on the
+memory that was captured.
+"""
+
+import contextlib
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from samples import RUN, demo, refused
+from test_training import SINGLE, _few, _trainer
+
+from efficient_densenet.training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward, check_cuda_graph
+from efficient_densenet.training.loop import Trainer
+from efficient_densenet.training.options import parse
+from efficient_densenet.training.report import peak_memory
+
+
+class StubGraph:
+    """A CUDA graph of one trainer's backward."""
+
+    trainer: Trainer
+    num_replays = 0
+
+    def replay(self) -> None:
+        graphs, self.num_replays = self.trainer.backward, self.num_replays + 1
+        assert isinstance(graphs, CudaGraphBackward)
+        captured = graphs.captured
+        assert captured is not None
+        assert captured.graph is self
+        for parameter in graphs.parameters:
+            parameter.grad = None
+        captured.result.copy_(graphs.backward(captured.images, captured.labels, captured.loss_scale))
+        for parameter, grad in zip(graphs.parameters, captured.grads, strict=True):
+            assert grad is not None
+            grad.copy_(parameter.grad)
+            parameter.grad = None
+
+
+@pytest.fixture
+def graphed(monkeypatch):
+    """A function that makes a trainer with `--cuda_graph`, whose graphs the stub plays."""
+    captures = []
+
+    @contextlib.contextmanager
+    def graph(graph, stream, capture_error_mode):
+        state, rng_state = copy.deepcopy(StubGraph.trainer.model.state_dict()), torch.get_rng_state()
+        assert all(parameter.grad is None for parameter in StubGraph.trainer.model.parameters())
+        captures.append(graph)
+        yield
+        StubGraph.trainer.model.load_state_dict(state)
+        torch.set_rng_state(rng_state)
+        for parameter in StubGraph.trainer.model.parameters():
+            parameter.grad.fill_(torch.nan)
+
+    class Stream:
+        waits = 0
+
+        def __init__(self, device=None):
+            pass
+
+        def wait_stream(self, other):
+            Stream.waits += 1
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StubGraph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+
+    def make(*args, **given) -> Trainer:
+        StubGraph.trainer = _trainer(*args, cuda_graph=True, **given)
+        return StubGraph.trainer
+
+    make.captures, make.stream = captures, Stream
+    return make
+
+
+def _sums(trainer: Trainer, *batch_sizes: int) -> torch.Tensor:
+    """The loss and the number of wrong predictions in each of some steps."""
+    pixels, labels = next(iter(_few().fetch([torch.arange(16)])))
+    pixels, labels = pixels[..., 8:24, 8:24].to(trainer.context.device), labels.to(trainer.context.device)
+    return torch.tensor(
+        [
+            trainer.step(pixels[:size], labels[:size], size, 0.1, (0, 0, number))
+            for number, size in enumerate(batch_sizes)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "given"), [("plain", {"drop_rate": 0.3}), ("shared", {"drop_rate": 0.3, "channels_last": True})]
+)
+def test_training_is_the_same(engine, given, graphed):
+    eager, trainer = _trainer(engine, **given), graphed(engine, **given)
+    assert torch.equal(_sums(trainer, *[16] * 6), _sums(eager, *[16] * 6))
+    for ours, theirs in zip(trainer.model.state_dict().values(), eager.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    (graph,) = graphed.captures
+    assert graph.num_replays == 6 - WARM_UP_STEPS
+    assert graphed.stream.waits == 2 * WARM_UP_STEPS
+
+
+def test_a_batch_of_another_shape_runs_without_the_graph_and_says_so_once(graphed, capsys):
+    batch_sizes = [16] * (WARM_UP_STEPS + 2) + [9, 16, 9, 16]
+    assert torch.equal(_sums(graphed("shared"), *batch_sizes), _sums(_trainer("shared"), *batch_sizes))
+    assert [graph.num_replays for graph in graphed.captures] == [4]
+    note = "note: a batch of 9×1×16×16 is not what the CUDA graph was captured for"
+    assert capsys.readouterr().out.count(note) == 1
+
+
+def test_what_cannot_be_captured_is_a_sentence(graphed, monkeypatch):
+    @contextlib.contextmanager
+    def graph(*_, **__):
+        yield
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    trainer = graphed("plain")
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(ValueError, match=r"cannot be captured .*\(operation not permitted .* capturing\): leave --"):
+        _sums(trainer, *[16] * (WARM_UP_STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "context", "message"),
+    [
+        ({}, {}, "the device is cpu, and CUDA graphs need a GPU: leave --cuda_graph out"),
+        ({}, {"device": torch.device("cuda", 0), "world_size": 2}, "2 processes exchange their gradients"),
+        ({}, {"device": torch.device("cuda")}, "3 GPUs, while a CUDA graph is of one: .* or give --device cuda:0"),
+        ({"micro_batch_size": 4}, {"device": torch.device("cuda", 0)}, "and --micro_batch_size, .*: leave one of them"),
+        (
+            {"engine": "official"},
+            {"device": torch.device("cuda", 0)},
+            "and the engine official, .* take --engine shared",
+        ),
+        (
+            {"efficient": "checkpoint"},
+            {"device": torch.device("cuda", 0)},
+            "and the engine checkpoint, .* --engine shared",
+        ),
+    ],
+)
+def test_refusals(given, context, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    context = replace(SINGLE, **context)
+    check_cuda_graph(parse(given, "best"), context)
+    with pytest.raises(ValueError, match=f"found --cuda_graph, .*{message}"):
+        check_cuda_graph(parse({"cuda_graph": True, **given}, "best"), context)
+
+
+def test_a_run_on_the_cpu_is_refused_before_it_begins(tmp_path):
+    done = demo("cp_demo.py", *RUN, "--device", "cpu", "--cuda_graph", cwd=tmp_path)
+    refused(done, "found --cuda_graph, but the device is cpu, and CUDA graphs need a GPU: leave --cuda_graph out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_peak_of_a_run_with_graphs_is_what_is_reserved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    assert [peak_memory(torch.device("cuda"), reserved) for reserved in (False, True)] == [5, 7]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_a_gpu_trains_alike_with_a_graph(engine, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    losses, context = [], replace(SINGLE, device=torch.device("cuda", 0))
+    for with_graph in (False, True):
+        trainer = _trainer(engine, double=False, drop_rate=0.2)
+        options = replace(trainer.options, cuda_graph=with_graph)
+        trainer = Trainer(trainer.model, trainer.transform, options, context)
+        losses.append(_sums(trainer, *[16] * 8)[:, 0])
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,413 @@
+"""The model of a step on a GPU: what it counts, by rules and by bounds; what it estimates; and its program."""
+
+import ast
+import csv
+import dataclasses
+import inspect
+import textwrap
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import gpu_devices
+import gpu_measured
+import gpu_model
+import gpu_trace
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_devices import DEVICES, Estimate, estimate, estimate_graph, fused
+from gpu_kernels import KERNELS, READ, WRITE, Access, KernelModel, Traffic, model_of
+from gpu_model import COUNTING_DEVICE
+from gpu_step import kernels_chosen, trace_step
+from gpu_trace import Computation, StepTrace, TracingMode, launches_replaced
+from options import parse_arguments
+from settings import LAYOUTS, Setting, architecture
+
+from efficient_densenet import DenseNet
+from efficient_densenet.memory import tensor_peak
+from efficient_densenet.models.zoo import VARIANTS
+
+pytest.importorskip("triton", reason="needs Triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TINY = Setting("densenet_bc_16_4", 3, 8, "float32", "contiguous", "cuda", 1)
+L2 = COUNTING_DEVICE.l2_bytes
+
+
+class Bounds(NamedTuple):
+    """The most launches, of Triton kernels and of ATen's operations, in a step of the shared engine in TF32; those that
+    a layer adds to the forward and to the backward; bytes and tensor peak over plain's."""
+
+    launches: int
+    layer_forward: float
+    layer_backward: float
+    traffic_ratio: float
+    peak_ratio: float
+
+
+BOUNDS = {
+    ("densenet_bc_100_12", 256): Bounds(933, 7, 11, 0.433, 0.0781),
+    ("densenet121", 64): Bounds(1327, 7.5, 13, 0.644, 0.1087),
+}
+
+PLAIN_LAUNCHES = {"densenet_bc_100_12": 1265, "densenet121": 1580}
+"""Of plain modules, which no change of the engine moves: the counting has changed if these have."""
+
+
+def traced(function, *shapes, dtype=torch.float32, **options):
+    tensors = [torch.empty(shape, device="meta", dtype=dtype, **options) for shape in shapes]
+    with TracingMode("meta", tensors) as mode:
+        function(*tensors)
+    return mode.trace
+
+
+ROOT = Path(__file__).parents[1]
+LIMITS = "multiprocessors", "shared_memory", "shared_memory_of_a_block"
+KIB = 256
+"""Numbers of float32 in a KiB: sizes below are in KiB."""
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "launches", "kib"),
+    [
+        (lambda x: x.view(2, -1)[:, 3:].t(), [(4, KIB)], 0, 0),
+        (lambda x: torch.empty_like(x), [(4, KIB)], 0, 0),
+        (lambda x: x + 1, [(4, KIB)], 1, 8),
+        (lambda x: x[:, : KIB // 2] + 1, [(4, KIB)], 1, 4),
+        (lambda x: x.add_(1), [(4, KIB)], 1, 8),
+        (lambda x: x.zero_(), [(4, KIB)], 1, 4),
+        (lambda x, y: x.copy_(y), [(4, KIB), (4, KIB)], 1, 8),
+        (lambda x, y: torch.add(x, x, out=y), [(4, KIB), (4, KIB)], 1, 12),
+        (lambda x, y: x + y.expand(4, KIB), [(4, KIB), (1, KIB)], 1, 9),
+        (lambda x, y: torch.cat([x, y], 1), [(4, KIB), (4, 2 * KIB)], 1, 24),
+        (lambda x: torch.cat([x] * 129), [(1, KIB)], 2, 258),
+        (lambda x: torch.max_pool2d(x, 2), [(1, 4, 16, 16)], 1, 7),  # values, and indices of eight bytes
+        (lambda x, w: torch.mm(x, w), [(KIB, 8), (8, KIB)], 1, 272),
+    ],
+)
+def test_operations_of_aten(function, shapes, launches, kib):
+    trace = traced(function, *shapes)
+    assert (trace.launches(), trace.bytes(L2)) == (launches, kib * 1024)
+
+
+def test_a_view_costs_the_host_a_call():
+    assert traced(lambda x: x.view(-1).t(), (4, 4)).host_only_calls == 2
+
+
+def test_a_batch_norm_reads_its_input_twice_and_its_backward_both_inputs():
+    def step(x):
+        y = F.batch_norm(x.requires_grad_(), None, None, training=True)
+        y.backward(x.detach())
+
+    trace = traced(step, (4, 1, 16, 16))
+    forward, backward = (each for each in trace.computations if "batch_norm" in each.name)
+    vectors = 2 * 4
+    assert forward.bytes(L2) == 3 * 4096 + vectors
+    assert backward.bytes(L2) == 5 * 4096 + vectors
+
+
+def test_a_convolution_backward_is_a_launch_for_each_gradient():
+    def step(x, weight):
+        F.conv2d(x.requires_grad_(), weight.requires_grad_()).backward(x.detach())
+
+    trace = traced(step, (1, 16, 16, 16), (16, 16, 1, 1))
+    images, weight, flops = 16 * 1024, 1024, 2 * 16 * 16 * 256
+    assert [each.name for each in trace.computations] == ["convolution", "convolution_backward"]
+    assert [each.launches for each in trace.computations] == [1, 2]
+    assert [each.bytes(L2) for each in trace.computations] == [2 * images + weight, 4 * images + 2 * weight]
+    assert [each.flops for each in trace.computations] == [flops, 2 * flops]
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "launches"),
+    [(110, 1, 1), (111, 1, 2), (2, 65_536 * 160, 1), (2, 65_536 * 160 + 1, 2)],
+)
+def test_foreach_operations_launch_a_kernel_for_each_chunk(count, size, launches):
+    trace = traced(lambda *tensors: torch._foreach_add_(tensors, 1), *[(size,)] * count)
+    assert trace.launches() == launches
+    assert trace.bytes(L2) == 2 * count * size * 4
+
+
+def test_foreach_operations_with_two_lists_take_fewer_tensors():
+    trace = traced(lambda *tensors: torch._foreach_lerp_(tensors[:65], tensors[65:], 0.1), *[(1,)] * 130)
+    assert trace.launches() == 2
+
+
+def test_the_memory_of_tensors_is_the_allocators_on_the_cpu():
+    def function(x):
+        y = x + 1
+        z = (y * 2).view(-1)
+        del y
+        return [z.exp(), z[:1024].clone()]
+
+    x = torch.zeros(64, 512)
+    with TracingMode("cpu", [x]) as mode:
+        function(x)
+    assert mode.trace.tensor_peak == tensor_peak(lambda: function(x)) > 0
+
+
+def step_on(device, setting):
+    """The trace of a step that runs, through Triton's interpreter where there is no GPU."""
+    torch.manual_seed(0)
+    memory_format = LAYOUTS[setting.layout]
+    network = DenseNet(**architecture(setting.model), efficient="shared").to(device, memory_format=memory_format)
+    images = torch.randn(setting.batch_size, 3, setting.image_size, setting.image_size, device=device)
+    images = images.contiguous(memory_format=memory_format)
+    labels = torch.zeros(setting.batch_size, dtype=torch.long, device=device)
+    mode = TracingMode(device, [*network.parameters(), *network.buffers(), images, labels])
+    with kernels_chosen(triton=True), launches_replaced(mode.add_launch, also_launch=True), mode:
+        with torch.autocast(device, torch.bfloat16, enabled=setting.precision == "bf16"):
+            output = network(images)
+        loss = F.cross_entropy(output.float(), labels)
+        mode.phase = "backward"
+        loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
+    return mode.trace
+
+
+@pytest.mark.parametrize(
+    ("model", "image_size", "precision", "layout"),
+    [
+        (TINY.model, 8, "float32", "contiguous"),
+        (TINY.model, 8, "float32", "channels_last"),
+        (TINY.model, 8, "bf16", "contiguous"),
+        ("with_stem", 32, "float32", "contiguous"),
+    ],
+)
+def test_the_trace_of_meta_tensors_is_that_of_a_step_that_runs(model, image_size, precision, layout, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "with_stem", architecture(TINY.model) | {"small_inputs": False})
+    setting = Setting(model, 2, image_size, precision, layout, "cuda", 1)
+    expected, trace = step_on(DEVICE, setting), trace_step(setting, "shared")
+    launched, on_meta = ([each for each in t.computations if each.is_triton] for t in (expected, trace))
+    assert len(launched) > 20
+    assert on_meta == launched
+    # On a CPU the portable stem pools in another memory format, and autocast casts other functions of PyTorch too.
+    if DEVICE == "cpu" and model == TINY.model and precision == "float32":
+        assert [each.name for each in trace.computations] == [each.name for each in expected.computations]
+
+
+def test_the_trace_sees_what_is_inside_operators():
+    names = {each.name for each in trace_step(TINY, "shared").computations}
+    assert not {"stage", "stage_backward", "stem", "update_running_statistics"} & names
+    assert {"convolution_backward", "_foreach_lerp_", "conv1x1_backward"} <= names
+
+
+def test_kernels_outside_of_the_table_are_refused():
+    with pytest.raises(ValueError, match=r"'conv5x5' is not in KERNELS: add to benchmarks/gpu_kernels\.py"):
+        model_of("conv5x5")
+    with pytest.raises(ValueError, match=r"the matrix 'halo' of the Triton kernel 'k' is not in KERNELS"):
+        KernelModel({}).traffic("k", (1,), {"halo": torch.empty(2, 2)})
+
+
+def launched_kernels():
+    """The names of the kernels that no other device function calls."""
+    kernels, called = set(), set()
+    for module in gpu_trace.triton_modules():
+        for name, value in vars(module).items():
+            function = getattr(value, "fn", None)
+            if not inspect.isfunction(function) or function.__module__ != module.__name__:
+                continue
+            kernels.add(name)
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    called.add(node.func.id)
+    return kernels - called
+
+
+def test_the_table_has_every_kernel():
+    assert "conv1x1_forward" in launched_kernels()
+    assert launched_kernels() <= KERNELS.keys()
+
+
+def test_the_bytes_of_a_launch():
+    model = KernelModel({"x": READ, "out": WRITE, "again": Access(reads=1, again_for=1)}, lambda arguments: 3)
+    matrix = torch.empty(4, 16, device="meta")
+    arguments = {"x": matrix[:, :8], "out": matrix, "again": matrix, "vector": matrix[0]}
+    rows = model.traffic("kernel", (2, 5), arguments)
+    assert rows == [Traffic(128), Traffic(256), Traffic(256, 4), Traffic(64)]
+    assert [each.total(256) for each in rows] == [128, 256, 256, 64]
+    assert [each.total(255) for each in rows] == [128, 256, 5 * 256, 64]
+    assert model.flops({"num_rows": 4, "channels": 8, "OUT_CHANNELS": 2}) == 2 * 3 * 4 * 8 * 2
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_accumulated_is_read_unless_it_is_overwritten(overwrite):
+    grads = torch.empty(4, 16, device="meta")
+    rows = model_of("conv1x1_backward").traffic("", (1, 1), {"grad_accum": grads, "OVERWRITE": overwrite})
+    assert rows == [Traffic(256)] * (1 if overwrite else 2)
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_an_argument_that_is_not_used_is_not_counted(needed):
+    arguments = {"grad_weight": torch.empty(4, 16, device="meta"), "HAS_GRAD_WEIGHT": needed}
+    assert model_of("finish_backward").traffic("", (1,), arguments) == [Traffic(256)] * needed
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_products_under_autocast(engine, precision):
+    trace = trace_step(dataclasses.replace(TINY, precision=precision), engine)
+    dtypes = {each.product_dtype for each in trace.computations if each.flops}
+    assert dtypes == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.fixture(scope="module", params=BOUNDS, ids=lambda configuration: configuration[0])
+def counted(request):
+    """The counts of a step of both engines."""
+    model, batch_size = request.param
+    setting = gpu_model.expand(model, batch_size, precision="tf32", device="cuda")[0]
+    traces = {engine: trace_step(setting, engine, device=COUNTING_DEVICE) for engine in ("plain", "shared")}
+    return request.param, {engine: gpu_model.count(setting, engine, trace) for engine, trace in traces.items()}
+
+
+def test_few_launches_few_bytes_and_little_memory(counted):
+    configuration, counts = counted
+    shared, plain = counts["shared"], counts["plain"]
+    ratios = shared.bytes / plain.bytes, shared.tensor_peak / plain.tensor_peak
+    found = Bounds(shared.launches, shared.layer_forward, shared.layer_backward, *ratios)
+    bounds = BOUNDS[configuration]
+    assert all(number <= bound for number, bound in zip(found, bounds, strict=True)), found
+
+
+def test_what_plain_is_compared_with(counted):
+    (model, _), counts = counted
+    assert (counts["plain"].aten, counts["plain"].triton) == (PLAIN_LAUNCHES[model], 0)
+
+
+def computation(name, nbytes, launches=1, flops=0, dtype=torch.float32):
+    return Computation(name, "forward", False, launches, (Traffic(nbytes),), flops, dtype if flops else None)
+
+
+def test_the_time_of_a_step_is_that_of_the_slower_side():
+    device = DEVICES["A100"]
+    moving, multiplying, small = 2.039e9, 156e9, 1
+    trace = StepTrace(
+        [computation("copy_", moving), computation("mm", 1, flops=multiplying), computation("add", small)], 10
+    )
+    expected = 1e-3 / gpu_devices.BANDWIDTH_FRACTION + 1e-3 / gpu_devices.FLOPS_FRACTION["tf32"]
+    estimated = estimate(trace, device, "tf32")
+    assert estimated.device == pytest.approx(expected + 2.5e-6)
+    assert estimated.host == pytest.approx(3 * 7e-6 + 10 * 2e-6)
+    assert estimate_graph(trace, device, "tf32").device == pytest.approx(expected + 1.5e-6)
+    assert Estimate(1, 2).seconds == Estimate(2, 1).seconds == 2
+
+
+def test_products_of_float32_are_exact_under_autocast_too():
+    trace = StepTrace([computation("mm", 1, flops=67e12)])
+    assert estimate(trace, DEVICES["H200"], "bf16").device == pytest.approx(1 / 0.6)
+
+
+def test_compiled_plain_moves_less():
+    names = "convolution", "relu_", "threshold_backward", "native_batch_norm", "add_", "cat"
+    trace = StepTrace([computation(name, 1000) for name in names])
+    trace.computations[4] = Computation("add_", "backward", False, 1, (Traffic(1000),) * 3)
+    compiled = fused(trace)
+    assert [each.name for each in compiled.computations] == ["convolution", "native_batch_norm", "add_", "cat"]
+    assert compiled.launches() == 4
+    assert compiled.bytes(L2) == 4000
+
+
+def test_the_program_prints_tables_and_writes_a_file(capsys, tmp_path):
+    gpu_model.model_gpu(TINY.model, 2, 8, precision="tf32", kernels=True, folder=str(tmp_path))
+    printed = capsys.readouterr().out
+    assert "| counted | ATen | Triton | launches |" in printed
+    assert "| `shared`, counted | launches | traffic | of the step |" in printed
+    assert "| estimated step | H200 | A100 SXM 80GB | RTX 4090 | T4 |" in printed
+    with (tmp_path / f"gpu_model_{TINY.model}_2_tf32.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 * 5
+    assert [row["method"] for row in rows[:5]] == list(gpu_model.LABELS)
+    assert all(float(row["estimated_ms"]) > 0 for row in rows)
+    assert all((row["measured_ms"] == "") == (DEVICE == "cpu" or row["device_name"] != "H200") for row in rows)
+
+
+@pytest.mark.parametrize(("words", "expected"), [(["--kernels"], True), (["--kernels", "False"], False), ([], False)])
+def test_the_list_of_kernels_is_a_flag_without_fire_too(words, expected):
+    assert parse_arguments(gpu_model.model_gpu, words)[1]["kernels"] is expected
+
+
+def test_a_device_without_the_precision_is_left_out():
+    rows = gpu_model.times(dataclasses.replace(TINY, precision="bf16"), trace_step(TINY, "plain"))
+    assert {row.device.name for row in rows} == {"H200", "A100 SXM 80GB", "RTX 4090"}
+
+
+def test_the_tables_of_a_page_are_written_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_model, "DEVICES", {"A100": DEVICES["A100"]})
+    options, page = f"--model {TINY.model} --batch_size 2,3 --image_size 8", tmp_path / "page.md"
+    command, end = f"<!-- python benchmarks/gpu_model.py {options} -->\n", "<!-- end of the estimates -->\n\nText.\n"
+    page.write_text(f"# Title\n\n{command}An old table.\n{end}")
+    gpu_model.model_gpu(page=str(page))
+    written = page.read_text()
+    assert written.startswith(f"# Title\n\n{command}\n{TINY.model}, batch 2, images of 8×8, tf32, contiguous:\n\n| ")
+    assert written.endswith(f" |\n\n{end}")
+    assert written.count("| counted |") == written.count("| estimated step | A100 SXM 80GB |") == 2
+    assert "An old table" not in written
+
+
+@pytest.mark.exhaustive
+def test_the_estimates_in_the_docs_are_what_the_program_prints():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert gpu_model.COMMAND.search(text)
+    assert gpu_model.rewritten(text) == text
+
+
+def test_the_kernels_choose_their_tiles_for_the_device(monkeypatch):
+    """Where they ask for its limits by `device_limits`."""
+    module, seen = gpu_trace.triton_modules()[0], []
+    limits = NamedTuple("DeviceLimits", [(name, int) for name in LIMITS])
+    monkeypatch.setattr(module, "DeviceLimits", limits, raising=False)
+    monkeypatch.setattr(module, "device_limits", lambda device: None, raising=False)
+    launch = TracingMode.add_launch
+    monkeypatch.setattr(
+        TracingMode,
+        "add_launch",
+        lambda *each, **constants: seen.append(module.device_limits(0)) or launch(*each, **constants),
+    )
+    trace_step(TINY, "shared", device=DEVICES["A100"])
+    assert set(seen) == {limits(108, 164 * 1024, 163 * 1024)}
+
+
+class StubbedCuda:
+    """What a measurement asks of CUDA, on the CPU: every step takes two milliseconds, a replay calls what was
+    captured."""
+
+    def __init__(self, monkeypatch):
+        self.captures, self.replays = 0, 0
+        stubs = {"Event": self.event, "Stream": self.stream, "CUDAGraph": self.cuda_graph, "graph": self.graph}
+        stubs |= {"stream": nullcontext, "current_stream": self.stream, "synchronize": lambda: None}
+        for name, stub in stubs.items():
+            monkeypatch.setattr(torch.cuda, name, stub)
+
+    def event(self, enable_timing):
+        assert enable_timing
+        return SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 2.0)
+
+    def stream(self):
+        return SimpleNamespace(wait_stream=lambda stream: None)
+
+    def cuda_graph(self):
+        def replay():
+            self.replays += 1
+
+        return SimpleNamespace(replay=replay)
+
+    def graph(self, graph):
+        self.captures += 1
+        return nullcontext()
+
+
+@pytest.mark.parametrize("method", ["plain", "graph_plain"])
+def test_measurements_on_a_gpu(method, monkeypatch):
+    cuda, setting = StubbedCuda(monkeypatch), dataclasses.replace(TINY, device="cpu")
+    cudnn_benchmark = torch.backends.cudnn.benchmark
+    seconds, peak = gpu_measured.measure_method(method, setting)
+    torch.backends.cudnn.benchmark = cudnn_benchmark
+    assert seconds == 0.002
+    if method == "plain":
+        assert (cuda.captures, cuda.replays) == (0, 0)
+        assert peak > 100_000
+    else:
+        assert (cuda.captures, cuda.replays, peak) == (1, gpu_measured.TIMED_STEPS, None)
