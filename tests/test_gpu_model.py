@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from gpu_devices import DEVICES, Estimate, estimate, estimate_graph, fused
 from gpu_kernels import KERNELS, READ, WRITE, Access, KernelModel, Traffic, model_of
 from gpu_model import COUNTING_DEVICE
-from gpu_step import kernels_chosen, trace_step
+from gpu_step import kernels_chosen, tensor_float_32, trace_step
 from gpu_trace import Computation, StepTrace, TracingMode, launches_replaced
 from options import parse_arguments
 from settings import LAYOUTS, Setting, architecture
@@ -157,7 +157,8 @@ def step_on(device, setting):
     images = images.contiguous(memory_format=memory_format)
     labels = torch.zeros(setting.batch_size, dtype=torch.long, device=device)
     mode = TracingMode(device, [*network.parameters(), *network.buffers(), images, labels])
-    with kernels_chosen(triton=True), launches_replaced(mode.add_launch, also_launch=True), mode:
+    launches = launches_replaced(mode.add_launch, also_launch=True)
+    with tensor_float_32(setting.precision == "tf32"), kernels_chosen(triton=True), launches, mode:
         with torch.autocast(device, torch.bfloat16, enabled=setting.precision == "bf16"):
             output = network(images)
         loss = F.cross_entropy(output.float(), labels)

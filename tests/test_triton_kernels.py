@@ -23,6 +23,7 @@ from efficient_densenet.engines.kernels import portable
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 triton_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.operations")
+conv1x1 = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.conv1x1")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
@@ -241,9 +242,10 @@ def test_a_triton_that_cannot_run_warns_once(monkeypatch):
 
 
 def test_tf32_follows_the_setting_for_convolutions(monkeypatch):
-    assert triton_kernels._precision() == "ieee"
+    weight = torch.empty(1, device=DEVICE)
+    assert conv1x1.product_precision(weight).input_precision == "ieee"
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert triton_kernels._precision() == "tf32"
+    assert conv1x1.product_precision(weight).input_precision == "tf32"
 
 
 @needs_device

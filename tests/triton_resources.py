@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "float64": "*fp64", "bool": "*i1"}
+SCALARS = {int: "i32", float: "fp32"}
 KIB = 1024
 ARCHITECTURES = (80, 86, 89, 90, 120)
 
@@ -63,6 +64,7 @@ class Compilation(NamedTuple):
     num_warps: int
     num_stages: int
     arch: int
+    maxnreg: int | None = None
     aligned: tuple[str, ...] = ()  # the pointers that are multiples of 16 bytes
 
     @classmethod
@@ -81,13 +83,14 @@ class Compilation(NamedTuple):
         function = kernel.fn
         names = list(inspect.signature(function).parameters)
         signature = {
-            name: "i32" if isinstance(value, int) else POINTERS[str(value.dtype).removeprefix("torch.")]
+            name: SCALARS.get(type(value)) or POINTERS[str(value.dtype).removeprefix("torch.")]
             for name, value in zip(names, arguments, strict=False)
         }
         aligned = tuple(name for name, kind in signature.items() if kind[0] == "*" and name not in set(misaligned))
         meta = {name: value for name, value in constants.items() if name not in OPTIONS}
-        options = constants.get("num_warps", 4), constants.get("num_stages", 3)
-        return cls(function.__module__, function.__name__, signature, meta, *options, arch, aligned)
+        num_warps, num_stages = constants.get("num_warps", 4), constants.get("num_stages", 3)
+        kernel_name = function.__module__, function.__name__
+        return cls(*kernel_name, signature, meta, num_warps, num_stages, arch, constants.get("maxnreg"), aligned)
 
 
 class Resources(NamedTuple):
@@ -144,7 +147,7 @@ def _compile(job: Compilation) -> Resources:
     signature = {name: "constexpr" if name in job.constants else job.signature[name] for name in names}
     constants = {(names.index(name),): value for name, value in job.constants.items()}
     source = ASTSource(kernel, signature, constants, _alignment([names.index(name) for name in job.aligned]))
-    options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+    options = {"num_warps": job.num_warps, "num_stages": job.num_stages, "maxnreg": job.maxnreg}
     compiled = triton_compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
     registers, spills = _usage(compiled.asm["cubin"])
     return Resources(registers, compiled.metadata.shared, spills, job.num_warps, job.arch)

@@ -547,9 +547,9 @@ DEFECTS = [
     ),
     Defect(
         "triton: weight loaded past its last channel",
-        TRITON + "kernels.py",
-        "out_mask[:, None] & channel_mask[None, :]\n    w = tl.load(weight + weight_offsets",
-        "out_mask[:, None] | channel_mask[None, :]\n    w = tl.load(weight + weight_offsets",
+        TRITON + "conv1x1_kernels.py",
+        "w_mask = out_mask[:, None] & channel_mask[None, :]\n",
+        "w_mask = out_mask[:, None] | channel_mask[None, :]\n",
         ("triton_kernels",),
     ),
     Defect(
@@ -592,14 +592,28 @@ DEFECTS = [
         TRITON + "operands.py",
         "(bits + 0x1000) & 0xFFFFE000",
         "bits & 0xFFFFE000",
-        ("triton_conv3x3",),
+        ("triton_conv3x3", "triton_conv1x1"),
     ),
     Defect(
         "triton: ReLU's mask inverted",
-        TRITON + "kernels.py",
+        TRITON + "conv1x1_kernels.py",
         "grad = tl.where(activation <= 0, 0.0,",
         "grad = tl.where(activation > 0, 0.0,",
         ("triton_kernels",),
+    ),
+    Defect(
+        "triton: rows past the last one have a gradient",
+        TRITON + "conv1x1_kernels.py",
+        "grad = tl.where(mask, z * slope + constant + grad * r, 0.0)",
+        "grad = z * slope + constant + grad * r",
+        ("triton_kernels", "triton_conv1x1"),
+    ),
+    Defect(
+        "triton: each slice of a wide convolution overwrites the gradient",
+        TRITON + "conv1x1.py",
+        "accumulator.overwrite and i == 0",
+        "accumulator.overwrite",
+        ("triton_conv1x1",),
     ),
     Defect(
         "fused stem: the last of equal maxima gets the gradient",

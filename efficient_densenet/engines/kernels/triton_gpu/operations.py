@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import portable
@@ -23,12 +22,8 @@ from ..interface import (
     StatisticsOutput,
 )
 from ..portable import to_pixel_matrix, to_spatial
-from . import conv3x3, kernels, launch, statistics_kernels
+from . import conv1x1, conv3x3, kernels, launch, statistics_kernels
 from .host import cdiv, combine_statistics, divisibility, finish_backward, norm_vectors, with_contiguous_rows
-from .host import precision as _precision
-
-MAX_OUT_CHANNELS = 256
-"""The most bottleneck channels of which a tile fits in registers; a wider 1×1 convolution is left to `portable`."""
 
 MAX_PROGRAM_INSTANCES = 2048
 """How many program instances share the rows: several for each multiprocessor of a large GPU, yet few partial sums."""
@@ -76,18 +71,12 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
-    if len(conv.weight) > MAX_OUT_CHANNELS:
-        portable.conv1x1_forward(conv)
-    else:
-        _conv1x1(conv)
+    conv1x1.forward(conv, with_statistics=False)
 
 
 def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
-    if len(conv.weight) > MAX_OUT_CHANNELS:
-        portable.conv1x1_forward(conv)
-        batch_statistics(conv.output, statistics)
-    else:
-        combine_statistics(*_conv1x1(conv), len(conv.output), statistics)
+    stats, block_rows = conv1x1.forward(conv, with_statistics=True)
+    combine_statistics(stats, block_rows, len(conv.output), statistics)
 
 
 def conv1x1_backward(
@@ -97,9 +86,7 @@ def conv1x1_backward(
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
 ) -> Tensor | None:
-    if len(weight) > MAX_OUT_CHANNELS:
-        return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
-    grad_weight = _conv1x1_backward(batch_norm_grad_input(grad_output), input, weight, accumulator)
+    grad_weight = conv1x1.backward(grad_output, input, weight, accumulator)
     if next_bottleneck is not None:
         conv1x1_forward(next_bottleneck)
     return grad_weight
@@ -151,54 +138,6 @@ def pooled_conv1x1_backward(
         return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
     grad_weight = _cudnn_conv_backward(grad_output, input, weight[:, :, None, None], accumulator, shape, pool=2)
     return None if grad_weight is None else grad_weight.flatten(1)
-
-
-def _conv1x1(conv: Conv1x1) -> tuple[Tensor, int]:
-    """Writes the output; returns its statistics for each tile of rows, (tiles, 2, out_channels), and the rows of a
-    tile."""
-    values, weight = with_contiguous_rows(conv.input.values), conv.weight.contiguous()
-    num_rows, channels = values.shape
-    block_out = _block_out(weight)
-    block_rows = 128 if block_out <= 64 else 64
-    stats = values.new_empty(cdiv(num_rows, block_rows), 2, len(weight), dtype=torch.float32)
-    norm, has_mean = norm_vectors(conv.input.norm)
-    tensors = conv.output, stats, values, *norm, weight
-    sizes = channels, values.stride(0)
-    constants = {"HAS_MEAN": has_mean, "OUT_CHANNELS": len(weight)}
-    constants |= {"DIVISIBILITY": divisibility(*sizes), "PRECISION": _precision()}
-    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": 32, "BLOCK_OUT": block_out}
-    options = {"num_warps": 4 if block_out <= 128 else 8, "num_stages": 2}
-    launch.launch(kernels.conv1x1_forward, (len(stats),), *tensors, num_rows, *sizes, **constants, **blocks, **options)
-    return stats, block_rows
-
-
-def _conv1x1_backward(
-    grad_output: Tensor, input: AffineInput, weight: Tensor, accumulator: GradAccumulator
-) -> Tensor | None:
-    values, weight = with_contiguous_rows(input.values), weight.contiguous()
-    grad_accum, needs_grad_weight = accumulator.grad_accum, accumulator.needs_grad_weight
-    num_rows, channels = values.shape
-    block_out = _block_out(weight)
-    # A program instance's accumulators must fit its registers. Exact float32 products, and many output channels, take
-    # more of them: the tile is then half as wide.
-    is_heavy = block_out > 128 or (weight.dtype == torch.float32 and _precision() == "ieee")
-    blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 32 if is_heavy else 64}
-    grid = _grid(num_rows, channels, blocks)
-    splits = grid[1]
-    partial_grad_weight = values.new_empty(splits if needs_grad_weight else 0, *weight.shape, dtype=torch.float32)
-    partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
-    outputs = partial_grad_weight, partial_sums, grad_accum
-    norm, has_mean = norm_vectors(input.norm)
-    inputs = grad_output.contiguous(), values, *norm, weight
-    sizes = channels, grad_accum.stride(0), values.stride(0)
-    constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "OUT_CHANNELS": len(weight)}
-    constants |= {"OVERWRITE": accumulator.overwrite, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
-    constants |= {"DIVISIBILITY": divisibility(*sizes), "PRECISION": _precision(), "BLOCK_OUT": block_out, **blocks}
-    options = {"num_warps": 8, "num_stages": 1 if is_heavy else 2}
-    launch.launch(kernels.conv1x1_backward, grid, *outputs, *inputs, num_rows, *sizes, **constants, **options)
-    grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad_weight else None
-    finish_backward(accumulator, partial_sums, grad_weight, partial_grad_weight)
-    return grad_weight
 
 
 def _cudnn_conv(input: AffineInput, weight: Tensor, shape: torch.Size, pool: int, dilation: int = 1) -> Tensor:
@@ -316,8 +255,3 @@ def _grid(num_rows: int, channels: int, blocks: dict[str, int]) -> tuple[int, in
     channel_tiles = cdiv(channels, blocks["BLOCK_CHANNELS"])
     row_tiles = cdiv(num_rows, blocks["BLOCK_ROWS"])
     return channel_tiles, max(1, min(row_tiles, MAX_PROGRAM_INSTANCES // channel_tiles))
-
-
-def _block_out(weight: Tensor) -> int:
-    """All output channels, as a power of two that `tl.dot` accepts."""
-    return max(16, triton.next_power_of_2(len(weight)))

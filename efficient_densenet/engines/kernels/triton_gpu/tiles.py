@@ -1,0 +1,189 @@
+"""Tiles and splits of the Triton kernels of 1×1 convolutions, chosen from a device's own limits.
+
+Everything but `device_limits` is a pure function of sizes, so that the choice for any device is tested without one.
+"""
+
+import enum
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+KIB = 1024
+MAX_OUT_CHANNELS = 256
+"""The most output channels of a launch: a tile has them all in its registers."""
+
+RESERVED_SHARED_MEMORY = KIB
+"""What the system takes of each block's shared memory."""
+
+
+class Precision(enum.Enum):
+    """How products are computed. Sums are in float32."""
+
+    HALF = "half"
+    TF32 = "tf32"
+    IEEE = "ieee"
+
+    @property
+    def input_precision(self) -> str:
+        """As `tl.dot` takes it; operands in half precision have no choice."""
+        return "tf32" if self is Precision.TF32 else "ieee"
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self is Precision.HALF else 4
+
+
+class DeviceLimits(NamedTuple):
+    """What a launch may count on. Bytes of shared memory are of a multiprocessor, and of a block."""
+
+    multiprocessors: int
+    shared_memory: int
+    shared_memory_of_a_block: int
+    has_tf32: bool = True
+
+
+WITHOUT_DEVICE = DeviceLimits(multiprocessors=1, shared_memory=164 * KIB, shared_memory_of_a_block=163 * KIB)
+"""For Triton's interpreter: one multiprocessor, so that the loops over rows go round."""
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of a device, read once."""
+    if device.type != "cuda":
+        return WITHOUT_DEVICE
+    properties = torch.cuda.get_device_properties(device)
+    memory = properties.shared_memory_per_multiprocessor, properties.shared_memory_per_block_optin
+    return DeviceLimits(properties.multi_processor_count, *memory, has_tf32=properties.major >= 8)
+
+
+class Tile(NamedTuple):
+    """The tile of a program instance: rows × input channels, and all of a launch's output channels, in two parts.
+
+    `max_registers` is what the compiler may use for a thread; with 128, a multiprocessor holds two blocks of 8 warps.
+    """
+
+    rows: int
+    channels: int
+    num_stages: int
+    max_registers: int | None
+    out_channels: int = 0
+    rest: int = 0
+
+    def constants(self) -> dict[str, int]:
+        """The tile as constants and options of a launch."""
+        blocks = {"BLOCK_ROWS": self.rows, "BLOCK_CHANNELS": self.channels, "BLOCK_OUT": self.out_channels}
+        options = {"num_warps": 8, "num_stages": self.num_stages}
+        return blocks | options | ({} if self.max_registers is None else {"maxnreg": self.max_registers})
+
+    def forward_shared_memory(self, precision: Precision) -> int:
+        """At most so many bytes, by the tiles of the operands that a stage holds."""
+        stage = (self.rows + self.out_channels) * self.channels * precision.itemsize
+        return max(self.num_stages * stage, self.rows * self.out_channels * 4)
+
+    def backward_shared_memory(self, precision: Precision) -> int:
+        """At most so many bytes: a weight, and in each stage the input, the output and its grad_accum."""
+        width = self.out_channels + self.rest
+        stage = self.rows * (self.channels + 2 * width)
+        weight = self.channels * width
+        return max((weight + self.num_stages * stage) * precision.itemsize, self.out_channels * self.channels * 4)
+
+    def resident_blocks(self, shared_memory: int, limits: DeviceLimits) -> int:
+        """How many blocks of this tile a multiprocessor holds."""
+        two_fit = 2 * (shared_memory + RESERVED_SHARED_MEMORY) <= limits.shared_memory
+        return 2 if self.max_registers == 128 and two_fit else 1
+
+
+# What compiles without spills for sm_80 to sm_120 (tests/test_triton_resources.py), the best first; the last is the
+# smallest. The keys are how many output channels a tile has.
+FORWARD_TILES = {
+    Precision.TF32: {64: [Tile(128, 32, 3, 128)], 128: [Tile(64, 32, 3, 128)], 256: [Tile(32, 16, 3, 128)]},
+    Precision.HALF: {64: [Tile(128, 32, 3, 128)], 128: [Tile(64, 32, 3, 128)], 256: [Tile(32, 32, 3, 128)]},
+    Precision.IEEE: {64: [Tile(64, 16, 1, 128)], 128: [Tile(32, 32, 1, 128)], 256: [Tile(16, 16, 1, 128)]},
+}
+BACKWARD_TILES = {
+    Precision.TF32: {
+        64: [Tile(32, 64, 2, 128)],
+        128: [Tile(16, 64, 2, 128)],
+        256: [Tile(32, 64, 2, None), Tile(16, 64, 2, None), Tile(16, 32, 1, None)],
+    },
+    Precision.HALF: {
+        64: [Tile(16, 64, 2, 128)],
+        128: [Tile(16, 64, 2, 128)],
+        256: [Tile(32, 64, 2, None), Tile(16, 32, 1, None)],
+    },
+    Precision.IEEE: {
+        64: [Tile(16, 64, 1, 128)],
+        128: [Tile(32, 32, 1, 128)],
+        256: [Tile(16, 16, 1, None)],
+    },
+}
+
+
+def slice_width(width: int) -> int:
+    """How many output channels of a convolution a launch takes: all, or an equal part of them."""
+    return -(-width // -(-width // MAX_OUT_CHANNELS))
+
+
+@functools.cache
+def forward_tile(width: int, precision: Precision, limits: DeviceLimits) -> Tile:
+    """The first tile that fits the device."""
+    candidates = FORWARD_TILES[precision][_size_class(width)]
+    tiles = [tile._replace(out_channels=_power_of_two(width)) for tile in candidates]
+    return _first_that_fits([(tile, tile.forward_shared_memory(precision)) for tile in tiles], limits)
+
+
+@functools.cache
+def backward_tile(width: int, precision: Precision, limits: DeviceLimits) -> Tile:
+    """The first tile that fits the device."""
+    out_channels = min(128, _power_of_two(width))
+    rest = _power_of_two(width - out_channels) if width > out_channels else 0
+    candidates = BACKWARD_TILES[precision][_size_class(width)]
+    tiles = [tile._replace(out_channels=out_channels, rest=rest) for tile in candidates]
+    return _first_that_fits([(tile, tile.backward_shared_memory(precision)) for tile in tiles], limits)
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_splits(num_rows: int, channel_tiles: int, tile: Tile, precision: Precision, limits: DeviceLimits) -> int:
+    """Among how many program instances each the row tiles of a channel tile are divided."""
+    width = tile.out_channels + tile.rest
+    blocks = tile.resident_blocks(tile.backward_shared_memory(precision), limits)
+    bytes_of_a_row = (3 * tile.channels + 2 * width) * precision.itemsize
+    bytes_beside_rows = 3 * width * tile.channels * 4  # the weight; its gradient, stored and added up
+    overhead = bytes_beside_rows / (tile.rows * bytes_of_a_row)
+    return row_splits(num_rows, tile.rows, channel_tiles, blocks * limits.multiprocessors, overhead)
+
+
+def row_splits(num_rows: int, block_rows: int, channel_tiles: int, resident: int, overhead: float) -> int:
+    """Splits of the row tiles, with as few partial sums as time allows.
+
+    All instances are resident at once, one wave of `resident` ones, or come in two, whichever is shorter: a wave takes
+    as long as its instances' row tiles, and `overhead` row tiles more for reading a weight and storing partial sums.
+    """
+    row_tiles = max(1, -(-num_rows // block_rows))
+    best, shortest = 1, math.inf
+    for waves in (1, 2):
+        most = max(1, min(row_tiles, waves * resident // channel_tiles))
+        tiles_of_each = -(-row_tiles // most)
+        splits = -(-row_tiles // tiles_of_each)
+        duration = -(-splits * channel_tiles // resident) * (tiles_of_each + overhead)
+        if duration < shortest:
+            best, shortest = splits, duration
+    return best
+
+
+def _first_that_fits(candidates: list[tuple[Tile, int]], limits: DeviceLimits) -> Tile:
+    """Or the last. Where shared memory alone admits no second block, a tile may as well use all registers."""
+    fitting = (each for each in candidates if each[1] <= limits.shared_memory_of_a_block)
+    tile, shared_memory = next(fitting, candidates[-1])
+    return tile if tile.resident_blocks(shared_memory, limits) > 1 else tile._replace(max_registers=None)
+
+
+def _size_class(width: int) -> int:
+    return 64 if width <= 64 else 128 if width <= 128 else 256
+
+
+def _power_of_two(width: int) -> int:
+    """At least 16, which `tl.dot` needs."""
+    return max(16, 1 << (width - 1).bit_length())
