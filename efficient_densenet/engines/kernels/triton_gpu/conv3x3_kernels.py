@@ -236,8 +236,8 @@ def conv3x3_grad_weight(
     """partial_grad_weight[splits, out_channels, 9 taps, channels] = columns.T @ relu(batch_norm(values)) (split-K).
 
     The columns (im2col) are those of grad_output, which is narrower than the activation: column tap · out_channels + o
-    of row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge thus meets zeros in the columns
-    of taps that point outside, whose grad_weight becomes NaN as that of the others does.
+    of row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge thus meets zeros in the
+    columns of taps that point outside, whose grad_weight becomes NaN as that of the others does.
     Grid: (column tiles, channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
