@@ -8,11 +8,11 @@ the values, are written and read besides.
 import math
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ..interface import AffineInput, GradAccumulator, StatisticsOutput
 from . import conv3x3_kernels, launch
+from .conv3x3_kernels import HAS_GATHER
 from .host import cdiv, combine_statistics, finish_backward, norm_vectors, precision, with_contiguous_rows
 from .tiles import KIB, device_limits
 
@@ -24,9 +24,6 @@ MAX_EXACT_OUT_CHANNELS = 16
 
 MAX_PIXELS = 2**30
 """Rows, also shifted by a tap, are int32."""
-
-HAS_GATHER = hasattr(tl, "gather")
-"""Whether the forward may shift sums within a tile: since Triton 3.3."""
 
 MAX_OVERLAP = 1 / 8
 """The largest part of a forward's tile that may lie in the next tiles too."""
@@ -165,8 +162,11 @@ def forward_tile(out_channels: int, dtype: torch.dtype) -> dict[str, int]:
 
 def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
     """The tile of `conv3x3_grad_input` where a multiprocessor has so much shared memory: graphics cards have less."""
-    block_channels, block_out = 32, 16
-    if dtype != torch.float32 and out_channels > 16:
+    if dtype == torch.float32:
+        block_channels, block_out = 32, 16
+    elif out_channels <= 16:
+        block_channels, block_out = 16, 16
+    else:
         block_channels, block_out = 32 if shared_memory >= 128 * KIB else 16, 32
     blocks = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out}
     return {**blocks, "num_warps": 4, "num_stages": 1}
