@@ -11,7 +11,7 @@ from grids import grid
 from helpers import assert_close
 from kernel_operations import OPERATIONS, Case, check
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
-from triton_resources import ARCHITECTURES, Compilation, compile_all
+from triton_resources import ARCHITECTURES, LIMITS, Compilation, compile_all
 
 from efficient_densenet.engines.kernels import portable
 from efficient_densenet.engines.kernels.interface import AffineInput
@@ -19,7 +19,7 @@ from efficient_densenet.engines.kernels.interface import AffineInput
 pytest.importorskip("triton", reason="needs Triton")
 triton_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.operations")
 conv3x3 = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.conv3x3")
-conv3x3_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.conv3x3_kernels")
+tiles = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.tiles")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONV3X3 = ["conv3x3_forward", "conv3x3_forward_with_statistics", "conv3x3_backward"]
@@ -194,7 +194,6 @@ def test_the_choice_between_triton_and_cudnn(width, shape, dtype, allow_tf32, di
 
 LAYERS = {"BC-100-12": (48, 12), "densenet121": (128, 32), "densenet161": (192, 48)}
 PRECISIONS = {"tf32": (torch.float32, True), "float32": (torch.float32, False), "bfloat16": (torch.bfloat16, True)}
-DATA_CENTER = (80, 90)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,9 @@ def test_no_kernel_spills_and_a_quarter_of_the_warps_is_resident(
     names, compilations = [], []
     for choice in itertools.product(architectures, layers, precisions, overwrites):
         architecture, layer, precision, overwrite = choice
-        monkeypatch.setattr(conv3x3, "_multiprocessors", lambda _, arch=architecture: (100, arch not in DATA_CENTER))
+        limits = LIMITS[architecture]
+        limits = tiles.DeviceLimits(100, limits.shared_memory, limits.shared_memory_of_a_block)
+        monkeypatch.setattr(conv3x3, "device_limits", lambda _, limits=limits: limits)
         dtype, allow_tf32 = PRECISIONS[precision]
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allow_tf32)
         for kernel, arguments, constants in _launches(*LAYERS[layer], dtype, overwrite, monkeypatch):

@@ -5,16 +5,16 @@ values and grad_output twice and writes grad_accum. On cuDNN's path the activati
 the values, are written and read besides.
 """
 
-import functools
 import math
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ..interface import AffineInput, GradAccumulator, StatisticsOutput
 from . import conv3x3_kernels, launch
+from .conv3x3_kernels import HAS_GATHER
 from .host import cdiv, combine_statistics, finish_backward, norm_vectors, precision, with_contiguous_rows
+from .tiles import KIB, device_limits
 
 MAX_OUT_CHANNELS = 64
 """Products of a wider convolution take longer than its bytes, and cuDNN is better at products."""
@@ -24,9 +24,6 @@ MAX_EXACT_OUT_CHANNELS = 16
 
 MAX_PIXELS = 2**30
 """Rows, also shifted by a tap, are int32."""
-
-HAS_GATHER = hasattr(tl, "gather")
-"""Whether the forward may shift sums within a tile: since Triton 3.3."""
 
 MAX_OVERLAP = 1 / 8
 """The largest part of a forward's tile that may lie in the next tiles too."""
@@ -111,10 +108,10 @@ def _grad_input(
     """Accumulates the gradient g of the values; returns Σ g and Σ g · values, (splits, 2, channels)."""
     values, weight, grad_accum = with_contiguous_rows(input.values), _channels_last(weight), accumulator.grad_accum
     (num_rows, channels), out_channels = values.shape, len(weight)
-    multiprocessors, has_small_ones = _multiprocessors(values.device)
-    tile = grad_input_tile(out_channels, weight.dtype, has_small_ones)
+    limits = device_limits(values.device)
+    tile = grad_input_tile(out_channels, weight.dtype, limits.shared_memory)
     channel_tiles = cdiv(channels, tile["BLOCK_CHANNELS"])
-    splits = num_splits(num_rows, tile["BLOCK_ROWS"], channel_tiles, 8 * multiprocessors)
+    splits = num_splits(num_rows, tile["BLOCK_ROWS"], channel_tiles, 8 * limits.multiprocessors)
     partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
     norm, has_mean = norm_vectors(input.norm)
     tensors = partial_sums, grad_accum, grad_output, values, *norm, weight
@@ -135,7 +132,7 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     tile = grad_weight_tile(grad_output.dtype)
     tiles = cdiv(9 * out_channels, tile["BLOCK_COLUMNS"]), cdiv(channels, tile["BLOCK_CHANNELS"])
     # A split's gradient has the bytes of a few hundred rows of values: the splits are as few as occupy the device.
-    programs = 2 * _multiprocessors(values.device)[0]
+    programs = 2 * device_limits(values.device).multiprocessors
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=8)
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
     norm, has_mean = norm_vectors(input.norm)
@@ -163,11 +160,14 @@ def forward_tile(out_channels: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 16, "BLOCK_OUT": block_out, "num_warps": 4, "num_stages": 1}
 
 
-def grad_input_tile(out_channels: int, dtype: torch.dtype, has_small_multiprocessors: bool) -> dict[str, int]:
-    """The tile of `conv3x3_grad_input`."""
-    block_channels, block_out = 32, 16
-    if dtype != torch.float32 and out_channels > 16:
-        block_channels, block_out = 16 if has_small_multiprocessors else 32, 32
+def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
+    """The tile of `conv3x3_grad_input` where a multiprocessor has so much shared memory: graphics cards have less."""
+    if dtype == torch.float32:
+        block_channels, block_out = 32, 16
+    elif out_channels <= 16:
+        block_channels, block_out = 16, 16
+    else:
+        block_channels, block_out = 32 if shared_memory >= 128 * KIB else 16, 32
     blocks = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out}
     return {**blocks, "num_warps": 4, "num_stages": 1}
 
@@ -181,15 +181,6 @@ def grad_weight_tile(dtype: torch.dtype) -> dict[str, int]:
 def num_splits(num_rows: int, block_rows: int, other_tiles: int, programs: int, min_tiles: int = 1) -> int:
     """Among how many program instances the tiles of rows are divided: about `programs` in all, `min_tiles` for each."""
     return max(1, min(cdiv(cdiv(num_rows, block_rows), min_tiles), programs // other_tiles))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> tuple[int, bool]:
-    """How many a GPU has, and whether they are a graphics card's: fewer than 2048 threads. The interpreter has one."""
-    if device.type != "cuda":
-        return 1, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.max_threads_per_multi_processor < 2048
 
 
 def _vector_width(dtype: torch.dtype, *sizes: int) -> int:

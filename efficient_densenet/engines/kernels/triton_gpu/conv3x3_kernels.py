@@ -34,6 +34,9 @@ from .device_functions import (
 from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
 
+HAS_GATHER = hasattr(tl, "gather")
+"""Whether a forward may shift sums within a tile: since Triton 3.3."""
+
 SIZES_3X3 = [*SIZES, "dilation", "output_stride", "grad_output_stride"]
 
 
@@ -51,12 +54,18 @@ def add_tap(total, activation, weight, PRECISION: tl.constexpr):
     return tl.dot(activation, tl.trans(w), total, input_precision=PRECISION)
 
 
-@triton.jit
-def shifted_rows(matrix, position, mask, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
-    """matrix[position], zero where the mask is off."""
-    index = tl.minimum(tl.maximum(position, 0), BLOCK_ROWS - 1)[:, None]
-    shifted = tl.gather(matrix, tl.broadcast_to(index, (BLOCK_ROWS, BLOCK_OUT)), 0)
-    return tl.where(mask[:, None], shifted, 0.0)
+if HAS_GATHER:
+
+    @triton.jit
+    def shifted_rows(matrix, position, mask, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
+        """matrix[position], zero where the mask is off."""
+        index = tl.minimum(tl.maximum(position, 0), BLOCK_ROWS - 1)[:, None]
+        shifted = tl.gather(matrix, tl.broadcast_to(index, (BLOCK_ROWS, BLOCK_OUT)), 0)
+        return tl.where(mask[:, None], shifted, 0.0)
+
+else:
+    # Triton looks up every name of a kernel, also in branches that it leaves out.
+    shifted_rows = None  # pyright: ignore[reportAssignmentType]
 
 
 @triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
@@ -236,8 +245,8 @@ def conv3x3_grad_weight(
     """partial_grad_weight[splits, out_channels, 9 taps, channels] = columns.T @ relu(batch_norm(values)) (split-K).
 
     The columns (im2col) are those of grad_output, which is narrower than the activation: column tap · out_channels + o
-    of row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge thus meets zeros in the columns
-    of taps that point outside, whose grad_weight becomes NaN as that of the others does.
+    of row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge thus meets zeros in the
+    columns of taps that point outside, whose grad_weight becomes NaN as that of the others does.
     Grid: (column tiles, channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)

@@ -60,11 +60,11 @@ def finish_backward(
     weight_splits = 0 if partial_grad_weight is None else len(partial_grad_weight)
     sizes = splits, weight_splits, channels, num_weights, 0 if sums is None else sums.stride(0)
     constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": grad_weight is not None}
-    constants["TAPS"] = taps
+    blocks = {"TAPS": taps, **_FINISHING_TILE}
     columns = _FINISHING_TILE["BLOCK_COLUMNS"]
     grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
     vectors = weight, mean, inv_std
-    launch.launch(finishing_kernels.finish_backward, grid, *tensors, *vectors, *sizes, **constants, **_FINISHING_TILE)
+    launch.launch(finishing_kernels.finish_backward, grid, *tensors, *vectors, *sizes, **constants, **blocks)
 
 
 def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:
