@@ -184,8 +184,13 @@ def test_the_trace_of_meta_tensors_is_that_of_a_step_that_runs(model, image_size
     assert len(launched) > 20
     assert on_meta == launched
     # On a CPU the portable stem pools in another memory format, and autocast casts other functions of PyTorch too.
+    # Which memory format a convolution's gradients have depends on the device, and with it what must be copied.
     if DEVICE == "cpu" and model == TINY.model and precision == "float32":
-        assert [each.name for each in trace.computations] == [each.name for each in expected.computations]
+        copies = {"clone", "copy_", "_to_copy"}
+        names, expected_names = (
+            [each.name for each in t.computations if each.name not in copies] for t in (trace, expected)
+        )
+        assert names == expected_names
 
 
 def test_the_trace_sees_what_is_inside_operators():
