@@ -109,6 +109,7 @@ class Measurement:
     first_step_s: float | None = None
     device_name: str = ""
     allocator: str = ""
+    kernels: str = ""
     times: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     note: str = ""

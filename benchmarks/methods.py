@@ -1,4 +1,4 @@
-"""The methods that are compared: DenseNets of this package, torchvision and timm, and `torch.compile` of ours."""
+"""The methods that are compared: DenseNets of this package, torchvision and timm; ours compiled, or as CUDA graphs."""
 
 import importlib
 import importlib.util
@@ -15,11 +15,13 @@ from efficient_densenet.engines import kernels
 
 
 class Method(NamedTuple):
-    """A label for the table, a function from `DenseNet` arguments to a model, and the package that it needs."""
+    """A label for the table, a function from `DenseNet` arguments to a model, the package that it needs, and whether
+    forward, loss and backward run as one CUDA graph."""
 
     label: str
     build: Callable[[dict[str, Any]], nn.Module]
     package: str = "efficient_densenet"
+    as_cuda_graph: bool = False
 
 
 def _ours(arguments: dict[str, Any], **overrides: Any) -> nn.Module:
@@ -77,26 +79,30 @@ METHODS: dict[str, Method] = {
     "torchvision_converted": Method("torchvision's, `make_efficient`", _torchvision_converted, "torchvision"),
     "timm": Method("timm's DenseNet", partial(_timm, memory_efficient=False), "timm"),
     "timm_efficient": Method("timm's, `memory_efficient=True`", partial(_timm, memory_efficient=True), "timm"),
+    "graph_plain": Method("a CUDA graph of `plain`", partial(_ours, efficient="plain"), as_cuda_graph=True),
+    "graph_shared": Method("a CUDA graph of `shared`", partial(_ours, efficient="shared"), as_cuda_graph=True),
     "compile_plain": Method("`torch.compile` of `plain`", partial(_compiled, efficient="plain")),
     "compile_shared": Method("`torch.compile` of `shared`", partial(_compiled, efficient="shared")),
 }
 
 
-def choose(names: list[str], model: str) -> list[str]:
+def choose(names: list[str], model: str, device: str = "cpu") -> list[str]:
     """Return the methods `names` that can run here, plain first, and print the reason for each that cannot."""
     for name in names:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}: there are {', '.join(METHODS)}")
     chosen = ["plain", *(name for name in METHODS if name in names and name != "plain")]
-    reasons = {name: reason for name in chosen if (reason := unavailable_reason(name, model))}
+    reasons = {name: reason for name in chosen if (reason := unavailable_reason(name, model, device))}
     for name, reason in reasons.items():
         print(f"{name} left out: {reason}")
     return [name for name in chosen if name not in reasons]
 
 
-def unavailable_reason(name: str, model: str) -> str | None:
+def unavailable_reason(name: str, model: str, device: str = "cpu") -> str | None:
     """Return why the method `name` cannot train `model` here, or None if it can."""
     package = METHODS[name].package
+    if METHODS[name].as_cuda_graph and not device.startswith("cuda"):
+        return f"CUDA graphs need a GPU, and the device is {device}"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     arguments = architecture(model)

@@ -35,6 +35,8 @@ COLORS = {
     "timm_efficient": "#0f9aa8",
     "compile_plain": "#d0569b",
     "compile_shared": "#8a2f63",
+    "graph_plain": "#e08e79",
+    "graph_shared": "#1d6b4f",
 }
 STYLE = {
     "svg.fonttype": "none",

@@ -29,13 +29,14 @@ KEY = (
 )
 """The columns that identify a configuration. A new row replaces the old one with the same values in them."""
 COLUMNS = (
-    *("model", "method", "batch_size", "image_size", "precision", "layout", "allocator"),
+    *("model", "method", "kernels", "batch_size", "image_size", "precision", "layout", "allocator"),
     *("tensor_peak_mib", "tensor_peak_over_plain", "process_peak_mib", "process_peak_over_plain"),
     *("step_s_median", "step_s_q1", "step_s_q3"),
     *("time_over_plain_median", "time_over_plain_q1", "time_over_plain_q3"),
     *("rounds", "first_step_s", "note", "device", "device_name", "threads", "torch", "date", "commit"),
 )
-
+FIRST_COLUMNS = tuple(name for name in COLUMNS if name != "kernels")
+"""Those of older files. `kernels` is the set that the shared engine runs: Triton, Numba or portable."""
 
 RENAMED_METHODS = {"compile": "compile_plain"}
 """Names that methods had in older files."""
@@ -51,6 +52,7 @@ def _row(setting: Setting, method: str, measurement: Measurement, plain: Measure
     values = {
         "model": setting.model,
         "method": method,
+        "kernels": measurement.kernels,
         "batch_size": setting.batch_size,
         "image_size": setting.image_size,
         "precision": setting.precision,
@@ -117,9 +119,13 @@ def read(path: Path) -> list[Row]:
         return []
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
+        if tuple(reader.fieldnames or ()) not in (COLUMNS, FIRST_COLUMNS):
             return []
-        return [row | {"method": RENAMED_METHODS.get(row["method"], row["method"])} for row in reader]
+        return [dict.fromkeys(COLUMNS, "") | row | {"method": _present_name(row["method"])} for row in reader]
+
+
+def _present_name(method: str) -> str:
+    return RENAMED_METHODS.get(method, method)
 
 
 def merge(path: Path, rows: list[Row]) -> None:

@@ -86,7 +86,7 @@ def _measure(
     setting: Setting, names: list[str], rounds: int, preload: str, timeout: float, sweep: str, folder: Path
 ) -> None:
     print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, {setting.device}")
-    comparison = Comparison(choose(names, setting.model), rounds)
+    comparison = Comparison(choose(names, setting.model, setting.device), rounds)
     try:
         comparison.run(setting, preload, timeout)
     finally:  # if a time limit ends the run, what has been measured is written too
@@ -113,6 +113,8 @@ def _summary(row: results.Row) -> str:
         return f"{row['method']}: {row['note']}"
     text = f"{row['method']}: tensors {row['tensor_peak_mib']} MiB ({row['tensor_peak_over_plain']} of plain), "
     text += f"process {row['process_peak_mib']} MiB, first step {row['first_step_s']} s"
+    if row["kernels"]:
+        text += f", {row['kernels']} kernels"
     if row["rounds"] == "0":
         return text
     return f"{text}, step {row['step_s_median']} s ({row['time_over_plain_median']} of plain)"

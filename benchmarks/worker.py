@@ -5,6 +5,7 @@ of JSON on the standard output. Between commands, the process blocks in a read a
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -17,11 +18,18 @@ import torch.nn.functional as F
 from comparison import OUT_OF_MEMORY
 from methods import METHODS
 from settings import LAYOUTS, Setting, architecture
+from torch import Tensor
 
-from efficient_densenet.memory import measure
+from efficient_densenet.engines.dispatch import Engine
+from efficient_densenet.engines.kernels import kernel_set_name
+from efficient_densenet.engines.precision import compute_dtype
+from efficient_densenet.memory import Peaks, high_water_mark, measure, tensor_peak
+from efficient_densenet.training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT_STEP = 0.3  # seconds
+ALGORITHMS_TRIED = 4
+"""How many of cuDNN's convolution algorithms it may try for each shape: all would take longer than the measurement."""
 
 
 class Training:
@@ -35,6 +43,7 @@ class Training:
         torch.set_float32_matmul_precision("high" if setting.precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = setting.precision == "tf32"
         torch.backends.cudnn.benchmark = True  # plain's best configuration
+        torch.backends.cudnn.benchmark_limit = ALGORITHMS_TRIED
         self.last_seconds = 0.0
         memory_format = LAYOUTS[setting.layout]
         model: Any = METHODS[method].build(architecture(setting.model))
@@ -42,12 +51,22 @@ class Training:
         shape = (setting.batch_size, 3, setting.image_size, setting.image_size)
         self.images = torch.randn(shape, device=self.device).contiguous(memory_format=memory_format)
         self.labels = torch.zeros(setting.batch_size, dtype=torch.long, device=self.device)
+        self.as_cuda_graph = METHODS[method].as_cuda_graph
+        self.backward: Callable[[Tensor, Tensor, float], Tensor] = self._backward
+        if self.as_cuda_graph:
+            self.backward = CudaGraphBackward(self._backward, self.model.parameters())
 
     def step(self) -> None:
-        """Run the forward and backward of one batch."""
+        """Run the forward and backward of one batch, as a trainer does: gradients are made anew, not added up."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.backward(self.images, self.labels, 1.0)
+
+    def _backward(self, images: Tensor, labels: Tensor, _loss_scale: float) -> Tensor:
         with self._autocast():
-            loss = F.cross_entropy(self.model(self.images), self.labels)
+            loss = F.cross_entropy(self.model(images), labels)
         loss.backward()
+        return loss.detach()
 
     def time_step(self) -> float:
         """Return the seconds of one step. A short step comes after an untimed one, so that the threads are awake."""
@@ -57,9 +76,17 @@ class Training:
         return self.last_seconds
 
     def prepare(self) -> dict[str, Any]:
-        """Run the first two steps, and return their memory peaks and the time of the first."""
+        """Run the first steps, and return their memory peaks, the time of the first, and what ran.
+
+        The second step adds to the gradients of the first, which do not count as memory of a step. Those of a CUDA
+        graph count, since it owns them; its first step is all until it is captured.
+        """
         durations: list[float] = []
-        peaks = measure(lambda: durations.append(self._time(self.step)), self.device)
+        if self.as_cuda_graph:
+            peaks = self._capture(durations)
+        else:
+            accumulate = functools.partial(self._backward, self.images, self.labels, 1.0)
+            peaks = measure(lambda: durations.append(self._time(accumulate)), self.device)
         self.last_seconds = durations[-1]
         return {
             "tensor_peak": peaks.tensor,
@@ -67,9 +94,32 @@ class Training:
             "first_step_s": durations[0],
             "device_name": device_name(self.device),
             "allocator": allocator(),
+            "kernels": self._kernels(),
         }
 
-    def _time(self, function: Callable[[], None]) -> float:
+    def _capture(self, durations: list[float]) -> Peaks:
+        """Run the steps before the capture, the one that captures, and one more."""
+        before = high_water_mark(self.device)
+        warm_up = [self._time(self.step) for _ in range(WARM_UP_STEPS)]
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        tensor = tensor_peak(lambda: warm_up.append(self._time(self.step)), self.device)
+        after = high_water_mark(self.device)
+        durations += [sum(warm_up), self._time(self.step)]
+        return Peaks(tensor, None if before is None or after is None else after - before)
+
+    def _kernels(self) -> str:
+        """The set of kernels that the shared engine runs on this device in this precision, or nothing of other engines.
+
+        An engine that a method names never falls back to another.
+        """
+        engines = {getattr(module, "engine", None) for module in self.model.modules()}
+        if Engine.SHARED not in engines:
+            return ""
+        with self._autocast():
+            return kernel_set_name(self.images.new_empty(0, dtype=compute_dtype(self.images)))
+
+    def _time(self, function: Callable[[], object]) -> float:
         self._synchronize()
         start = time.perf_counter()
         function()

@@ -1,9 +1,6 @@
-"""The benchmarks: methods, options, interleaved steps, workers; and a dry run of the script for GPUs."""
+"""The benchmarks: methods, options, interleaved steps and workers."""
 
 import importlib.util
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -185,11 +182,11 @@ def test_compiled_methods_train():
 @pytest.fixture(autouse=True)
 def _restore_threads_and_precision():
     threads, precision, cudnn = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn
-    flags = cudnn.benchmark, cudnn.allow_tf32
+    flags = cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32
     yield
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(precision)
-    cudnn.benchmark, cudnn.allow_tf32 = flags
+    cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32 = flags
 
 
 def test_out_of_memory_errors_are_recognized():
@@ -289,34 +286,3 @@ def test_options_are_parsed_without_fire(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="error: unknown sweep 'width'"):
         options.run_command(benchmark.run)
     assert "fire is not installed" in capsys.readouterr().out
-
-
-def _run_on_gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    script = ["bash", str(ROOT / "benchmarks" / "on_gpu.sh"), *arguments]
-    environment = os.environ | {"PYTHON": sys.executable} | environment
-    return subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.exhaustive
-def test_a_dry_run_of_the_gpu_script(tmp_path):
-    done = _run_on_gpu_sh("--dry-run", OUT=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.iterdir()
-    plain, shared = results.read(path)
-    assert (plain["method"], plain["tensor_peak_over_plain"], plain["note"]) == ("plain", "1.000", "")
-    assert float(shared["tensor_peak_over_plain"]) < 1
-    assert float(shared["step_s_median"]) > 0
-    assert float(shared["process_peak_mib"]) > 0
-
-
-def test_the_gpu_script_needs_a_gpu():
-    done = _run_on_gpu_sh(CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1
-    assert "error: no CUDA device" in done.stderr
-    assert "--dry-run" in done.stderr
-    assert _run_on_gpu_sh("--dry").returncode == 2
-
-
-def test_the_gpu_script_names_tests_that_exist():
-    script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
-    assert (ROOT / re.search(r"tests/test_\w+\.py", script)[0]).exists()

@@ -16,6 +16,7 @@ from test_training import SINGLE, _few, _trainer
 from efficient_densenet.training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward, check_cuda_graph
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.options import parse
+from efficient_densenet.training.report import peak_memory
 
 
 class StubGraph:
@@ -155,6 +156,12 @@ def test_a_run_on_the_cpu_is_refused_before_it_begins(tmp_path):
     done = demo("cp_demo.py", *RUN, "--device", "cpu", "--cuda_graph", cwd=tmp_path)
     refused(done, "found --cuda_graph, but the device is cpu, and CUDA graphs need a GPU: leave --cuda_graph out")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_peak_of_a_run_with_graphs_is_what_is_reserved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    assert [peak_memory(torch.device("cuda"), reserved) for reserved in (False, True)] == [5, 7]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

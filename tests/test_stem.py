@@ -298,6 +298,20 @@ def test_a_single_value_per_channel_raises_plain_s_error():
         model(_input(1, 2, batch=1))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_convolution_without_an_output_pixel_raises_plain_s_error(frozen):
+    plain = _plain()
+    plain.features.conv0.padding = (0, 0)
+    if frozen:
+        _freeze(plain.features.norm0)
+    errors = []
+    for model in (with_engine(plain, "shared"), plain):
+        with pytest.raises(RuntimeError, match="Kernel size can't be greater") as caught:
+            model(_input(6, 12))
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+
+
 @pytest.mark.parametrize(("dims", "channels"), [(1, 6), *itertools.product([2, 3], FEW_AND_MANY)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_errors_are_at_most_twice_plain_s(dims, autocast, channels):

@@ -219,6 +219,8 @@ def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor)
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
         return False
     size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+    if min(size) < 1:
+        return False  # the convolution itself raises where it has no output pixel
     if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
         return False  # the norm itself raises: a single value has no variance
     return num_channels(norm) == conv.out_channels and _why_not_precision([([norm], [conv])], x) is None

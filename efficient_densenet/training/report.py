@@ -43,10 +43,13 @@ def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.{1 if num_bytes < 10 * 2**20 else 0}f} MiB"
 
 
-def peak_memory(device: torch.device) -> int:
-    """CUDA: the peak bytes of tensors since the last reset; CPU: the peak resident memory of the process."""
+def peak_memory(device: torch.device, reserved: bool = False) -> int:
+    """CUDA: the peak bytes of tensors since the last reset; CPU: the peak resident memory of the process.
+
+    With `reserved` what CUDA's allocator has reserved: it does not count what a CUDA graph uses when it is replayed.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_reserved(device) if reserved else torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

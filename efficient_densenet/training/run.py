@@ -237,8 +237,11 @@ class Run:
         for _ in self.trainer.steps(self.dataset.train, position):
             position.seconds = time.perf_counter() - started
             loss, error = position.loss / position.seen, position.wrong / position.seen
-            progress.step(loss, error, position.seen / position.seconds, peak_memory(self.context.device))
+            progress.step(loss, error, position.seen / position.seconds, self._peak_memory())
             self._raise_if_stopped()
+
+    def _peak_memory(self) -> int:
+        return peak_memory(self.context.device, reserved=self.options.cuda_graph)
 
     def _row(self, valid: tuple[float | str, float | str], seconds: float) -> Row:
         position = self.position
@@ -251,7 +254,7 @@ class Run:
             "test_error": "",
             "seconds": seconds,
             "images_per_second": position.seen / position.seconds,
-            "peak_memory_mib": peak_memory(self.context.device) / 2**20,
+            "peak_memory_mib": self._peak_memory() / 2**20,
             "lr": self.trainer.optimizer.param_groups[0]["lr"],
         }
 

@@ -73,6 +73,12 @@ class BatchNormAffine:
             centered = torch.addcmul(grad_values_sum, self.mean, grad_sum, value=-1)
         self.grad_weight = centered * self.inv_std
 
+    def take_gradients(self) -> tuple[Tensor, Tensor]:
+        """grad_weight and grad_bias. The norm forgets them: autograd copies a gradient that anyone else refers to."""
+        grads = self.grad_weight, self.grad_bias
+        del self.grad_weight, self.grad_bias
+        return grads
+
 
 class AffineInput(NamedTuple):
     """A convolution's input y = relu(scale · values + shift): a batch norm and its ReLU, applied on the fly."""

@@ -190,9 +190,9 @@ class Backward:
         grad_weight = self.kernels.conv3x3_backward(
             grad_output, norm.input(output), self._weight(tensors), accumulator, self.shape, layer.dilation
         )
-        self._store(place.stop - 4, norm, grad_weight)
         if first.conv_bias:
             self.grads[place.start + 3] = norm.grad_conv_bias(frozen)
+        self._store(place.stop - 4, norm, grad_weight)
         if frozen:
             return BatchNormBackward(output, grad_accum)
         return self.statistics.own_grad_input(output, grad_accum, position)
@@ -218,7 +218,7 @@ class Backward:
 
     def _store(self, start: int, norm: BatchNormAffine, grad_conv: Tensor | None) -> None:
         """Store the gradients of a norm and a convolution."""
-        grads = [norm.grad_weight, norm.grad_bias, grad_conv]
+        grads = [*norm.take_gradients(), grad_conv]
         self.grads[start : start + len(grads)] = grads
 
     def _weight(self, tensors: NormConv) -> Tensor:

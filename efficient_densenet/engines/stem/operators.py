@@ -14,6 +14,7 @@ from ..shared.operators import LIBRARY
 from .backward import StemBackward
 from .conv_output import ConvOutput
 from .forward import batch_statistics, pooled_output, running_statistics
+from .fused import FusedStem, can_fuse
 from .plan import StemSpec, decode
 
 LIBRARY.define(
@@ -56,6 +57,10 @@ def _stem(
     spec: str,
 ) -> list[Tensor]:
     settings = decode(spec)
+    if can_fuse(settings, x, weight):
+        running = None if running_mean is None or running_var is None else (running_mean, running_var)
+        with autocast_disabled(x):
+            return FusedStem(settings, x, weight, bias).forward((norm_weight, norm_bias), running)
     with autocast_disabled(x), scratch.reused():
         conv_output = ConvOutput(settings, x, weight, bias)
         if running_mean is not None and running_var is not None:
@@ -84,10 +89,14 @@ def _stem_backward(
     settings, (mean, _, inv_std) = decode(spec), statistics.unbind()
     needed = needs_grad if bias is not None else needs_grad[:-1]
     with autocast_disabled(x), scratch.reused():
-        conv_output = ConvOutput(settings, x, weight, bias)
-        norm = BatchNormAffine(norm_weight, norm_bias, inv_std)
-        count_or_number = conv_output.count if count is None else count
-        grads = StemBackward(conv_output, mean, norm, count_or_number, needed).run(grad_output)
+        if can_fuse(settings, x, weight):
+            stem = FusedStem(settings, x, weight, bias)
+            grads = stem.backward(grad_output, (norm_weight, norm_bias), statistics, count, needed)
+        else:
+            conv_output = ConvOutput(settings, x, weight, bias)
+            norm = BatchNormAffine(norm_weight, norm_bias, inv_std)
+            count_or_number = conv_output.count if count is None else count
+            grads = StemBackward(conv_output, mean, norm, count_or_number, needed).run(grad_output)
     grad_input, *grads = (
         grad.to(tensor.dtype) if needed and grad is not None and tensor is not None else None
         for grad, tensor, needed in zip(grads, (x, norm_weight, norm_bias, weight, bias), needed, strict=False)

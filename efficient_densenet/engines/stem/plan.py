@@ -144,6 +144,20 @@ class MaxPool(NamedTuple):
         name = f"max_pool{grad_output.dim() - 2}d_with_indices_backward"
         return getattr(torch.ops.aten, name)(grad_output, values, *self, indices)
 
+    def pooled_size(self, size: Sequence[int]) -> list[int]:
+        """The spatial size of the pooled images; below 1 where there is none."""
+        sides = zip(size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        return [_pooled_side(*side, self.ceil_mode) for side in sides]
+
     def _for_images(self) -> "MaxPool":
         kernel_size, stride, padding, dilation, ceil_mode = self
         return MaxPool([1, *kernel_size], [1, *stride], [0, *padding], [1, *dilation], ceil_mode)
+
+
+def _pooled_side(side: int, kernel_size: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """With `ceil_mode` the last window may end outside, but must begin inside or in the padding before the image."""
+    beyond_first = side + 2 * padding - dilation * (kernel_size - 1) - 1
+    if not ceil_mode:
+        return beyond_first // stride + 1
+    pooled = -(-beyond_first // stride) + 1
+    return pooled - 1 if (pooled - 1) * stride >= side + padding else pooled

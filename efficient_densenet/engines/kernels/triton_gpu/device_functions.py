@@ -8,7 +8,7 @@ import triton.language as tl
 # Sizes vary with layer and batch. Triton must not specialize on them, or the first steps would compile for each value.
 SIZES = [
     *("num_rows", "channels", "height", "width", "values_stride", "accum_stride"),
-    *("sums_stride", "stats_stride", "splits", "num_weights"),
+    *("sums_stride", "stats_stride", "splits", "weight_splits", "num_weights"),
 ]
 
 # Vectors of channels begin anywhere in a matrix of statistics. Their few loads need no alignment.

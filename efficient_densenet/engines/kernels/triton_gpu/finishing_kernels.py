@@ -33,12 +33,14 @@ def finish_backward(
     mean,
     inv_std,
     splits,
+    weight_splits,
     channels,
     num_weights,
     sums_stride,
     HAS_MEAN: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     HAS_GRAD_WEIGHT: tl.constexpr,
+    TAPS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -46,7 +48,8 @@ def finish_backward(
     weight: grad_norm_bias[channels] = Σ g, grad_norm_weight[channels] = r · (Σ g · x − μ · Σ g).
 
     With HAS_SUMS, sums[2, channels] += γ · grad_norm_bias and γ · grad_norm_weight. With HAS_GRAD_WEIGHT,
-    grad_weight[num_weights] = the sum of partial_grad_weight[splits, num_weights].
+    grad_weight[out_channels, channels, TAPS] = the sum of partial_grad_weight[weight_splits, out_channels, TAPS,
+    channels].
     Grid: (channel tiles, and then the tiles of grad_weight,).
     """
     channel_tiles = tl.cdiv(channels, BLOCK_COLUMNS)
@@ -69,5 +72,9 @@ def finish_backward(
     elif HAS_GRAD_WEIGHT:
         column = (tl.program_id(0) - channel_tiles) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         mask = column < num_weights
-        total = sum_of_splits(partial_grad_weight, splits, num_weights, column, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
-        tl.store(grad_weight + column[None, :], total, mask[None, :])
+        total = sum_of_splits(
+            partial_grad_weight, weight_splits, num_weights, column, mask, BLOCK_SPLITS, BLOCK_COLUMNS
+        )
+        tap, channel = column // channels, column % channels
+        position = (tap // TAPS * channels + channel) * TAPS + tap % TAPS
+        tl.store(grad_weight + position[None, :], total, mask[None, :])

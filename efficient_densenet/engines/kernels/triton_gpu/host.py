@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from ..interface import BatchNormAffine, GradAccumulator, StatisticsOutput
@@ -35,9 +36,11 @@ def finish_backward(
     partial_sums: Tensor,
     grad_weight: Tensor | None,
     partial_grad_weight: Tensor | None = None,
+    taps: int = 1,
 ) -> None:
     """Set the norm's gradients and add to the accumulator's sums, from partial sums (splits, 2, channels); with a
-    `grad_weight`, add up its partial sums too."""
+    `grad_weight`, add up its partial sums too, (splits, out_channels, taps, channels), into (out_channels, channels,
+    taps)."""
     norm, sums = accumulator.norm, accumulator.sums
     splits, _, channels = partial_sums.shape
     norm.grad_bias, norm.grad_weight = partial_sums.new_empty(channels), partial_sums.new_empty(channels)
@@ -54,8 +57,10 @@ def finish_backward(
         partial_grad_weight_or_any,
     )
     num_weights = 0 if grad_weight is None else grad_weight.numel()
-    sizes = splits, channels, num_weights, 0 if sums is None else sums.stride(0)
+    weight_splits = 0 if partial_grad_weight is None else len(partial_grad_weight)
+    sizes = splits, weight_splits, channels, num_weights, 0 if sums is None else sums.stride(0)
     constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": grad_weight is not None}
+    constants["TAPS"] = taps
     columns = _FINISHING_TILE["BLOCK_COLUMNS"]
     grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
     vectors = weight, mean, inv_std
@@ -68,3 +73,10 @@ def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
     grid, sizes = (cdiv(channels, 16),), (num_rows, channels, matrix.stride(0))
     launch.launch(statistics_kernels.combine_statistics, grid, matrix, stats, eps, *sizes, **blocks)
+
+
+def precision() -> str:
+    """How PyTorch's setting for convolutions has float32 multiplied."""
+    convolutions = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9, which refuses mixed settings
+    tf32 = torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"
+    return "tf32" if tf32 else "ieee"

@@ -1,6 +1,7 @@
 """The shared engine's kernels on an NVIDIA GPU: what `portable` computes, in fewer passes over memory, in Triton.
 
-3×3 convolutions, and the 1×1 convolution after pooling, are cuDNN's, on an activation that a Triton kernel wrote.
+The 1×1 convolution after pooling and the 3×3 convolutions that `conv3x3.is_for_triton` leaves are cuDNN's, on an
+activation that a Triton kernel wrote.
 float32 is multiplied exactly or in TF32, as PyTorch's setting for convolutions says. No kernel is a custom operator:
 they run within those of a stage, which torch.compile does not trace into. Nothing synchronizes with the device, and
 every reduction has a fixed order.
@@ -13,7 +14,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ...precision import as_dtype
 from .. import portable
 from ..interface import (
     AffineInput,
@@ -23,8 +23,9 @@ from ..interface import (
     StatisticsOutput,
 )
 from ..portable import to_pixel_matrix, to_spatial
-from . import kernels, launch, statistics_kernels
+from . import conv3x3, kernels, launch, statistics_kernels
 from .host import cdiv, combine_statistics, divisibility, finish_backward, norm_vectors, with_contiguous_rows
+from .host import precision as _precision
 
 MAX_OUT_CHANNELS = 256
 """The most bottleneck channels of which a tile fits in registers; a wider 1×1 convolution is left to `portable`."""
@@ -105,13 +106,17 @@ def conv1x1_backward(
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    if conv3x3.is_for_triton(weight, shape, dilation):
+        return conv3x3.forward(input, weight, shape, dilation)
     return _cudnn_conv(input, weight, shape, pool=1, dilation=dilation)
 
 
 def conv3x3_forward_with_statistics(
     input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
 ) -> Tensor:
-    output = conv3x3_forward(input, weight, shape, dilation)
+    if conv3x3.is_for_triton(weight, shape, dilation):
+        return conv3x3.forward(input, weight, shape, dilation, statistics)
+    output = _cudnn_conv(input, weight, shape, pool=1, dilation=dilation)
     batch_statistics(output, statistics)
     return output
 
@@ -124,6 +129,8 @@ def conv3x3_backward(
     shape: torch.Size,
     dilation: int = 1,
 ) -> Tensor | None:
+    if conv3x3.is_for_triton(weight, shape, dilation):
+        return conv3x3.backward(grad_output, input, weight, accumulator, shape, dilation)
     return _cudnn_conv_backward(grad_output, input, weight, accumulator, shape, pool=1, dilation=dilation)
 
 
@@ -226,7 +233,8 @@ def _cudnn_conv_backward(
         if grad_weight is not None:
             grad_weight.add_(grad_weight_tile)
         elif accumulator.needs_grad_weight:
-            grad_weight = as_dtype(grad_weight_tile, torch.float32)
+            # cuDNN's own layout is channels_last; a parameter's gradient is contiguous.
+            grad_weight = grad_weight_tile.to(torch.float32, memory_format=torch.contiguous_format)
         tile_shape = torch.Size([len(activation), *shape[1:]])
         partial_sums.append(
             _affine_relu_pool_backward(
@@ -313,10 +321,3 @@ def _grid(num_rows: int, channels: int, blocks: dict[str, int]) -> tuple[int, in
 def _block_out(weight: Tensor) -> int:
     """All output channels, as a power of two that `tl.dot` accepts."""
     return max(16, triton.next_power_of_2(len(weight)))
-
-
-def _precision() -> str:
-    """How PyTorch's setting for convolutions has float32 multiplied."""
-    convolutions = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9, which refuses mixed settings
-    tf32 = torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"
-    return "tf32" if tf32 else "ieee"

@@ -1,0 +1,239 @@
+"""The Triton kernels of the 3×3 convolution: on a GPU if there is one, else through Triton's interpreter."""
+
+import functools
+import importlib
+import itertools
+import math
+
+import pytest
+import torch
+from grids import grid
+from helpers import assert_close
+from kernel_operations import OPERATIONS, Case, check
+from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
+from triton_resources import ARCHITECTURES, Compilation, compile_all
+
+from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.kernels.interface import AffineInput
+
+pytest.importorskip("triton", reason="needs Triton")
+triton_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.operations")
+conv3x3 = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.conv3x3")
+conv3x3_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.conv3x3_kernels")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONV3X3 = ["conv3x3_forward", "conv3x3_forward_with_statistics", "conv3x3_backward"]
+
+Case = functools.partial(Case, device=DEVICE)
+check = functools.partial(check, triton_kernels)
+
+
+@pytest.fixture(autouse=True)
+def _triton_for_exact_products_too(monkeypatch, bfloat16_in_the_interpreter):  # noqa: F811
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(conv3x3, "MAX_EXACT_OUT_CHANNELS", 64)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that were launched."""
+    names, launch = [], conv3x3.launch.launch
+
+    def recorded(kernel, *rest, **constants):
+        names.append(kernel.fn.__name__)
+        launch(kernel, *rest, **constants)
+
+    monkeypatch.setattr(conv3x3.launch, "launch", recorded)
+    return names
+
+
+NAMES, CASES = grid(
+    lambda operation, overwrite, frozen, **_: operation == "conv3x3_backward" or not (overwrite or frozen),
+    operation=CONV3X3,
+    shape=[(1, 1, 1), (2, 1, 5), (3, 7, 3), (1, 19, 13)],
+    channels__width=[(1, 1), (20, 12), (33, 20), (12, 48)],
+    dilation=[1, 2, 3],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    centered=[False, True],
+    overwrite=[False, True],
+    frozen=[False, True],
+)
+
+
+@pytest.mark.parametrize(NAMES, [case for case in CASES if not case.marks])
+def test_every_shape(operation, shape, channels, width, dilation, dtype, centered, overwrite, frozen, launched):
+    case = Case(shape, channels, width, dtype, overwrite, centered=centered, frozen=frozen)
+    case.dilation = dilation
+    check(operation, case)
+    assert any("conv3x3" in name for name in launched)
+
+
+@pytest.mark.parametrize("operation", CONV3X3[1:])
+def test_tiles_and_splits_that_loop(operation, monkeypatch):
+    monkeypatch.setattr(conv3x3, "num_splits", lambda *_, **__: 2)
+    check(operation, Case((2, 11, 13), 20, 12))
+
+
+def test_splits_are_as_many_as_programs_or_tiles_allow():
+    assert conv3x3.num_splits(1, 64, 3, 8) == 1
+    assert conv3x3.num_splits(262144, 64, 2, 1056) == 528
+    assert conv3x3.num_splits(3136, 32, 6, 264, min_tiles=8) == 13
+    assert conv3x3.num_splits(3136, 32, 600, 264) == 1
+
+
+@pytest.mark.parametrize("dilation", [1, 5])
+def test_without_sums_that_are_shifted(dilation, monkeypatch):
+    """As before Triton 3.3; and as with a dilation of which two would be too large a part of a tile."""
+    if dilation == 1:
+        monkeypatch.setattr(conv3x3, "HAS_GATHER", False)
+    case = Case((2, 9, 11), 20, 12)
+    case.dilation = dilation
+    check("conv3x3_forward_with_statistics", case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_requires_no_gradient(dtype, launched):
+    case = Case((2, 5, 7), 9, 16, dtype)
+    case.needs_grad_weight = False
+    check("conv3x3_backward", case)
+    assert launched == ["conv3x3_grad_input", "finish_backward"]
+
+
+def test_the_gradient_lies_as_the_weight_does():
+    case = Case((2, 5, 7), 9, 16)
+    case.weight3x3 = case.weight3x3.contiguous(memory_format=torch.channels_last)
+    check("conv3x3_backward", case)
+    grad_weight, *_ = OPERATIONS["conv3x3_backward"](triton_kernels, case)
+    assert grad_weight.is_contiguous(memory_format=torch.channels_last)
+    case.weight3x3 = case.weight3x3.transpose(2, 3)
+    check("conv3x3_backward", case)
+
+
+def test_launches_of_a_convolution(launched):
+    """Besides, one copy of the weight in channels_last memory for each direction."""
+    OPERATIONS["conv3x3_forward_with_statistics"](triton_kernels, Case((2, 5, 7), 9, 16))
+    assert launched == ["conv3x3_forward", "combine_statistics"]
+    launched.clear()
+    OPERATIONS["conv3x3_backward"](triton_kernels, Case((2, 5, 7), 9, 16))
+    assert launched == ["conv3x3_grad_input", "conv3x3_grad_weight", "finish_backward"]
+
+
+def rounded_to_tf32(x):
+    """By arithmetic on the fraction: the nearest with eleven bits."""
+    fraction, exponent = torch.frexp(x.double())
+    return torch.ldexp(torch.sign(fraction) * torch.floor(fraction.abs() * 2048 + 0.5) / 2048, exponent)
+
+
+@pytest.mark.parametrize("operation", CONV3X3)
+def test_tf32_operands_are_rounded(operation, monkeypatch):
+    """The result is that of a convolution in float64 of rounded operands, but for sums in float32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    case = Case((2, 7, 9), 20, 12)
+    results = OPERATIONS[operation](triton_kernels, case)
+    rounded = case.in_float64()
+    rounded.weight3x3 = rounded_to_tf32(case.weight3x3)
+    rounded.grad_output = rounded_to_tf32(case.grad_output)
+    monkeypatch.setattr(portable, "_affine_relu", functools.partial(_rounded_affine_relu, portable._affine_relu))
+    for result, expected in zip(results, OPERATIONS[operation](portable, rounded), strict=True):
+        assert (result - expected).norm() <= 1e-5 * expected.norm()
+
+
+def _rounded_affine_relu(affine_relu, *arguments):
+    activation, buffer = affine_relu(*arguments)
+    return rounded_to_tf32(activation.float()), buffer
+
+
+@pytest.mark.parametrize("operation", CONV3X3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_non_finite_values_propagate_as_in_portable(operation, dtype, tf32, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    case = Case((1, 8, 8), 6, 16, dtype)
+    # Not at the image's edge: see conv3x3_grad_weight.
+    case.values[11, 1], case.values[30, 4], case.grad_output[50, 2] = math.nan, math.inf, math.nan
+    ours, theirs = (OPERATIONS[operation](each, case) for each in (triton_kernels, portable))
+    for found, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(found.isfinite(), expected.isfinite())
+
+
+def test_variance_of_an_output_far_from_zero():
+    """Each output channel is one of the values, which are 1000 and a little."""
+    case = Case((5, 9, 7), 16, 16)
+    case.values = 1000 + 0.01 * case.values
+    case.norm_weight, case.norm_bias, case.inv_std, case.mean = (torch.full_like(case.inv_std, x) for x in (1, 0, 1, 0))
+    case.weight3x3 = torch.zeros_like(case.weight3x3)
+    case.weight3x3[:, :, 1, 1] = torch.eye(16, device=DEVICE)
+    *_, variance, _ = OPERATIONS["conv3x3_forward_with_statistics"](triton_kernels, case)
+    assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("width", "shape", "dtype", "allow_tf32", "dilation", "expected"),
+    [
+        (12, (256, 32, 32), torch.float32, True, 1, True),
+        (32, (64, 56, 56), torch.float32, True, 1, True),
+        (48, (64, 7, 7), torch.bfloat16, True, 1, True),
+        (65, (64, 56, 56), torch.bfloat16, True, 1, False),
+        (12, (256, 32, 32), torch.float32, False, 1, True),
+        (32, (64, 56, 56), torch.float32, False, 1, False),
+        (32, (64, 56, 56), torch.bfloat16, False, 1, True),
+        (12, (2, 900), torch.float32, True, 1, False),
+        (12, (2, 9, 9, 9), torch.float32, True, 1, False),
+        (12, (0, 32, 32), torch.float32, True, 1, False),
+        (12, (2**11, 2**10, 2**10), torch.float32, True, 1, False),
+        (12, (1, 32, 2**15), torch.float32, True, 2**16, False),
+    ],
+)
+def test_the_choice_between_triton_and_cudnn(width, shape, dtype, allow_tf32, dilation, expected, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allow_tf32)
+    weight = torch.empty(width, 4 * width, *[3] * (len(shape) - 1), dtype=dtype, device="meta")
+    assert conv3x3.is_for_triton(weight, torch.Size(shape), dilation) is expected
+
+
+LAYERS = {"BC-100-12": (48, 12), "densenet121": (128, 32), "densenet161": (192, 48)}
+PRECISIONS = {"tf32": (torch.float32, True), "float32": (torch.float32, False), "bfloat16": (torch.bfloat16, True)}
+DATA_CENTER = (80, 90)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "layers", "precisions", "overwrites"),
+    [
+        pytest.param([90], ["BC-100-12", "densenet121"], ["tf32"], [True], id="first"),
+        pytest.param(ARCHITECTURES, LAYERS, PRECISIONS, [False, True], marks=pytest.mark.exhaustive, id="all"),
+    ],
+)
+def test_no_kernel_spills_and_a_quarter_of_the_warps_is_resident(
+    architectures, layers, precisions, overwrites, monkeypatch
+):
+    monkeypatch.undo()
+    names, compilations = [], []
+    for choice in itertools.product(architectures, layers, precisions, overwrites):
+        architecture, layer, precision, overwrite = choice
+        monkeypatch.setattr(conv3x3, "_multiprocessors", lambda _, arch=architecture: (100, arch not in DATA_CENTER))
+        dtype, allow_tf32 = PRECISIONS[precision]
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allow_tf32)
+        for kernel, arguments, constants in _launches(*LAYERS[layer], dtype, overwrite, monkeypatch):
+            names.append((kernel.fn.__name__, *choice))
+            compilations.append(Compilation.of(kernel, arguments, constants, architecture))
+    for name, resources in zip(names, compile_all(compilations), strict=True):
+        assert not resources.spills, (name, resources)
+        assert resources.fits, (name, resources)
+        assert resources.occupancy >= 0.25, (name, resources)
+
+
+def _launches(channels, width, dtype, overwrite, monkeypatch):
+    """What a layer launches: (kernel, arguments, constants) of the kernels of its 3×3 convolution."""
+    launches = []
+    monkeypatch.setattr(
+        conv3x3.launch, "launch", lambda kernel, _, *rest, **constants: launches.append((kernel, rest, constants))
+    )
+    case = Case((2, 32, 32), channels, width, dtype)
+    vars(case).update({name: x.to("meta") for name, x in vars(case).items() if isinstance(x, torch.Tensor)})
+    input, grad_output = AffineInput(case.values.contiguous(), case.norm()), case.grad_output.contiguous()
+    if conv3x3.is_for_triton(case.weight3x3, case.shape):
+        accumulator = case.accumulator(case.grad_accum.contiguous(), overwrite)
+        conv3x3.backward(grad_output, input, case.weight3x3, accumulator, case.shape)
+        case.with_statistics(functools.partial(conv3x3.forward, input, case.weight3x3, case.shape, 1), width)
+    return [each for each in launches if "conv3x3" in each[0].fn.__name__]

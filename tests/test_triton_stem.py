@@ -1,0 +1,457 @@
+"""The stem's Triton kernels agree with plain modules: on a GPU if there is one, else through Triton's interpreter."""
+
+import copy
+import importlib
+import inspect
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from grids import grid
+from helpers import add_conv_biases, assert_close, assert_same_buffers, backward, freeze_norms, small_model, with_engine
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
+from triton_resources import ARCHITECTURES, POINTERS, Compilation, compile_all
+
+from efficient_densenet import DenseNet
+from efficient_densenet.engines import dispatch, kernels
+from efficient_densenet.engines.kernels.interface import BatchNormAffine, StatisticsOutput
+from efficient_densenet.engines.stem import fused
+from efficient_densenet.engines.stem.plan import Conv, MaxPool, StemSpec
+from efficient_densenet.norms.sync_batch_norm import synchronize_norms
+
+pytest.importorskip("triton", reason="needs Triton")
+triton_stem = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.stem")
+VECTORS = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.device_functions").VECTORS
+TILE = triton_stem._TILE
+
+pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = [torch.contiguous_format, torch.channels_last]
+POOLS = {
+    "3x3": MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False),
+    "3x3_ceil": MaxPool([3, 3], [2, 2], [0, 0], [1, 1], True),
+    "overlapping": MaxPool([3, 2], [1, 1], [1, 0], [1, 1], False),
+    "oblong": MaxPool([5, 2], [2, 3], [2, 1], [1, 1], True),
+    "gaps": MaxPool([1, 2], [3, 4], [0, 1], [1, 1], False),
+}
+
+
+@pytest.fixture
+def fused_stems(monkeypatch) -> list[bool]:
+    """Let the kernels run every stem that they could run on a GPU; whether they did, for each forward and backward."""
+    can_fuse, asked = fused.can_fuse, []
+
+    def everywhere(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "triton_supports", lambda values: True)
+            asked.append(can_fuse(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr("efficient_densenet.engines.stem.operators.can_fuse", everywhere)
+    return asked
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """Fewer channels and more rows: the images here have few channels."""
+    monkeypatch.setattr(triton_stem, "_TILE", {False: (128, 4), True: (64, 4)})
+
+
+@pytest.fixture
+def few_tiles(_small_tiles, monkeypatch):
+    """Larger tiles: the interpreter's time is that of the operations, whatever the size of what they operate on."""
+    monkeypatch.setattr(triton_stem, "_TILE", dict.fromkeys((False, True), (1024, 8)))
+    monkeypatch.setattr(triton_stem, "_STATISTICS_TILE", dict.fromkeys((False, True), (1024, 8)))
+
+
+class Case:
+    """Values whose normalization is exact in float32, with many ties, and a gradient of the pooled output."""
+
+    def __init__(
+        self,
+        pool: MaxPool,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        self.settings, channels, self.dtype = pool, shape[1], dtype
+        self.pool = triton_stem.Pooling(*pool[:3], pool.pooled_size(shape[2:]))
+        values = torch.randint(-3, 4, shape).double()
+        self.values = values.to(dtype).contiguous(memory_format=memory_format).to(DEVICE)
+        weight, bias = torch.tensor([1.0, -1, 0, 2]), torch.tensor([0.5, 1, 0.25, -1])
+        mean, inv_std = torch.tensor([0.0, 1, -2, 1]), torch.tensor([0.5, 1, 2, 0.25])
+        vectors = (vector.repeat(-(-channels // 4))[:channels].to(DEVICE) for vector in (weight, bias, mean, inv_std))
+        weight, bias, mean, inv_std = vectors
+        self.norm = BatchNormAffine(weight, bias, inv_std, mean)
+        grad = torch.randint(-4, 5, (*shape[:2], *self.pool.pooled_size)).double()
+        self.grad_output = grad.to(dtype).contiguous(memory_format=memory_format).to(DEVICE)
+
+    @property
+    def normalized(self) -> Tensor:
+        """As the plain modules round it."""
+        weight, bias, mean, inv_std = self.by_channel
+        return ((self.values.double() - mean) * inv_std * weight + bias).to(self.dtype)
+
+    @property
+    def by_channel(self) -> list[Tensor]:
+        """Weight, bias, mean and inverse deviation, which broadcast with images."""
+        vectors = self.norm.weight, self.norm.bias, self.norm.mean, self.norm.inv_std
+        return [vector.double().view(-1, 1, 1) for vector in vectors]
+
+    def norm_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The places of the maxima, and the norm's grad_weight and grad_bias."""
+        places = triton_stem.norm_gradients(self.grad_output, self.values, self.norm, self.pool)
+        return places, self.norm.grad_weight, self.norm.grad_bias
+
+    def maxima(self) -> tuple[Tensor, Tensor]:
+        """PyTorch's, and their indices in the image."""
+        return self.settings.forward(self.normalized.clamp_min(0))
+
+    def indices_in_image(self, places: Tensor) -> Tensor:
+        """From places in the windows, those of inactive maxima being −1."""
+        width, places = self.values.shape[3], places.long()
+        rows, columns = (torch.arange(size, device=DEVICE) for size in self.pool.pooled_size)
+        (stride_y, stride_x), (padding_y, padding_x) = self.pool.stride, self.pool.padding
+        y = rows[:, None] * stride_y - padding_y + places // self.pool.kernel_size[1]
+        x = columns * stride_x - padding_x + places % self.pool.kernel_size[1]
+        return torch.where(places < 0, -1, y * width + x)
+
+
+@pytest.mark.parametrize(
+    *grid(
+        pool=POOLS.values(),
+        shape=[(2, 4, 9, 14), (1, 3, 23, 17), (3, 6, 5, 4)],
+        dtype=[torch.float32, torch.bfloat16, torch.float16],
+        memory_format=FORMATS,
+    )
+)
+def test_the_pooling_and_its_indices_are_pytorch_s(pool, shape, dtype, memory_format):
+    case = Case(pool, shape, dtype, memory_format)
+    maxima, expected = case.maxima()
+    output = triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, dtype)
+    assert torch.equal(output, maxima)
+    assert output.is_contiguous(memory_format=memory_format)
+    places, grad_weight, grad_bias = case.norm_gradients()
+    assert torch.equal(case.indices_in_image(places), expected.masked_fill(maxima <= 0, -1))
+    grad = case.grad_output.double().masked_fill(maxima <= 0, 0)
+    values = case.values.double().flatten(2).gather(2, expected.flatten(2)).view_as(grad)
+    centered = values - case.norm.mean.view(-1, 1, 1)
+    assert torch.equal(grad_bias.double(), grad.sum((0, 2, 3)))
+    assert torch.equal(grad_weight.double(), (grad * centered).sum((0, 2, 3)) * case.norm.inv_std)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_values_that_are_equal_only_when_rounded_are_ties(memory_format, bfloat16):
+    case = Case(POOLS["3x3"], (2, 4, 11, 9), torch.bfloat16 if bfloat16 else torch.float32, memory_format)
+    grain = 2.0**-7 if bfloat16 else 2.0**-22
+    case.values.mul_(grain)  # exact
+    vectors = (torch.full((4,), value, device=DEVICE) for value in (1.0, 4.0, 1.0, 0.0))
+    case.norm = BatchNormAffine(*vectors)
+    maxima, expected = case.maxima()
+    exact = F.max_pool2d(case.values.double() + 4, 3, 2, 1, return_indices=True)[1]
+    assert not torch.equal(expected, exact)  # rounding makes ties
+    places, *_ = case.norm_gradients()
+    assert torch.equal(case.indices_in_image(places), expected.masked_fill(maxima <= 0, -1))
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("pool", ["3x3", "oblong"])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_non_finite_values(pool, memory_format):
+    case = Case(POOLS[pool], (2, 4, 13, 11), memory_format=memory_format)
+    flat = case.values.permute(1, 0, 2, 3)
+    for value in (math.nan, math.inf, -math.inf):
+        flat[torch.rand(flat.shape, device=DEVICE) < 0.1] = value
+    flat[3] = -math.inf
+    maxima, expected = case.maxima()
+    assert maxima.isnan().any()
+    assert maxima.isinf().any()
+    output = triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, torch.float32)
+    assert torch.equal(output.nan_to_num(-1), maxima.nan_to_num(-1))
+    places, *_ = case.norm_gradients()
+    assert torch.equal(case.indices_in_image(places), expected.masked_fill(maxima <= 0, -1))
+
+
+@pytest.mark.parametrize(
+    *grid(
+        pool=POOLS.values(),
+        shape=[(2, 4, 9, 14), (1, 6, 13, 17)],
+        memory_format=FORMATS,
+        frozen=[False, True],
+    )
+)
+def test_the_gradient_of_the_values_is_gathered_from_the_windows(pool, shape, memory_format, frozen):
+    case = Case(pool, shape, memory_format=memory_format)
+    indices, grad_weight, grad_bias = case.norm_gradients()
+    (maxima, expected), values = case.maxima(), case.values.double()
+    grad = pool.backward(case.grad_output.double().masked_fill(maxima <= 0, 0), expected, values)
+    weight, _, mean, inv_std = case.by_channel
+    if not frozen:
+        grad_sum, product_sum = (vector.double().view(-1, 1, 1) for vector in (grad_bias, grad_weight))
+        grad = grad - (grad_sum + (values - mean) * inv_std * product_sum) * 0.125
+    sums = None if frozen else (grad_weight, grad_bias, 0.125)
+    triton_stem.write_grad_input(case.grad_output, indices, case.values, case.norm, case.pool, sums)
+    torch.testing.assert_close(case.values.double(), weight * inv_std * grad, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 3, 1, 2), (3, 5, 9, 14), (2, 33, 31, 37)])
+def test_statistics_of_values_far_from_zero(shape, memory_format):
+    values = (1000 + torch.randn(shape)).contiguous(memory_format=memory_format).to(DEVICE)
+    statistics = torch.empty(3, shape[1], device=DEVICE)
+    triton_stem.batch_statistics(values, StatisticsOutput(statistics, 1e-5))
+    variance, mean = torch.var_mean(values.double(), (0, 2, 3), correction=0)
+    expected = torch.stack([mean, variance, torch.rsqrt(variance + 1e-5)])
+    torch.testing.assert_close(statistics.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(statistics[0].double(), mean, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("instances", [1, 3])
+def test_program_instances_that_loop(instances, monkeypatch):
+    case = Case(POOLS["3x3"], (3, 4, 31, 33))
+    _, *expected = case.norm_gradients()
+    monkeypatch.setattr(triton_stem, "MAX_PROGRAM_INSTANCES", instances)
+    _, *found = case.norm_gradients()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def _stem_step(model: DenseNet, x: Tensor) -> list[Tensor]:
+    """The stem's output, and the gradients of x and of its parameters."""
+    x = x.detach().requires_grad_()
+    result = dispatch.run_stem(list(model.features), model.features.denseblock1, x)
+    output = model.features[:4](x) if result is None else result[0]
+    generator = torch.Generator().manual_seed(3)
+    grad = torch.randn(output.shape, generator=generator).to(output)
+    parameters = list(model.features[:4].parameters())
+    return [output.detach(), *torch.autograd.grad(output, [x, *parameters], grad)]
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize(
+    *grid(
+        size=[(31, 17), (23, 40), (9, 8)],
+        batch=[1, 3],
+        memory_format=FORMATS,
+        frozen=[False, True],
+        bias=[False, True],
+        autocast=[False, True],
+    )
+)
+def test_errors_are_at_most_twice_plain_s(size, batch, memory_format, frozen, bias, autocast, fused_stems):
+    exact = small_model("imagenet", efficient=False, block_config=(2,)).to(DEVICE, memory_format=memory_format)
+    if bias:
+        add_conv_biases(exact, "conv0")
+    if frozen:
+        freeze_norms(exact, "norm0")
+    plain = copy.deepcopy(exact).float()
+    ours = with_engine(plain, "shared")
+    x = torch.randn(batch, 3, *size, dtype=torch.double) + 5  # a mean that is large beside the deviation
+    x = x.contiguous(memory_format=memory_format).to(DEVICE)
+    reference = _stem_step(exact, x)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        found, expected = _stem_step(ours, x.float()), _stem_step(plain, x.float())
+    assert fused_stems == [True, True]
+    assert found[0].dtype == expected[0].dtype
+    assert found[0].stride() == expected[0].stride()
+    for ours_value, theirs, right in zip(found, expected, reference, strict=True):
+        error, allowed = ((tensor.double() - right).norm() for tensor in (ours_value, theirs))
+        assert error <= 2 * allowed + 1e-6 * right.norm()
+    assert_same_buffers(ours, plain, 1e-5)
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_a_network_s_step(memory_format, fused_stems):
+    truth = small_model("imagenet", efficient=False)
+    plain = copy.deepcopy(truth).float().to(DEVICE, memory_format=memory_format)
+    ours = with_engine(plain, "shared")
+    x = torch.randn(2, 3, 69, 75, dtype=torch.double)
+    steps = []
+    for model in (truth, plain, ours):
+        inputs = x if model is truth else x.float().to(DEVICE).contiguous(memory_format=memory_format)
+        output, grad = backward(model, inputs)
+        steps.append([tensor.double().cpu() for tensor in (output, grad, *(p.grad for p in model.parameters()))])
+    assert fused_stems == [True, True]
+    for right, expected, found in zip(*steps, strict=True):
+        assert (found - right).norm() <= 2 * (expected - right).norm() + 1e-5 * (1 + right.norm())
+    assert_same_buffers(ours, plain, 1e-5)
+
+
+@pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [("conv0.weight", False), ("conv0.bias", True), ("norm0.weight", True), ("norm0.bias", False), ("x", True)],
+)
+def test_one_tensor_alone_requires_a_gradient(name, frozen, fused_stems):
+    plain = add_conv_biases(small_model("imagenet", efficient=False, block_config=(2,)), "conv0").float()
+    if frozen:
+        freeze_norms(plain, "norm0")
+    plain.to(DEVICE).requires_grad_(False)
+    inputs, grads = torch.randn(2, 3, 19, 13, device=DEVICE), []
+    for model in (with_engine(plain, "shared"), plain):
+        x = inputs.clone()
+        tensor = (x if name == "x" else model.features.get_parameter(name)).requires_grad_()
+        grads += torch.autograd.grad(model(x).sum(), tensor)
+    assert fused_stems == [True, True]
+    assert_close(grads[0], grads[1], 1e-5)
+
+
+@pytest.mark.usefixtures("few_tiles")
+def test_second_derivatives(fused_stems):
+    plain = small_model("imagenet", efficient=False, block_config=(1,)).float().to(DEVICE)
+    x, found = torch.randn(2, 3, 17, 16, device=DEVICE), []
+    for model in (with_engine(plain, "shared"), plain):
+        inputs = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+        found += torch.autograd.grad(grad.square().sum(), model.features.conv0.weight)
+    assert fused_stems == [True, True]  # the forward, and its backward in the second derivative
+    assert_close(*found, 1e-4)
+
+
+@pytest.fixture
+def _process_group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="torch's own synchronized norms run on a GPU")
+@pytest.mark.usefixtures("few_tiles", "_process_group_of_one")
+def test_synchronized_norms(fused_stems):
+    plain = small_model("imagenet", efficient=False, block_config=(1,)).float()
+    ours = with_engine(plain, "shared")
+    synchronize_norms(ours, None)
+    x = torch.randn(3, 3, 17, 16)
+    found, expected = _stem_step(ours, x), _stem_step(plain, x)
+    assert fused_stems == [True, True]
+    for ours_value, theirs in zip(found, expected, strict=True):
+        assert_close(ours_value, theirs, 1e-5)
+    assert_same_buffers(ours, plain, 1e-6)
+
+
+class _Operations(TorchDispatchMode):
+    """The names of the operations that are no allocation, no view and no operator of the package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function.overloadpacket.__name__
+        if function.namespace == "aten" and name not in {"empty", "new_empty", "select", "unbind", "view", "slice"}:
+            self.names.append(name)
+        return function(*arguments, **(options or {}))
+
+
+def test_launches_and_bytes_of_densenet121_s_stem(monkeypatch):
+    """z is written once, and read twice, in the forward and in the backward; its gradient is written over it."""
+    bytes_of_launches = []
+
+    def record(kernel, grid, *arguments, **constants):
+        bytes_of_launches.append(sum(each.nbytes for each in arguments if isinstance(each, Tensor)))
+
+    monkeypatch.setattr(triton_stem.launch, "launch", record)
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
+    x, weight = torch.empty(64, 3, 224, 224, device="meta"), torch.empty(64, 3, 7, 7, device="meta")
+    norm, z, pooled = [torch.empty(64, device="meta")] * 2, 64 * 64 * 112**2 * 4, 64 * 64 * 56**2 * 4
+    stem = fused.FusedStem(SPEC, x, weight, None)
+    assert stem.values.nbytes == z
+    with _Operations() as operations:
+        output, statistics = stem.forward(norm, None)
+    assert operations.names == ["mul_"]  # the variance that running statistics take
+    assert len(bytes_of_launches) == 3
+    assert sum(bytes_of_launches) <= 1.01 * (2 * z + pooled)
+    bytes_of_launches.clear()
+    grad_output = torch.empty_like(output)
+    with _Operations() as operations:
+        stem.backward(grad_output, norm, statistics, None, [False, True, True, True])
+    assert operations.names == ["convolution_backward"]
+    assert len(bytes_of_launches) == 3
+    assert sum(bytes_of_launches) <= 1.01 * (3 * z + 2 * pooled + 2 * pooled / 4)
+
+
+SPEC = StemSpec("float32", "float32", False, 1e-5, None, Conv([2, 2], [3, 3], [1, 1], 1), POOLS["3x3"])
+REFUSED = {
+    "double precision": (SPEC._replace(dtype="float64"), (2, 3, 8, 8)),
+    "a dilated pooling": (SPEC._replace(pool=MaxPool([3, 3], [2, 2], [1, 1], [1, 2], False)), (2, 3, 16, 16)),
+    "a large window": (SPEC._replace(pool=MaxPool([6, 5], [2, 2], [1, 1], [1, 1], False)), (2, 3, 64, 64)),
+    "no image": (SPEC, (0, 3, 8, 8)),
+    "nothing to pool": (SPEC._replace(pool=MaxPool([3, 3], [2, 2], [0, 0], [1, 1], False)), (2, 3, 4, 4)),
+    "images beyond 32 bits": (SPEC, (1, 3, 1 << 14, 1 << 14)),
+}
+
+
+def test_which_stems_are_fused(monkeypatch):
+    weight = torch.empty(64, 3, 7, 7, device="meta")
+    x = torch.empty(2, 3, 8, 8, device="meta")
+    assert not fused.can_fuse(SPEC, x, weight)  # not on a GPU
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
+    assert fused.can_fuse(SPEC, x, weight)
+    assert fused.can_fuse(SPEC._replace(dtype="bfloat16", frozen=True), x, weight)
+    for what, (spec, shape) in REFUSED.items():
+        assert not fused.can_fuse(spec, torch.empty(shape, device="meta"), weight), what
+    assert not fused.can_fuse(SPEC, torch.empty(2, 3, 8, 8, 8, device="meta"), weight)
+
+
+@pytest.mark.parametrize("ceil_mode", [False, True])
+def test_the_pooled_size_is_pytorch_s(ceil_mode):
+    for kernel_size, stride, padding, dilation in itertools.product([1, 2, 3, 5], [1, 2, 3], [0, 1, 2], [1, 2]):
+        pool = MaxPool([kernel_size], [stride], [padding], [dilation], ceil_mode)
+        for size in range(1, 12):
+            values = torch.empty(1, 1, size)
+            if 2 * padding > kernel_size:
+                continue
+            try:
+                expected = F.max_pool1d(values, kernel_size, stride, padding, dilation, ceil_mode).shape[2]
+            except RuntimeError:
+                expected = 0
+            assert max(0, *pool.pooled_size([size])) == expected, (pool, size)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        pytest.param(arch, dtype, marks=() if (arch, dtype) == (90, torch.float32) else pytest.mark.exhaustive)
+        for arch, dtype in itertools.product(ARCHITECTURES, [torch.float32, torch.bfloat16])
+    ],
+)
+def test_registers_and_occupancy(arch, dtype, monkeypatch):
+    """Compiled for densenet121's stem: no spills, and a quarter of a multiprocessor's warps resident."""
+    monkeypatch.setattr(triton_stem, "_TILE", TILE)
+    compilations = []
+
+    def record(kernel, grid, *arguments, **constants):
+        name = kernel.__name__
+        if name.startswith(("image", "norm")):
+            compilations.append(_compilation(kernel, arguments, constants, arch))
+
+    monkeypatch.setattr(triton_stem.launch, "launch", record)
+    for memory_format in FORMATS:
+        case = Case(POOLS["3x3"], (1, 64, 112, 112), dtype, memory_format)
+        triton_stem.batch_statistics(case.values, StatisticsOutput(torch.empty(3, 64), 1e-5))
+        triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, dtype)
+        indices, *sums = case.norm_gradients()
+        triton_stem.write_grad_input(case.grad_output, indices, case.values, case.norm, case.pool, (*sums, 1.0))
+    assert len(compilations) == 8
+    for compilation, resources in zip(compilations, compile_all(compilations), strict=True):
+        assert resources.spills == 0, compilation
+        assert resources.occupancy >= 0.25, (compilation, resources)
+
+
+def _compilation(kernel, arguments, constants, arch) -> Compilation:
+    names, types = list(inspect.signature(kernel.fn).parameters), {"int8": "*i8", int: "i32", float: "fp32"}
+    signature = {
+        name: types.get(type(value)) or (types | POINTERS)[str(value.dtype).removeprefix("torch.")]
+        for name, value in zip(names, arguments, strict=False)
+    }
+    pointers = tuple(name for name, kind in signature.items() if kind[0] == "*" and name not in VECTORS)
+    meta = {name: value for name, value in constants.items() if name != "num_warps"}
+    num_warps, where = constants.get("num_warps", 4), (kernel.fn.__module__, kernel.fn.__name__)
+    return Compilation(*where, signature, meta, num_warps, 3, arch, aligned=pointers)
