@@ -48,8 +48,8 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    ("densenet_bc_100_12", 256): Bounds(933, 7, 11, 0.433, 0.0781),
-    ("densenet121", 64): Bounds(1327, 7.5, 13, 0.644, 0.1087),
+    ("densenet_bc_100_12", 256): Bounds(791, 6, 9, 0.36, 0.0753),
+    ("densenet121", 64): Bounds(994, 6.5, 9.5, 0.456, 0.1045),
 }
 
 PLAIN_LAUNCHES = {"densenet_bc_100_12": 1265, "densenet121": 1580}
