@@ -103,9 +103,9 @@ DEFECTS = [
     Defect(
         "one channel missing in the gradient of the statistics",
         INTERFACE,
-        "sum_of_products.addcmul_(weight, norm.grad_weight)",
-        "sum_of_products[1:].addcmul_(weight[1:], norm.grad_weight[1:])",
-        STAGE_TESTS,
+        "self.sums.addcmul_(norm.grad_scale(False), torch.stack([norm.grad_bias, norm.grad_weight]))",
+        "self.sums[:, 1:].addcmul_(norm.grad_scale(False)[1:], torch.stack([norm.grad_bias, norm.grad_weight])[:, 1:])",
+        ("shared", "triton_kernels", "numba_kernels"),
     ),
     Defect(
         "newest_first ignored",

@@ -7,6 +7,7 @@ float32 for half precisions, else the values' own.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -130,17 +131,16 @@ class GradAccumulator(NamedTuple):
         norm = self.norm
         norm.set_gradients(grad_sum, grad_values_sum)
         if self.sums is not None:
-            weight, (sum_of_grads, sum_of_products) = norm.grad_scale(False), self.sums.unbind()
-            sum_of_grads.addcmul_(weight, norm.grad_bias)
-            sum_of_products.addcmul_(weight, norm.grad_weight)
+            self.sums.addcmul_(norm.grad_scale(False), torch.stack([norm.grad_bias, norm.grad_weight]))
 
 
-class StatisticsOutput(NamedTuple):
-    """Where a kernel writes the statistics of its output, (3, channels): mean, biased variance and, from `eps`,
-    1 / sqrt(var + eps)."""
+class StatisticsOutput:
+    """Where a kernel writes the statistics of its output, `matrix` (3, channels): mean, biased variance and, from
+    `eps`, 1 / sqrt(var + eps). `rows` are views of these three."""
 
-    matrix: Tensor
-    eps: float
+    def __init__(self, matrix: Tensor, eps: float, rows: Sequence[Tensor] | None = None) -> None:
+        self.matrix, self.eps = matrix, eps
+        self.rows: Sequence[Tensor] = matrix.unbind() if rows is None else rows
 
 
 class Conv1x1(NamedTuple):

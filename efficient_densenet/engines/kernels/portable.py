@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..memory_format import CHANNELS_LAST
+from ..precision import as_dtype
 from . import scratch
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
@@ -63,7 +64,7 @@ def halved(shape: torch.Size) -> torch.Size:
 
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     """Mean, biased variance and 1 / sqrt(var + eps) of each channel, by two passes: var = Σ (x − mean)² / pixels."""
-    mean, variance, inv_std = statistics.matrix.unbind()
+    mean, variance, inv_std = statistics.rows
     dtype = mean.dtype
     if values.is_cpu:  # this is as accurate as var_mean there, and ten times as fast
         torch.mean(values, 0, dtype=dtype, out=mean)
@@ -71,11 +72,14 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
             part = _rows(values, tile)
             centered = torch.sub(part, mean, out=_buffer(part, dtype))
             squares = torch.mul(centered, centered, out=centered)
-            if tile.start == 0:
+            if part is values:
+                torch.mean(squares, 0, out=variance)
+            elif tile.start == 0:
                 torch.sum(squares, 0, out=variance)
             else:
                 variance.add_(squares.sum(0))
-        variance.div_(values.shape[0])
+        if part is not values:
+            variance.div_(values.shape[0])
     else:
         for row, vector in zip((variance, mean), torch.var_mean(values.to(dtype), 0, correction=0), strict=True):
             row.copy_(vector)
@@ -88,7 +92,7 @@ def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
         return grad.grad_accum.contiguous()
     slope, constant, inv_std = grad.coefficients()
     grad_input = torch.addcmul(constant, grad.values, slope)
-    return grad_input.addcmul_(grad.grad_accum, inv_std).to(grad.values.dtype)
+    return as_dtype(grad_input.addcmul_(grad.grad_accum, inv_std), grad.values.dtype)
 
 
 def affine_forward(input: AffineInput) -> Tensor:
@@ -180,7 +184,7 @@ def conv3x3_backward(
             *(_to_images(_rows(grad_output, tile), shape), _to_images(activation, shape), weight),
             *(None, stride, padding, padding, False, output_padding, 1, [True, accumulator.needs_grad_weight, False]),
         )
-        grad_weight = grad_weight.to(input.dtype) if accumulator.needs_grad_weight else None
+        grad_weight = as_dtype(grad_weight, input.dtype) if accumulator.needs_grad_weight else None
         grad = _mask_inactive(to_pixel_matrix(grad), activation)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
     return _finish(sums, accumulator)
@@ -269,7 +273,7 @@ def _conv1x1_grad_weight(
     grad_output: Tensor, activation: Tensor, accumulator: GradAccumulator, dtype: torch.dtype
 ) -> Tensor | None:
     """grad_output.T @ activation, computed as its transpose: that product is tall rather than wide, which is faster."""
-    return (activation.t() @ grad_output).t().to(dtype) if accumulator.needs_grad_weight else None
+    return as_dtype((activation.t() @ grad_output).t(), dtype) if accumulator.needs_grad_weight else None
 
 
 def _batch_norm_grad_input_tile(
@@ -283,7 +287,7 @@ def _batch_norm_grad_input_tile(
     values = _rows(grad.values, tile)
     out = scratch.take("grad_output_tile", values.shape, slope.dtype, values.device)
     torch.addcmul(constant, values, slope, out=out)
-    return out.addcmul_(grad_accum, inv_std).to(values.dtype)
+    return as_dtype(out.addcmul_(grad_accum, inv_std), values.dtype)
 
 
 def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:

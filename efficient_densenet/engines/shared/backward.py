@@ -17,7 +17,7 @@ from ..precision import as_dtype
 from .forward import bottleneck_conv
 from .groups import LayerGroup
 from .saved import SavedStage
-from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
+from .spec import ConsumerSpec, NormConv, StageSpec, columns_of, norm_convs
 from .statistics import BackwardStatistics
 from .weights import converted_weights
 
@@ -102,7 +102,7 @@ class Backward:
 
     def _accumulator(self, norm: BatchNormAffine, needs_grad_weight: bool, overwrite: bool = False) -> GradAccumulator:
         """For a consumer of the features; `needs_grad_weight` is of its convolution."""
-        grad_accum = self.grad_accum[:, self.spec.order.slice(0, norm.weight.shape[0])]
+        grad_accum = columns_of(self.grad_accum, self.spec.order.slice(0, norm.weight.shape[0]))
         sums = self.statistics.sums_of(norm)
         return GradAccumulator(norm, self.spec.frozen, grad_accum, overwrite, needs_grad_weight, sums)
 
@@ -114,14 +114,14 @@ class Backward:
     def _grad_features(self, start: int, stop: int) -> Tensor:
         """The gradient of the channels written as number `start` to `stop`, whose consumers are all done."""
         columns = self.spec.order.slice(start, stop)
-        grad_accum = self.grad_accum[:, columns]
+        grad_accum = columns_of(self.grad_accum, columns)
         if self.spec.frozen:
             grad_input = grad_accum.contiguous()
         else:
             backward = self.statistics.grad_input(grad_accum, columns)
             grad_input = self.kernels.batch_norm_grad_input(backward)
         if self.grad_block is not None and start >= self.spec.output_order.first:
-            grad_output = self.grad_block[:, self.spec.output_order.slice(start, stop)]
+            grad_output = columns_of(self.grad_block, self.spec.output_order.slice(start, stop))
             to_spatial(grad_input, self.shape).add_(grad_output)
         return grad_input
 

@@ -13,7 +13,7 @@ def synchronize_statistics(statistics: StatisticsOutput, count: int, sync_group:
     """Batch statistics over all processes of the sync group, in place of this process's own, and their count."""
     if sync_group is None:
         return count
-    rows = statistics.matrix.unbind()
+    rows = statistics.rows
     mean, variance, total = sync_group.statistics(rows[MEAN], rows[VARIANCE], count)
     rows[MEAN].copy_(mean)
     rows[VARIANCE].copy_(variance)

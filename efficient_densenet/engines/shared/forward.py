@@ -10,7 +10,7 @@ from ..kernels import kernels_for, scratch
 from ..kernels.interface import AffineInput, Conv1x1, StatisticsOutput
 from ..kernels.portable import halved, to_pixel_matrix, to_spatial
 from ..precision import as_dtype
-from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
+from .spec import ConsumerSpec, NormConv, StageSpec, columns_of, norm_convs
 from .statistics import ForwardStatistics
 from .weights import converted_weights
 
@@ -75,7 +75,8 @@ class Forward:
         if self.block_output is not None and start >= self.spec.output_order.first:
             stop = start + values.shape[1]
             output = values if bias is None else values + bias
-            self.block_output[:, self.spec.output_order.slice(start, stop)] = to_spatial(output, self.shape)
+            columns = self.spec.output_order.slice(start, stop)
+            columns_of(self.block_output, columns).copy_(to_spatial(output, self.shape))
 
     def _norm(self, norm: tuple[int, int], tensors: NormConv, columns: slice | None) -> AffineInput:
         """What the convolution after a norm of the features reads; a frozen one has statistics of its own, in its

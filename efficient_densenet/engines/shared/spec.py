@@ -51,6 +51,11 @@ class ChannelOrder(NamedTuple):
         return slice(start - self.first, stop - self.first)
 
 
+def columns_of(matrix: Tensor, columns: slice) -> Tensor:
+    """`matrix[:, columns]`, a view, in half the time."""
+    return matrix.narrow(1, columns.start, columns.stop - columns.start)
+
+
 class NormConv(NamedTuple):
     """The tensors of a norm and of the convolution after it, whose bias may be None; a norm alone has both None."""
 
@@ -80,6 +85,7 @@ class StageSpec:
         first_tensors, consumer_tensors: where the parameters of each layer begin, and the slice of the consumer's.
         first_columns, consumer_columns: the same for the columns of the matrix of statistics: those of the features
             come first, and the consumer's norm has its own only if it is frozen.
+        column_widths: how many columns are written at once, in the columns' order.
         first_own: how many norms with columns of their own come before each layer.
     """
 
@@ -116,10 +122,15 @@ class StageSpec:
             own += self.frozen + (layer.width > 0)
             tensors += len(NormConv._fields) * (2 if layer.width else 1)
             columns += self._norm1_width(i) + layer.width
+        features = [self.in_channels, *[self.growth_rate] * len(self.layers)]
+        self.column_widths = [] if self.frozen else features[::-1] if self.newest_first else features
+        for i, layer in enumerate(self.layers):
+            self.column_widths += [width for width in (self._norm1_width(i), layer.width) if width]
         consumer_columns = self.order.total if self.frozen and self.consumer is not None else 0
         self.consumer_tensors = slice(tensors, tensors + (len(NormConv._fields) if self.consumer is not None else 0))
         self.num_tensors = self.consumer_tensors.stop
         self.consumer_columns = slice(columns, columns + consumer_columns) if consumer_columns else None
+        self.column_widths += [consumer_columns] if consumer_columns else []
         self.num_columns = columns + consumer_columns
 
     def memory_format(self, x: Tensor) -> torch.memory_format:

@@ -6,6 +6,8 @@ are those of the features, which are stored centered (less their mean). Frozen n
 their own, and the features are stored as they are. So have the bottlenecks' norms. The columns lie in the norms' order.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +26,7 @@ from ..kernels.interface import (
 )
 from ..precision import accumulation_dtype
 from .batch_norm import Count, batch_norm_backward, synchronize_statistics
-from .spec import NormConv, StageSpec
+from .spec import NormConv, StageSpec, columns_of
 
 
 class _FeatureStatistics:
@@ -41,7 +43,7 @@ class _FeatureStatistics:
 
     def input(self, norm: BatchNormAffine) -> AffineInput:
         """What the convolution after a norm of the features reads."""
-        return norm.input(self.features[:, self.spec.order.slice(0, norm.weight.shape[0])])
+        return norm.input(columns_of(self.features, self.spec.order.slice(0, norm.weight.shape[0])))
 
 
 class ForwardStatistics(_FeatureStatistics):
@@ -58,9 +60,18 @@ class ForwardStatistics(_FeatureStatistics):
         self.sync_group = SyncGroup.named(spec.sync_group)
         self.count: Count = features.shape[0]
 
+    @functools.cached_property
+    def _columns(self) -> dict[int, tuple[Tensor, ...]]:
+        """By first column, the matrix of what is written there at once, and its rows: views, made for all together."""
+        widths = self.spec.column_widths
+        starts = itertools.accumulate(widths[:-1], initial=0)
+        views = self.matrix.split(widths, 1), *(row.split(widths) for row in self.matrix.unbind())
+        return dict(zip(starts, zip(*views, strict=True), strict=True))
+
     def output(self, columns: slice, eps: float) -> StatisticsOutput:
         """Where a kernel writes the statistics of its output."""
-        return StatisticsOutput(self.matrix[:, columns], eps)
+        matrix, *rows = self._columns[columns.start]
+        return StatisticsOutput(matrix, eps, rows)
 
     def of_features(self, start: int, stop: int) -> StatisticsOutput:
         """The same for the channels written as number `start` to `stop`."""
@@ -74,7 +85,7 @@ class ForwardStatistics(_FeatureStatistics):
         `statistics` are those of the values, computed here if None. Centered values have no bias: it is in their mean.
         """
         stop = start + values.shape[1]
-        features = self.features[:, self.spec.order.slice(start, stop)]
+        features = columns_of(self.features, self.spec.order.slice(start, stop))
         if self.spec.frozen:
             features.copy_(values) if bias is None else torch.add(values, bias, out=features)
             return
@@ -82,7 +93,7 @@ class ForwardStatistics(_FeatureStatistics):
             statistics = self.of_features(start, stop)
             kernels_for(values).batch_statistics(values, statistics)
         self._synchronize(statistics)
-        mean = statistics.matrix[MEAN]
+        mean = statistics.rows[MEAN]
         torch.sub(values, mean, out=features)
         if bias is not None:
             mean.add_(bias)
@@ -90,7 +101,7 @@ class ForwardStatistics(_FeatureStatistics):
     def own_norm(self, tensors: NormConv, statistics: StatisticsOutput) -> BatchNormAffine:
         """A norm with columns and batch statistics of its own, which a kernel has written."""
         self._synchronize(statistics)
-        mean, _, inv_std = statistics.matrix.unbind()
+        mean, _, inv_std = statistics.rows
         return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
 
     def frozen_norm(
@@ -100,7 +111,7 @@ class ForwardStatistics(_FeatureStatistics):
 
         The values that it reads lack the `bias`.
         """
-        mean, variance, inv_std = output.matrix.unbind()
+        mean, variance, inv_std = output.rows
         for row, buffer in zip((mean, variance), running, strict=True):
             row.copy_(buffer)
         if bias is not None:
@@ -164,12 +175,13 @@ class BackwardStatistics(_FeatureStatistics):
 
     def sums_of(self, norm: BatchNormAffine) -> Tensor | None:
         """Where a consumer adds its γ · dβ and γ · dγ, its part of the sums of the channels that it reads."""
-        return None if self.spec.frozen else self.sums[:, self.spec.order.slice(0, norm.weight.shape[0])]
+        columns = self.spec.order.slice(0, norm.weight.shape[0])
+        return None if self.spec.frozen else columns_of(self.sums, columns)
 
     def grad_input(self, grad_accum: Tensor, columns: slice) -> BatchNormBackward:
         """The gradient of channels whose last consumer is done, from the sum of the consumers' gradients."""
         norm = self.inv_std[columns], None
-        return self._grad_input(self.features[:, columns], grad_accum, norm, self.sums[:, columns])
+        return self._grad_input(columns_of(self.features, columns), grad_accum, norm, columns_of(self.sums, columns))
 
     def own_grad_input(self, values: Tensor, grad_accum: Tensor, position: int) -> BatchNormBackward:
         """The gradient of the values that a norm with columns and batch statistics of its own reads."""

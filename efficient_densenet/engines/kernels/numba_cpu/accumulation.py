@@ -46,7 +46,7 @@ def _relu_backward_pixel(input, accumulator, row, left, grad_output, ones, produ
 @inlined
 def _relu_backward_row(conv, row, left, grad_output, ones, products, zero):
     """The gradient behind the ReLU, of one pixel."""
-    prefetch_row(conv.accumulator.grad_accum, row, conv.sums.channels, zero)
+    prefetch_row(conv.accumulator.grad_accum, row, conv.gradients.channels, zero)
     _relu_backward_pixel(conv.input, conv.accumulator, row, left, grad_output, ones, products, zero)
 
 
@@ -68,7 +68,7 @@ def _affine_backward_row(affine, row, left, grad_output, ones, products, zero):
     width, overwrite = len(grad_output), affine.accumulator.overwrite
     values = elements(affine.values.data, row * affine.values.row_stride + left, width, zero)
     grad_accum = affine.accumulator.grad_accum
-    prefetch_row(grad_accum, row, affine.sums.channels, zero)
+    prefetch_row(grad_accum, row, affine.gradients.channels, zero)
     grad_accum = elements(grad_accum.data, row * grad_accum.row_stride + left, width, zero)
     grad_scale = elements(affine.accumulator.grad_scale, left, width, zero)
     for j in range(width):
@@ -109,15 +109,28 @@ accumulate_affine_grad = _accumulation(_affine_backward_row)
 
 
 @compiled
-def reduce_sums(sums, thread, threads, zero):
-    """The two sums of all threads; each thread has some of the channels."""
-    channels = sums.channels
-    grad_sum, product_sum = elements(sums.grad_sum, 0, channels, zero), elements(sums.product_sum, 0, channels, zero)
-    partials = elements(sums.partials, 0, threads * 2 * channels, 1.0)
+def reduce_sums(gradients, thread, threads, zero):
+    """The two sums of all threads, the norm's gradients from them, and γ times those added to its sums.
+
+    grad_bias = Σ grad and grad_weight = (Σ grad · values − μ · Σ grad) · r. Each thread has some of the channels.
+    """
+    channels, norm, sums = gradients.channels, gradients.norm, gradients.sums
+    grad_bias = elements(gradients.grad_bias, 0, channels, zero)
+    grad_weight = elements(gradients.grad_weight, 0, channels, zero)
+    weight, mean = elements(norm.weight, 0, channels, zero), elements(norm.mean, 0, channels, zero)
+    inv_std = elements(norm.inv_std, 0, channels, zero)
+    grad_sum = elements(sums.data, 0, channels, zero)
+    product_sum = elements(sums.data, sums.row_stride, channels, zero)
+    partials = elements(gradients.partials, 0, threads * 2 * channels, 1.0)
     first, last = partition(channels, thread, threads)
     for j in range(first, last):
         ones = products = 0.0
         for i in range(threads):
             ones += partials[2 * i * channels + j]
             products += partials[(2 * i + 1) * channels + j]
-        grad_sum[j], product_sum[j] = ones, products
+        if norm.mean:
+            products -= mean[j] * ones
+        grad_bias[j], grad_weight[j] = ones, products * inv_std[j]
+        if sums.data:
+            grad_sum[j] += weight[j] * grad_bias[j]
+            product_sum[j] += weight[j] * grad_weight[j]

@@ -2,6 +2,43 @@
 
 from .intrinsics import compiled
 from .memory import elements, prefetch_row, stride_of
+from .threads import partition
+
+
+@compiled
+def affine_vectors(input, thread, threads, zero):
+    """scale = γ · r and shift = β − μ · scale of a norm. Each thread has some of the channels."""
+    channels, norm = input.channels, input.norm
+    weight, bias = elements(norm.weight, 0, channels, zero), elements(norm.bias, 0, channels, zero)
+    inv_std, mean = elements(norm.inv_std, 0, channels, zero), elements(norm.mean, 0, channels, zero)
+    scale, shift = elements(input.scale, 0, channels, zero), elements(input.shift, 0, channels, zero)
+    first, last = partition(channels, thread, threads)
+    for j in range(first, last):
+        scale[j] = weight[j] * inv_std[j]
+        shift[j] = bias[j]
+    if norm.mean:
+        for j in range(first, last):
+            shift[j] -= mean[j] * scale[j]
+
+
+@compiled
+def batch_norm_grad_vectors(grad, thread, threads, zero):
+    """slope and constant of `batch_norm_grad_rows`: slope = −r² · mean(g · x̂), constant = −r · mean(g) − μ · slope."""
+    if not grad.sums.data:
+        return
+    channels, sums = grad.channels, grad.sums
+    inv_std, mean = elements(grad.inv_std, 0, channels, zero), elements(grad.mean, 0, channels, zero)
+    grad_sum = elements(sums.data, 0, channels, zero)
+    product_sum = elements(sums.data, sums.row_stride, channels, zero)
+    slope, constant = elements(grad.slope, 0, channels, zero), elements(grad.constant, 0, channels, zero)
+    first, last = partition(channels, thread, threads)
+    for j in range(first, last):
+        per_value = -inv_std[j] / grad.count
+        slope[j] = product_sum[j] * inv_std[j] * per_value
+        constant[j] = grad_sum[j] * per_value
+    if grad.mean:
+        for j in range(first, last):
+            constant[j] -= mean[j] * slope[j]
 
 
 @compiled
@@ -21,18 +58,22 @@ def affine_relu(input, start, stop, activation, zero):
 
 @compiled
 def batch_norm_grad_rows(grad, start, stop, output, stride, zero):
-    """dx = r · (g − mean(g) − x̂ · mean(g · x̂)) of rows start to stop, as slope · x + constant + grad_scale · g.
+    """dx = r · (g − mean(g) − x̂ · mean(g · x̂)) of rows start to stop, as slope · x + constant + r · g.
 
-    The host has collected the terms in x and the constant ones in slope and constant. All are (rows, channels).
+    All are (rows, channels). Without sums dx = g.
     """
     channels = grad.channels
     slope, constant = elements(grad.slope, 0, channels, zero), elements(grad.constant, 0, channels, zero)
-    grad_scale = elements(grad.grad_scale, 0, channels, zero)
+    inv_std = elements(grad.inv_std, 0, channels, zero)
     for row in range(start, stop):
         values = elements(grad.values.data, row * grad.values.row_stride, channels, zero)
         grad_accum = elements(grad.grad_accum.data, row * grad.grad_accum.row_stride, channels, zero)
         grad_input = elements(output, (row - start) * stride, channels, zero)
         prefetch_row(grad.values, row, channels, zero)
         prefetch_row(grad.grad_accum, row, channels, zero)
-        for j in range(channels):
-            grad_input[j] = values[j] * slope[j] + constant[j] + grad_accum[j] * grad_scale[j]
+        if grad.sums.data:
+            for j in range(channels):
+                grad_input[j] = values[j] * slope[j] + constant[j] + grad_accum[j] * inv_std[j]
+        else:
+            for j in range(channels):
+                grad_input[j] = grad_accum[j]

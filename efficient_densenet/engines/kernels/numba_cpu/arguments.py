@@ -11,12 +11,7 @@ in memory as a kernel reads it is copied. An output must lie so.
 
 import functools
 import math
-import struct
-import types
-import typing
-from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,18 +59,36 @@ class Scratch:
     thread_stride: int
 
 
+class Norm:
+    """Vectors (channels,) of a batch norm; `mean` is absent where the values are stored centered."""
+
+    weight: Address
+    bias: Address
+    inv_std: Address
+    mean: Address | None
+
+    @staticmethod
+    def of(norm: interface.BatchNormAffine) -> Fields:
+        mean = 0 if norm.mean is None else norm.mean.contiguous()
+        return norm.weight.contiguous(), norm.bias.contiguous(), norm.inv_std.contiguous(), mean
+
+
 class AffineInput:
-    """relu(scale · values + shift) of values (pixels, channels)."""
+    """relu(scale · values + shift) of values (pixels, channels). The kernel computes scale and shift, (channels,) each,
+    into scratch."""
 
     values: Matrix
     channels: int
+    norm: Norm
     scale: Address
     shift: Address
 
     @staticmethod
-    def of(input: interface.AffineInput) -> Fields:
-        values = input.values
-        return *Matrix.of(values), values.shape[1], input.scale.contiguous(), input.shift.contiguous()
+    def of(input: interface.AffineInput, vectors: Address) -> Fields:
+        """`vectors` is the address of scratch for both."""
+        values, norm = input
+        channels = values.shape[1]
+        return *Matrix.of(values), channels, *Norm.of(norm), vectors, vectors + channels * values.itemsize
 
 
 class PackedWeight:
@@ -113,13 +126,22 @@ class Statistics:
     eps: Address
 
 
-class NormSums:
-    """Σ grad and Σ grad · values (channels,), and each thread's partials (threads, 2, channels) in float64."""
+class NormGradients:
+    """grad_bias and grad_weight of a norm (channels,), the `sums` (2, channels) to which they are added times γ, unless
+    absent, and each thread's partials of Σ grad and Σ grad · values (threads, 2, channels) in float64."""
 
     partials: Address
-    grad_sum: Address
-    product_sum: Address
+    grad_bias: Address
+    grad_weight: Address
     channels: int
+    norm: Norm
+    sums: Matrix | None
+
+    @staticmethod
+    def of(accumulator: interface.GradAccumulator, partials: Address) -> Fields:
+        norm, sums = accumulator.norm, accumulator.sums
+        matrix = (0, 0) if sums is None else Matrix.output(sums)
+        return partials, norm.grad_bias, norm.grad_weight, norm.inv_std.shape[0], *Norm.of(norm), *matrix
 
 
 class GradWeight:
@@ -137,34 +159,39 @@ class GradAccumulator:
     overwrite: int
 
     @staticmethod
-    def of(accumulator: interface.GradAccumulator) -> Fields:
-        return accumulator.grad_scale.contiguous(), *Matrix.output(accumulator.grad_accum), accumulator.overwrite
+    def of(accumulator: interface.GradAccumulator, scale: Address | Tensor) -> Fields:
+        """`scale` is that of the norm, for a frozen one."""
+        grad_scale = scale if accumulator.frozen else accumulator.norm.weight.contiguous()
+        return grad_scale, *Matrix.output(accumulator.grad_accum), accumulator.overwrite
 
 
 class BatchNormBackward:
-    """grad_input = slope · values + constant + grad_scale · grad_accum."""
+    """grad_input = slope · values + constant + inv_std · grad_accum, or grad_accum alone where there are no `sums`.
+
+    The kernel computes slope and constant into scratch, from `sums` (2, channels) over `count` rows.
+    """
 
     values: Matrix
     channels: int
+    inv_std: Address
+    mean: Address | None
+    sums: Matrix | None
+    count: int
     slope: Address
     constant: Address
-    grad_scale: Address
     grad_accum: Matrix
 
     @staticmethod
-    def of(grad: interface.BatchNormBackward) -> Fields:
-        values, grad_accum = grad.values, grad.grad_accum
-        if grad.sums is None:
-            ones = grad_accum.new_ones(values.shape[1])
-            coefficients = torch.zeros_like(ones), torch.zeros_like(ones), ones
+    def of(grad: interface.BatchNormBackward, vectors: Address) -> Fields:
+        """`vectors` is the address of scratch for slope and constant."""
+        values, inv_std, sums = grad.values, grad.inv_std, grad.sums
+        channels = values.shape[1]
+        if inv_std is None or sums is None:
+            norm = 0, 0, 0, 0
         else:
-            coefficients = grad.coefficients()
-        return (
-            *Matrix.of(values),
-            values.shape[1],
-            *(each.contiguous() for each in coefficients),
-            *Matrix.of(grad_accum),
-        )
+            norm = inv_std.contiguous(), 0 if grad.mean is None else grad.mean.contiguous(), *Matrix.of(sums)
+        scratch = vectors, vectors + channels * values.itemsize
+        return *Matrix.of(values), channels, *norm, grad.count, *scratch, *Matrix.of(grad.grad_accum)
 
 
 class Images:
@@ -189,7 +216,7 @@ class ConvBackward:
     input: AffineInput
     weight: PackedWeight
     accumulator: GradAccumulator
-    sums: NormSums
+    gradients: NormGradients
     grad_weight: GradWeight | None
 
 
@@ -215,7 +242,7 @@ class AffineBackwardArguments:
     grad_output: Matrix
     values: Matrix
     accumulator: GradAccumulator
-    sums: NormSums
+    gradients: NormGradients
 
 
 class Conv1x1ForwardArguments:
@@ -298,35 +325,6 @@ def conv_sizes(weight_shape: torch.Size) -> tuple[int, int, int]:
     """The out_channels, in_channels and taps of a convolution's weight."""
     out_channels, in_channels, *kernel_size = weight_shape
     return out_channels, in_channels, math.prod(kernel_size)
-
-
-def record_dtype(arguments: type, dtype: np.dtype) -> np.dtype:
-    """The record as a kernel for matrices of this dtype reads it."""
-    return np.dtype([*_fields(arguments), ("zero", dtype)])
-
-
-def packer(arguments: type) -> Callable[..., bytes]:
-    """What turns the record's integers into its bytes. `zero` is 0 in every dtype, and of at most eight bytes."""
-    return struct.Struct(f"{_num_fields(arguments)}q8x").pack
-
-
-@functools.cache
-def absent(group: type) -> Fields:
-    return (0,) * _num_fields(group)
-
-
-def _num_fields(group: type) -> int:
-    return np.dtype(_fields(group)).itemsize // 8
-
-
-def _fields(group: type) -> list[tuple[str, np.dtype]]:
-    return [(name, _field_dtype(hint)) for name, hint in typing.get_type_hints(group).items()]
-
-
-def _field_dtype(hint: typing.Any) -> np.dtype:
-    if isinstance(hint, types.UnionType):
-        hint = typing.get_args(hint)[0]  # the other one is None
-    return np.dtype(np.int64 if hint is int else _fields(hint))
 
 
 def _has_contiguous_rows(matrix: Tensor) -> bool:

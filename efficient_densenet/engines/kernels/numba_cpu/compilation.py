@@ -10,9 +10,9 @@ from numba import from_dtype, types
 from numba.core.ccallback import CFunc
 from numba.core.typing.templates import Signature
 
-from .arguments import packer, record_dtype
 from .disk_cache import open_cache
 from .intrinsics import COMPILE_OPTIONS
+from .records import packer, record_dtype
 
 
 class Kernel(NamedTuple):

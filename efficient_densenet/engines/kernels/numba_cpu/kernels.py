@@ -17,7 +17,7 @@ from .accumulation import (
     reduce_sums,
     sum_run,
 )
-from .affine import affine_relu, batch_norm_grad_rows
+from .affine import affine_relu, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
 from .compilation import compile_kernel, kernel
 from .convolution import (
     add_grad_weight,
@@ -58,6 +58,8 @@ def batch_norm_grad_input(record):
     first, last = partition(args.rows, thread, threads)
     stride = args.grad_input.row_stride
     output = offset(args.grad_input.data, first * stride, args.zero)
+    batch_norm_grad_vectors(args.grad, thread, threads, args.zero)
+    barrier(args.openmp)
     batch_norm_grad_rows(args.grad, first, last, output, stride, args.zero)
 
 
@@ -68,13 +70,13 @@ def affine_backward(record):
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
     stride, zero = args.grad_output.row_stride, args.zero
-    clear_sums(args.sums, thread)
+    clear_sums(args.gradients, thread)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
         grad = offset(args.grad_output.data, start * stride, zero)
-        accumulate_affine_grad(args, args.sums, sum_run(1), thread, start, stop, grad, stride, zero)
+        accumulate_affine_grad(args, args.gradients, sum_run(1), thread, start, stop, grad, stride, zero)
     barrier(args.openmp)
-    reduce_sums(args.sums, thread, threads, zero)
+    reduce_sums(args.gradients, thread, threads, zero)
 
 
 @kernel(arguments.Conv1x1ForwardArguments)
@@ -89,6 +91,7 @@ def conv1x1_forward(record):
     conv, zero = args.conv, args.zero
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
     pack_weight(conv.weight, thread, threads, zero)
+    affine_vectors(conv.input, thread, threads, zero)
     if args.statistics.channels:
         clear_statistics(args.statistics, thread)
     barrier(args.openmp)
@@ -111,6 +114,7 @@ def pooled_conv1x1_forward(record):
     conv, zero = args.conv, args.zero
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
     pack_weight(conv.weight, thread, threads, zero)
+    affine_vectors(conv.input, thread, threads, zero)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
@@ -134,6 +138,7 @@ def conv3x3_forward(record):
     products = offset(activation, tile * stride_of(conv.input.channels, zero), zero)
     origin = done = max(0, first - halo)  # the row that products begin with, and the one that they end before
     pack_weight(conv.weight, thread, threads, zero)
+    affine_vectors(conv.input, thread, threads, zero)
     if args.statistics.channels:
         clear_statistics(args.statistics, thread)
     barrier(args.openmp)
@@ -168,13 +173,16 @@ def conv1x1_backward(record):
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
     conv, following, zero = args.conv, args.next_bottleneck, args.zero
+    batch_norm_grad_vectors(args.grad_output, thread, threads, zero)
     stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
     pack_weight(conv.weight, thread, threads, zero)
-    clear_sums(conv.sums, thread)
+    affine_vectors(conv.input, thread, threads, zero)
+    clear_sums(conv.gradients, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     if following.output.data:
         pack_weight(following.weight, thread, threads, zero)
+        affine_vectors(following.input, thread, threads, zero)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
@@ -183,12 +191,12 @@ def conv1x1_backward(record):
             affine_relu(conv.input, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, grad, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
-        accumulate_relu_grad(conv, conv.sums, sum_run(1), thread, start, stop, activation, grad_stride, zero)
+        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero)
         if following.output.data:
             affine_relu(following.input, start, stop, activation, zero)
             conv1x1_product(following, start, stop, activation, zero)
     barrier(args.openmp)
-    reduce_sums(conv.sums, thread, threads, zero)
+    reduce_sums(conv.gradients, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
@@ -206,7 +214,8 @@ def conv3x3_backward(record):
     conv, zero = args.conv, args.zero
     stride, columns, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
     pack_weight(conv.weight, thread, threads, zero)
-    clear_sums(conv.sums, thread)
+    affine_vectors(conv.input, thread, threads, zero)
+    clear_sums(conv.gradients, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
@@ -218,9 +227,9 @@ def conv3x3_backward(record):
             affine_relu(conv.input, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, columns, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, columns, stride, activation, zero)
-        accumulate_relu_grad(conv, conv.sums, sum_run(1), thread, start, stop, activation, grad_stride, zero)
+        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
-    reduce_sums(conv.sums, thread, threads, zero)
+    reduce_sums(conv.gradients, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
@@ -238,7 +247,8 @@ def pooled_conv1x1_backward(record):
     conv, zero = args.conv, args.zero
     stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
     pack_weight(conv.weight, thread, threads, zero)
-    clear_sums(conv.sums, thread)
+    affine_vectors(conv.input, thread, threads, zero)
+    clear_sums(conv.gradients, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
@@ -252,9 +262,9 @@ def pooled_conv1x1_backward(record):
             add_grad_weight(conv, thread, stop - start, activation, grad, stride, zero)
         rows, run = stop - start, sum_run(args.window)
         grad_stride = grad_activation(conv.weight, rows, grad, stride, activation, zero)
-        accumulate_pooled_relu_grad(args, conv.sums, run, thread, start, stop, activation, grad_stride, zero)
+        accumulate_pooled_relu_grad(args, conv.gradients, run, thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
-    reduce_sums(conv.sums, thread, threads, zero)
+    reduce_sums(conv.gradients, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 

@@ -18,9 +18,10 @@ from .. import portable, scratch
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
 from ..portable import halved
 from . import arguments, kernels, openmp, tiling
-from .arguments import Fields, absent
+from .arguments import Fields
 from .compilation import Kernel, compile_kernel
 from .gemm import gemm
+from .records import absent
 from .tiling import Tiles
 
 affine_forward = portable.affine_forward
@@ -47,30 +48,34 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
 
 def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
     values = grad.values
-    rows, grad_input = values.shape[0], torch.empty_like(values, memory_format=torch.contiguous_format)
-    record = *_openmp(), rows, *arguments.BatchNormBackward.of(grad), *arguments.Matrix.output(grad_input)
-    _run(kernels.batch_norm_grad_input, values.dtype, tiling.num_threads(*_limits(), rows), record)
+    grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
+    tiles = tiling.for_grad_input(*_limits(), *values.shape, values.itemsize)
+    memory = _scratch(tiles, values.dtype)
+    record = (
+        *(*_openmp(), values.shape[0], *arguments.BatchNormBackward.of(grad, memory.data_ptr() + tiles.grad_vectors)),
+        *arguments.Matrix.output(grad_input),
+    )
+    _run(kernels.batch_norm_grad_input, values.dtype, tiles.threads, record)
     return grad_input
 
 
 def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
     values = input.values
-    if not grad_output.dtype == values.dtype == input.dtype:
+    if not grad_output.dtype == values.dtype == input.dtype == input.norm.weight.dtype:
         portable.affine_backward(grad_output, input, accumulator)
         return
     rows, channels = values.shape
-    tiles, sums = (
-        tiling.for_affine_backward(*_limits(), rows, channels, values.itemsize),
-        _new_vectors(values, channels),
-    )
+    tiles = tiling.for_affine_backward(*_limits(), rows, channels, values.itemsize)
+    _new_norm_gradients(accumulator)
     memory = _scratch(tiles, values.dtype)
+    scale = input.scale if accumulator.frozen else 0
     record = (
         *(*_openmp(), rows, tiles.rows),
         *(*arguments.Matrix.of(grad_output), *arguments.Matrix.of(values)),
-        *(*arguments.GradAccumulator.of(accumulator), memory.data_ptr() + tiles.partials, *sums, channels),
+        *arguments.GradAccumulator.of(accumulator, scale),
+        *arguments.NormGradients.of(accumulator, memory.data_ptr() + tiles.partials),
     )
     _run(kernels.affine_backward, values.dtype, tiles.threads, record)
-    accumulator.finish(*sums)
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
@@ -91,7 +96,7 @@ def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
     memory = _scratch(tiles, weight.dtype)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
-        *(*_conv(*conv, memory.data_ptr() + tiles.panels), *_statistics(statistics, memory, tiles)),
+        *(*_conv(*conv, memory, tiles), *_statistics(statistics, memory, tiles)),
     )
     _run(kernels.conv1x1_forward, weight.dtype, tiles.threads, record)
 
@@ -107,16 +112,17 @@ def conv1x1_backward(
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
     settings = rows, weight.shape, weight.itemsize, accumulator.needs_grad_weight, 1, next_weight
-    tiles, gradients = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
+    tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
     memory = _scratch(tiles, weight.dtype)
-    next_conv = next_bottleneck and _conv(*next_bottleneck, memory.data_ptr() + tiles.next_panels)
+    next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
-        *_conv_backward(input, weight, accumulator, gradients, memory, tiles),
-        *(*arguments.BatchNormBackward.of(grad_output), *(next_conv or absent(arguments.ConvForward))),
+        *_conv_backward(input, weight, accumulator, grad_weight, memory, tiles),
+        *arguments.BatchNormBackward.of(grad_output, memory.data_ptr() + tiles.grad_vectors),
+        *(next_conv or absent(arguments.ConvForward)),
     )
     _run(kernels.conv1x1_backward, weight.dtype, tiles.threads, record)
-    return _finish(accumulator, *gradients)
+    return grad_weight
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -142,7 +148,7 @@ def _conv3x3(
     memory = _scratch(tiles, weight.dtype)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation, halo),
-        *(*_conv(input, weight, output, memory.data_ptr() + tiles.panels), *_statistics(statistics, memory, tiles)),
+        *(*_conv(input, weight, output, memory, tiles), *_statistics(statistics, memory, tiles)),
     )
     _run(kernels.conv3x3_forward, weight.dtype, tiles.threads, record)
     return output
@@ -158,15 +164,15 @@ def conv3x3_backward(
 ) -> Tensor | None:
     if not _supported(input, weight):
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
-    rows, gradients = input.values.shape[0], _new_gradients(weight, accumulator)
+    rows, grad_weight = input.values.shape[0], _new_gradients(weight, accumulator)
     tiles = tiling.for_backward(*_limits(), rows, weight.shape, weight.itemsize, accumulator.needs_grad_weight)
     memory = _scratch(tiles, weight.dtype)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
-        *(*_conv_backward(input, weight, accumulator, gradients, memory, tiles), grad_output.contiguous()),
+        *(*_conv_backward(input, weight, accumulator, grad_weight, memory, tiles), grad_output.contiguous()),
     )
     _run(kernels.conv3x3_backward, weight.dtype, tiles.threads, record)
-    return _finish(accumulator, *gradients)
+    return grad_weight
 
 
 def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -177,7 +183,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     memory, output = _scratch(tiles, weight.dtype), weight.new_empty(pooled_rows, weight.shape[0])
     record = (
         *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
-        *_conv(input, weight, output, memory.data_ptr() + tiles.panels),
+        *_conv(input, weight, output, memory, tiles),
     )
     _run(kernels.pooled_conv1x1_forward, weight.dtype, tiles.threads, record)
     return output
@@ -192,21 +198,22 @@ def pooled_conv1x1_backward(
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
     rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
     settings = rows, weight.shape, weight.itemsize, accumulator.needs_grad_weight, window
-    tiles, gradients = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
+    tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
     memory = _scratch(tiles, weight.dtype)
     record = (
         *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
-        *_conv_backward(input, weight / window, accumulator, gradients, memory, tiles),
+        *_conv_backward(input, weight / window, accumulator, grad_weight, memory, tiles),
         grad_output.contiguous(),
     )
     _run(kernels.pooled_conv1x1_backward, weight.dtype, tiles.threads, record)
-    return _finish(accumulator, *gradients)
+    return grad_weight
 
 
 def _supported(input: AffineInput, weight: Tensor) -> bool:
     """Whether all is in one dtype and the weight not too large. The gradient of a single channel is a product with a
     vector, for which PyTorch has a routine that sums more exactly."""
-    one_dtype = weight.dtype == input.values.dtype == input.dtype
+    norm = input.norm
+    one_dtype = weight.dtype == input.values.dtype == input.dtype == norm.weight.dtype == norm.bias.dtype
     return one_dtype and weight.nbytes <= WEIGHT_BYTES and weight.shape[1] > 1
 
 
@@ -220,30 +227,26 @@ def _scratch(tiles: Tiles, dtype: torch.dtype) -> Tensor:
     return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, _CPU)
 
 
-def _new_vectors(values: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """The two sums of a backward."""
-    return values.new_empty(channels), values.new_empty(channels)
+def _new_norm_gradients(accumulator: GradAccumulator) -> None:
+    norm = accumulator.norm
+    norm.grad_bias, norm.grad_weight = (
+        norm.inv_std.new_empty(norm.inv_std.shape),
+        norm.inv_std.new_empty(norm.inv_std.shape),
+    )
 
 
-def _new_gradients(weight: Tensor, accumulator: GradAccumulator) -> tuple[Tensor | None, Tensor, Tensor]:
-    """grad_weight and the two sums."""
-    sums = _new_vectors(weight, weight.shape[1])
+def _new_gradients(weight: Tensor, accumulator: GradAccumulator) -> Tensor | None:
+    """The norm's, and the convolution's grad_weight."""
+    _new_norm_gradients(accumulator)
     if not accumulator.needs_grad_weight:
-        return None, *sums
-    return torch.empty_like(weight, memory_format=torch.contiguous_format), *sums
-
-
-def _finish(
-    accumulator: GradAccumulator, grad_weight: Tensor | None, grad_sum: Tensor, product_sum: Tensor
-) -> Tensor | None:
-    accumulator.finish(grad_sum, product_sum)
-    return grad_weight
+        return None
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tiles) -> Fields:
     if statistics is None:
         return absent(arguments.Statistics)
-    matrix, eps = statistics
+    matrix, eps = statistics.matrix, statistics.eps
     return memory.data_ptr() + tiles.partials, *arguments.Matrix.output(matrix), matrix.shape[1], _float64(eps)[0]
 
 
@@ -254,10 +257,14 @@ def _float64(number: float) -> tuple[int, np.ndarray]:
     return memory.ctypes.data, memory
 
 
-def _conv(input: AffineInput, weight: Tensor, output: Tensor, panels: int) -> Fields:
+def _conv(
+    input: AffineInput, weight: Tensor, output: Tensor, memory: Tensor, tiles: Tiles, is_next: bool = False
+) -> Fields:
+    start = memory.data_ptr()
+    vectors, panels = (tiles.next_vectors, tiles.next_panels) if is_next else (tiles.vectors, tiles.panels)
     return (
-        *arguments.AffineInput.of(input),
-        *arguments.PackedWeight.of(weight, panels, False, _address(gemm, weight.dtype)),
+        *arguments.AffineInput.of(input, start + vectors),
+        *arguments.PackedWeight.of(weight, start + panels, False, _address(gemm, weight.dtype)),
         *arguments.Matrix.output(output),
     )
 
@@ -266,15 +273,16 @@ def _conv_backward(
     input: AffineInput,
     weight: Tensor,
     accumulator: GradAccumulator,
-    gradients: tuple[Tensor | None, Tensor, Tensor],
+    grad_weight: Tensor | None,
     memory: Tensor,
     tiles: Tiles,
 ) -> Fields:
-    start, (grad_weight, *sums) = memory.data_ptr(), gradients
+    start = memory.data_ptr()
     return (
-        *arguments.AffineInput.of(input),
+        *arguments.AffineInput.of(input, start + tiles.vectors),
         *arguments.PackedWeight.of(weight, start + tiles.panels, True, _address(gemm, weight.dtype)),
-        *(*arguments.GradAccumulator.of(accumulator), start + tiles.partials, *sums, weight.shape[1]),
+        *arguments.GradAccumulator.of(accumulator, start + tiles.vectors),
+        *arguments.NormGradients.of(accumulator, start + tiles.partials),
         *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
     )
 

@@ -34,6 +34,9 @@ class Tiles(NamedTuple):
     next_panels: int
     partials: int
     grad_weight: int
+    vectors: int
+    next_vectors: int
+    grad_vectors: int
     scratch_bytes: int
 
 
@@ -46,6 +49,11 @@ def num_threads(tile: int, threads: int, rows: int) -> int:
 def for_statistics(tile: int, threads: int, rows: int, channels: int) -> Tiles:
     threads = num_threads(tile, threads, rows)
     return _tiles(threads, _tile_rows(tile, threads, rows), partials=STATISTICS_ROWS * channels)
+
+
+@_remembered
+def for_grad_input(tile: int, threads: int, rows: int, channels: int, itemsize: int) -> Tiles:
+    return _tiles(num_threads(tile, threads, rows), rows, itemsize, grad_vectors=2 * channels)
 
 
 @_remembered
@@ -87,6 +95,7 @@ def for_forward(
         *(threads, tile_rows, itemsize, tile_rows * per_row + 2 * halo * columns),
         panels=in_channels * columns,
         partials=STATISTICS_ROWS * out_channels if statistics else 0,
+        vectors=2 * in_channels,
     )
 
 
@@ -113,6 +122,9 @@ def for_backward(
         next_panels=0 if next_weight is None else next_weight[1] * whole_panels(next_weight[0], itemsize),
         partials=2 * in_channels,
         grad_weight=in_channels * columns if needs_grad_weight else 0,
+        vectors=2 * in_channels,
+        next_vectors=0 if next_weight is None else 2 * next_weight[1],
+        grad_vectors=2 * out_channels,
     )
 
 
@@ -133,12 +145,16 @@ def _tiles(
     next_panels: int = 0,
     partials: int = 0,
     grad_weight: int = 0,
+    vectors: int = 0,
+    next_vectors: int = 0,
+    grad_vectors: int = 0,
 ) -> Tiles:
     """Everything in elements; partial sums are for each thread."""
     tiles = threads * thread_stride + TILE_MULTIPLE  # products read up to so many elements beyond
     _, *places = _places(
         *(tiles * itemsize, panels * itemsize, next_panels * itemsize),
         *(threads * partials * _FLOAT64_BYTES, threads * grad_weight * itemsize),
+        *(vectors * itemsize, next_vectors * itemsize, grad_vectors * itemsize),
     )
     return Tiles(threads, rows, thread_stride, *places)
 

@@ -69,7 +69,7 @@ def finish_backward(
 
 def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:
     """The statistics of all rows, from (tiles, 2, channels) of tiles of `block_rows`."""
-    channels, (matrix, eps) = stats.shape[-1], statistics
+    channels, matrix, eps = stats.shape[-1], statistics.matrix, statistics.eps
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
     grid, sizes = (cdiv(channels, 16),), (num_rows, channels, matrix.stride(0))
     launch.launch(statistics_kernels.combine_statistics, grid, matrix, stats, eps, *sizes, **blocks)

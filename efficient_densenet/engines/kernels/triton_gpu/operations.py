@@ -173,7 +173,10 @@ def _cudnn_conv_backward(
             grad_weight.add_(grad_weight_tile)
         elif accumulator.needs_grad_weight:
             # cuDNN's own layout is channels_last; a parameter's gradient is contiguous.
-            grad_weight = grad_weight_tile.to(torch.float32, memory_format=torch.contiguous_format)
+            if grad_weight_tile.dtype == torch.float32:
+                grad_weight = grad_weight_tile.contiguous()  # `to` would copy a 1×1 weight too
+            else:
+                grad_weight = grad_weight_tile.to(torch.float32, memory_format=torch.contiguous_format)
         tile_shape = torch.Size([len(activation), *shape[1:]])
         partial_sums.append(
             _affine_relu_pool_backward(
