@@ -155,11 +155,10 @@ def _compile(job: Compilation) -> Resources:
 
 def _alignment(arguments: list[int]) -> Any:
     """The arguments that 16 divides, as ASTSource takes them."""
-    try:
-        from triton.backends.compiler import AttrsDescriptor  # until Triton 3.2
-    except ImportError:
+    compiler: Any = importlib.import_module("triton.backends.compiler")
+    if not hasattr(compiler, "AttrsDescriptor"):  # since Triton 3.3
         return {(i,): [["tt.divisibility", 16]] for i in arguments}
-    return AttrsDescriptor.from_dict(
+    return compiler.AttrsDescriptor.from_dict(
         {"arg_properties": {"tt.divisibility": arguments, "tt.equal_to": []}, "cls": "AttrsDescriptor"}
     )
 

@@ -54,8 +54,11 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return WITHOUT_DEVICE
     properties = torch.cuda.get_device_properties(device)
-    memory = properties.shared_memory_per_multiprocessor, properties.shared_memory_per_block_optin
-    return DeviceLimits(properties.multi_processor_count, *memory, has_tf32=properties.major >= 8)
+    has_tf32 = properties.major >= 8
+    # Where this PyTorch does not tell them: the least that any GPU of these compute capabilities has.
+    of_a_block = getattr(properties, "shared_memory_per_block_optin", (99 if has_tf32 else 64) * KIB)
+    shared_memory = getattr(properties, "shared_memory_per_multiprocessor", of_a_block + RESERVED_SHARED_MEMORY)
+    return DeviceLimits(properties.multi_processor_count, shared_memory, of_a_block, has_tf32)
 
 
 class Tile(NamedTuple):
