@@ -8,12 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton_interpreter import language_attributes, restore_language
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = triton.language
 GPUTarget = importlib.import_module("triton.backends.compiler").GPUTarget
 JITFunction = importlib.import_module("triton.runtime.jit").JITFunction
 launching = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.launch")
+
+LANGUAGE = language_attributes()  # as this module is imported: before any test
 
 LOADED = 5 if launching._version() >= (3, 4) else 4
 """What Triton reads of a loaded kernel: module, function, registers, spills, and threads."""
@@ -77,6 +80,7 @@ def scaled(output, values, num_rows, factor, ADDEND: tl.constexpr, BLOCK: tl.con
 def driver(monkeypatch, tmp_path):
     """The driver; `compiled` has what each launch of Triton's own has returned."""
     stub = Driver()
+    restore_language(monkeypatch, LANGUAGE)
 
     @contextlib.contextmanager
     def on_device(device):

@@ -1,6 +1,7 @@
 """What Triton's interpreter does otherwise than a GPU, mended: fixtures for tests of kernels."""
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -34,3 +35,22 @@ def bfloat16_in_the_interpreter(monkeypatch):
 
     monkeypatch.setattr(builder, "create_dot", create_dot)
     monkeypatch.setattr(builder, "create_fp_trunc", create_fp_trunc)
+
+
+def language_attributes() -> list[tuple[Any, dict[str, Any]]]:
+    """The parts of Triton's language that its interpreter replaces, with their attributes."""
+    language = importlib.import_module("triton.language")
+    core = language.core
+    names = "tensor", "dtype", "condition", "tensor_descriptor_base"  # older versions of Triton lack the last
+    owners = language, core, language.math, *(getattr(core, name) for name in names if hasattr(core, name))
+    return [(owner, dict(vars(owner))) for owner in owners]
+
+
+def restore_language(monkeypatch: pytest.MonkeyPatch, attributes: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Undo what the interpreter leaves behind after a kernel that calls another function, so that Triton can compile."""
+    for owner, originals in attributes:
+        for name, value in vars(owner).copy().items():
+            if name not in originals:
+                monkeypatch.delattr(owner, name)
+            elif originals[name] is not value:
+                monkeypatch.setattr(owner, name, originals[name])
