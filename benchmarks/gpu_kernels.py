@@ -118,8 +118,8 @@ KERNELS: dict[str, KernelModel] = {
         {
             "output": WRITE,
             "stats": Access(writes=1, only_with="HAS_STATISTICS"),
-            "values": READ,  # for each tap, from a cache
-            "weight": Access(reads=1, again_for=1),
+            "values": Access(reads=1, again_for=1),  # for each tap, from a cache
+            "weight": READ,
         },
         lambda arguments: 9,
     ),

@@ -97,6 +97,21 @@ def test_errors_are_at_most_twice_plain_s(size, batch, memory_format, frozen, bi
 
 
 @pytest.mark.usefixtures("few_tiles")
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_the_gradient_of_the_images_lies_as_they_do(memory_format, weight_format, fused_stems):
+    """Whichever memory format the convolution takes: the operator's fake implementation promises it."""
+    model = (
+        small_model("imagenet", efficient="shared", block_config=(2,)).float().to(DEVICE, memory_format=weight_format)
+    )
+    x = torch.randn(2, 3, 23, 40, device=DEVICE).contiguous(memory_format=memory_format).requires_grad_()
+    output, _ = dispatch.run_stem(list(model.features), model.features.denseblock1, x)
+    (grad,) = torch.autograd.grad(output.sum(), x)
+    assert fused_stems == [True, True]
+    assert grad.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.usefixtures("few_tiles")
 @pytest.mark.parametrize("memory_format", FORMATS)
 def test_a_network_s_step(memory_format, fused_stems):
     truth = small_model("imagenet", efficient=False)

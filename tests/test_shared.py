@@ -152,6 +152,17 @@ def test_float32_error_is_at_most_twice_that_of_plain(family):
     assert statistics.median(ratios) <= 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_eps_may_be_an_integer(dtype):
+    plain = small_model("bc", efficient=False).to(dtype)
+    for norm in (module for module in plain.modules() if isinstance(module, nn.BatchNorm2d)):
+        norm.eps = 1
+    x = random_images("bc").to(dtype)
+    found, expected = (_output_and_gradients(model, x) for model in (with_engine(plain, "shared"), plain))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs, 1e-10 if dtype == torch.float64 else 1e-5)
+
+
 def _error(actual, expected):
     parts = [(a.double() - b).norm() / (b.norm() + 1e-3) for a, b in zip(actual, expected, strict=True)]
     return torch.stack(parts).norm().item()

@@ -14,7 +14,12 @@ from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
 from triton_resources import ARCHITECTURES, LIMITS, Compilation, compile_all
 
 from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.kernels.interface import AffineInput
+from efficient_densenet.engines.kernels.interface import (
+    AffineInput,
+    BatchNormAffine,
+    GradAccumulator,
+    StatisticsOutput,
+)
 
 pytest.importorskip("triton", reason="needs Triton")
 triton_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.operations")
@@ -116,6 +121,27 @@ def test_launches_of_a_convolution(launched):
     launched.clear()
     OPERATIONS["conv3x3_backward"](triton_kernels, Case((2, 5, 7), 9, 16))
     assert launched == ["conv3x3_grad_input", "conv3x3_grad_weight", "finish_backward"]
+
+
+@pytest.mark.parametrize("operation", CONV3X3)
+def test_grids_of_many_pixels_are_within_cuda_s_limits(operation, monkeypatch):
+    """Recorded on the meta device: 2³¹ − 1 program instances on the first axis, 65,535 on the others."""
+    grids = []
+    monkeypatch.setattr(conv3x3.launch, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+    monkeypatch.setattr(conv3x3, "precision", lambda: "tf32")
+    with torch.device("meta"):
+        shape = torch.Size([8, 2048, 2048])
+        values, weight = torch.empty(shape.numel(), 4), torch.empty(12, 4, 3, 3)
+        norm, matrix = BatchNormAffine(*(torch.empty(4) for _ in range(4))), torch.empty(3, 12)
+        assert conv3x3.is_for_triton(weight, shape)
+        if operation == "conv3x3_backward":
+            accumulator = GradAccumulator(norm, False, torch.empty_like(values))
+            conv3x3.backward(torch.empty(shape.numel(), 12), norm.input(values), weight, accumulator, shape)
+        else:
+            statistics = StatisticsOutput(matrix, 1e-5) if operation.endswith("statistics") else None
+            conv3x3.forward(norm.input(values), weight, shape, 1, statistics)
+    assert grids
+    assert all(max(grid[1:], default=0) <= 65535 for grid in grids)
 
 
 def rounded_to_tf32(x):

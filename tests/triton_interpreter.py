@@ -47,7 +47,7 @@ def language_attributes() -> list[tuple[Any, dict[str, Any]]]:
 
 
 def restore_language(monkeypatch: pytest.MonkeyPatch, attributes: list[tuple[Any, dict[str, Any]]]) -> None:
-    """Undo what the interpreter leaves behind after a kernel that calls another function, so that Triton can compile."""
+    """Undo what the interpreter leaves behind after a kernel that calls another one, so that Triton can compile."""
     for owner, originals in attributes:
         for name, value in vars(owner).copy().items():
             if name not in originals:

@@ -24,9 +24,12 @@ LAST = "last.pt"
 RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
 WRITTEN = (*RUN_FILES, "curves.png")
 
-PER_CALL = {"efficient", "engine", "device", "dataset", "resume", "accept_changed_data", "overwrite", "evaluate"}
+PER_CALL = {
+    *("efficient", "engine", "device", "cuda_graph", "dataset"),
+    *("resume", "accept_changed_data", "overwrite", "evaluate"),
+}
 """Options that a resumed run takes from the present call; the engine only if it is given."""
-CHANGEABLE = PER_CALL | {"data", "save", "channels_last", "compile", "cuda_graph", "workers", "stream", "tensorboard"}
+CHANGEABLE = PER_CALL | {"data", "save", "channels_last", "compile", "workers", "stream", "tensorboard"}
 """Options that may change when a run is resumed: they change no number, or only its rounding."""
 
 

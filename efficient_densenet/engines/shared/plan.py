@@ -81,7 +81,7 @@ def _read_spec(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, ret
         new_features_only=block.new_features_only,
         return_features=return_features,
         frozen=uses_running_statistics(norm),
-        eps=specialized(eps_of(norm)),
+        eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,
         layers=tuple(map(_read_layer, block.layers)),
         consumer=None if consumer is None else ConsumerSpec(consumer.conv is not None, consumer.pools),
@@ -93,4 +93,6 @@ def _read_layer(layer: LayerParts) -> LayerSpec:
     if norm2 is None:
         return LayerSpec(0, layer.dilation, drop_rate, False, False, 0.0)
     settings = layer.dilation, drop_rate, layer.keep_bottleneck
-    return LayerSpec(layer.conv1.out_channels, *settings, uses_running_statistics(norm2), specialized(eps_of(norm2)))
+    return LayerSpec(
+        layer.conv1.out_channels, *settings, uses_running_statistics(norm2), specialized(float(eps_of(norm2)))
+    )

@@ -13,7 +13,7 @@ class SavedStage(NamedTuple):
 
     Attributes:
         features: (pixels, channels), centered unless the norms are frozen.
-        statistics: the matrix of `StageStatistics`.
+        statistics: the matrix of `ForwardStatistics`.
         count: how many values of a channel the processes of the sync group have, if there is one.
         bottlenecks: (pixels, width) of each layer that keeps it.
         dropout_masks, parameters: those of `StageInputs`.

@@ -102,7 +102,14 @@ def _stem_backward(
         for grad, tensor, needed in zip(grads, (x, norm_weight, norm_bias, weight, bias), needed, strict=False)
     )
     contiguous = [grad.contiguous() for grad in grads if grad is not None]
-    return contiguous if grad_input is None else [grad_input, *contiguous]
+    return contiguous if grad_input is None else [_with_strides_like(x, grad_input), *contiguous]
+
+
+def _with_strides_like(x: Tensor, grad_input: Tensor) -> Tensor:
+    """x's gradient as `empty_like(x)` lies in memory, which the fake implementation promises."""
+    if grad_input.stride() == torch.empty_like(x, device="meta").stride():
+        return grad_input
+    return torch.empty_like(x).copy_(grad_input)
 
 
 @torch.library.register_fake("efficient_densenet::stem", lib=LIBRARY)

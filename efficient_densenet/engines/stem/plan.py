@@ -81,7 +81,7 @@ def read_spec(stem: Stem, x: Tensor) -> StemSpec:
         dtype=str(compute_dtype(x)).removeprefix("torch."),
         output_dtype=str(output_dtype(x)).removeprefix("torch."),
         frozen=uses_running_statistics(norm),
-        eps=specialized(eps_of(norm)),
+        eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,
         conv=Conv(conv.stride, conv.padding, conv.dilation, conv.groups),
         pool=MaxPool(kernel_size, stride, padding, dilation, pool.ceil_mode),

@@ -253,7 +253,7 @@ def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tile
 @functools.cache
 def _float64(number: float) -> tuple[int, np.ndarray]:
     """The address from which a kernel reads a number that is no integer, and the memory there."""
-    memory = np.array([number])
+    memory = np.array([number], np.float64)  # also of an integer
     return memory.ctypes.data, memory
 
 

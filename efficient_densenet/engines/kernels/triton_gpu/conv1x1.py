@@ -4,7 +4,6 @@ A convolution of more output channels than a tile holds takes several launches, 
 is linear in its grad_output, so that the slices' gradients add up.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
 from . import conv1x1_kernels, launch, tiles
-from .host import cdiv, finish_backward, norm_vectors, precision, with_contiguous_rows
+from .host import cdiv, finish_backward, norm_vectors, precision, vector_width, with_contiguous_rows
 
 
 def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
@@ -27,7 +26,7 @@ def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
     norm, has_mean = norm_vectors(conv.input.norm)
     sizes = channels, values.stride(0)
     constants = {"HAS_MEAN": has_mean, "WITH_STATISTICS": with_statistics, "PRECISION": products.input_precision}
-    constants |= {"OUT_STRIDE": width, "DIVISIBILITY": _divisibility(weight.dtype, *sizes), **tile.constants()}
+    constants |= {"OUT_STRIDE": width, "DIVISIBILITY": vector_width(weight.dtype, *sizes), **tile.constants()}
     for out in _slices(width):
         tensors = _from(conv.output, out), _from(stats, out), values, *norm, _from(weight, out, -2)
         constants["OUT_CHANNELS"] = out.stop - out.start
@@ -53,7 +52,7 @@ def backward(
     constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
     constants |= {"PRECISION": products.input_precision, "OUT_STRIDE": width, **norm_constants, **tile.constants()}
     constants["BLOCK_REST"] = tile.rest
-    constants["DIVISIBILITY"] = _divisibility(weight.dtype, *sizes)
+    constants["DIVISIBILITY"] = vector_width(weight.dtype, *sizes)
     sums_stride = 0 if grad_output.sums is None else grad_output.sums.stride(0)
     numbers = 1 / grad_output.count, num_rows, *sizes, sums_stride
     for i, out in enumerate(slices):
@@ -98,8 +97,3 @@ def _slices(width: int) -> Iterator[slice]:
 def _from(tensor: Tensor, out: slice, dim: int = -1) -> Tensor:
     """A launch's output channels in this dimension: the first of them are where the whole tensor begins."""
     return tensor if out.start == 0 else tensor.narrow(dim, out.start, out.stop - out.start)
-
-
-def _divisibility(dtype: torch.dtype, *sizes: int) -> int:
-    """The largest power of two that divides all sizes, up to the elements of 16 bytes, the widest load."""
-    return math.gcd(16 // dtype.itemsize, *sizes)

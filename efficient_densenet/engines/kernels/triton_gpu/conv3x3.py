@@ -13,7 +13,7 @@ from torch import Tensor
 from ..interface import AffineInput, GradAccumulator, StatisticsOutput
 from . import conv3x3_kernels, launch
 from .conv3x3_kernels import HAS_GATHER
-from .host import cdiv, combine_statistics, finish_backward, norm_vectors, precision, with_contiguous_rows
+from .host import cdiv, combine_statistics, finish_backward, norm_vectors, precision, vector_width, with_contiguous_rows
 from .tiles import KIB, device_limits
 
 MAX_OUT_CHANNELS = 64
@@ -55,16 +55,17 @@ def forward(
     tile = forward_tile(out_channels, weight.dtype)
     shift_sums = HAS_GATHER and 2 * dilation <= MAX_OVERLAP * tile["BLOCK_ROWS"]
     tile_rows = tile["BLOCK_ROWS"] - (2 * dilation if shift_sums else 0)
-    grid = cdiv(out_channels, tile["BLOCK_OUT"]), cdiv(num_rows, tile_rows)
+    # CUDA takes at most 65,535 program instances on any axis but the first.
+    grid = cdiv(num_rows, tile_rows), cdiv(out_channels, tile["BLOCK_OUT"])
     output = weight.new_empty(num_rows, out_channels)
-    stats = weight.new_empty(grid[1] if has_statistics else 0, 2, out_channels, dtype=torch.float32)
+    stats = weight.new_empty(grid[0] if has_statistics else 0, 2, out_channels, dtype=torch.float32)
     norm, has_mean = norm_vectors(input.norm)
     tensors = output, stats, values, *norm, weight
     sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
     constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "HAS_STATISTICS": has_statistics}
     constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision()}
-    constants["DIVISIBILITY"] = _vector_width(values.dtype, channels, values.stride(0))
-    constants["OUT_DIVISIBILITY"] = _vector_width(output.dtype, out_channels)
+    constants["DIVISIBILITY"] = vector_width(values.dtype, channels, values.stride(0))
+    constants["OUT_DIVISIBILITY"] = vector_width(output.dtype, out_channels)
     launch.launch(conv3x3_kernels.conv3x3_forward, grid, *tensors, *sizes, **constants, **tile)
     if statistics is not None:
         combine_statistics(stats, tile_rows, num_rows, statistics)
@@ -118,8 +119,8 @@ def _grad_input(
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
     constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "FROZEN": accumulator.frozen}
     constants |= {"OVERWRITE": accumulator.overwrite, "PRECISION": precision()}
-    constants["DIVISIBILITY"] = _vector_width(values.dtype, channels, strides[0], strides[2])
-    constants["OUT_DIVISIBILITY"] = _vector_width(grad_output.dtype, strides[1])
+    constants["DIVISIBILITY"] = vector_width(values.dtype, channels, strides[0], strides[2])
+    constants["OUT_DIVISIBILITY"] = vector_width(grad_output.dtype, strides[1])
     kernel, sizes = conv3x3_kernels.conv3x3_grad_input, (num_rows, channels, *shape[1:], dilation, *strides)
     launch.launch(kernel, (channel_tiles, splits), *tensors, *sizes, **constants, **tile)
     return partial_sums
@@ -139,8 +140,8 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     tensors = partial_grad_weight, grad_output, values, *norm
     strides = grad_output.stride(0), values.stride(0)
     constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "PRECISION": precision()}
-    constants["DIVISIBILITY"] = _vector_width(values.dtype, channels, strides[1])
-    constants["OUT_DIVISIBILITY"] = _vector_width(grad_output.dtype, strides[0])
+    constants["DIVISIBILITY"] = vector_width(values.dtype, channels, strides[1])
+    constants["OUT_DIVISIBILITY"] = vector_width(grad_output.dtype, strides[0])
     kernel, sizes = conv3x3_kernels.conv3x3_grad_weight, (num_rows, channels, *shape[1:], dilation, *strides)
     launch.launch(kernel, (*tiles, splits), *tensors, *sizes, **constants, **tile)
     return partial_grad_weight
@@ -181,11 +182,6 @@ def grad_weight_tile(dtype: torch.dtype) -> dict[str, int]:
 def num_splits(num_rows: int, block_rows: int, other_tiles: int, programs: int, min_tiles: int = 1) -> int:
     """Among how many program instances the tiles of rows are divided: about `programs` in all, `min_tiles` for each."""
     return max(1, min(cdiv(cdiv(num_rows, block_rows), min_tiles), programs // other_tiles))
-
-
-def _vector_width(dtype: torch.dtype, *sizes: int) -> int:
-    """How many numbers, 16 bytes at most, a load may take where these are the strides and sizes."""
-    return math.gcd(16 // dtype.itemsize, *sizes)
 
 
 def _channels_last(weight: Tensor) -> Tensor:

@@ -99,17 +99,17 @@ def conv3x3_forward(
     """output[num_rows, out_channels] = conv3x3(relu(batch_norm(values)), weight), padding = dilation.
 
     stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored. A tile of BLOCK_ROWS rows writes those
-    that are not in its `overlap` at either end, the dilation with SHIFT_SUMS, else 0. Grid: (out tiles, row tiles).
+    that are not in its `overlap` at either end, the dilation with SHIFT_SUMS, else 0. Grid: (row tiles, out tiles).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     output_stride = divisible(output_stride, OUT_DIVISIBILITY)
     overlap = dilation if SHIFT_SUMS else 0
-    tile, tile_rows = tl.program_id(1), BLOCK_ROWS - 2 * overlap
+    tile, tile_rows = tl.program_id(0), BLOCK_ROWS - 2 * overlap
     position = tl.arange(0, BLOCK_ROWS)
     row = tile * tile_rows - overlap + position
     in_matrix = (row >= 0) & (row < num_rows)
     y, x = row // width % height, row % width
-    out_channel = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out_channel = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     out_mask = out_channel < OUT_CHANNELS
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
     if SHIFT_SUMS:

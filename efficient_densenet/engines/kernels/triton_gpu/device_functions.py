@@ -12,10 +12,7 @@ SIZES = [
 ]
 
 # Vectors of channels begin anywhere in a matrix of statistics. Their few loads need no alignment.
-VECTORS = [
-    *("norm_weight", "norm_bias", "mean", "inv_std", "sums"),
-    *("next_norm_weight", "next_norm_bias", "next_mean", "next_inv_std"),
-]
+VECTORS = ["norm_weight", "norm_bias", "mean", "inv_std", "sums"]
 
 
 @triton.jit

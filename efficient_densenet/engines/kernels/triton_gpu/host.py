@@ -19,6 +19,11 @@ def divisibility(*sizes: int) -> int:
     return math.gcd(4, *sizes)
 
 
+def vector_width(dtype: torch.dtype, *sizes: int) -> int:
+    """The largest power of two that divides all sizes, up to the elements of 16 bytes, the widest load."""
+    return math.gcd(16 // dtype.itemsize, *sizes)
+
+
 def norm_vectors(norm: BatchNormAffine) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:
     """Weight, bias, mean and inv_std as kernels read them, and whether there is a mean: without, any other stands there
     and is not read."""
