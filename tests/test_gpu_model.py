@@ -40,8 +40,8 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    ("densenet_bc_100_12", 256): Bounds(791, 6, 9, 0.36, 0.0753),
-    ("densenet121", 64): Bounds(994, 6.5, 9.5, 0.456, 0.1045),
+    ("densenet_bc_100_12", 256): Bounds(741, 6, 8, 0.321, 0.0674),
+    ("densenet121", 64): Bounds(933, 6.5, 8.5, 0.3665, 0.0851),
 }
 
 PLAIN_LAUNCHES = {"densenet_bc_100_12": 1265, "densenet121": 1580}

@@ -289,7 +289,7 @@ DEFECTS = [
     Defect(
         "specification: eps of the bottlenecks' norms missing",
         SHARED + "plan.py",
-        "specialized(eps_of(norm2))",
+        "specialized(float(eps_of(norm2)))",
         "1e-5",
         ("compiled",),
     ),

@@ -93,6 +93,5 @@ def _read_layer(layer: LayerParts) -> LayerSpec:
     if norm2 is None:
         return LayerSpec(0, layer.dilation, drop_rate, False, False, 0.0)
     settings = layer.dilation, drop_rate, layer.keep_bottleneck
-    return LayerSpec(
-        layer.conv1.out_channels, *settings, uses_running_statistics(norm2), specialized(float(eps_of(norm2)))
-    )
+    eps = specialized(float(eps_of(norm2)))
+    return LayerSpec(layer.conv1.out_channels, *settings, uses_running_statistics(norm2), eps)
