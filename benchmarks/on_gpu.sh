@@ -41,6 +41,10 @@ gradients() { # gradients <seconds at most> <options of gradient_check.py>...
     part "gradient_check.py ${*:2}" "$1" "$python" benchmarks/gradient_check.py "${@:2}"
 }
 
+model() { # model <seconds at most> <options of gpu_model.py>...: estimates beside measurements
+    part "gpu_model.py ${*:2}" "$1" "$python" benchmarks/gpu_model.py --folder "$out" "${@:2}"
+}
+
 kernel_tests() { # kernel_tests <file>...: in several processes, since most of their time is Triton's compiler's
     local file files=() shard pids=() logs count=$(($(nproc) / 2))
     for file in "$@"; do
@@ -67,8 +71,8 @@ kernel_tests() { # kernel_tests <file>...: in several processes, since most of t
     rm -r "$logs"
 }
 
-tests=(tests/test_triton_kernels.py tests/test_triton_conv3x3.py tests/test_triton_stem.py)
-tests+=(tests/test_triton_launch.py tests/test_cuda_graph.py)
+tests=(tests/test_triton_kernels.py tests/test_triton_conv1x1.py tests/test_triton_conv3x3.py tests/test_triton_stem.py)
+tests+=(tests/test_fused_stem.py tests/test_triton_launch.py tests/test_cuda_graph.py)
 graphs=plain,shared,graph_plain,graph_shared
 compiled=compile_plain,compile_shared
 others=official,checkpoint,shared_keep,torchvision_efficient,timm_efficient
@@ -82,6 +86,7 @@ elif [[ ${1:-} == --dry-run ]]; then
     measure 100 "${tiny[@]}" --rounds 1 --methods $graphs
     measure 100 "${tiny[@]}" --rounds 1 --methods plain --layout channels_last
     profile 100 "${tiny[@]}" --methods $graphs
+    model 60 --model densenet_bc_10_4 --batch_size 2 --image_size 8
 elif [[ $# -gt 0 ]]; then
     echo "error: unknown option $1: there is --dry-run" >&2
     exit 2
@@ -103,6 +108,7 @@ else
     measure 40 "${small[@]}" --batch_size 256 --precision tf32 --layout channels_last --methods plain,shared
     measure 40 "${big[@]}" --precision tf32 --layout channels_last --methods plain,shared
     gradients 40 "${big[@]}" --precision float32,tf32
+    model 30 --model densenet_bc_100_12 --batch_size 256 --precision tf32
     measure 40 "${small[@]}" --batch_size 256 --precision bf16 --methods plain,shared,graph_shared
     measure 40 "${big[@]}" --precision bf16 --methods plain,shared,graph_shared
     measure 60 "${small[@]}" --batch_size 256 --precision tf32 --methods $others
