@@ -20,6 +20,7 @@ from gpu_step import trace_step
 from gpu_trace import Computation, StepTrace, TracingMode
 from options import parse_arguments
 from settings import Setting
+from test_benchmarks import _restore_threads_and_precision  # noqa: F401 (a fixture)
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -155,9 +156,7 @@ class StubbedCuda:
 @pytest.mark.parametrize("method", ["plain", "graph_plain"])
 def test_measurements_on_a_gpu(method, monkeypatch):
     cuda, setting = StubbedCuda(monkeypatch), dataclasses.replace(TINY, device="cpu")
-    cudnn_benchmark = torch.backends.cudnn.benchmark
     seconds, peak = gpu_measured.measure_method(method, setting)
-    torch.backends.cudnn.benchmark = cudnn_benchmark
     assert seconds == 0.002
     if method == "plain":
         assert (cuda.captures, cuda.replays) == (0, 0)
