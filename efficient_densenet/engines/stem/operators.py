@@ -25,8 +25,6 @@ LIBRARY.define(
     "stem_backward(Tensor grad_output, Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor? bias, "
     "Tensor statistics, Tensor? count, bool[] needs_grad, str spec) -> Tensor[]"
 )
-MEAN, VARIANCE, INV_STD = range(3)
-"""The rows of the matrix of statistics."""
 
 
 def stem(spec: StemSpec, *tensors: Tensor | None) -> list[Tensor]:

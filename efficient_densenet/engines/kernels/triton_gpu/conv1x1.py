@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
 from . import conv1x1_kernels, launch, tiles
-from .host import cdiv, finish_backward, norm_vectors, precision, vector_width, with_contiguous_rows
+from .host import cdiv, divisibility, finish_backward, norm_vectors, precision, with_contiguous_rows
 
 
 def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
@@ -26,7 +26,7 @@ def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
     norm, has_mean = norm_vectors(conv.input.norm)
     sizes = channels, values.stride(0)
     constants = {"HAS_MEAN": has_mean, "WITH_STATISTICS": with_statistics, "PRECISION": products.input_precision}
-    constants |= {"OUT_STRIDE": width, "DIVISIBILITY": vector_width(weight.dtype, *sizes), **tile.constants()}
+    constants |= {"OUT_STRIDE": width, "DIVISIBILITY": divisibility(weight.dtype, *sizes), **tile.constants()}
     for out in _slices(width):
         tensors = _from(conv.output, out), _from(stats, out), values, *norm, _from(weight, out, -2)
         constants["OUT_CHANNELS"] = out.stop - out.start
@@ -52,7 +52,7 @@ def backward(
     constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
     constants |= {"PRECISION": products.input_precision, "OUT_STRIDE": width, **norm_constants, **tile.constants()}
     constants["BLOCK_REST"] = tile.rest
-    constants["DIVISIBILITY"] = vector_width(weight.dtype, *sizes)
+    constants["DIVISIBILITY"] = divisibility(weight.dtype, *sizes)
     sums_stride = 0 if grad_output.sums is None else grad_output.sums.stride(0)
     numbers = 1 / grad_output.count, num_rows, *sizes, sums_stride
     for i, out in enumerate(slices):

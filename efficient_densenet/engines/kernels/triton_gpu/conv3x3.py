@@ -13,7 +13,16 @@ from torch import Tensor
 from ..interface import AffineInput, GradAccumulator, StatisticsOutput
 from . import conv3x3_kernels, launch
 from .conv3x3_kernels import HAS_GATHER
-from .host import cdiv, combine_statistics, finish_backward, norm_vectors, precision, vector_width, with_contiguous_rows
+from .host import (
+    cdiv,
+    combine_statistics,
+    divisibility,
+    finish_backward,
+    norm_vectors,
+    num_splits,
+    precision,
+    with_contiguous_rows,
+)
 from .tiles import KIB, device_limits
 
 MAX_OUT_CHANNELS = 64
@@ -64,8 +73,8 @@ def forward(
     sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
     constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "HAS_STATISTICS": has_statistics}
     constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision()}
-    constants["DIVISIBILITY"] = vector_width(values.dtype, channels, values.stride(0))
-    constants["OUT_DIVISIBILITY"] = vector_width(output.dtype, out_channels)
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
+    constants["OUT_DIVISIBILITY"] = divisibility(output.dtype, out_channels)
     launch.launch(conv3x3_kernels.conv3x3_forward, grid, *tensors, *sizes, **constants, **tile)
     if statistics is not None:
         combine_statistics(stats, tile_rows, num_rows, statistics)
@@ -119,8 +128,8 @@ def _grad_input(
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
     constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "FROZEN": accumulator.frozen}
     constants |= {"OVERWRITE": accumulator.overwrite, "PRECISION": precision()}
-    constants["DIVISIBILITY"] = vector_width(values.dtype, channels, strides[0], strides[2])
-    constants["OUT_DIVISIBILITY"] = vector_width(grad_output.dtype, strides[1])
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, strides[0], strides[2])
+    constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, strides[1])
     kernel, sizes = conv3x3_kernels.conv3x3_grad_input, (num_rows, channels, *shape[1:], dilation, *strides)
     launch.launch(kernel, (channel_tiles, splits), *tensors, *sizes, **constants, **tile)
     return partial_sums
@@ -140,8 +149,8 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     tensors = partial_grad_weight, grad_output, values, *norm
     strides = grad_output.stride(0), values.stride(0)
     constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "PRECISION": precision()}
-    constants["DIVISIBILITY"] = vector_width(values.dtype, channels, strides[1])
-    constants["OUT_DIVISIBILITY"] = vector_width(grad_output.dtype, strides[0])
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, strides[1])
+    constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, strides[0])
     kernel, sizes = conv3x3_kernels.conv3x3_grad_weight, (num_rows, channels, *shape[1:], dilation, *strides)
     launch.launch(kernel, (*tiles, splits), *tensors, *sizes, **constants, **tile)
     return partial_grad_weight
@@ -177,11 +186,6 @@ def grad_weight_tile(dtype: torch.dtype) -> dict[str, int]:
     """The tile of `conv3x3_grad_weight`."""
     block_channels = 32 if dtype == torch.float32 and precision() == "ieee" else 64
     return {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": block_channels, "BLOCK_COLUMNS": 128, "num_warps": 8, "num_stages": 1}
-
-
-def num_splits(num_rows: int, block_rows: int, other_tiles: int, programs: int, min_tiles: int = 1) -> int:
-    """Among how many program instances the tiles of rows are divided: about `programs` in all, `min_tiles` for each."""
-    return max(1, min(cdiv(cdiv(num_rows, block_rows), min_tiles), programs // other_tiles))
 
 
 def _channels_last(weight: Tensor) -> Tensor:

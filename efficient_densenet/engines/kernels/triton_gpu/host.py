@@ -15,13 +15,14 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def divisibility(*sizes: int) -> int:
-    return math.gcd(4, *sizes)
-
-
-def vector_width(dtype: torch.dtype, *sizes: int) -> int:
+def divisibility(dtype: torch.dtype, *sizes: int) -> int:
     """The largest power of two that divides all sizes, up to the elements of 16 bytes, the widest load."""
     return math.gcd(16 // dtype.itemsize, *sizes)
+
+
+def num_splits(num_rows: int, block_rows: int, other_tiles: int, programs: int, min_tiles: int = 1) -> int:
+    """Among how many program instances the tiles of rows are divided: about `programs` in all, `min_tiles` for each."""
+    return max(1, min(cdiv(cdiv(num_rows, block_rows), min_tiles), programs // other_tiles))
 
 
 def norm_vectors(norm: BatchNormAffine) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:

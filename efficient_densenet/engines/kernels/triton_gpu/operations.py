@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from .. import portable
-from ..interface import (
-    AffineInput,
-    BatchNormBackward,
-    Conv1x1,
-    GradAccumulator,
-    StatisticsOutput,
-)
+from ..interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
 from ..portable import to_pixel_matrix, to_spatial
 from . import conv1x1, conv3x3, kernels, launch, statistics_kernels
-from .host import cdiv, combine_statistics, divisibility, finish_backward, norm_vectors, with_contiguous_rows
+from .host import (
+    cdiv,
+    combine_statistics,
+    divisibility,
+    finish_backward,
+    norm_vectors,
+    num_splits,
+    with_contiguous_rows,
+)
 
 MAX_PROGRAM_INSTANCES = 2048
 """How many program instances share the rows: several for each multiprocessor of a large GPU, yet few partial sums."""
@@ -39,7 +41,7 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     grid = cdiv(num_rows, block_rows), cdiv(channels, block_channels)
     stats = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
     sizes = channels, values.stride(0)
-    constants = {"DIVISIBILITY": divisibility(*sizes), **_NARROW_TILE}
+    constants = {"DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
     launch.launch(statistics_kernels.tile_statistics, grid, stats, values, num_rows, *sizes, **constants)
     combine_statistics(stats, block_rows, num_rows, statistics)
 
@@ -54,7 +56,7 @@ def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
     tensors = grad_input, grad_accum, values, grad.mean if has_mean else inv_std, inv_std, grad.sums
     sizes = channels, grad_accum.stride(0), values.stride(0)
     grid = _grid(num_rows, channels, _NARROW_TILE)
-    constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(*sizes), **_NARROW_TILE}
+    constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
     numbers = 1 / grad.count, num_rows, *sizes, grad.sums.stride(0)
     launch.launch(kernels.batch_norm_grad_input, grid, *tensors, *numbers, **constants)
     return grad_input
@@ -215,7 +217,7 @@ def _affine_relu_pool(
     output = values.new_empty(num_rows, channels, dtype=dtype)
     sizes = channels, values.stride(0), height, width
     constants = {"HAS_MEAN": has_mean, "POOL": pool, "RELU": relu, **_TILE}
-    constants["DIVISIBILITY"] = divisibility(*sizes[:2])
+    constants["DIVISIBILITY"] = divisibility(values.dtype, *sizes[:2])
     grid = _grid(num_rows, channels, _TILE)
     launch.launch(kernels.affine_relu_pool_forward, grid, output, values, *norm, num_rows, *sizes, **constants)
     return output
@@ -242,7 +244,7 @@ def _affine_relu_pool_backward(
     _, height, width = _as_images(shape)
     constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "POOL": pool, "RELU": relu, **_TILE}
     constants["OVERWRITE"] = overwrite
-    constants["DIVISIBILITY"] = divisibility(channels, *strides)
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, *strides)
     sizes = num_rows, channels, *strides, height, width
     launch.launch(kernels.affine_relu_pool_backward, grid, *tensors, *sizes, **constants)
     return partial_sums
@@ -256,5 +258,4 @@ def _as_images(shape: torch.Size) -> tuple[int, int, int]:
 def _grid(num_rows: int, channels: int, blocks: dict[str, int]) -> tuple[int, int]:
     """Tiles of channels, and splits: among how many program instances the tiles of rows are divided."""
     channel_tiles = cdiv(channels, blocks["BLOCK_CHANNELS"])
-    row_tiles = cdiv(num_rows, blocks["BLOCK_ROWS"])
-    return channel_tiles, max(1, min(row_tiles, MAX_PROGRAM_INSTANCES // channel_tiles))
+    return channel_tiles, num_splits(num_rows, blocks["BLOCK_ROWS"], channel_tiles, MAX_PROGRAM_INSTANCES)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...memory_format import memory_format_of
 from ..interface import BatchNormAffine, GradAccumulator, StatisticsOutput
 from . import launch, stem_kernels
-from .host import cdiv, combine_statistics, divisibility, finish_backward, norm_vectors
+from .host import cdiv, combine_statistics, divisibility, finish_backward, norm_vectors, num_splits
 from .operations import MAX_PROGRAM_INSTANCES
 
 _STATISTICS_TILE = {False: (512, 4), True: (256, 16)}
@@ -66,8 +66,8 @@ def norm_gradients(grad_output: Tensor, values: Tensor, norm: BatchNormAffine, p
     indices = _empty_pooled(values, pool, torch.int8)
     constants = _constants(values, _TILE) | pool.constants
     num_rows, channels = _rows(indices), values.shape[1]
-    row_tiles, channel_tiles = _tiles(num_rows, channels, constants)
-    splits = max(1, min(row_tiles, MAX_PROGRAM_INSTANCES // channel_tiles))
+    channel_tiles = cdiv(channels, constants["BLOCK_CHANNELS"])
+    splits = num_splits(num_rows, constants["BLOCK_ROWS"], channel_tiles, MAX_PROGRAM_INSTANCES)
     partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
     tensors = indices, partial_sums, grad_output, values, *norm_vectors(norm)[0]
     sizes = *values.shape[1:], *pool.pooled_size
@@ -109,7 +109,7 @@ def _constants(values: Tensor, tiles: dict[bool, tuple[int, int]]) -> dict[str, 
         size, block_channels = block_rows * block_channels, math.gcd(block_channels, channels)
         block_rows = size // block_channels
     contiguous = channels if channels_last else values.shape[2] * values.shape[3]
-    constants = {"CHANNELS_LAST": channels_last, "DIVISIBILITY": divisibility(contiguous)}
+    constants = {"CHANNELS_LAST": channels_last, "DIVISIBILITY": divisibility(values.dtype, contiguous)}
     return constants | {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": block_channels}
 
 
