@@ -45,6 +45,7 @@ SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
         (["--n_epochs", "1.5"], "n_epochs is 1.5"),
         (["--lr", "abc"], "lr is 'abc', but must be a number in (0, inf)"),
         (["--lr", "1e400"], "lr is inf, but must be a number in (0, inf)"),
+        (["--weight_decay", "1"], "weight_decay is 1, but must be a number in [0, 1)"),
         (["--depth", "abc"], "depth is 'abc'"),
         (["--seed", "-1"], "seed is -1"),
         (["--amp", "int8"], "amp is 'int8', but must be one of 'bf16', 'fp16'"),

@@ -41,6 +41,7 @@ HARMLESS = {
     "options.mirror": [MISSING],
     "options.accept_changed_data": [MISSING],
     "options.cuda_graph": [MISSING],
+    "options.weight_decay": [MISSING],
     "data.fingerprint": [MISSING],
     "data.statistics": [MISSING],
     "checksum": [MISSING],
@@ -217,7 +218,7 @@ def _state_cases(content: Any) -> list[Case]:
 def _is_of_torch(case: Case) -> bool:
     """Arguments of the optimizer that belong to the version of PyTorch are not loaded."""
     inside = case.path[1:4] == ("optimizer", "param_groups", 0)
-    return inside and case.path[4:] not in [(), *((name,) for name in (*SGD_ARGUMENTS, "lr", "params"))]
+    return inside and case.path[4:] not in [(), *((name,) for name in (*SGD_ARGUMENTS, "lr", "weight_decay", "params"))]
 
 
 def test_every_changed_tensor_and_number_of_a_state_is_refused_by_name(stopped):

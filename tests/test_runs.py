@@ -169,10 +169,11 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_nothing_is_overwritten(harm
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_resuming_with_another_learning_rate_is_refused(finished, tmp_path):
+@pytest.mark.parametrize(("option", "value", "of_run"), [("lr", 0.2, 0.1), ("weight_decay", 5e-4, 1e-4)])
+def test_resuming_with_another_recipe_is_refused(option, value, of_run, finished, tmp_path):
     _copy(finished, tmp_path)
-    done = demo("cp_demo.py", "--save", "run", "--resume", "--lr", "0.2", cwd=tmp_path)
-    refused(done, "lr is 0.2, but the run was started with 0.1: leave it out to resume")
+    done = demo("cp_demo.py", "--save", "run", "--resume", f"--{option}", str(value), cwd=tmp_path)
+    refused(done, f"{option} is {value}, but the run was started with {of_run}: leave it out to resume")
 
 
 @pytest.mark.parametrize("mirror", [True, False])

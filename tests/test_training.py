@@ -57,6 +57,15 @@ def test_same_seed_same_run_exactly(drop_rate):
         assert torch.equal(ours, theirs)
 
 
+def test_weight_decay_shrinks_the_parameters():
+    def squares(weight_decay: float) -> float:
+        trainer = _trainer(weight_decay=weight_decay)
+        _losses(trainer)
+        return sum(float(parameter.detach().square().sum()) for parameter in trainer.model.parameters())
+
+    assert squares(0.3) < 0.5 * squares(0.0)
+
+
 def test_an_epoch_resumed_in_its_middle_is_the_same_epoch():
     whole, halves = _trainer(double=False, drop_rate=0.2), _trainer(double=False, drop_rate=0.2)
     expected, actual = TrainingPosition(), TrainingPosition()

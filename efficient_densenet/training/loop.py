@@ -17,7 +17,7 @@ from .distributed import DistributedContext, gradient_sync
 from .options import AMP_DTYPES, RunOptions
 from .recipes import RECIPES
 
-SGD_ARGUMENTS = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+SGD_ARGUMENTS = {"momentum": 0.9, "nesterov": True}
 
 
 @dataclass
@@ -52,7 +52,8 @@ class Trainer:
         self.wrapped_model: Callable[..., Tensor] = context.wrap_model(self.model, options.sync_bn)
         if options.compile:
             self.wrapped_model = torch.compile(self.wrapped_model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=options.lr, **SGD_ARGUMENTS)
+        arguments = {"lr": options.lr, "weight_decay": options.weight_decay, **SGD_ARGUMENTS}
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **arguments)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=options.amp == "fp16")
         self.dtype = next(self.model.parameters()).dtype
         self.backward: Callable[[Tensor, Tensor, float], Tensor] = self._backward

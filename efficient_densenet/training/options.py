@@ -46,6 +46,7 @@ class Options:
         recipe: step (lr divided by 10 at 50% and 75% of the epochs) or one_cycle (warm-up and cosine decay, for short
             runs); by default step, and one_cycle on the digits.
         lr: the highest learning rate.
+        weight_decay: the L2 penalty of SGD; the papers' is 1e-4.
         valid_size: training images held out to choose the best epoch by; by default 5000, or a tenth of a smaller set.
             With 0 training is on all of them, and the weights of the last epoch are kept.
         image_size: height and width that the images of an image folder are resized to; by default 32, and 224 for
@@ -83,6 +84,7 @@ class Options:
     micro_batch_size: int | None = None
     recipe: str | None = None
     lr: float = 0.1
+    weight_decay: float = 1e-4
     valid_size: int | None = None
     image_size: int | None = None
     mirror: bool | None = None
@@ -133,6 +135,7 @@ RULES = {
     "micro_batch_size": optional(_size),
     "recipe": choice(*RECIPES),
     "lr": number(0, float("inf"), "()"),
+    "weight_decay": number(0, 1, "[)"),
     "valid_size": optional(integer(0, 2**31 - 1)),
     "image_size": optional(_pixels),
     "mirror": optional(_boolean),

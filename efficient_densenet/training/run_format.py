@@ -12,7 +12,7 @@ from torch import nn
 
 from .._checks import Rule, choice, integer, number
 from .loop import SGD_ARGUMENTS, num_steps
-from .options import DEPTH, RULES
+from .options import DEPTH, RULES, Options
 from .results import COLUMNS
 from .schema import Items, Record, check_fields, check_file, equal_to, tensor_like, tensors_like, text
 
@@ -56,8 +56,11 @@ _DATA = Record(
     },
     may_lack=frozenset({"fingerprint", "statistics"}),  # earlier versions recorded none
 )
+_LATER_OPTIONS = frozenset({"mirror", "accept_changed_data", "cuda_graph", "weight_decay"})
+"""Options that the first version did not have."""
+
 _RECORD: dict[Any, Any] = {
-    "options": Record(RULES, may_lack=frozenset({"mirror", "accept_changed_data", "cuda_graph"})),  # they came later
+    "options": Record(RULES, may_lack=_LATER_OPTIONS),
     "model": _MODEL,
     "data": _DATA,
 }
@@ -103,7 +106,8 @@ def check_state(path: Path, content: dict[str, Any], model: nn.Module) -> None:
     has_momentum = (position["epoch"] > 1 or position["step"] > 0) and not uses_scaler
     buffers = {i: Record({"momentum_buffer": tensor_like(parameter)}) for i, parameter in parameters.items()}
     group = {"lr": _nonnegative, "params": equal_to(list(parameters))}
-    group |= {name: equal_to(value) for name, value in SGD_ARGUMENTS.items()}
+    arguments = SGD_ARGUMENTS | {"weight_decay": content["options"].get("weight_decay", Options.weight_decay)}
+    group |= {name: equal_to(value) for name, value in arguments.items()}
     found = content["state"]["optimizer"].get("state")
     optimizer = {
         "state": Record(buffers if found or has_momentum else {}),
