@@ -66,7 +66,7 @@ class Backward:
             if self._no_grad_needed_through(i):
                 break
             start = self.num_channels - self.spec.growth_rate
-            self._layer(i, as_dtype(self._grad_features(start, self.num_channels), self.spec.torch_dtype))
+            self._layer(i, self._grad_output(start))
             self.num_channels = start
         grads = map(self._parameter_grad, self.parameters[group.tensors], self.grads[group.tensors], self.needs_grad)
         released = list(grads)
@@ -111,15 +111,23 @@ class Backward:
         start = self.group.tensors.start
         return norm_convs(self.needs_grad, slice(tensors.start - start, tensors.stop - start))
 
-    def _grad_features(self, start: int, stop: int) -> Tensor:
-        """The gradient of the channels written as number `start` to `stop`, whose consumers are all done."""
+    def _grad_output(self, start: int) -> Tensor:
+        """The gradient of a layer's output, the channels written last whose gradient is not known yet."""
+        grad = self._grad_features(start, self.num_channels, may_overwrite=True)
+        return as_dtype(grad, self.spec.torch_dtype)
+
+    def _grad_features(self, start: int, stop: int, may_overwrite: bool = False) -> Tensor:
+        """The gradient of the channels written as number `start` to `stop`, whose consumers are all done.
+
+        With `may_overwrite` it may be a part of grad_accum.
+        """
         columns = self.spec.order.slice(start, stop)
         grad_accum = columns_of(self.grad_accum, columns)
         if self.spec.frozen:
             grad_input = grad_accum.contiguous()
         else:
             backward = self.statistics.grad_input(grad_accum, columns)
-            grad_input = self.kernels.batch_norm_grad_input(backward)
+            grad_input = self.kernels.batch_norm_grad_input(backward, may_overwrite)
         if self.grad_block is not None and start >= self.spec.output_order.first:
             grad_output = columns_of(self.grad_block, self.spec.output_order.slice(start, stop))
             to_spatial(grad_input, self.shape).add_(grad_output)
