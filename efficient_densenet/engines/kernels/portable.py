@@ -13,33 +13,38 @@ convolution. The backward recomputes each tile of y in the same way. Every backw
 and returns grad_weight of the convolution (None where it is not needed). Sums and statistics are in the accumulation
 dtype: float32 for half precisions.
 
-On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile, for which nothing is sliced.
+On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile, for which nothing is sliced,
+and PyTorch allocates memory for it in less time than scratch is found.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..memory_format import CHANNELS_LAST
 from ..precision import as_dtype
-from . import scratch
+from . import convolution, scratch
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
 
 TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 """The largest scratch buffer of a tile: it must fit a CPU's cache, or be large enough to occupy a whole GPU."""
 
-CONV_BY_DIMS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-"""The convolution for each number of spatial dimensions."""
+SMALL = 16
+"""So small a part of `TILE_BYTES` is allocated in less time than scratch is found."""
+
+WHOLE = slice(None)
+"""The tile of a matrix that is one tile."""
 
 Sums = tuple[Tensor | None, Tensor, Tensor]
 """grad_weight of a convolution, None where it is not needed; Σ grad and Σ grad · values over the rows, (channels,)
 each, grad being masked by any ReLU."""
 
+FEW_ROWS = 1024
+"""The most values of a channel whose sum is accurate enough without partial sums, on a CPU."""
+
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
-_conv_backward = torch.ops.aten.convolution_backward.default
 
 
 def to_pixel_matrix(images: Tensor) -> Tensor:
@@ -65,25 +70,31 @@ def halved(shape: torch.Size) -> torch.Size:
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     """Mean, biased variance and 1 / sqrt(var + eps) of each channel, by two passes: var = Σ (x − mean)² / pixels."""
     mean, variance, inv_std = statistics.rows
-    dtype = mean.dtype
-    if values.is_cpu:  # this is as accurate as var_mean there, and ten times as fast
-        torch.mean(values, 0, dtype=dtype, out=mean)
-        for tile in tiles(values, dtype):
-            part = _rows(values, tile)
-            centered = torch.sub(part, mean, out=_buffer(part, dtype))
-            squares = torch.mul(centered, centered, out=centered)
-            if part is values:
-                torch.mean(squares, 0, out=variance)
-            elif tile.start == 0:
-                torch.sum(squares, 0, out=variance)
-            else:
-                variance.add_(squares.sum(0))
-        if part is not values:
-            variance.div_(values.shape[0])
+    if values.shape[0] <= FEW_ROWS and values.is_cpu and values.dtype is mean.dtype and values.is_contiguous():
+        for row, vector in zip((mean, variance), torch.batch_norm_update_stats(values, None, None, 0.0), strict=True):
+            row.copy_(vector)
+    elif values.is_cpu:  # this is as accurate as var_mean there, and ten times as fast
+        _mean_and_variance(values, mean, variance)
     else:
-        for row, vector in zip((variance, mean), torch.var_mean(values.to(dtype), 0, correction=0), strict=True):
+        for row, vector in zip((variance, mean), torch.var_mean(values.to(mean.dtype), 0, correction=0), strict=True):
             row.copy_(vector)
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
+
+
+def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
+    torch.mean(values, 0, dtype=mean.dtype, out=mean)
+    for tile in tiles(values, mean.dtype):
+        part = _rows(values, tile)
+        centered = torch.sub(part, mean, out=_scratch("accumulation_tile", part, mean.dtype))
+        squares = torch.mul(centered, centered, out=centered)
+        if tile is WHOLE:
+            torch.mean(squares, 0, out=variance)
+        elif tile.start == 0:
+            torch.sum(squares, 0, out=variance)
+        else:
+            variance.add_(squares.sum(0))
+    if tile is not WHOLE:
+        variance.div_(values.shape[0])
 
 
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
@@ -106,7 +117,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     sums: Sums | None = None
     for tile in tiles(input.values, input.dtype):
         grad, values = _rows(grad_output, tile), _rows(input.values, tile)
-        buffer = _buffer(grad, input.dtype)
+        buffer = scratch.take("accumulation_tile", grad.shape, input.dtype, grad.device)
         sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
     _finish(sums, accumulator)
 
@@ -140,8 +151,7 @@ def conv1x1_backward(
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype):
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
         grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.dtype)
-        grad = scratch.take("grad_activation_tile", activation.shape, weight.dtype, weight.device)
-        torch.mm(grad_output_tile, weight, out=grad)
+        grad = torch.mm(grad_output_tile, weight, out=_scratch("grad_activation_tile", activation, weight.dtype))
         grad = _mask_inactive(grad, activation)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
         if next_bottleneck is not None:
@@ -151,9 +161,8 @@ def conv1x1_backward(
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     """conv(y), (pixels, out_channels); padding = dilation keeps the spatial size. A tile holds whole images."""
-    conv = CONV_BY_DIMS[len(shape) - 1]
     outputs = [
-        to_pixel_matrix(conv(_to_images(activation, shape), weight, padding=dilation, dilation=dilation))
+        to_pixel_matrix(convolution.conv3x3(_to_images(activation, shape), weight, dilation))
         for _, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
     ]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -178,13 +187,11 @@ def conv3x3_backward(
 ) -> Tensor | None:
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
     sums: Sums | None = None
-    stride, output_padding, padding = ([size] * (len(shape) - 1) for size in (1, 0, dilation))
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        grad, grad_weight, _ = _conv_backward(
-            *(_to_images(_rows(grad_output, tile), shape), _to_images(activation, shape), weight),
-            *(None, stride, padding, padding, False, output_padding, 1, [True, accumulator.needs_grad_weight, False]),
-        )
-        grad_weight = as_dtype(grad_weight, input.dtype) if accumulator.needs_grad_weight else None
+        images, grad_images = _to_images(activation, shape), _to_images(_rows(grad_output, tile), shape)
+        needs_grad_weight = accumulator.needs_grad_weight
+        grad, grad_weight = convolution.conv3x3_backward(grad_images, images, weight, dilation, needs_grad_weight)
+        grad_weight = as_dtype(grad_weight, input.dtype) if needs_grad_weight else None
         grad = _mask_inactive(to_pixel_matrix(grad), activation)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
     return _finish(sums, accumulator)
@@ -199,7 +206,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     output = weight.new_empty(halved(shape).numel(), weight.shape[0])
     for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         pooled = to_pixel_matrix(average_pool(_to_images(activation, shape)))
-        torch.mm(pooled, weight.t(), out=output[_pooled_tile(tile, shape)])
+        torch.mm(pooled, weight.t(), out=_rows(output, _pooled_tile(tile, shape)))
     return output
 
 
@@ -223,18 +230,22 @@ def pooled_conv1x1_backward(
     return _finish(sums, accumulator)
 
 
-def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Iterator[slice]:
+def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Sequence[slice]:
     """Tiles of rows: as many as fit `TILE_BYTES` in `dtype`, rounded down to a multiple but not to none."""
-    tile_bytes = TILE_BYTES["cpu" if values.is_cpu else "cuda"]
-    tile_rows = max(1, tile_bytes // (values.shape[1] * dtype.itemsize * multiple_of)) * multiple_of
-    num_rows = values.shape[0]
-    for start in range(0, num_rows, tile_rows):
-        yield slice(start, min(start + tile_rows, num_rows))
+    num_rows, channels = values.shape
+    tile_rows = max(1, _tile_bytes(values) // (channels * dtype.itemsize * multiple_of)) * multiple_of
+    if num_rows <= tile_rows:
+        return (WHOLE,)
+    return [slice(start, min(start + tile_rows, num_rows)) for start in range(0, num_rows, tile_rows)]
+
+
+def _tile_bytes(values: Tensor) -> int:
+    return TILE_BYTES["cpu" if values.is_cpu else "cuda"]
 
 
 def _rows(matrix: Tensor, tile: slice) -> Tensor:
     """The tile's rows: a view, or the matrix itself if it is all in this tile."""
-    return matrix if tile.stop - tile.start == matrix.shape[0] else matrix[tile]
+    return matrix if tile is WHOLE else matrix[tile]
 
 
 def _activation_tiles(
@@ -251,16 +262,19 @@ def _affine_relu(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tupl
 
     The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
     """
-    buffer = _buffer(values, input.dtype)
-    activation = torch.addcmul(input.shift, values, input.scale, out=buffer).relu_()
-    if dtype != buffer.dtype:
-        activation = scratch.take("activation_tile", values.shape, dtype, values.device).copy_(activation)
-    return activation, buffer
+    scale, shift = input.norm.scale, input.norm.shift
+    buffer = torch.addcmul(shift, values, scale, out=_scratch("accumulation_tile", values, input.dtype)).relu_()
+    if dtype is buffer.dtype:
+        return buffer, buffer
+    out = _scratch("activation_tile", values, dtype)
+    return buffer.to(dtype) if out is None else out.copy_(buffer), buffer
 
 
-def _buffer(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scratch of the shape of `values` in the accumulation dtype."""
-    return scratch.take("accumulation_tile", values.shape, dtype, values.device)
+def _scratch(name: str, values: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Scratch of the shape of `values` for the result of an operation, None where it shall allocate a new tensor."""
+    if values.numel() * dtype.itemsize <= _tile_bytes(values) // SMALL:
+        return None
+    return scratch.take(name, values.shape, dtype, values.device)
 
 
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
@@ -273,7 +287,7 @@ def _conv1x1_grad_weight(
     grad_output: Tensor, activation: Tensor, accumulator: GradAccumulator, dtype: torch.dtype
 ) -> Tensor | None:
     """grad_output.T @ activation, computed as its transpose: that product is tall rather than wide, which is faster."""
-    return as_dtype((activation.t() @ grad_output).t(), dtype) if accumulator.needs_grad_weight else None
+    return as_dtype(torch.mm(activation.t(), grad_output).t(), dtype) if accumulator.needs_grad_weight else None
 
 
 def _batch_norm_grad_input_tile(
@@ -285,9 +299,8 @@ def _batch_norm_grad_input_tile(
         return grad_accum
     slope, constant, inv_std = coefficients
     values = _rows(grad.values, tile)
-    out = scratch.take("grad_output_tile", values.shape, slope.dtype, values.device)
-    torch.addcmul(constant, values, slope, out=out)
-    return as_dtype(out.addcmul_(grad_accum, inv_std), values.dtype)
+    grad_input = torch.addcmul(constant, values, slope, out=_scratch("grad_output_tile", values, slope.dtype))
+    return as_dtype(grad_input.addcmul_(grad_accum, inv_std), values.dtype)
 
 
 def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
@@ -334,5 +347,7 @@ def _to_images(matrix: Tensor, shape: torch.Size) -> Tensor:
 
 def _pooled_tile(tile: slice, shape: torch.Size) -> slice:
     """The rows of the pooled images that a tile of whole images becomes."""
+    if tile is WHOLE:
+        return WHOLE
     pixels, pooled_pixels = shape[1:].numel(), halved(shape)[1:].numel()
     return slice(tile.start // pixels * pooled_pixels, tile.stop // pixels * pooled_pixels)

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.convolution import CONV_BY_DIMS
 from ..kernels.interface import INV_STD, MEAN
-from ..kernels.portable import CONV_BY_DIMS, to_spatial
+from ..kernels.portable import to_spatial
 from .handoff import Handoff
 from .saved import SavedStage
 from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs

@@ -14,7 +14,7 @@ from torch.nn.modules.pooling import _MaxPoolNd
 from ..._torch_private import specialized
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
-from ..kernels.portable import CONV_BY_DIMS
+from ..kernels.convolution import CONV_BY_DIMS
 from ..parts import Norm
 from ..precision import accumulation_dtype, compute_dtype
 from ..shared.spec import encode

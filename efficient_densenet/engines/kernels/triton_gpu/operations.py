@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import portable
+from ..convolution import CONV_BY_DIMS
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
 from ..portable import to_pixel_matrix, to_spatial
 from . import conv1x1, conv3x3, kernels, launch, statistics_kernels
@@ -148,7 +149,7 @@ def pooled_conv1x1_backward(
 
 def _cudnn_conv(input: AffineInput, weight: Tensor, shape: torch.Size, pool: int, dilation: int = 1) -> Tensor:
     """The convolution of the activation, or of its average over pool × pool pixels: (pixels, out_channels)."""
-    conv = portable.CONV_BY_DIMS[len(shape) - 1]
+    conv = CONV_BY_DIMS[len(shape) - 1]
     padding = weight.shape[-1] // 2 * dilation
     outputs = [
         to_pixel_matrix(conv(activation, weight, padding=padding, dilation=dilation))
