@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from efficient_densenet import DenseNet, create_model
 from efficient_densenet.engines import kernels
 from efficient_densenet.engines.eligibility import joined_consumer
-from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.kernels import row_tiles
 from efficient_densenet.engines.parts import parts_of
 from efficient_densenet.engines.shared import groups
 from efficient_densenet.engines.shared.plan import StagePlan
@@ -133,7 +133,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
         monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.operations"), "TILE", tile)
     else:
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
-        monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile)
+        monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile)
     if tile < 256:
         monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
 

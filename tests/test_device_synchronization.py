@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.kernels import row_tiles
 from efficient_densenet.engines.shared import operators as shared
 from efficient_densenet.engines.shared import running
 from efficient_densenet.engines.shared.statistics import BackwardStatistics, ForwardStatistics
@@ -46,7 +46,7 @@ class WithinOperators(CountingOperations):
 
 @pytest.fixture(autouse=True)
 def _several_tiles(monkeypatch):
-    monkeypatch.setitem(portable.TILE_BYTES, "cuda", 3000)  # which other devices than the CPU take
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cuda", 3000)  # which other devices than the CPU take
 
 
 def _train(model: nn.Module, family: str) -> None:

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
 from efficient_densenet.engines import dispatch as engines
-from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.kernels import row_tiles
 from efficient_densenet.engines.shared import function as shared
 from efficient_densenet.engines.shared import groups
 from efficient_densenet.memory import saved_bytes, tensor_peak
@@ -74,7 +74,7 @@ def test_bottleneck_widths_may_differ_within_a_block(widths, kernels, monkeypatc
     efficient.engine = engines.parse("shared")
     x = torch.randn(4, 6, 9, 7, dtype=torch.double)
     if kernels[0] == "portable":
-        assert len(list(portable.tiles(x.movedim(1, -1).flatten(0, 2), x.dtype))) > 1
+        assert len(list(row_tiles.tiles(x.movedim(1, -1).flatten(0, 2), x.dtype))) > 1
     assert_same_step(efficient, plain, x)
     assert_same_buffers(efficient, plain)
 
@@ -430,7 +430,7 @@ def test_memory_grows_linearly_with_depth(monkeypatch):
     Four tensors as wide as the stage exist then: the features, the accumulator of their gradient, the output of the
     last norm's ReLU and the gradient of that output.
     """
-    monkeypatch.setitem(portable.TILE_BYTES, "cpu", 1 << 16)  # scratch has a constant size for this many rows
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", 1 << 16)  # scratch has a constant size for this many rows
     peaks = [_peak("shared", block_config=(depth,)) for depth in (24, 32, 40)]
     channel_bytes, growth_rate = 4 * 32 * 32 * 4, 12
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.05)

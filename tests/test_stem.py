@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from efficient_densenet import DenseNet, create_model
 from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.engines import dispatch as engines
-from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.kernels import row_tiles
 from efficient_densenet.engines.stem import Stem
 from efficient_densenet.engines.stem import function as stem_function
 from efficient_densenet.engines.stem.plan import read_spec
@@ -76,7 +76,7 @@ def _of_some_layout(dims, last, **_):
     )
 )
 def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, channels, monkeypatch):
-    monkeypatch.setitem(portable.TILE_BYTES, "cpu", tile_bytes)
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile_bytes)
     layout = CHANNELS_LAST[dims] if last else torch.contiguous_format
     plain = _plain(dims, num_init_features=channels).to(memory_format=layout)
     if frozen:
@@ -363,7 +363,7 @@ def test_the_stem_s_own_peak(dims, size, request):
     model = create_model("densenet121", dims=dims, in_channels=1, block_config=(1,), efficient="shared")
     x = torch.randn(16, 1, *size)
     conv_bytes = 16 * 64 * torch.Size(size).numel() // 2**dims * 4
-    tile = max(conv_bytes // 16, portable.TILE_BYTES["cpu"])
+    tile = max(conv_bytes // 16, row_tiles.TILE_BYTES["cpu"])
     peak = tensor_peak(lambda: _step(model, x))
     assert conv_bytes < peak <= conv_bytes * (1 + 3 / 2**dims) + 5 * tile + x.nbytes
 

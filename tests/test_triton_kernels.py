@@ -20,7 +20,7 @@ from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixt
 
 from efficient_densenet import DenseLayer
 from efficient_densenet.engines import kernels
-from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.kernels import portable, row_tiles
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 triton_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.operations")
@@ -95,7 +95,7 @@ def test_norm_parameters_in_half_precision(operation):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_program_instances_that_loop_and_tiles_of_one_image(operation, monkeypatch):
     monkeypatch.setattr(triton_kernels, "MAX_PROGRAM_INSTANCES", 2)
-    monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cuda", 1)
     check(operation, Case((3, 9, 15), 33, 20))
 
 
@@ -108,7 +108,7 @@ def test_program_instances_that_loop_and_tiles_of_one_image(operation, monkeypat
     )
 )
 def test_signals_and_volumes(operation, shape, overwrite, monkeypatch):
-    monkeypatch.setitem(portable.TILE_BYTES, "cuda", 1)
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cuda", 1)
     check(operation, Case(shape, 9, 16, overwrite=overwrite))
 
 

@@ -6,7 +6,6 @@ be a slice of the channels of a larger matrix: its row stride is then larger tha
 float32 for half precisions, else the values' own.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -31,21 +30,28 @@ class BatchNormAffine:
 
     grad_weight: Tensor
     grad_bias: Tensor
+    grad_input: Tensor | None = None
+    _scale: Tensor | None = None
+    _shift: Tensor | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor, inv_std: Tensor, mean: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.inv_std, self.mean = inv_std, mean
 
-    @functools.cached_property
+    @property
     def scale(self) -> Tensor:
         """γ · r"""
-        return as_dtype(self.weight, self.inv_std.dtype) * self.inv_std
+        if self._scale is None:
+            self._scale = as_dtype(self.weight, self.inv_std.dtype) * self.inv_std
+        return self._scale
 
-    @functools.cached_property
+    @property
     def shift(self) -> Tensor:
         """β − μ · scale"""
-        bias = as_dtype(self.bias, self.inv_std.dtype)
-        return bias if self.mean is None else torch.addcmul(bias, self.mean, self.scale, value=-1)
+        if self._shift is None:
+            bias = as_dtype(self.bias, self.inv_std.dtype)
+            self._shift = bias if self.mean is None else torch.addcmul(bias, self.mean, self.scale, value=-1)
+        return self._shift
 
     def input(self, values: Tensor) -> "AffineInput":
         """What the convolution after the norm reads."""
@@ -73,6 +79,11 @@ class BatchNormAffine:
         if self.mean is not None:
             centered = torch.addcmul(grad_values_sum, self.mean, grad_sum, value=-1)
         self.grad_weight = centered * self.inv_std
+
+    def take_grad_input(self) -> Tensor | None:
+        """grad_input, which the norm forgets, if a kernel has computed it: see `GradAccumulator.is_complete`."""
+        grad_input, self.grad_input = self.grad_input, None
+        return grad_input
 
     def take_gradients(self) -> tuple[Tensor, Tensor]:
         """grad_weight and grad_bias. The norm forgets them: autograd copies a gradient that anyone else refers to."""
@@ -110,6 +121,9 @@ class GradAccumulator(NamedTuple):
     `norm` is that of the kernel's input, which gets its grad_weight and grad_bias; γ · grad_bias and γ · grad_weight
     are added to `sums`, (2, channels), if there are any. `needs_grad_weight` is False where the convolution's weight
     does not require a gradient: the kernel then returns None.
+
+    `is_complete` where the norm has batch statistics, those of this process, and grad_accum no other consumer. A kernel
+    may then compute the norm's own grad_input at once: it sets the norm's, and may leave grad_accum and `sums` alone.
     """
 
     norm: BatchNormAffine
@@ -118,6 +132,7 @@ class GradAccumulator(NamedTuple):
     overwrite: bool = False
     needs_grad_weight: bool = True
     sums: Tensor | None = None
+    is_complete: bool = False
 
     @property
     def grad_scale(self) -> Tensor:

@@ -13,11 +13,11 @@ convolution. The backward recomputes each tile of y in the same way. Every backw
 and returns grad_weight of the convolution (None where it is not needed). Sums and statistics are in the accumulation
 dtype: float32 for half precisions.
 
-On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile, for which nothing is sliced,
-and PyTorch allocates memory for it in less time than scratch is found.
+On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile: nothing is sliced, PyTorch
+allocates memory in less time than scratch is found, and `batch_norm` and `convolution` have faster operations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -26,23 +26,13 @@ from ..memory_format import CHANNELS_LAST
 from ..precision import as_dtype
 from . import convolution, scratch
 from .average_pooling import as_slabs, average_pool, average_pool_backward
+from .batch_norm import batch_norm_backward, batch_statistics, is_small_batch
 from .interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
-
-TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""The largest scratch buffer of a tile: it must fit a CPU's cache, or be large enough to occupy a whole GPU."""
-
-SMALL = 16
-"""So small a part of `TILE_BYTES` is allocated in less time than scratch is found."""
-
-WHOLE = slice(None)
-"""The tile of a matrix that is one tile."""
+from .row_tiles import WHOLE, is_small, rows, tile_scratch, tiles
 
 Sums = tuple[Tensor | None, Tensor, Tensor]
 """grad_weight of a convolution, None where it is not needed; Σ grad and Σ grad · values over the rows, (channels,)
 each, grad being masked by any ReLU."""
-
-FEW_ROWS = 1024
-"""The most values of a channel whose sum is accurate enough without partial sums, on a CPU."""
 
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
@@ -67,36 +57,6 @@ def halved(shape: torch.Size) -> torch.Size:
     return torch.Size([shape[0], *(size // 2 for size in shape[1:])])
 
 
-def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
-    """Mean, biased variance and 1 / sqrt(var + eps) of each channel, by two passes: var = Σ (x − mean)² / pixels."""
-    mean, variance, inv_std = statistics.rows
-    if values.shape[0] <= FEW_ROWS and values.is_cpu and values.dtype is mean.dtype and values.is_contiguous():
-        for row, vector in zip((mean, variance), torch.batch_norm_update_stats(values, None, None, 0.0), strict=True):
-            row.copy_(vector)
-    elif values.is_cpu:  # this is as accurate as var_mean there, and ten times as fast
-        _mean_and_variance(values, mean, variance)
-    else:
-        for row, vector in zip((variance, mean), torch.var_mean(values.to(mean.dtype), 0, correction=0), strict=True):
-            row.copy_(vector)
-    torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
-
-
-def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
-    torch.mean(values, 0, dtype=mean.dtype, out=mean)
-    for tile in tiles(values, mean.dtype):
-        part = _rows(values, tile)
-        centered = torch.sub(part, mean, out=_scratch("accumulation_tile", part, mean.dtype))
-        squares = torch.mul(centered, centered, out=centered)
-        if tile is WHOLE:
-            torch.mean(squares, 0, out=variance)
-        elif tile.start == 0:
-            torch.sum(squares, 0, out=variance)
-        else:
-            variance.add_(squares.sum(0))
-    if tile is not WHOLE:
-        variance.div_(values.shape[0])
-
-
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
     if grad.sums is None:
@@ -116,7 +76,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     """Steps 3 and 4 of the module's docstring, with g = grad_output."""
     sums: Sums | None = None
     for tile in tiles(input.values, input.dtype):
-        grad, values = _rows(grad_output, tile), _rows(input.values, tile)
+        grad, values = rows(grad_output, tile), rows(input.values, tile)
         buffer = scratch.take("accumulation_tile", grad.shape, input.dtype, grad.device)
         sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
     _finish(sums, accumulator)
@@ -151,7 +111,7 @@ def conv1x1_backward(
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype):
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
         grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.dtype)
-        grad = torch.mm(grad_output_tile, weight, out=_scratch("grad_activation_tile", activation, weight.dtype))
+        grad = torch.mm(grad_output_tile, weight, out=tile_scratch("grad_activation_tile", activation, weight.dtype))
         grad = _mask_inactive(grad, activation)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
         if next_bottleneck is not None:
@@ -188,11 +148,15 @@ def conv3x3_backward(
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
     sums: Sums | None = None
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        images, grad_images = _to_images(activation, shape), _to_images(_rows(grad_output, tile), shape)
-        needs_grad_weight = accumulator.needs_grad_weight
-        grad, grad_weight = convolution.conv3x3_backward(grad_images, images, weight, dilation, needs_grad_weight)
-        grad_weight = as_dtype(grad_weight, input.dtype) if needs_grad_weight else None
+        images, grad_images = _to_images(activation, shape), _to_images(rows(grad_output, tile), shape)
+        grad, grad_weight = convolution.conv3x3_backward(
+            grad_images, images, weight, dilation, accumulator.needs_grad_weight
+        )
+        grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
         grad = _mask_inactive(to_pixel_matrix(grad), activation)
+        if accumulator.is_complete and tile is WHOLE and is_small_batch(values, input.dtype):
+            batch_norm_backward(grad, input)
+            return grad_weight
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
     return _finish(sums, accumulator)
 
@@ -206,7 +170,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     output = weight.new_empty(halved(shape).numel(), weight.shape[0])
     for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         pooled = to_pixel_matrix(average_pool(_to_images(activation, shape)))
-        torch.mm(pooled, weight.t(), out=_rows(output, _pooled_tile(tile, shape)))
+        torch.mm(pooled, weight.t(), out=rows(output, _pooled_tile(tile, shape)))
     return output
 
 
@@ -221,7 +185,7 @@ def pooled_conv1x1_backward(
     sums: Sums | None = None
     shape = as_slabs(shape)
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        images, grad_output_tile = _to_images(activation, shape), _rows(grad_output, _pooled_tile(tile, shape))
+        images, grad_output_tile = _to_images(activation, shape), rows(grad_output, _pooled_tile(tile, shape))
         pooled = to_pixel_matrix(average_pool(images))
         grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.dtype)
         grad_pooled = _to_images(torch.mm(grad_output_tile, weight), halved(shape))
@@ -230,30 +194,12 @@ def pooled_conv1x1_backward(
     return _finish(sums, accumulator)
 
 
-def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Sequence[slice]:
-    """Tiles of rows: as many as fit `TILE_BYTES` in `dtype`, rounded down to a multiple but not to none."""
-    num_rows, channels = values.shape
-    tile_rows = max(1, _tile_bytes(values) // (channels * dtype.itemsize * multiple_of)) * multiple_of
-    if num_rows <= tile_rows:
-        return (WHOLE,)
-    return [slice(start, min(start + tile_rows, num_rows)) for start in range(0, num_rows, tile_rows)]
-
-
-def _tile_bytes(values: Tensor) -> int:
-    return TILE_BYTES["cpu" if values.is_cpu else "cuda"]
-
-
-def _rows(matrix: Tensor, tile: slice) -> Tensor:
-    """The tile's rows: a view, or the matrix itself if it is all in this tile."""
-    return matrix if tile is WHOLE else matrix[tile]
-
-
 def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """For each tile of rows: its slice, its values, the activation y in `dtype`, and the buffer of `_affine_relu`."""
     for tile in tiles(input.values, input.dtype, multiple_of):
-        values = _rows(input.values, tile)
+        values = rows(input.values, tile)
         yield tile, values, *_affine_relu(values, input, dtype)
 
 
@@ -263,43 +209,40 @@ def _affine_relu(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tupl
     The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
     """
     scale, shift = input.norm.scale, input.norm.shift
-    buffer = torch.addcmul(shift, values, scale, out=_scratch("accumulation_tile", values, input.dtype)).relu_()
+    buffer = torch.addcmul(shift, values, scale, out=tile_scratch("accumulation_tile", values, input.dtype)).relu_()
     if dtype is buffer.dtype:
         return buffer, buffer
-    out = _scratch("activation_tile", values, dtype)
+    out = tile_scratch("activation_tile", values, dtype)
     return buffer.to(dtype) if out is None else out.copy_(buffer), buffer
-
-
-def _scratch(name: str, values: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Scratch of the shape of `values` for the result of an operation, None where it shall allocate a new tensor."""
-    if values.numel() * dtype.itemsize <= _tile_bytes(values) // SMALL:
-        return None
-    return scratch.take(name, values.shape, dtype, values.device)
 
 
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
     input, weight, output = conv
-    activation, _ = _affine_relu(_rows(input.values, tile), input, weight.dtype)
-    torch.mm(activation, weight.t(), out=_rows(output, tile))
+    activation, _ = _affine_relu(rows(input.values, tile), input, weight.dtype)
+    torch.mm(activation, weight.t(), out=rows(output, tile))
 
 
 def _conv1x1_grad_weight(
     grad_output: Tensor, activation: Tensor, accumulator: GradAccumulator, dtype: torch.dtype
 ) -> Tensor | None:
-    """grad_output.T @ activation, computed as its transpose: that product is tall rather than wide, which is faster."""
-    return as_dtype(torch.mm(activation.t(), grad_output).t(), dtype) if accumulator.needs_grad_weight else None
+    """grad_output.T @ activation. Of many rows its transpose is computed: a tall product is faster than a wide one."""
+    if not accumulator.needs_grad_weight:
+        return None
+    if is_small(activation, dtype):
+        return as_dtype(torch.mm(grad_output.t(), activation), dtype)
+    return as_dtype(torch.mm(activation.t(), grad_output).t(), dtype)
 
 
 def _batch_norm_grad_input_tile(
     grad: BatchNormBackward, coefficients: tuple[Tensor, Tensor, Tensor] | None, tile: slice
 ) -> Tensor:
     """`batch_norm_grad_input` of a tile of rows, in scratch."""
-    grad_accum = _rows(grad.grad_accum, tile)
+    grad_accum = rows(grad.grad_accum, tile)
     if coefficients is None:
         return grad_accum
     slope, constant, inv_std = coefficients
-    values = _rows(grad.values, tile)
-    grad_input = torch.addcmul(constant, values, slope, out=_scratch("grad_output_tile", values, slope.dtype))
+    values = rows(grad.values, tile)
+    grad_input = torch.addcmul(constant, values, slope, out=tile_scratch("grad_output_tile", values, slope.dtype))
     return as_dtype(grad_input.addcmul_(grad_accum, inv_std), values.dtype)
 
 
@@ -312,7 +255,7 @@ def _accumulate_grad(
     grad: Tensor, values: Tensor, accumulator: GradAccumulator, tile: slice, buffer: Tensor
 ) -> tuple[Tensor, Tensor]:
     """grad_accum += grad_scale · grad for a tile; returns the tile's Σ grad and Σ grad · values."""
-    grad_accum = _rows(accumulator.grad_accum, tile)
+    grad_accum = rows(accumulator.grad_accum, tile)
     if accumulator.overwrite:
         torch.mul(grad, accumulator.grad_scale, out=grad_accum)
     else:
@@ -342,6 +285,8 @@ def _finish(sums: Sums | None, accumulator: GradAccumulator) -> Tensor | None:
 
 def _to_images(matrix: Tensor, shape: torch.Size) -> Tensor:
     """`to_spatial` of a tile of whole images of (N, *spatial)."""
+    if matrix.shape[0] == shape.numel():
+        return to_spatial(matrix, shape)
     return to_spatial(matrix, torch.Size([matrix.shape[0] // shape[1:].numel(), *shape[1:]]))
 
 

@@ -194,15 +194,17 @@ class Backward:
         first, second = self._needs_grads(place)
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
         sums = None if frozen else self.statistics.own_sums(position)
-        accumulator = GradAccumulator(norm, frozen, grad_accum, True, second.conv_weight, sums)
+        is_complete = not frozen and self.statistics.sync_group is None
+        accumulator = GradAccumulator(norm, frozen, grad_accum, True, second.conv_weight, sums, is_complete)
         grad_weight = self.kernels.conv3x3_backward(
             grad_output, norm.input(output), self._weight(tensors), accumulator, self.shape, layer.dilation
         )
         if first.conv_bias:
             self.grads[place.start + 3] = norm.grad_conv_bias(frozen)
         self._store(place.stop - 4, norm, grad_weight)
-        if frozen:
-            return BatchNormBackward(output, grad_accum)
+        grad_input = norm.take_grad_input()
+        if frozen or grad_input is not None:
+            return BatchNormBackward(output, grad_accum if grad_input is None else grad_input)
         return self.statistics.own_grad_input(output, grad_accum, position)
 
     def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:

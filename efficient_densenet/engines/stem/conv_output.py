@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..eligibility import convolved_size
 from ..kernels import scratch
-from ..kernels.portable import TILE_BYTES, to_spatial
+from ..kernels.portable import to_spatial
+from ..kernels.row_tiles import TILE_BYTES
 from ..memory_format import memory_format_of
 from .plan import StemSpec
 

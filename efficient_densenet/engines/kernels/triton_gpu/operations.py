@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import portable
+from .. import portable, row_tiles
 from ..convolution import CONV_BY_DIMS
 from ..interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
 from ..portable import to_pixel_matrix, to_spatial
@@ -203,7 +203,7 @@ def _activation_tiles(
     pooled_sizes = [size // pool for size in sizes]
     pixels, pooled_pixels = math.prod(sizes), math.prod(pooled_sizes)
     image_bytes = pooled_pixels * input.values.shape[1] * dtype.itemsize
-    tile_images = max(1, portable.TILE_BYTES["cuda"] // max(1, image_bytes))
+    tile_images = max(1, row_tiles.TILE_BYTES["cuda"] // max(1, image_bytes))
     for start in range(0, max(1, num_images), tile_images):
         stop = min(start + tile_images, num_images)
         tile, count = slice(start * pixels, stop * pixels), stop - start

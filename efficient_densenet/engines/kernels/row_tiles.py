@@ -1,0 +1,45 @@
+"""Tiles of the rows of a pixel matrix, and scratch memory for what is computed of a tile."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import scratch
+
+TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""The largest scratch buffer of a tile: it must fit a CPU's cache, or be large enough to occupy a whole GPU."""
+
+SMALL_TILE = 1 / 16
+"""The part of `TILE_BYTES` below which the time of an operation is mostly that of its call."""
+
+WHOLE = slice(None)
+"""The tile of a matrix that is one tile."""
+
+
+def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Sequence[slice]:
+    """Tiles of rows: as many as fit `TILE_BYTES` in `dtype`, rounded down to a multiple but not to none."""
+    num_rows, channels = values.shape
+    tile_rows = max(1, _tile_bytes(values) // (channels * dtype.itemsize * multiple_of)) * multiple_of
+    if num_rows <= tile_rows:
+        return (WHOLE,)
+    return [slice(start, min(start + tile_rows, num_rows)) for start in range(0, num_rows, tile_rows)]
+
+
+def _tile_bytes(values: Tensor) -> int:
+    return TILE_BYTES["cpu" if values.is_cpu else "cuda"]
+
+
+def rows(matrix: Tensor, tile: slice) -> Tensor:
+    """The tile's rows: a view, or the matrix itself if it is all in this tile."""
+    return matrix if tile is WHOLE else matrix[tile]
+
+
+def is_small(values: Tensor, dtype: torch.dtype) -> bool:
+    return values.numel() * dtype.itemsize <= SMALL_TILE * _tile_bytes(values)
+
+
+def tile_scratch(name: str, values: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Scratch of the shape of `values` for the result of an operation. None, so that PyTorch allocates a new tensor,
+    where that takes less time than to find scratch."""
+    return None if is_small(values, dtype) else scratch.take(name, values.shape, dtype, values.device)
