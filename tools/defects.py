@@ -23,6 +23,8 @@ SECOND_ORDER = SHARED + "second_order.py"
 OPERATORS = SHARED + "operators.py"
 INTERFACE = "engines/kernels/interface.py"
 PORTABLE = "engines/kernels/portable.py"
+ROW_TILES = "engines/kernels/row_tiles.py"
+CONVOLUTION = "engines/kernels/convolution.py"
 NUMBA = "engines/kernels/numba_cpu/"
 TRITON = "engines/kernels/triton_gpu/"
 CHECKPOINT = ("checkpoint", "checkpoint_state", "checkpoint_gradients", "checkpoint_contexts", "engines")
@@ -398,10 +400,31 @@ DEFECTS = [
     ),
     Defect(
         "portable: tiles overlap by a row",
-        PORTABLE,
-        "yield slice(start, min(",
-        "yield slice(max(0, start - 1), min(",
+        ROW_TILES,
+        "[slice(start, min(",
+        "[slice(max(0, start - 1), min(",
         STAGE_TESTS,
+    ),
+    Defect(
+        "portable: im2col whatever the dilation",
+        CONVOLUTION,
+        "== (1, 4, torch.float32)",
+        "== (dilation, 4, torch.float32)",
+        ("portable_kernels",),
+    ),
+    Defect(
+        "portable: a batch norm's backward from the first tile alone",
+        PORTABLE,
+        "accumulator.is_complete and tile is WHOLE and",
+        "accumulator.is_complete and",
+        ("portable_kernels",),
+    ),
+    Defect(
+        "portable: a batch norm's backward without the other processes",
+        BACKWARD,
+        "is_complete = not frozen and self.statistics.sync_group is None",
+        "is_complete = not frozen",
+        ("portable_kernels",),
     ),
     Defect(
         "portable: overwrite ignored",

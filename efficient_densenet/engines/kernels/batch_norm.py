@@ -7,7 +7,7 @@ from ..precision import as_dtype
 from .interface import AffineInput, StatisticsOutput
 from .row_tiles import WHOLE, is_small, rows, tile_scratch, tiles
 
-FEW_ROWS = 1024
+FEW_ROWS = 256
 """The most values of a channel that PyTorch's batch norm adds up, on a CPU, accurately: it makes no partial sums."""
 
 _all_batch_norm_grads = torch.ops.aten.native_batch_norm_backward.default
