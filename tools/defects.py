@@ -24,6 +24,7 @@ OPERATORS = SHARED + "operators.py"
 INTERFACE = "engines/kernels/interface.py"
 PORTABLE = "engines/kernels/portable.py"
 ROW_TILES = "engines/kernels/row_tiles.py"
+BATCH_NORM = "engines/kernels/batch_norm.py"
 CONVOLUTION = "engines/kernels/convolution.py"
 NUMBA = "engines/kernels/numba_cpu/"
 TRITON = "engines/kernels/triton_gpu/"
@@ -69,7 +70,7 @@ DEFECTS = [
     ),
     Defect(
         "eps outside the square root",
-        PORTABLE,
+        BATCH_NORM,
         "torch.add(variance, statistics.eps, out=inv_std).rsqrt_()",
         "torch.rsqrt(variance, out=inv_std).sub_(statistics.eps)",
         ("triton_kernels", "numba_kernels"),
