@@ -223,3 +223,16 @@ def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
 def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float | list[Tensor]) -> None:
     """tensor += weight · (end − tensor), for each tensor with its end and, in a list, its weight."""
     torch._foreach_lerp_(tensors, ends, weight)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def im2col_conv3x3(images: Tensor, weight: Tensor) -> Tensor:
+    """Convolve images with a 3×3 weight and padding 1 on a CPU, by im2col and a matrix product rather than oneDNN."""
+    return torch.ops.aten._slow_conv2d_forward.default(images, weight, [3, 3], None, [1, 1], [1, 1])
+
+
+def im2col_conv3x3_backward(
+    grad_output: Tensor, images: Tensor, weight: Tensor, mask: list[bool]
+) -> tuple[Tensor, Tensor, None]:
+    """Return grad_input and grad_weight of the same, as the mask says. All have one memory format."""
+    settings = [3, 3], [1, 1], [1, 1]
+    return torch.ops.aten._slow_conv2d_backward.output_mask(grad_output, images, weight, *settings, mask)

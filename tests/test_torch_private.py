@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
@@ -25,6 +26,8 @@ from efficient_densenet._torch_private import (
     has_function_mode,
     has_global_module_hooks,
     has_torch_dispatch,
+    im2col_conv3x3,
+    im2col_conv3x3_backward,
     in_backward,
     is_accumulate_grad,
     is_batched_gradient,
@@ -279,6 +282,21 @@ def test_foreach_operations():
     narrowed = [torch.empty(2, dtype=torch.bfloat16), torch.empty(1, dtype=torch.float16)]
     foreach_copy_(narrowed, [torch.tensor([1.5, 2]), torch.tensor([3.0])])
     assert [tensor.tolist() for tensor in narrowed] == [[1.5, 2], [3]]
+
+
+def test_im2col_convolutions():
+    shapes = (2, 3, 4, 5), (6, 3, 3, 3), (2, 6, 4, 5)
+    images, weight, grad_output = (torch.randn(*shape).to(memory_format=torch.channels_last) for shape in shapes)
+    output = F.conv2d(images.requires_grad_(), weight.requires_grad_(), padding=1)
+    torch.testing.assert_close(im2col_conv3x3(images.detach(), weight.detach()), output, rtol=1e-4, atol=1e-4)
+    expected = torch.autograd.grad(output, (images, weight), grad_output)
+    arguments = grad_output, images.detach(), weight.detach()
+    for mask in ([True, True, False], [True, False, False]):
+        for each, grad, needed in zip(im2col_conv3x3_backward(*arguments, mask), expected, mask, strict=False):
+            if needed:
+                torch.testing.assert_close(each, grad, rtol=1e-4, atol=1e-4)
+            else:
+                assert each is None
 
 
 def _compiled(function, **options):

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._torch_private import im2col_conv3x3, im2col_conv3x3_backward
+
 CONV_BY_DIMS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """The convolution for each number of spatial dimensions."""
 
@@ -16,15 +18,12 @@ IM2COL_BYTES = 1 << 18
 """The largest im2col matrix of images that are too small for oneDNN."""
 
 _conv_backward = torch.ops.aten.convolution_backward.default
-_im2col_conv = torch.ops.aten._slow_conv2d_forward.default
-_im2col_conv_backward = torch.ops.aten._slow_conv2d_backward.output_mask
-_SETTINGS = [1, 1], [1, 1]  # stride and padding
 
 
 def conv3x3(images: Tensor, weight: Tensor, dilation: int) -> Tensor:
     """The convolution of images in channels_last."""
     if _by_im2col(images, dilation):
-        return _im2col_conv(images, weight, [3, 3], None, *_SETTINGS)
+        return im2col_conv3x3(images, weight)
     return CONV_BY_DIMS[images.dim() - 2](images, weight, padding=dilation, dilation=dilation)
 
 
@@ -34,8 +33,8 @@ def conv3x3_backward(
     """grad_input, and grad_weight where it is needed."""
     mask = [True, needs_grad_weight, False]
     if _by_im2col(images, dilation):
-        weight = weight.contiguous(memory_format=torch.channels_last)  # as that of the images has to be
-        grad_input, grad_weight, _ = _im2col_conv_backward(grad_output, images, weight, [3, 3], *_SETTINGS, mask)
+        weight = weight.contiguous(memory_format=torch.channels_last)
+        grad_input, grad_weight, _ = im2col_conv3x3_backward(grad_output, images, weight, mask)
     else:
         stride, output_padding, padding = ([size] * (images.dim() - 2) for size in (1, 0, dilation))
         settings = None, stride, padding, padding, False, output_padding, 1, mask
