@@ -35,19 +35,20 @@ class StagePlan:
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
-        for i, layer in enumerate(self.layers):
-            self._add(layer.norms, layer.convolutions, self.spec.norm2_columns(i))
+        for layer in self.layers:
+            self._add(layer.norms, layer.convolutions)
         if consumer is not None:
-            self._add([consumer.norm], [] if consumer.conv is None else [consumer.conv], slice(0, 0))
+            self._add([consumer.norm], [] if consumer.conv is None else [consumer.conv])
 
-    def _add(self, norms: Sequence[Norm], convolutions: Sequence[_ConvNd], norm2_columns: slice) -> None:
-        bias, columns = None, None
+    def _add(self, norms: Sequence[Norm], convolutions: Sequence[_ConvNd]) -> None:
+        bias = None
         for norm, conv in zip_longest(norms, convolutions):
             weight = norm.weight
-            columns = norm2_columns if columns else self.spec.order.slice(0, weight.shape[0])
             if uses_running_statistics(norm):
                 self.running_statistics += [norm.running_mean, norm.running_var]
             else:
+                own_columns = self.spec.norm_columns[len(self.tensors) // 4]
+                columns = own_columns or self.spec.order.slice(0, weight.shape[0])
                 self.updates.append(NormUpdate(norm, columns, bias))
             conv_weight, bias = (None, None) if conv is None else (conv.weight, conv.bias)
             self.tensors += [weight, norm.bias, conv_weight, bias]
