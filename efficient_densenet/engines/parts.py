@@ -6,7 +6,7 @@ Parts are read at every forward and never stored on a module, so that copies and
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ class NoPartsError(Exception):
     """Raised for a block whose parts cannot be determined; the message starts with "found", as in "found a PReLU"."""
 
 
-@dataclass(frozen=True)
-class LayerParts:
+class LayerParts(NamedTuple):
     """A dense layer: norm, ReLU, 3×3 convolution; or norm, ReLU, 1×1 convolution, norm, ReLU, 3×3 convolution.
 
     The shared engine is not used where `module` or anything inside has a hook. A reader must raise `NoPartsError` for a

@@ -1,17 +1,15 @@
 """The plan of a stage: its specification, read from the modules of a block and its consumer, and their tensors."""
 
 from collections.abc import Sequence
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
-from torch.nn.modules.conv import _ConvNd
 
 from ..._torch_private import specialized
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..memory_format import memory_format_of
-from ..parts import BlockParts, ConsumerParts, LayerParts, Norm
+from ..parts import BlockParts, ConsumerParts, LayerParts, parameter_of
 from ..precision import compute_dtype
 from .running import NormUpdate
 from .spec import ConsumerSpec, LayerSpec, StageSpec
@@ -35,23 +33,19 @@ class StagePlan:
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
-        for layer in self.layers:
-            self._add(layer.norms, layer.convolutions)
-        if consumer is not None:
-            self._add([consumer.norm], [] if consumer.conv is None else [consumer.conv])
-
-    def _add(self, norms: Sequence[Norm], convolutions: Sequence[_ConvNd]) -> None:
+        units = [pair for layer in self.layers for pair in zip(layer.norms, layer.convolutions, strict=True)]
+        units += [] if consumer is None else [(consumer.norm, consumer.conv)]
         bias = None
-        for norm, conv in zip_longest(norms, convolutions):
-            weight = norm.weight
-            if uses_running_statistics(norm):
+        for (norm, conv), columns, frozen in zip(units, self.spec.norm_columns, self.spec.norms_frozen, strict=True):
+            weight = parameter_of(norm, "weight")
+            if frozen:
                 self.running_statistics += [norm.running_mean, norm.running_var]
+            elif columns is None:
+                self.updates.append(NormUpdate(norm, self.spec.order.slice(0, weight.shape[0])))
             else:
-                own_columns = self.spec.norm_columns[len(self.tensors) // 4]
-                columns = own_columns or self.spec.order.slice(0, weight.shape[0])
                 self.updates.append(NormUpdate(norm, columns, bias))
-            conv_weight, bias = (None, None) if conv is None else (conv.weight, conv.bias)
-            self.tensors += [weight, norm.bias, conv_weight, bias]
+            conv_weight, bias = (None, None) if conv is None else (parameter_of(conv, "weight"), parameter_of(conv, "bias"))
+            self.tensors += [weight, parameter_of(norm, "bias"), conv_weight, bias]
 
     def dropout_masks(self, x: Tensor) -> list[Tensor]:
         """For each layer with dropout, what dropout of ones keeps, in the plain layer's shape and order, so that the

@@ -85,7 +85,8 @@ class StageSpec:
         layer_norms: the norms of each layer, among all norms of the stage in their order; the consumer's is the last.
         norm_columns: for each norm, its own columns in the matrix of statistics, None for one that shares those of the
             features. The features' come first; a norm of the features has its own only if it is frozen.
-        running_positions: where the running statistics of each frozen norm are among the operator's inputs.
+        norms_frozen, running_positions: whether each norm is frozen, and where the running statistics of a frozen one
+            are among the operator's inputs.
         own_positions: for each norm with columns of its own, the place of those in `written_columns`.
         segment_widths, column_widths: how many columns of the features, and of that matrix, are written at once, in the
             columns' order.
@@ -105,6 +106,7 @@ class StageSpec:
     consumer: ConsumerSpec | None
 
     def __post_init__(self) -> None:
+        self._encoded: str | None = None
         self.torch_dtype: torch.dtype = getattr(torch, self.dtype)
         self.order = ChannelOrder(self.channels_read(len(self.layers)), self.newest_first)
         self.output_order = self.order._replace(first=self.in_channels if self.new_features_only else 0)
@@ -117,7 +119,7 @@ class StageSpec:
         self.layer_norms: list[slice] = []
         self.norm_columns: list[slice | None] = []
         self.running_positions: list[int] = []
-        self._num_running = 0
+        self.norms_frozen: list[bool] = []
         for i, layer in enumerate(self.layers):
             first = len(self.norm_columns)
             self._add_norm_of_features(self.channels_read(i))
@@ -142,8 +144,8 @@ class StageSpec:
     def _add_norm(self, own_columns: int, frozen: bool) -> None:
         start, self.num_columns = self.num_columns, self.num_columns + own_columns
         self.norm_columns.append(slice(start, self.num_columns) if own_columns else None)
-        self.running_positions.append(self._num_running)
-        self._num_running += 2 * frozen
+        self.running_positions.append(2 * sum(self.norms_frozen))
+        self.norms_frozen.append(frozen)
 
     def memory_format(self, x: Tensor) -> torch.memory_format:
         return CHANNELS_LAST[x.dim()] if self.channels_last else torch.contiguous_format
@@ -195,6 +197,11 @@ class StageSpec:
     @property
     def encoded(self) -> str:
         """As the operators take it."""
+        if self._encoded is None:
+            self._encoded = self._encode()
+        return self._encoded
+
+    def _encode(self) -> str:
         *settings, layers, consumer = (getattr(self, name) for name in _FIELDS)
         return encode(*settings, tuple(map(tuple, layers)), None if consumer is None else tuple(consumer))
 
