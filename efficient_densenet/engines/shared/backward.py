@@ -35,7 +35,7 @@ class Backward:
         self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, saved.parameters
         self.features = saved.features
         self.kernels = kernels_for(self.features)
-        self.tensors = norm_convs(self.parameters)
+        self.tensors = norm_convs(saved.parameters)
         self.statistics = BackwardStatistics(spec, saved.features, saved.statistics, saved.count, self.tensors)
         self.grads: list[Tensor | None] = [None] * len(self.parameters)
         self.next_bottleneck: Conv1x1 | None = None
@@ -69,8 +69,11 @@ class Backward:
                 break
             self._layer(i, as_dtype(self._grad_features(i + 1), self.spec.torch_dtype))
         tensors = group.tensors
-        grads = map(_parameter_grad, self.parameters[tensors], self.grads[tensors], self.needs_grad[tensors])
-        released = list(grads)
+        grads = zip(self.parameters[tensors], self.grads[tensors], self.needs_grad[tensors], strict=True)
+        released = [
+            as_dtype(grad, parameter.dtype) if needed and parameter is not None and grad is not None else None
+            for parameter, grad, needed in grads
+        ]
         self.grads[tensors] = [None] * len(released)  # so that whoever has them may free them
         return released
 
@@ -185,7 +188,9 @@ class Backward:
 
     def _store(self, number: int, norm: BatchNormAffine, grad_conv: Tensor | None) -> None:
         """Store the gradients of a norm, by its number, and of the weight of the convolution after it."""
-        start = number * len(NormConv._fields)
+        start, weight = number * len(NormConv._fields), self.tensors[number].conv_weight
+        if grad_conv is not None and grad_conv.dim() != weight.dim():
+            grad_conv = grad_conv.view_as(weight)
         self.grads[start : start + 3] = *norm.take_gradients(), grad_conv
 
     def _store_bias(self, number: int, grad: Tensor) -> None:
@@ -195,10 +200,3 @@ class Backward:
     def _weight(self, number: int) -> Tensor:
         """A convolution's weight in the dtype of the convolutions."""
         return as_dtype(self.tensors[number].conv_weight, self.spec.torch_dtype)
-
-
-def _parameter_grad(parameter: Tensor | None, grad: Tensor | None, needed: bool) -> Tensor | None:
-    if parameter is None or grad is None or not needed:
-        return None
-    grad = as_dtype(grad, parameter.dtype)
-    return grad if grad.dim() == parameter.dim() else grad.view_as(parameter)
