@@ -19,8 +19,8 @@ from .parts import (
     Norm,
     consumer_parts,
     is_norm,
-    parameter_of,
     parts_of,
+    weight_and_bias,
 )
 from .precision import autocast_enabled, compute_dtype
 
@@ -156,7 +156,7 @@ def _why_not_precision(units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]]
     for norms, convs in units:
         for modules, allowed in ((norms, of_norms), (convs, of_convolutions)):
             for module in modules:
-                weight, bias = parameter_of(module, "weight"), parameter_of(module, "bias")
+                weight, bias = weight_and_bias(module)
                 if weight.dtype not in allowed or not (bias is None or bias.dtype in allowed):
                     return (
                         f"found {_dtype_names({tensor.dtype for tensor in _tensors(module)})} in a "
@@ -274,7 +274,7 @@ def _unusual(conv: _ConvNd, kernel_size: int) -> str | None:
 
 def _tensors(module: Any) -> list[Tensor]:
     """The weight and the bias of a norm or a convolution, as far as it has them."""
-    weight, bias = parameter_of(module, "weight"), parameter_of(module, "bias")
+    weight, bias = weight_and_bias(module)
     return [weight] if bias is None else [bias] if weight is None else [weight, bias]
 
 
@@ -306,7 +306,8 @@ def _is_norm_of(norm: Norm, dims: int) -> bool:
 
 def _missing_tensors(norm: Norm) -> str | None:
     """What a norm lacks that the shared engine reads."""
-    if parameter_of(norm, "weight") is None or parameter_of(norm, "bias") is None:
+    weight, bias = weight_and_bias(norm)
+    if weight is None or bias is None:
         return f"found a {torch_class(norm).__name__} without weight and bias, which the shared engine needs"
     if uses_running_statistics(norm) and norm.running_mean is None:
         name = torch_class(norm).__name__

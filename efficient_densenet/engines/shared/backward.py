@@ -152,9 +152,7 @@ class Backward:
         number = self.spec.layer_norms[i].start
         return bottleneck_conv(self._input(number), self._weight(number).flatten(1))
 
-    def _grad_bottleneck(
-        self, layer: LayerSpec, number: int, output: Tensor, grad_output: Tensor
-    ) -> BatchNormBackward:
+    def _grad_bottleneck(self, layer: LayerSpec, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
         """The gradient of the bottleneck's output, from that of the layer's; `number` is that of the norm between."""
         norm, frozen = self.statistics.own_norm(number), layer.norm2_frozen
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)

@@ -1,7 +1,5 @@
 """The plan of a stage: its specification, read from the modules of a block and its consumer, and their tensors."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from ..._torch_private import specialized
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..memory_format import memory_format_of
-from ..parts import BlockParts, ConsumerParts, LayerParts, parameter_of
+from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
 from ..precision import compute_dtype
 from .running import NormUpdate
 from .spec import ConsumerSpec, LayerSpec, StageSpec
@@ -37,15 +35,15 @@ class StagePlan:
         units += [] if consumer is None else [(consumer.norm, consumer.conv)]
         bias = None
         for (norm, conv), columns, frozen in zip(units, self.spec.norm_columns, self.spec.norms_frozen, strict=True):
-            weight = parameter_of(norm, "weight")
+            weight, norm_bias = weight_and_bias(norm)
             if frozen:
                 self.running_statistics += [norm.running_mean, norm.running_var]
             elif columns is None:
                 self.updates.append(NormUpdate(norm, self.spec.order.slice(0, weight.shape[0])))
             else:
                 self.updates.append(NormUpdate(norm, columns, bias))
-            conv_weight, bias = (None, None) if conv is None else (parameter_of(conv, "weight"), parameter_of(conv, "bias"))
-            self.tensors += [weight, parameter_of(norm, "bias"), conv_weight, bias]
+            conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
+            self.tensors += [weight, norm_bias, conv_weight, bias]
 
     def dropout_masks(self, x: Tensor) -> list[Tensor]:
         """For each layer with dropout, what dropout of ones keeps, in the plain layer's shape and order, so that the
