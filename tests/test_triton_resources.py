@@ -36,8 +36,8 @@ LOW_OCCUPANCY = {
     "32 rows of 64 channels and of 2 · 192 are 57 KB in float32, of the 25 KB that hide the latency of an H200.",
 }
 """Why fewer than a quarter of the warps are resident on compute capability 8.0 and 9.0, unless products are in float32
-without tensor cores, whose tiles are smaller. Those with 100 KiB of shared
-memory on a multiprocessor (8.6, 8.9, 12.0) hold one block of the TF32 tiles, of 8 warps in 48."""
+without tensor cores, whose tiles are smaller. Those with 100 KiB of shared memory on a multiprocessor (8.6, 8.9, 12.0)
+hold one block of the TF32 tiles, of 8 warps in 48."""
 
 
 class Job(NamedTuple):
