@@ -271,7 +271,7 @@ def _tensors(module: Any) -> list[Tensor]:
 def must_be_called(module: nn.Module) -> bool:
     """Whether a hook, or a forward set on the instance, would miss the call of the module itself."""
     return bool(
-        "forward" in vars(module)
+        "forward" in module.__dict__
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
