@@ -53,6 +53,18 @@ def test_every_operation(operation, shape, channels, width, dtype):
     check(operation, Case(shape, channels, width, dtype))
 
 
+@pytest.mark.parametrize(("channels", "in_place"), [(8, True), (6, False)])
+def test_the_gradient_of_whole_sectors_is_written_in_place(channels, in_place):
+    case = Case((2, 5, 7), channels, 16)
+    expected = triton_kernels.batch_norm_grad_input(
+        case.batch_norm_backward(case.values, case.grad_accum.clone(), channels)
+    )
+    grad = case.batch_norm_backward(case.values, case.grad_accum, channels)
+    result = triton_kernels.batch_norm_grad_input(grad, may_overwrite=True)
+    assert torch.equal(result, expected)
+    assert (result.data_ptr() == case.grad_accum.data_ptr()) == in_place
+
+
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if "backward" in name])
 def test_overwrite(operation):
     check(operation, Case((2, 5, 7), 9, 16, overwrite=True))
@@ -181,7 +193,8 @@ def test_the_error_of_a_training_step_is_at_most_twice_plain_s(family, keep, bia
 
 
 def _training_step_errors(family, keep, biases, frozen):
-    truth = small_model(family, efficient=False)
+    growth_rate = {"basic": 3, "bc": 8}[family]  # gradients of 8 channels fill whole sectors: written in place
+    truth = small_model(family, efficient=False, growth_rate=growth_rate)
     truth = (add_conv_biases(truth) if biases else truth).to(DEVICE)
     for layer in (m for m in truth.modules() if isinstance(m, DenseLayer)):
         layer.keep_bottleneck = keep

@@ -280,13 +280,12 @@ def _tensors(module: Any) -> list[Tensor]:
 
 def must_be_called(module: nn.Module) -> bool:
     """Whether a hook, or a forward set on the instance, would miss the call of the module itself."""
-    own = vars(module)
     return bool(
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )
 
 

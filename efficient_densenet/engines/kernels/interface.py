@@ -191,8 +191,9 @@ class Kernels(Protocol):
         """Writes the statistics over the rows of values, (pixels, channels)."""
         ...
 
-    def batch_norm_grad_input(self, grad: BatchNormBackward) -> Tensor:
-        """r · (g − mean(g) − x̂ · mean(g · x̂)), (pixels, channels), contiguous."""
+    def batch_norm_grad_input(self, grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
+        """r · (g − mean(g) − x̂ · mean(g · x̂)), (pixels, channels), contiguous; with `may_overwrite` it may instead be
+        written over g, and is g itself then."""
         ...
 
     def affine_forward(self, input: AffineInput) -> Tensor:

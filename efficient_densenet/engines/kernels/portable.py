@@ -86,7 +86,7 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
-def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
+def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
     if grad.sums is None:
         return grad.grad_accum.contiguous()

@@ -67,7 +67,7 @@ class Backward:
         for i in reversed(group.layers):
             if self._no_grad_needed_through(i):
                 break
-            self._layer(i, as_dtype(self._grad_features(i + 1), self.spec.torch_dtype))
+            self._layer(i, self._grad_output(i))
         tensors = group.tensors
         grads = zip(self.parameters[tensors], self.grads[tensors], self.needs_grad[tensors], strict=True)
         released = [
@@ -93,13 +93,21 @@ class Backward:
         sums = None if frozen else columns_of(self.statistics.sums, columns)
         return GradAccumulator(norm, frozen, grad_accum, overwrite, self.needs_grads[number].conv_weight, sums)
 
-    def _grad_features(self, segment: int) -> Tensor:
-        """The gradient of a segment of the features, whose consumers are all done."""
+    def _grad_output(self, i: int) -> Tensor:
+        """The gradient of layer i's output, in the dtype of the convolutions."""
+        return as_dtype(self._grad_features(i + 1, may_overwrite=True), self.spec.torch_dtype)
+
+    def _grad_features(self, segment: int, may_overwrite: bool = False) -> Tensor:
+        """The gradient of a segment of the features, whose consumers are all done.
+
+        With `may_overwrite` it may be a part of grad_accum.
+        """
         grad_accum = self.grad_segments[segment]
         if self.spec.frozen:
             grad_input = grad_accum.contiguous()
         else:
-            grad_input = self.kernels.batch_norm_grad_input(self.statistics.grad_input(segment, grad_accum))
+            backward = self.statistics.grad_input(segment, grad_accum)
+            grad_input = self.kernels.batch_norm_grad_input(backward, may_overwrite)
         if self.grad_block is not None and (segment > 0 or not self.spec.new_features_only):
             columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
             to_spatial(grad_input, self.shape).add_(columns_of(self.grad_block, columns))

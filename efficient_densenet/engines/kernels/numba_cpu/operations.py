@@ -46,7 +46,7 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     _run(kernels.batch_statistics, values.dtype, tiles.threads, record)
 
 
-def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
+def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     values = grad.values
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
     tiles = tiling.for_grad_input(*_limits(), *values.shape, values.itemsize)

@@ -140,6 +140,7 @@ def batch_norm_grad_input(
     inv_count,
     num_rows,
     channels,
+    output_stride,
     accum_stride,
     values_stride,
     sums_stride,
@@ -150,11 +151,12 @@ def batch_norm_grad_input(
 ):
     """output[num_rows, channels] = r · (g − mean(g) − x̂ · mean(g · x̂)), with x̂ = (x − μ) · r and g = grad_accum.
 
-    sums[2, channels] are Σ g and Σ g · x̂ over 1 / inv_count rows. Computed as slope · x + constant + r · g.
+    sums[2, channels] are Σ g and Σ g · x̂ over 1 / inv_count rows. Computed as slope · x + constant + r · g. The output
+    may be grad_accum.
     Grid: (channel tiles, splits of the rows).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
-    accum_stride = divisible(accum_stride, DIVISIBILITY)
+    output_stride, accum_stride = divisible(output_stride, DIVISIBILITY), divisible(accum_stride, DIVISIBILITY)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
     c = load_vector(inv_std, channel, channel_mask)
@@ -167,4 +169,4 @@ def batch_norm_grad_input(
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
         x = tl.load(values + offsets(row, values_stride, channel), mask, 0.0).to(tl.float32)
         grad = tl.load(grad_accum + offsets(row, accum_stride, channel), mask, 0.0).to(tl.float32)
-        tl.store(output + offsets(row, channels, channel), x * a + b + grad * c, mask)
+        tl.store(output + offsets(row, output_stride, channel), x * a + b + grad * c, mask)

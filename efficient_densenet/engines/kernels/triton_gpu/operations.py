@@ -27,6 +27,9 @@ from .host import (
     with_contiguous_rows,
 )
 
+SECTOR_BYTES = 32
+"""What a GPU reads at least: rows of a slice of channels are read again at no loss where they fill whole sectors."""
+
 MAX_PROGRAM_INSTANCES = 2048
 """How many program instances share the rows: several for each multiprocessor of a large GPU, yet few partial sums."""
 
@@ -46,15 +49,16 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     combine_statistics(stats, block_rows, num_rows, statistics)
 
 
-def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
+def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     if grad.sums is None or grad.inv_std is None:
         return grad.grad_accum.contiguous()
     values, grad_accum, has_mean = with_contiguous_rows(grad.values), grad.grad_accum, grad.mean is not None
     num_rows, channels = values.shape
-    grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
+    in_place = may_overwrite and channels * grad_accum.itemsize % SECTOR_BYTES == 0
+    grad_input = grad_accum if in_place else torch.empty_like(values, memory_format=torch.contiguous_format)
     inv_std = grad.inv_std.contiguous()
     tensors = grad_input, grad_accum, values, grad.mean if has_mean else inv_std, inv_std, grad.sums
-    sizes = channels, grad_accum.stride(0), values.stride(0)
+    sizes = channels, grad_input.stride(0), grad_accum.stride(0), values.stride(0)
     grid = _grid(num_rows, channels, _NARROW_TILE)
     constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
     numbers = 1 / grad.count, num_rows, *sizes, grad.sums.stride(0)
