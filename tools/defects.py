@@ -209,11 +209,11 @@ DEFECTS = [
         ("operators", "shared", "parts"),
     ),
     Defect(
-        "a norm whose running variance was set to None is updated",
+        "batches of a norm without running statistics not counted",
         RUNNING,
-        "if running_mean is None or running_var is None or lacks_count:",
-        "if running_mean is None or lacks_count:",
-        ("frozen_norms", "shared", "engines"),
+        "                    count.add_(1)",
+        "                    pass",
+        ("other_norms",),
     ),
     Defect(
         "weights and biases that are no parameters are not found",
