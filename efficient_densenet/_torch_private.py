@@ -134,24 +134,29 @@ def bypass_saved_tensor_hooks(context: Any) -> None:
         context.respect_saved_tensors_hooks = False
 
 
-def observe_selection(context: Any, observe: Callable[[Any, bool], None]) -> bool:
-    """Call `observe(operation, is_saved)` after each decision of a forward context of selective checkpointing.
+def observe_selection(forward: Any, recomputation: Any, observe: Callable[[Any, bool], None]) -> bool:
+    """Call `observe(operation, is_saved)` after each decision in the forward context of selective checkpointing.
 
     An operation that changes a tensor in place is recomputed, whatever the policy says: a saved result would be
-    returned, but the tensor would not be changed. Return False if `context` is another one.
+    returned, but the tensor would not be changed. Return False if `forward` is another context.
     """
-    if not isinstance(context, torch.utils.checkpoint._CachingTorchDispatchMode):
+    if not isinstance(forward, torch.utils.checkpoint._CachingTorchDispatchMode):
         return False
-    select, saves = context.policy_fn, (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    saves = True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
 
-    def policy_fn(selective_context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = select(selective_context, operation, *args, **kwargs)
-        if policy in saves and getattr(getattr(operation, "_schema", None), "is_mutable", False):
-            policy = CheckpointPolicy.PREFER_RECOMPUTE
-        observe(operation, policy in saves)
-        return policy
+    def recomputing_in_place(select: Callable[..., Any], observe: Callable[[Any, bool], None]) -> Callable[..., Any]:
+        def policy_fn(selective_context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+            policy = select(selective_context, operation, *args, **kwargs)
+            if policy in saves and getattr(getattr(operation, "_schema", None), "is_mutable", False):
+                policy = CheckpointPolicy.PREFER_RECOMPUTE
+            observe(operation, policy in saves)
+            return policy
 
-    context.policy_fn = policy_fn
+        return policy_fn
+
+    forward.policy_fn = recomputing_in_place(forward.policy_fn, observe)
+    if hasattr(recomputation, "policy_fn"):  # earlier versions of PyTorch ask the policy again
+        recomputation.policy_fn = recomputing_in_place(recomputation.policy_fn, lambda operation, is_saved: None)
     return True
 
 

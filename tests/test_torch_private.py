@@ -219,7 +219,7 @@ def test_observe_selection():
     aten = torch.ops.aten
     context, recomputation = create_selective_checkpoint_contexts([aten.sin.default, aten.add_.Tensor])
     seen = []
-    assert observe_selection(context, lambda operation, is_saved: seen.append((operation, is_saved)))
+    assert observe_selection(context, recomputation, lambda operation, is_saved: seen.append((operation, is_saved)))
     x, results = torch.ones(2), []
     for each in (context, recomputation):
         with each:
@@ -229,7 +229,7 @@ def test_observe_selection():
     assert torch.equal(results[0], x.sin().cos() + 1)
     assert torch.equal(*results)
     assert seen == [(aten.sin.default, True), (aten.cos.default, False), (aten.add_.Tensor, False)]
-    assert not observe_selection(torch.no_grad(), seen.append)
+    assert not observe_selection(torch.no_grad(), torch.no_grad(), seen.append)
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning", "ignore::FutureWarning")

@@ -137,8 +137,8 @@ DEFECTS = [
     Defect(
         "conv2's gradient lost",
         BACKWARD,
-        "self._store(place.stop - 4, norm, grad_weight)",
-        "self._store(place.stop - 4, norm, None)",
+        "self._store(number, norm, grad_weight)\n        if frozen:",
+        "self._store(number, norm, None)\n        if frozen:",
         STAGE_TESTS,
     ),
     Defect(
@@ -193,15 +193,43 @@ DEFECTS = [
     Defect(
         "gradient of the block's own output lost beside a consumer",
         BACKWARD,
-        "if self.grad_block is not None and start",
-        "if self.grad_block is not None and self.plan.consumer is None and start",
+        "if self.grad_block is not None and (segment",
+        "if self.grad_block is not None and self.spec.consumer is None and (segment",
         ("parts", "features", "shared"),
+    ),
+    Defect(
+        "segments of the features taken from the oldest to the newest in every block",
+        SPEC,
+        "return views[::-1] if self.newest_first else views",
+        "return views",
+        ("operators", "shared", "parts"),
+    ),
+    Defect(
+        "statistics of segments taken from the oldest to the newest in every block",
+        SPEC,
+        "if self.newest_first and not self.frozen:",
+        "if False:",
+        ("operators", "shared", "parts"),
+    ),
+    Defect(
+        "batches of a norm without running statistics not counted",
+        RUNNING,
+        "                    count.add_(1)",
+        "                    pass",
+        ("other_norms",),
+    ),
+    Defect(
+        "weights and biases that are no parameters are not found",
+        "engines/parts.py",
+        "    return module.weight, module.bias\n",
+        "    return None, None\n",
+        ("frozen_norms", "detection"),
     ),
     Defect(
         "backward ends one tensor before the first that needs a gradient",
         BACKWARD,
-        "stop = max(0, self.spec.layer_tensors(i).stop - self.group.tensors.start)",
-        "stop = max(0, self.spec.layer_tensors(i).stop - self.group.tensors.start - 1)",
+        "any(self.needs_grad[: self.spec.layer_tensors(i).stop])",
+        "any(self.needs_grad[: self.spec.layer_tensors(i).stop - 1])",
         ("conv_biases",),
     ),
     Defect(
@@ -362,8 +390,8 @@ DEFECTS = [
     Defect(
         "second derivatives: the bias before a frozen bottleneck norm counted twice",
         SECOND_ORDER,
-        "x = x - first.conv_bias.detach()",
-        "x = x - 0 * first.conv_bias.detach()",
+        "x = x - tensors.conv_bias.detach()",
+        "x = x - 0 * tensors.conv_bias.detach()",
         ("second_order",),
     ),
     Defect(

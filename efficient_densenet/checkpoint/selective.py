@@ -34,7 +34,7 @@ class UserContexts:
         self._states: list[list[Tensor]] = []  # before each random operation of the forward
         self._is_saved: list[bool] = []  # whether the result of that operation is saved
         bypass_saved_tensor_hooks(self._forward)
-        self._is_selective = observe_selection(self._forward, self._note_selection) and bool(generators)
+        self._is_selective = observe_selection(*contexts, self._note_selection) and bool(generators)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -11,7 +11,17 @@ from .._torch_private import has_global_module_hooks
 from ..norms.batch_norm import torch_class
 from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
-from .parts import BlockParts, ConsumerParts, LayerParts, NoPartsError, Norm, consumer_parts, is_norm, parts_of
+from .parts import (
+    BlockParts,
+    ConsumerParts,
+    LayerParts,
+    NoPartsError,
+    Norm,
+    consumer_parts,
+    is_norm,
+    parts_of,
+    weight_and_bias,
+)
 from .precision import autocast_enabled, compute_dtype
 
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -146,7 +156,7 @@ def _why_not_precision(units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]]
     for norms, convs in units:
         for modules, allowed in ((norms, of_norms), (convs, of_convolutions)):
             for module in modules:
-                weight, bias = module.weight, module.bias
+                weight, bias = weight_and_bias(module)
                 if weight.dtype not in allowed or not (bias is None or bias.dtype in allowed):
                     return (
                         f"found {_dtype_names({tensor.dtype for tensor in _tensors(module)})} in a "
@@ -264,14 +274,14 @@ def _unusual(conv: _ConvNd, kernel_size: int) -> str | None:
 
 def _tensors(module: Any) -> list[Tensor]:
     """The weight and the bias of a norm or a convolution, as far as it has them."""
-    weight, bias = module.weight, module.bias
+    weight, bias = weight_and_bias(module)
     return [weight] if bias is None else [bias] if weight is None else [weight, bias]
 
 
 def must_be_called(module: nn.Module) -> bool:
     """Whether a hook, or a forward set on the instance, would miss the call of the module itself."""
     return bool(
-        "forward" in vars(module)
+        "forward" in module.__dict__
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
@@ -295,7 +305,8 @@ def _is_norm_of(norm: Norm, dims: int) -> bool:
 
 def _missing_tensors(norm: Norm) -> str | None:
     """What a norm lacks that the shared engine reads."""
-    if norm.weight is None or norm.bias is None:
+    weight, bias = weight_and_bias(norm)
+    if weight is None or bias is None:
         return f"found a {torch_class(norm).__name__} without weight and bias, which the shared engine needs"
     if uses_running_statistics(norm) and norm.running_mean is None:
         name = torch_class(norm).__name__

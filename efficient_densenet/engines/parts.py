@@ -6,7 +6,7 @@ Parts are read at every forward and never stored on a module, so that copies and
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ class NoPartsError(Exception):
     """Raised for a block whose parts cannot be determined; the message starts with "found", as in "found a PReLU"."""
 
 
-@dataclass(frozen=True)
-class LayerParts:
+class LayerParts(NamedTuple):
     """A dense layer: norm, ReLU, 3×3 convolution; or norm, ReLU, 1×1 convolution, norm, ReLU, 3×3 convolution.
 
     The shared engine is not used where `module` or anything inside has a hook. A reader must raise `NoPartsError` for a
@@ -217,6 +216,20 @@ def activations_of(norm: Norm) -> tuple[nn.Module, ...]:
 
 def _class(module: nn.Module) -> type[nn.Module]:
     return original_class(module, UpdatesOnce)
+
+
+def weight_and_bias(module: Any) -> tuple[Any, Any]:
+    """`module.weight` and `module.bias`, found at once where nn.Module looks last: as a rule they are parameters."""
+    parameters = module._parameters
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return module.weight, module.bias
+
+
+def buffer_of(module: Any, name: str) -> Any:
+    """The attribute of this name, as a rule a buffer, in the same way."""
+    buffers = module._buffers
+    return buffers[name] if name in buffers else getattr(module, name)
 
 
 def halves(pool: nn.Module) -> bool:

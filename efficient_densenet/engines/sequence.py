@@ -28,7 +28,8 @@ def run_sequence(
     A module for which `is_block` is true has an `engine`, and with `can_join_stage` it may be run without being called.
     """
     outputs: dict[str, Tensor] = {}
-    first_block = next((module for _, module in modules if is_block(module)), None)
+    blocks = [module for _, module in modules if is_block(module)]
+    first_block = blocks[0] if blocks else None
     x, position, first_parts = _run_stem(modules, x, first_block, taps)
     while position < len(modules):
         name, module = modules[position]

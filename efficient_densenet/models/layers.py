@@ -1,7 +1,7 @@
 """The modules of a dense block and of what stands between two of them; how a block is run is the engines' business."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -135,12 +135,12 @@ def _layer_parts(module: nn.Module) -> LayerParts:
         raise NoPartsError(
             f"found a layer of class {type(module).__name__}, which may do other things than a dense layer"
         )
-    layer = cast(DenseLayer, module)
-    norm2, conv2, relu2 = (layer.norm2, layer.conv2, (layer.relu2,)) if layer.has_bottleneck else (None, None, ())
+    layer, modules = cast(DenseLayer, module), cast("dict[str, Any]", module._modules)
+    norm1, conv1, norm2, conv2, activations = modules["norm1"], modules["conv1"], None, None, (modules["relu1"],)
+    if layer.has_bottleneck:
+        norm2, conv2, activations = modules["norm2"], modules["conv2"], (*activations, modules["relu2"])
     return LayerParts(
-        layer,
-        *(layer.norm1, layer.conv1, norm2, conv2),
-        activations=(layer.relu1, *relu2),
+        *(layer, norm1, conv1, norm2, conv2, activations),
         drop_rate=layer.drop_rate if layer.training else 0.0,
         keep_bottleneck=layer.keep_bottleneck,
     )

@@ -35,8 +35,9 @@ def num_channels(norm: Any) -> int:
 def is_frozen_batch_norm(module: nn.Module) -> bool:
     """Whether `module` is a FrozenBatchNorm2d: judged by the names of its class and base classes, by its buffers, and
     by what the class computes, which is tried once."""
-    if any(parameter is not None for parameter in module._parameters.values()):
-        return False  # as the usual norm, told at once
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return False  # as the usual norm, told at once
     cls = type(module)
     if not any(base.__name__ in _CLASS_NAMES for base in cls.__mro__) or any(True for _ in module.parameters()):
         return False

@@ -10,7 +10,7 @@ from ..kernels import kernels_for, scratch
 from ..kernels.interface import AffineInput, Conv1x1, StatisticsOutput
 from ..kernels.portable import halved, to_pixel_matrix, to_spatial
 from ..precision import as_dtype
-from .spec import ConsumerSpec, NormConv, StageSpec, columns_of, norm_convs
+from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec, columns_of, norm_convs
 from .statistics import ForwardStatistics
 from .weights import converted_weights
 
@@ -42,7 +42,7 @@ class Forward:
         features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
         self.statistics = ForwardStatistics(spec, features, *inputs.stored[1:])
         self.kernels = kernels_for(features)
-        self.tensors = converted_weights(inputs.parameters, spec.torch_dtype)
+        self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype))
         self.bottlenecks: list[Tensor] = []
         self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
 
@@ -51,7 +51,7 @@ class Forward:
         if not self.inputs.stored:
             self._write(0, to_pixel_matrix(self.x))
         for i in range(len(self.spec.layers)):
-            self._write(self.spec.channels_read(i), *self._layer(i))
+            self._write(i + 1, *self._layer(i))
         outputs = [] if self.spec.consumer is None else [self._consumer(self.spec.consumer)]
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
 
@@ -68,39 +68,37 @@ class Forward:
         )
 
     def _write(
-        self, start: int, values: Tensor, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
+        self, segment: int, values: Tensor, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
     ) -> None:
         """Store new channels, values + bias; `statistics` are of the values, where a kernel has computed them."""
-        self.statistics.write(values, start, statistics, bias)
-        if self.block_output is not None and start >= self.spec.output_order.first:
-            stop = start + values.shape[1]
+        self.statistics.write(values, segment, statistics, bias)
+        if self.block_output is not None and (segment > 0 or not self.spec.new_features_only):
             output = values if bias is None else values + bias
-            columns = self.spec.output_order.slice(start, stop)
+            columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
             columns_of(self.block_output, columns).copy_(to_spatial(output, self.shape))
 
-    def _norm(self, norm: tuple[int, int], tensors: NormConv, columns: slice | None) -> AffineInput:
-        """What the convolution after a norm of the features reads; a frozen one has statistics of its own, in its
-        columns."""
-        if columns is None:
+    def _norm(self, number: int) -> AffineInput:
+        """What the convolution after a norm of the features reads; a frozen one has statistics of its own."""
+        tensors = self.tensors[number]
+        if not self.spec.frozen:
             return self.statistics.input(self.statistics.affine(tensors))
-        output = self.statistics.output(columns, self.spec.eps)
-        return self.statistics.input(self.statistics.frozen_norm(tensors, output, self._running(*norm)))
+        output = self.statistics.output(number, self.spec.eps)
+        return self.statistics.input(self.statistics.frozen_norm(tensors, output, self._running(number)))
 
-    def _running(self, i: int, number: int) -> Sequence[Tensor]:
+    def _running(self, number: int) -> Sequence[Tensor]:
         """running_mean and running_var of a frozen norm."""
-        start = self.spec.running_position(i, number)
+        start = self.spec.running_positions[number]
         return self.inputs.running_statistics[start : start + 2]
 
     def _layer(self, i: int) -> tuple[Tensor, StatisticsOutput | None, Tensor | None]:
         """A layer's output, its statistics where nothing but a bias changes it any more, and that bias."""
-        layer = self.spec.layers[i]
-        first, *second = norm_convs(self.tensors, self.spec.layer_tensors(i))
-        input, last = self._norm((i, 1), first, self.spec.norm1_columns(i)), second[0] if second else first
-        if second:
-            input = self._bottleneck(i, input, first, last)
+        layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
+        last, input = self.tensors[norms.stop - 1], self._norm(norms.start)
+        if layer.width:
+            input = self._bottleneck(layer, norms.start, input)
         arguments = input, self._weight(last), self.shape, layer.dilation
         if not self.spec.frozen and not layer.drop_rate:
-            statistics = self.statistics.of_features(self.spec.channels_read(i), self.spec.channels_read(i + 1))
+            statistics = self.statistics.of_segment(i + 1)
             output = self.kernels.conv3x3_forward_with_statistics(*arguments, statistics)
             return output, statistics, last.conv_bias
         output = self.kernels.conv3x3_forward(*arguments)
@@ -110,28 +108,27 @@ class Forward:
         mask = to_pixel_matrix(self.inputs.dropout_masks[self.spec.dropout_position(i)])
         return output.mul_(mask).mul_(1 / (1 - layer.drop_rate or 1)), None, None
 
-    def _bottleneck(self, i: int, input: AffineInput, first: NormConv, second: NormConv) -> AffineInput:
-        """What the 3×3 convolution reads.
+    def _bottleneck(self, layer: LayerSpec, number: int, input: AffineInput) -> AffineInput:
+        """What the 3×3 convolution reads, `input` being that of the 1×1 convolution after the norm of this number.
 
         The bias of the first convolution is not added to its output, but left out of the mean that the norm subtracts.
         """
-        layer = self.spec.layers[i]
+        first, second = self.tensors[number], self.tensors[number + 1]
         conv = bottleneck_conv(input, self._weight(first).flatten(1), layer.keep_bottleneck)
         if layer.keep_bottleneck:
             self.bottlenecks.append(conv.output)
-        output = self.statistics.output(self.spec.norm2_columns(i), layer.norm2_eps)
+        output = self.statistics.output(number + 1, layer.norm2_eps)
         if layer.norm2_frozen:
             self.kernels.conv1x1_forward(conv)
-            norm = self.statistics.frozen_norm(second, output, self._running(i, 2), first.conv_bias)
+            norm = self.statistics.frozen_norm(second, output, self._running(number + 1), first.conv_bias)
         else:
             self.kernels.conv1x1_forward_with_statistics(conv, output)
             norm = self.statistics.own_norm(second, output)
         return norm.input(conv.output)
 
     def _consumer(self, consumer: ConsumerSpec) -> Tensor:
-        (tensors,) = norm_convs(self.tensors, self.spec.consumer_tensors)
-        norm = len(self.spec.layers), 1
-        input, shape = self._norm(norm, tensors, self.spec.consumer_columns), self.shape
+        number, shape = self.spec.consumer_norm, self.shape
+        input, tensors = self._norm(number), self.tensors[number]
         if not consumer.has_conv:
             output = self.kernels.affine_forward(input)
         elif consumer.pools:

@@ -159,7 +159,8 @@ def _gradients(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tens
     spec, (_, *tensors) = ctx.spec, ctx.saved_tensors
     saved = SavedStage.unflatten(spec, tensors)
     grad_outputs = _by_consumer_and_block(spec, grad_outputs)
-    grad, *grads = operators.stage_backward(spec, ctx.shape, saved, *grad_outputs, ctx.needs_input_grad[4:])
+    with below_autograd():
+        grad, *grads = operators.stage_backward(spec, ctx.shape, saved, *grad_outputs, ctx.needs_input_grad[4:])
     return Gradients(_sum(grad, grad_input), grads)
 
 

@@ -127,7 +127,7 @@ def _fake_stage(
 
 def _fake_consumer_output(settings: StageSpec, x: Tensor, parameters: list[Tensor | None]) -> Tensor:
     assert settings.consumer is not None
-    (tensors,) = norm_convs(parameters, settings.consumer_tensors)
+    tensors = norm_convs(parameters)[-1]
     sides, dtype, channels = x.shape[2:], x.dtype, settings.order.total
     if tensors.conv_weight is not None:
         dtype, channels = settings.torch_dtype, tensors.conv_weight.shape[0]

@@ -1,17 +1,13 @@
 """The plan of a stage: its specification, read from the modules of a block and its consumer, and their tensors."""
 
-from collections.abc import Sequence
-from itertools import zip_longest
-
 import torch
 from torch import Tensor
-from torch.nn.modules.conv import _ConvNd
 
 from ..._torch_private import specialized
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..memory_format import memory_format_of
-from ..parts import BlockParts, ConsumerParts, LayerParts, Norm
+from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
 from ..precision import compute_dtype
 from .running import NormUpdate
 from .spec import ConsumerSpec, LayerSpec, StageSpec
@@ -35,22 +31,19 @@ class StagePlan:
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
-        for i, layer in enumerate(self.layers):
-            self._add(layer.norms, layer.convolutions, self.spec.norm2_columns(i))
-        if consumer is not None:
-            self._add([consumer.norm], [] if consumer.conv is None else [consumer.conv], slice(0, 0))
-
-    def _add(self, norms: Sequence[Norm], convolutions: Sequence[_ConvNd], norm2_columns: slice) -> None:
-        bias, columns = None, None
-        for norm, conv in zip_longest(norms, convolutions):
-            weight = norm.weight
-            columns = norm2_columns if columns else self.spec.order.slice(0, weight.shape[0])
-            if uses_running_statistics(norm):
+        units = [pair for layer in self.layers for pair in zip(layer.norms, layer.convolutions, strict=True)]
+        units += [] if consumer is None else [(consumer.norm, consumer.conv)]
+        bias = None
+        for (norm, conv), columns, frozen in zip(units, self.spec.norm_columns, self.spec.norms_frozen, strict=True):
+            weight, norm_bias = weight_and_bias(norm)
+            if frozen:
                 self.running_statistics += [norm.running_mean, norm.running_var]
+            elif columns is None:
+                self.updates.append(NormUpdate(norm, self.spec.order.slice(0, weight.shape[0])))
             else:
                 self.updates.append(NormUpdate(norm, columns, bias))
-            conv_weight, bias = (None, None) if conv is None else (conv.weight, conv.bias)
-            self.tensors += [weight, norm.bias, conv_weight, bias]
+            conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
+            self.tensors += [weight, norm_bias, conv_weight, bias]
 
     def dropout_masks(self, x: Tensor) -> list[Tensor]:
         """For each layer with dropout, what dropout of ones keeps, in the plain layer's shape and order, so that the

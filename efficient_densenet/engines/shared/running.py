@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import foreach_add_, foreach_lerp_, in_backward
-from ..parts import Norm
+from ..parts import Norm, buffer_of
 from ..precision import as_dtype
 from .operators import LIBRARY
 
@@ -37,29 +37,26 @@ def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor)
     """
     if not torch.compiler.is_compiling() and in_backward():
         return
-    tracked = [update for update in updates if update.norm.track_running_stats]
-    updates = [update for update in tracked if _has_statistics(update.norm)]
+    mean, variance, *_ = statistics.unbind()
+    by_momentum: dict[float | None, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
     with torch.no_grad():
-        for norm, _, _ in tracked:
-            if norm.num_batches_tracked is not None and not _has_statistics(norm):
-                norm.num_batches_tracked.add_(1)
-        mean, variance = statistics[0], statistics[1]
-        for momentum in dict.fromkeys(norm.momentum for norm, _, _ in updates):
-            running, counts, batch = [], [], []
-            for norm, columns, bias in updates:
-                if norm.momentum == momentum:
-                    means = mean[columns]
-                    counts += [] if norm.num_batches_tracked is None else [norm.num_batches_tracked]
-                    running += [norm.running_mean, norm.running_var]
-                    batch += [means if bias is None else means + bias, variance[columns]]
-            torch.ops.efficient_densenet.update_running_statistics.default(running, counts, batch, momentum)
-
-
-def _has_statistics(norm: Norm) -> bool:
-    """Whether there are running statistics to update; any of a norm's buffers may have been set to None."""
-    if norm.running_mean is None or norm.running_var is None:
-        return False
-    return norm.momentum is not None or norm.num_batches_tracked is not None
+        for norm, columns, bias in updates:
+            if not norm.track_running_stats:
+                continue
+            momentum, count = norm.momentum, buffer_of(norm, "num_batches_tracked")
+            running_mean, running_var = buffer_of(norm, "running_mean"), buffer_of(norm, "running_var")
+            lacks_count = momentum is None and count is None
+            if running_mean is None or running_var is None or lacks_count:  # any buffer may have been set to None
+                if count is not None:
+                    count.add_(1)
+                continue
+            running, counts, batch = by_momentum.setdefault(momentum, ([], [], []))
+            means = mean[columns]
+            running += [running_mean, running_var]
+            counts += [] if count is None else [count]
+            batch += [means if bias is None else means + bias, variance[columns]]
+        for momentum, tensors in by_momentum.items():
+            torch.ops.efficient_densenet.update_running_statistics.default(*tensors, momentum)
 
 
 @torch.library.impl(LIBRARY, "update_running_statistics", "CompositeExplicitAutograd")

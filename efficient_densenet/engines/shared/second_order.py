@@ -73,7 +73,7 @@ def plain_stage(spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tens
 
 class _PlainStage:
     def __init__(self, spec: StageSpec, saved: SavedStage, parameters: Sequence[Tensor | None]) -> None:
-        self.spec, self.saved, self.parameters = spec, saved, parameters
+        self.spec, self.saved, self.tensors = spec, saved, norm_convs(parameters)
 
     def run(self, x: Tensor) -> list[Tensor]:
         features = [x]
@@ -92,24 +92,26 @@ class _PlainStage:
 
     def _layer(self, i: int, x: Tensor) -> Tensor:
         layer = self.spec.layers[i]
-        first, *second = norm_convs(self.parameters, self.spec.layer_tensors(i))
-        x = self._norm(x, first, self.spec.eps, self.spec.norm1_columns(i))
-        if second:
-            x = self._convolve(F.relu(x), first.conv_weight, first.conv_bias, 1)
-            frozen = self.spec.norm2_columns(i) if layer.norm2_frozen else None
-            if frozen is not None and first.conv_bias is not None:  # their mean is less this bias
-                x = x - first.conv_bias.detach().to(x.dtype).view(-1, *[1] * (x.dim() - 2))
-            (first,) = second
-            x = self._norm(x, first, layer.norm2_eps, frozen)
-        x = self._convolve(F.relu(x), first.conv_weight, first.conv_bias, layer.dilation)
+        number = self.spec.layer_norms[i].start
+        tensors = self.tensors[number]
+        x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
+        if layer.width:
+            x = self._convolve(F.relu(x), tensors.conv_weight, tensors.conv_bias, 1)
+            frozen = self.spec.norm_columns[number + 1] if layer.norm2_frozen else None
+            if frozen is not None and tensors.conv_bias is not None:  # their mean is less this bias
+                x = x - tensors.conv_bias.detach().to(x.dtype).view(-1, *[1] * (x.dim() - 2))
+            tensors = self.tensors[number + 1]
+            x = self._norm(x, tensors, layer.norm2_eps, frozen)
+        x = self._convolve(F.relu(x), tensors.conv_weight, tensors.conv_bias, layer.dilation)
         if layer.drop_rate:
             mask = self.saved.dropout_masks[self.spec.dropout_position(i)]
             x = x * mask * (1 / (1 - layer.drop_rate or 1))
         return x
 
     def _consumer(self, consumer: ConsumerSpec, x: Tensor) -> Tensor:
-        (tensors,) = norm_convs(self.parameters, self.spec.consumer_tensors)
-        x = self._norm(x, tensors, self.spec.eps, self.spec.consumer_columns)
+        number = self.spec.consumer_norm
+        tensors = self.tensors[number]
+        x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
         if not consumer.has_conv:
             return x
         x = self._convolve(F.relu(x), tensors.conv_weight, tensors.conv_bias, 1)

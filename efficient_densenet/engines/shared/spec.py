@@ -82,11 +82,14 @@ class StageSpec:
         layers, consumer: their settings.
         updates: whether any norm has batch statistics.
         has_count: whether the processes of a sync group count their values.
-        first_tensors, consumer_tensors: where the parameters of each layer begin, and the slice of the consumer's.
-        first_columns, consumer_columns: the same for the columns of the matrix of statistics: those of the features
-            come first, and the consumer's norm has its own only if it is frozen.
-        column_widths: how many columns are written at once, in the columns' order.
-        first_own: how many norms with columns of their own come before each layer.
+        layer_norms: the norms of each layer, among all norms of the stage in their order; the consumer's is the last.
+        norm_columns: for each norm, its own columns in the matrix of statistics, None for one that shares those of the
+            features. The features' come first; a norm of the features has its own only if it is frozen.
+        norms_frozen, running_positions: whether each norm is frozen, and where the running statistics of a frozen one
+            are among the operator's inputs.
+        own_positions: for each norm with columns of its own, the place of those in `written_columns`.
+        segment_widths, column_widths: how many columns of the features, and of that matrix, are written at once, in the
+            columns' order.
     """
 
     dtype: str
@@ -103,6 +106,7 @@ class StageSpec:
     consumer: ConsumerSpec | None
 
     def __post_init__(self) -> None:
+        self._encoded: str | None = None
         self.torch_dtype: torch.dtype = getattr(torch, self.dtype)
         self.order = ChannelOrder(self.channels_read(len(self.layers)), self.newest_first)
         self.output_order = self.order._replace(first=self.in_channels if self.new_features_only else 0)
@@ -111,27 +115,37 @@ class StageSpec:
         self.num_outputs = (self.consumer is not None) + self.returns_features
         self.updates = not self.frozen or any(layer.width and not layer.norm2_frozen for layer in self.layers)
         self.has_count = self.sync_group is not None and self.updates
-        tensors, columns, own = 0, 0 if self.frozen else self.order.total, 0
-        self.first_tensors: list[int] = []
-        self.first_columns: list[int] = []
-        self.first_own: list[int] = []
+        self.num_columns = 0 if self.frozen else self.order.total
+        self.layer_norms: list[slice] = []
+        self.norm_columns: list[slice | None] = []
+        self.running_positions: list[int] = []
+        self.norms_frozen: list[bool] = []
         for i, layer in enumerate(self.layers):
-            self.first_tensors.append(tensors)
-            self.first_columns.append(columns)
-            self.first_own.append(own)
-            own += self.frozen + (layer.width > 0)
-            tensors += len(NormConv._fields) * (2 if layer.width else 1)
-            columns += self._norm1_width(i) + layer.width
-        features = [self.in_channels, *[self.growth_rate] * len(self.layers)]
-        self.column_widths = [] if self.frozen else features[::-1] if self.newest_first else features
-        for i, layer in enumerate(self.layers):
-            self.column_widths += [width for width in (self._norm1_width(i), layer.width) if width]
-        consumer_columns = self.order.total if self.frozen and self.consumer is not None else 0
-        self.consumer_tensors = slice(tensors, tensors + (len(NormConv._fields) if self.consumer is not None else 0))
-        self.num_tensors = self.consumer_tensors.stop
-        self.consumer_columns = slice(columns, columns + consumer_columns) if consumer_columns else None
-        self.column_widths += [consumer_columns] if consumer_columns else []
-        self.num_columns = columns + consumer_columns
+            first = len(self.norm_columns)
+            self._add_norm_of_features(self.channels_read(i))
+            if layer.width:
+                self._add_norm(layer.width, layer.norm2_frozen)
+            self.layer_norms.append(slice(first, len(self.norm_columns)))
+        if self.consumer is not None:
+            self._add_norm_of_features(self.order.total)
+        self.num_tensors = len(NormConv._fields) * len(self.norm_columns)
+        segments = [self.in_channels, *[self.growth_rate] * len(self.layers)]
+        self.segment_widths = segments[::-1] if self.newest_first else segments
+        self.column_widths = [] if self.frozen else list(self.segment_widths)
+        self.own_positions: dict[int, int] = {}
+        for norm, columns in enumerate(self.norm_columns):
+            if columns is not None:
+                self.own_positions[norm] = len(self.column_widths)
+                self.column_widths.append(columns.stop - columns.start)
+
+    def _add_norm_of_features(self, channels: int) -> None:
+        self._add_norm(channels if self.frozen else 0, self.frozen)
+
+    def _add_norm(self, own_columns: int, frozen: bool) -> None:
+        start, self.num_columns = self.num_columns, self.num_columns + own_columns
+        self.norm_columns.append(slice(start, self.num_columns) if own_columns else None)
+        self.running_positions.append(2 * sum(self.norms_frozen))
+        self.norms_frozen.append(frozen)
 
     def memory_format(self, x: Tensor) -> torch.memory_format:
         return CHANNELS_LAST[x.dim()] if self.channels_last else torch.contiguous_format
@@ -140,27 +154,37 @@ class StageSpec:
         """How many channels layer i reads."""
         return self.in_channels + self.growth_rate * i
 
+    def channels_of(self, segment: int) -> tuple[int, int]:
+        """The first channel of a segment of the features and the one after its last: segment 0 is the stage's input,
+        segment i + 1 the output of layer i."""
+        return (self.channels_read(segment - 1) if segment else 0), self.channels_read(segment)
+
+    def segments(self, features: Tensor) -> list[Tensor]:
+        """Views of the columns of each segment."""
+        views = list(features.split_with_sizes(self.segment_widths, 1))
+        return views[::-1] if self.newest_first else views
+
+    def written_columns(self, statistics: Tensor) -> list[Tensor]:
+        """Views of what is written at once in a matrix of statistics or in a row of it: the columns of each segment,
+        unless the norms of the features are frozen, and each norm's own."""
+        views = list(statistics.split_with_sizes(self.column_widths, -1))
+        if self.newest_first and not self.frozen:
+            views[: len(self.segment_widths)] = views[len(self.layers) :: -1]
+        return views
+
     def layer_tensors(self, i: int) -> slice:
         """The slice of the stage's parameters that layer i has: four for each norm, as in `NormConv`."""
-        start = self.first_tensors[i]
-        return slice(start, start + len(NormConv._fields) * (2 if self.layers[i].width else 1))
+        return _tensors(self.layer_norms[i])
 
-    def own_position(self, i: int, number: int) -> int | None:
-        """The place of layer i's first or second norm among those with columns of their own; None without those."""
-        return self.first_own[i] + (number == 2 and self.frozen) if self.frozen or number == 2 else None
+    @property
+    def consumer_norm(self) -> int:
+        """The number of the consumer's norm; without a consumer, that of all norms."""
+        return len(self.norm_columns) - (self.consumer is not None)
 
-    def norm1_columns(self, i: int) -> slice | None:
-        """The columns of layer i's first norm in the matrix of statistics, None unless it is frozen."""
-        start = self.first_columns[i]
-        return slice(start, start + self._norm1_width(i)) if self.frozen else None
-
-    def norm2_columns(self, i: int) -> slice:
-        """The columns of layer i's second norm."""
-        start = self.first_columns[i] + self._norm1_width(i)
-        return slice(start, start + self.layers[i].width)
-
-    def _norm1_width(self, i: int) -> int:
-        return self.channels_read(i) if self.frozen else 0
+    @property
+    def consumer_tensors(self) -> slice:
+        """The slice of the stage's parameters that the consumer has."""
+        return _tensors(slice(self.consumer_norm, len(self.norm_columns)))
 
     def bottleneck_position(self, i: int) -> int:
         """The place of layer i among those that keep their bottleneck."""
@@ -170,15 +194,14 @@ class StageSpec:
         """The place of layer i among those with dropout."""
         return sum(1 for layer in self.layers[:i] if layer.drop_rate)
 
-    def running_position(self, i: int, number: int) -> int:
-        """Where the running statistics of a frozen norm are among the operator's inputs: of the first or the second
-        norm of layer i, or of the consumer's, which comes after all layers."""
-        before = sum(self.frozen + (layer.width > 0 and layer.norm2_frozen) for layer in self.layers[:i])
-        return 2 * (before + (number == 2 and self.frozen))
-
     @property
     def encoded(self) -> str:
         """As the operators take it."""
+        if self._encoded is None:
+            self._encoded = self._encode()
+        return self._encoded
+
+    def _encode(self) -> str:
         *settings, layers, consumer = (getattr(self, name) for name in _FIELDS)
         return encode(*settings, tuple(map(tuple, layers)), None if consumer is None else tuple(consumer))
 
@@ -200,7 +223,11 @@ def decode(text: str) -> StageSpec:
     return StageSpec(*settings, layers=layers, consumer=None if consumer is None else ConsumerSpec(*consumer))
 
 
-def norm_convs(tensors: Sequence[Any], of: slice) -> list[NormConv]:
-    """A slice of a stage's tensors, or of values that belong to them, with one entry for each norm."""
+def norm_convs(tensors: Sequence[Any]) -> list[NormConv]:
+    """A stage's tensors, or values that belong to them, with one entry for each norm."""
+    return list(map(NormConv._make, zip(*[iter(tensors)] * len(NormConv._fields), strict=True)))
+
+
+def _tensors(norms: slice) -> slice:
     width = len(NormConv._fields)
-    return [NormConv(*tensors[start : start + width]) for start in range(of.start, of.stop, width)]
+    return slice(norms.start * width, norms.stop * width)

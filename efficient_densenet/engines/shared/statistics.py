@@ -6,8 +6,6 @@ are those of the features, which are stored centered (less their mean). Frozen n
 their own, and the features are stored as they are. So have the bottlenecks' norms. The columns lie in the norms' order.
 """
 
-import functools
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -56,41 +54,35 @@ class ForwardStatistics(_FeatureStatistics):
         self.spec, self.features, self.is_stored = spec, features, stored is not None
         dtype = accumulation_dtype(features.dtype)
         self.matrix = features.new_empty(3, spec.num_columns, dtype=dtype) if stored is None else stored
-        self.inv_std = self.matrix[INV_STD]
         self.sync_group = SyncGroup.named(spec.sync_group)
         self.count: Count = features.shape[0]
+        self._segments, rows = spec.segments(features), self.matrix.unbind()
+        self.inv_std = rows[INV_STD]
+        self._outputs = list(zip(*map(spec.written_columns, (self.matrix, *rows)), strict=True))
 
-    @functools.cached_property
-    def _columns(self) -> dict[int, tuple[Tensor, ...]]:
-        """By first column, the matrix of what is written there at once, and its rows: views, made for all together."""
-        widths = self.spec.column_widths
-        starts = itertools.accumulate(widths[:-1], initial=0)
-        views = self.matrix.split(widths, 1), *(row.split(widths) for row in self.matrix.unbind())
-        return dict(zip(starts, zip(*views, strict=True), strict=True))
-
-    def output(self, columns: slice, eps: float) -> StatisticsOutput:
-        """Where a kernel writes the statistics of its output."""
-        matrix, *rows = self._columns[columns.start]
+    def output(self, norm: int, eps: float) -> StatisticsOutput:
+        """Where a kernel writes the statistics of what a norm with columns of its own reads."""
+        matrix, *rows = self._outputs[self.spec.own_positions[norm]]
         return StatisticsOutput(matrix, eps, rows)
 
-    def of_features(self, start: int, stop: int) -> StatisticsOutput:
-        """The same for the channels written as number `start` to `stop`."""
-        return self.output(self.spec.order.slice(start, stop), self.spec.eps)
+    def of_segment(self, segment: int) -> StatisticsOutput:
+        """The same for a segment of the features."""
+        matrix, *rows = self._outputs[segment]
+        return StatisticsOutput(matrix, self.spec.eps, rows)
 
     def write(
-        self, values: Tensor, start: int, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
+        self, values: Tensor, segment: int, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
     ) -> None:
-        """Store new channels from number `start` on, values + bias (pixels, channels), and their statistics.
+        """Store a segment of the features, values + bias (pixels, channels), and its statistics.
 
         `statistics` are those of the values, computed here if None. Centered values have no bias: it is in their mean.
         """
-        stop = start + values.shape[1]
-        features = columns_of(self.features, self.spec.order.slice(start, stop))
+        features = self._segments[segment]
         if self.spec.frozen:
             features.copy_(values) if bias is None else torch.add(values, bias, out=features)
             return
         if statistics is None:
-            statistics = self.of_features(start, stop)
+            statistics = self.of_segment(segment)
             kernels_for(values).batch_statistics(values, statistics)
         self._synchronize(statistics)
         mean = statistics.rows[MEAN]
@@ -126,66 +118,52 @@ class ForwardStatistics(_FeatureStatistics):
         return self.matrix
 
     def _synchronize(self, statistics: StatisticsOutput) -> None:
-        self.count = synchronize_statistics(statistics, self.features.shape[0], self.sync_group)
+        if self.sync_group is not None:
+            self.count = synchronize_statistics(statistics, self.features.shape[0], self.sync_group)
 
 
 class BackwardStatistics(_FeatureStatistics):
     """A stage's features and their statistics, and what the backward sums up for them: Σg and Σ(g·x̂) of each channel.
 
-    `norms` are the weights and biases of the norms that have columns of their own, in their order.
+    `tensors` are those of all norms, for the ones that have columns of their own.
     """
 
     def __init__(
-        self,
-        spec: StageSpec,
-        features: Tensor,
-        matrix: Tensor,
-        count: Count | None,
-        norms: Sequence[tuple[Tensor, Tensor]],
+        self, spec: StageSpec, features: Tensor, matrix: Tensor, count: Count | None, tensors: Sequence[NormConv]
     ) -> None:
         self.spec, self.features, self.dtype = spec, features, matrix.dtype
         self.sync_group = SyncGroup.named(spec.sync_group)
         self.count: Count = features.shape[0] if count is None else count
-        self.inv_std = matrix[INV_STD]
         self.sums = matrix.new_zeros(2, matrix.shape[1] if spec.updates else 0)
-        self._own = self._own_norms(matrix, norms)
+        means, _, self.inv_std = matrix.unbind()
+        inv_stds, means = map(spec.written_columns, (self.inv_std, means))
+        sums = spec.written_columns(self.sums) if spec.updates else [self.sums] * len(means)
+        self._own = {
+            norm: (BatchNormAffine(*tensors[norm][:2], inv_stds[i], means[i]), sums[i])
+            for norm, i in spec.own_positions.items()
+        }
+        self._segments = () if spec.frozen else tuple(zip(spec.segments(features), inv_stds, sums, strict=False))
 
-    def _own_norms(
-        self, matrix: Tensor, norms: Sequence[tuple[Tensor, Tensor]]
-    ) -> list[tuple[BatchNormAffine, Tensor]]:
-        """The norms with columns of their own, and those columns of the sums."""
-        if not norms:
-            return []
-        sizes = [weight.shape[0] for weight, _ in norms]
-        if not self.spec.frozen:
-            sizes = [self.features.shape[1], *sizes]
-        means, _, inv_stds = (row.split(sizes) for row in matrix.unbind())
-        own_sums = self.sums.split(sizes, 1) if self.spec.updates else [self.sums] * len(sizes)
-        first = len(sizes) - len(norms)
-        columns = zip(norms, inv_stds[first:], means[first:], own_sums[first:], strict=True)
-        return [(BatchNormAffine(*norm, inv_std, mean), sums) for norm, inv_std, mean, sums in columns]
+    def norm(self, number: int, tensors: NormConv) -> BatchNormAffine:
+        """The affine map of a norm of the features."""
+        return self.own_norm(number) if self.spec.frozen else self.affine(tensors)
 
-    def own_norm(self, position: int) -> BatchNormAffine:
-        """A norm with columns of its own, by its place among those."""
-        return self._own[position][0]
+    def own_norm(self, number: int) -> BatchNormAffine:
+        """A norm with columns of its own."""
+        return self._own[number][0]
 
-    def own_sums(self, position: int) -> Tensor:
+    def own_sums(self, number: int) -> Tensor:
         """Σ γ · dβ and Σ γ · dγ of such a norm with batch statistics."""
-        return self._own[position][1]
+        return self._own[number][1]
 
-    def sums_of(self, norm: BatchNormAffine) -> Tensor | None:
-        """Where a consumer adds its γ · dβ and γ · dγ, its part of the sums of the channels that it reads."""
-        columns = self.spec.order.slice(0, norm.weight.shape[0])
-        return None if self.spec.frozen else columns_of(self.sums, columns)
+    def grad_input(self, segment: int, grad_accum: Tensor) -> BatchNormBackward:
+        """The gradient of a segment whose last consumer is done, from the sum of the consumers' gradients."""
+        features, inv_std, sums = self._segments[segment]
+        return self._grad_input(features, grad_accum, (inv_std, None), sums)
 
-    def grad_input(self, grad_accum: Tensor, columns: slice) -> BatchNormBackward:
-        """The gradient of channels whose last consumer is done, from the sum of the consumers' gradients."""
-        norm = self.inv_std[columns], None
-        return self._grad_input(columns_of(self.features, columns), grad_accum, norm, columns_of(self.sums, columns))
-
-    def own_grad_input(self, values: Tensor, grad_accum: Tensor, position: int) -> BatchNormBackward:
+    def own_grad_input(self, number: int, values: Tensor, grad_accum: Tensor) -> BatchNormBackward:
         """The gradient of the values that a norm with columns and batch statistics of its own reads."""
-        norm, sums = self._own[position]
+        norm, sums = self._own[number]
         return self._grad_input(values, grad_accum, (norm.inv_std, norm.mean), sums)
 
     def _grad_input(

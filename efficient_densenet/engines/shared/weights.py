@@ -20,9 +20,9 @@ def converted_weights(
     """
     tensors, places = list(parameters), range(len(parameters))[of or slice(None)]
     narrowed, weights = [], []
-    for place in places:
+    for place in places[_CONV_WEIGHT :: len(NormConv._fields)]:
         weight = tensors[place]
-        if place % len(NormConv._fields) == _CONV_WEIGHT and weight is not None and weight.dtype is not dtype:
+        if weight is not None and weight.dtype is not dtype:
             tensors[place] = torch.empty_like(weight, dtype=dtype)
             narrowed.append(tensors[place])
             weights.append(weight)
