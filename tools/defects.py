@@ -137,8 +137,8 @@ DEFECTS = [
     Defect(
         "conv2's gradient lost",
         BACKWARD,
-        "self._store(number, norm, grad_weight)\n        if frozen:",
-        "self._store(number, norm, None)\n        if frozen:",
+        "self._store(number, norm, grad_weight)\n        grad_input",
+        "self._store(number, norm, None)\n        grad_input",
         STAGE_TESTS,
     ),
     Defect(
