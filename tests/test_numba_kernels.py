@@ -112,7 +112,7 @@ def test_gemm_of_any_size_with_and_without_avx512(avx512, dtype):
 
 
 GUARDED = """
-import ctypes, mmap, sys
+import ctypes, itertools, mmap, sys
 import torch
 from efficient_densenet.engines.kernels import scratch
 from efficient_densenet.engines.kernels.numba_cpu import operations, tiling
@@ -146,11 +146,11 @@ def buffer(name, size, dtype, device):
 
 scratch.buffer, tiling._places = buffer, places
 torch.set_num_threads(1)
-for operation, function in OPERATIONS.items():
+for dtype, (operation, function) in itertools.product((torch.float32, torch.bfloat16), OPERATIONS.items()):
     for rows in (1, 12, 20, 36, 98):
         for channels, width in ((2, 17), (48, 64), (200, 48), (300, 40)):
-            case = Case((1, 2, 2 * rows) if "pooled" in operation else (1, 1, rows), channels, width)
-            print(operation, rows, channels, width, flush=True)
+            case = Case((1, 2, 2 * rows) if "pooled" in operation else (1, 1, rows), channels, width, dtype)
+            print(dtype, operation, rows, channels, width, flush=True)
             function(operations, case)
 print("all")
 """
@@ -338,10 +338,10 @@ def test_large_weights_run_on_portable(operation, monkeypatch):
         assert torch.equal(actual, expected)
 
 
-def test_kernels_for_selects_them_for_cpu_float32_and_float64():
-    for dtype in (torch.float32, torch.float64):
+def test_kernels_for_selects_them_for_their_dtypes():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is operations
-    for other in (torch.empty(2, 2, dtype=torch.bfloat16), torch.empty(2, 2, device="meta"), _subclass()):
+    for other in (torch.empty(2, 2, dtype=torch.float16), torch.empty(2, 2, device="meta"), _subclass()):
         assert kernels.kernels_for(other) is portable
 
 
