@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
+import statistics
 import subprocess
 import sys
 
@@ -373,20 +374,26 @@ def test_broken_numba_warns(monkeypatch):
         assert not kernels._has_numba.__wrapped__()
 
 
+def _gradients(block, x):
+    block(x).double().square().sum().backward()
+    return torch.cat([parameter.grad.double().flatten() for parameter in block.parameters()])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_features_in_float32_and_convolutions_in_a_lower_precision(dtype):
-    """Under autocast a block's input is float32."""
-    plain = DenseBlock(3, 8, 4, efficient=False)
-    efficient, x = copy.deepcopy(plain), torch.randn(4, 8, 9, 7)
-    efficient.engine = engines.parse("shared")
-    assert kernels.kernels_for(x) is operations
-    for block in (efficient, plain):
+    """Under autocast a block's input is float32. The gradients' error is that of plain's."""
+    ratios = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        plain, x = DenseBlock(3, 8, 4, efficient=False), torch.randn(4, 8, 9, 7)
+        efficient, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+        efficient.engine = engines.parse("shared")
+        assert kernels.kernels_for(x) is operations
+        expected = _gradients(exact, x.double())
         with torch.autocast("cpu", dtype):
-            output = block(x)
-        output.float().square().sum().backward()
-    for (name, actual), expected in zip(efficient.named_parameters(), plain.parameters(), strict=True):
-        assert actual.grad is not None, name
-        assert_close(actual.grad, expected.grad, 0.05)
+            error, plain_error = ((_gradients(block, x) - expected).norm() for block in (efficient, plain))
+        ratios.append(error / plain_error)
+    assert statistics.median(ratios) <= 1.5
 
 
 def test_saved_tensors_may_be_unpacked_with_contiguous_columns():
