@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
+import statistics
 import subprocess
 import sys
 
@@ -112,7 +113,7 @@ def test_gemm_of_any_size_with_and_without_avx512(avx512, dtype):
 
 
 GUARDED = """
-import ctypes, mmap, sys
+import ctypes, itertools, mmap, sys
 import torch
 from efficient_densenet.engines.kernels import scratch
 from efficient_densenet.engines.kernels.numba_cpu import operations, tiling
@@ -146,11 +147,11 @@ def buffer(name, size, dtype, device):
 
 scratch.buffer, tiling._places = buffer, places
 torch.set_num_threads(1)
-for operation, function in OPERATIONS.items():
+for dtype, (operation, function) in itertools.product((torch.float32, torch.bfloat16), OPERATIONS.items()):
     for rows in (1, 12, 20, 36, 98):
         for channels, width in ((2, 17), (48, 64), (200, 48), (300, 40)):
-            case = Case((1, 2, 2 * rows) if "pooled" in operation else (1, 1, rows), channels, width)
-            print(operation, rows, channels, width, flush=True)
+            case = Case((1, 2, 2 * rows) if "pooled" in operation else (1, 1, rows), channels, width, dtype)
+            print(dtype, operation, rows, channels, width, flush=True)
             function(operations, case)
 print("all")
 """
@@ -338,10 +339,10 @@ def test_large_weights_run_on_portable(operation, monkeypatch):
         assert torch.equal(actual, expected)
 
 
-def test_kernels_for_selects_them_for_cpu_float32_and_float64():
-    for dtype in (torch.float32, torch.float64):
+def test_kernels_for_selects_them_for_their_dtypes():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is operations
-    for other in (torch.empty(2, 2, dtype=torch.bfloat16), torch.empty(2, 2, device="meta"), _subclass()):
+    for other in (torch.empty(2, 2, dtype=torch.float16), torch.empty(2, 2, device="meta"), _subclass()):
         assert kernels.kernels_for(other) is portable
 
 
@@ -373,20 +374,26 @@ def test_broken_numba_warns(monkeypatch):
         assert not kernels._has_numba.__wrapped__()
 
 
+def _gradients(block, x):
+    block(x).double().square().sum().backward()
+    return torch.cat([parameter.grad.double().flatten() for parameter in block.parameters()])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_features_in_float32_and_convolutions_in_a_lower_precision(dtype):
-    """Under autocast a block's input is float32."""
-    plain = DenseBlock(3, 8, 4, efficient=False)
-    efficient, x = copy.deepcopy(plain), torch.randn(4, 8, 9, 7)
-    efficient.engine = engines.parse("shared")
-    assert kernels.kernels_for(x) is operations
-    for block in (efficient, plain):
+    """Under autocast a block's input is float32. The gradients' error is that of plain's."""
+    ratios = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        plain, x = DenseBlock(3, 8, 4, efficient=False), torch.randn(4, 8, 9, 7)
+        efficient, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+        efficient.engine = engines.parse("shared")
+        assert kernels.kernels_for(x) is operations
+        expected = _gradients(exact, x.double())
         with torch.autocast("cpu", dtype):
-            output = block(x)
-        output.float().square().sum().backward()
-    for (name, actual), expected in zip(efficient.named_parameters(), plain.parameters(), strict=True):
-        assert actual.grad is not None, name
-        assert_close(actual.grad, expected.grad, 0.05)
+            error, plain_error = ((_gradients(block, x) - expected).norm() for block in (efficient, plain))
+        ratios.append(error / plain_error)
+    assert statistics.median(ratios) <= 1.5
 
 
 def test_saved_tensors_may_be_unpacked_with_contiguous_columns():

@@ -485,10 +485,10 @@ DEFECTS = [
         ("numba_kernels",),
     ),
     Defect(
-        "numba: row strides of gradient and values swapped",
+        "numba: the values of the next row beside the gradient",
         NUMBA + "accumulation.py",
-        "elements(input.values.data, row * input.values.row_stride + left",
-        "elements(input.values.data, row * accumulator.grad_accum.row_stride + left",
+        "row_of(input.values, row, left, width), row_of(accumulator.grad_accum, row, left, width)",
+        "row_of(input.values, row + 1, left, width), row_of(accumulator.grad_accum, row, left, width)",
         ("numba_kernels",),
     ),
     Defect(
@@ -754,11 +754,39 @@ DEFECTS = [
         ("kernel_cache",),
     ),
     Defect(
-        "kernels: Numba's for bfloat16 too",
+        "kernels: Numba's for float16 too",
         "engines/kernels/__init__.py",
-        "_NUMBA_DTYPES = (torch.float32, torch.float64)",
         "_NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)",
+        "_NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)",
         ("numba_kernels",),
+    ),
+    Defect(
+        "bfloat16: ties are rounded up",
+        NUMBA + "bfloat16.py",
+        "builder.add(builder.add(bits, odd), _WHOLE(0x7FFF))",
+        "builder.add(bits, _WHOLE(0x8000))",
+        ("bfloat16_kernels",),
+    ),
+    Defect(
+        "bfloat16: NaN is rounded like a number",
+        NUMBA + "bfloat16.py",
+        "builder.select(is_nan, _WHOLE(_QUIET_NAN), rounded)",
+        "rounded",
+        ("bfloat16_kernels",),
+    ),
+    Defect(
+        "bfloat16: no scratch for the product before it is rounded",
+        NUMBA + "tiling.py",
+        "        per_row += padded_stride(columns, itemsize)\n",
+        "        pass\n",
+        ("numba_kernels",),
+    ),
+    Defect(
+        "bfloat16: autocast falls back to portable",
+        NUMBA + "operations.py",
+        "norm.weight.dtype in (arithmetic, dtype)",
+        "norm.weight.dtype == dtype",
+        ("bfloat16_kernels",),
     ),
     # Recomputation and norms
     Defect(

@@ -209,7 +209,8 @@ def _has_faster_forward(x: Tensor) -> bool:
     """Whether the shared engine's forward is faster on `x` than the plain modules.
 
     That is measured for the Numba kernels, which write no concatenation (benchmarks/inference.py)."""
-    return not torch.compiler.is_compiling() and not autocast_enabled(x) and kernels.numba_supports(x)
+    is_measured = x.dtype is not torch.bfloat16 and not autocast_enabled(x)
+    return is_measured and not torch.compiler.is_compiling() and kernels.numba_supports(x)
 
 
 def _compiled_engine(engine: Engine) -> Engine:

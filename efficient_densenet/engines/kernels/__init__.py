@@ -18,7 +18,7 @@ from .interface import Kernels
 from .numba_cpu import openmp
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NUMBA_DTYPES = (torch.float32, torch.float64)
+_NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def kernels_for(values: Tensor) -> Kernels:

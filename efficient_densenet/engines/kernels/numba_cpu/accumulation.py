@@ -3,7 +3,7 @@
 from numba import carray
 
 from .intrinsics import compiled, inlined, stack_buffer
-from .memory import clear, elements, prefetch_row
+from .memory import clear, elements, prefetch_row, row_of
 from .pooling import first_pixel
 from .threads import partition
 
@@ -11,7 +11,7 @@ _COLUMNS = 256
 """So many channels are summed at once, in registers or in the first-level cache."""
 
 _RUN = 32
-"""So many rows are summed in the matrices' dtype before they join a sum in float64, which a long sum needs."""
+"""So many rows are summed in the dtype of the arithmetic before they join a sum in float64, which a long sum needs."""
 
 _sums_buffer = stack_buffer(_COLUMNS)
 
@@ -31,9 +31,7 @@ def sum_run(pixels):
 @inlined
 def _relu_backward_pixel(input, accumulator, row, left, grad_output, ones, products, zero):
     width, overwrite = len(grad_output), accumulator.overwrite
-    values = elements(input.values.data, row * input.values.row_stride + left, width, zero)
-    grad_accum = accumulator.grad_accum
-    grad_accum = elements(grad_accum.data, row * grad_accum.row_stride + left, width, zero)
+    values, grad_accum = row_of(input.values, row, left, width), row_of(accumulator.grad_accum, row, left, width)
     scale, shift = elements(input.scale, left, width, zero), elements(input.shift, left, width, zero)
     grad_scale = elements(accumulator.grad_scale, left, width, zero)
     for j in range(width):
@@ -46,7 +44,7 @@ def _relu_backward_pixel(input, accumulator, row, left, grad_output, ones, produ
 @inlined
 def _relu_backward_row(conv, row, left, grad_output, ones, products, zero):
     """The gradient behind the ReLU, of one pixel."""
-    prefetch_row(conv.accumulator.grad_accum, row, conv.gradients.channels, zero)
+    prefetch_row(conv.accumulator.grad_accum, row, conv.gradients.channels)
     _relu_backward_pixel(conv.input, conv.accumulator, row, left, grad_output, ones, products, zero)
 
 
@@ -66,10 +64,11 @@ def _pooled_relu_backward_row(pooled, row, left, grad_output, ones, products, ze
 def _affine_backward_row(affine, row, left, grad_output, ones, products, zero):
     """The gradient of an affine map without ReLU, of one pixel."""
     width, overwrite = len(grad_output), affine.accumulator.overwrite
-    values = elements(affine.values.data, row * affine.values.row_stride + left, width, zero)
-    grad_accum = affine.accumulator.grad_accum
-    prefetch_row(grad_accum, row, affine.gradients.channels, zero)
-    grad_accum = elements(grad_accum.data, row * grad_accum.row_stride + left, width, zero)
+    prefetch_row(affine.accumulator.grad_accum, row, affine.gradients.channels)
+    values, grad_accum = (
+        row_of(affine.values, row, left, width),
+        row_of(affine.accumulator.grad_accum, row, left, width),
+    )
     grad_scale = elements(affine.accumulator.grad_scale, left, width, zero)
     for j in range(width):
         grad = grad_output[j]
@@ -82,8 +81,9 @@ def _accumulation(backward_row):
     """The accumulation of a tile's gradient, row by row."""
 
     @compiled
-    def accumulate(args, sums, run, thread, start, stop, grad_output, stride, zero):
-        """Rows start to stop of grad_output (rows, channels). Their dtype holds the sums of `run` rows at a time."""
+    def accumulate(args, sums, run, thread, start, stop, grad_output, stride, element, zero):
+        """Rows start to stop of grad_output (rows, channels), whose dtype is `element`'s. That of `zero` holds the sums
+        of `run` rows at a time."""
         channels = sums.channels
         ones, products = carray(_sums_buffer(zero), (_COLUMNS,)), carray(_sums_buffer(zero), (_COLUMNS,))
         for left in range(0, channels, _COLUMNS):
@@ -94,7 +94,7 @@ def _accumulation(backward_row):
                 for j in range(width):
                     ones[j] = products[j] = 0
                 for row in range(begin, min(begin + run, stop)):
-                    grad = elements(grad_output, (row - start) * stride + left, width, zero)
+                    grad = elements(grad_output, (row - start) * stride + left, width, element)
                     backward_row(args, row, left, grad, ones, products, zero)
                 for j in range(width):
                     sum_of_ones[j] += ones[j]

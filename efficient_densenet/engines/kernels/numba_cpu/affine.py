@@ -1,7 +1,7 @@
 """Affine maps on a tile of rows: a batch norm and its ReLU before a convolution, and a batch norm's backward."""
 
 from .intrinsics import compiled
-from .memory import elements, prefetch_row, stride_of
+from .memory import elements, prefetch_row, row_of, stride_of
 from .threads import partition
 
 
@@ -48,29 +48,28 @@ def affine_relu(input, start, stop, activation, zero):
     stride = stride_of(channels, zero)
     scale, shift = elements(input.scale, 0, channels, zero), elements(input.shift, 0, channels, zero)
     for row in range(start, stop):
-        values = elements(input.values.data, row * input.values.row_stride, channels, zero)
+        values = row_of(input.values, row, 0, channels)
         output = elements(activation, (row - start) * stride, channels, zero)
-        prefetch_row(input.values, row, channels, zero)
+        prefetch_row(input.values, row, channels)
         for j in range(channels):
             x = values[j] * scale[j] + shift[j]
             output[j] = x if not x <= zero else zero  # NaN stays NaN
 
 
 @compiled
-def batch_norm_grad_rows(grad, start, stop, output, stride, zero):
+def batch_norm_grad_rows(grad, start, stop, output, stride, element, zero):
     """dx = r · (g − mean(g) − x̂ · mean(g · x̂)) of rows start to stop, as slope · x + constant + r · g.
 
-    All are (rows, channels). Without sums dx = g.
+    All are (rows, channels); `element` is the output's. Without sums dx = g.
     """
     channels = grad.channels
     slope, constant = elements(grad.slope, 0, channels, zero), elements(grad.constant, 0, channels, zero)
     inv_std = elements(grad.inv_std, 0, channels, zero)
     for row in range(start, stop):
-        values = elements(grad.values.data, row * grad.values.row_stride, channels, zero)
-        grad_accum = elements(grad.grad_accum.data, row * grad.grad_accum.row_stride, channels, zero)
-        grad_input = elements(output, (row - start) * stride, channels, zero)
-        prefetch_row(grad.values, row, channels, zero)
-        prefetch_row(grad.grad_accum, row, channels, zero)
+        values, grad_accum = row_of(grad.values, row, 0, channels), row_of(grad.grad_accum, row, 0, channels)
+        grad_input = elements(output, (row - start) * stride, channels, element)
+        prefetch_row(grad.values, row, channels)
+        prefetch_row(grad.grad_accum, row, channels)
         if grad.sums.data:
             for j in range(channels):
                 grad_input[j] = values[j] * slope[j] + constant[j] + grad_accum[j] * inv_std[j]

@@ -2,7 +2,8 @@
 
 A record and its groups are written here as annotated classes. A kernel reads them as a NumPy structured dtype: an
 integer or an `Address` is an int64, a group a nested record, all zeros where it is absent. At the end lies `zero`, the
-0 of the dtype that the kernel is compiled for.
+0 of the dtype of the kernel's arithmetic. An `Element` takes no memory: it tells the kernel the dtype of the group's
+elements, which may be narrower.
 
 The host writes a record as one flat tuple of `Fields`, since each launch takes the time to write one: integers, and the
 tensors whose addresses the kernel reads. The tuple keeps those alive, which may be copies: an input that does not lie
@@ -15,7 +16,9 @@ import math
 import torch
 from torch import Tensor
 
+from ...precision import as_dtype
 from .. import interface
+from .records import Element
 
 REMEMBERED_SIZES = 4096
 """What follows from sizes is computed once for so many different ones: they are the same in every step."""
@@ -35,10 +38,14 @@ class OpenMP:
 
 
 class Matrix:
-    """(pixels, channels); every row is contiguous, row_stride counts elements."""
+    """(pixels, channels); every row is contiguous, row_stride counts elements.
+
+    Matrices of statistics and of sums are in the dtype of the arithmetic, whatever `element` says.
+    """
 
     data: Address
     row_stride: int
+    element: Element
 
     @staticmethod
     def of(tensor: Tensor) -> Fields:
@@ -52,6 +59,13 @@ class Matrix:
         return tensor, tensor.stride(0)
 
 
+class ContiguousMatrix:
+    """(pixels, channels)."""
+
+    data: Address
+    element: Element
+
+
 class Scratch:
     """`thread_stride` elements for each thread."""
 
@@ -60,7 +74,8 @@ class Scratch:
 
 
 class Norm:
-    """Vectors (channels,) of a batch norm; `mean` is absent where the values are stored centered."""
+    """Vectors (channels,) of a batch norm, all in the dtype of the arithmetic; `mean` is absent where the values are
+    stored centered."""
 
     weight: Address
     bias: Address
@@ -69,8 +84,9 @@ class Norm:
 
     @staticmethod
     def of(norm: interface.BatchNormAffine) -> Fields:
-        mean = 0 if norm.mean is None else norm.mean.contiguous()
-        return norm.weight.contiguous(), norm.bias.contiguous(), norm.inv_std.contiguous(), mean
+        mean, dtype = 0 if norm.mean is None else norm.mean.contiguous(), norm.inv_std.dtype
+        parameters = as_dtype(norm.weight, dtype).contiguous(), as_dtype(norm.bias, dtype).contiguous()
+        return *parameters, norm.inv_std.contiguous(), mean
 
 
 class AffineInput:
@@ -88,7 +104,7 @@ class AffineInput:
         """`vectors` is the address of scratch for both."""
         values, norm = input
         channels = values.shape[1]
-        return *Matrix.of(values), channels, *Norm.of(norm), vectors, vectors + channels * values.itemsize
+        return *Matrix.of(values), channels, *Norm.of(norm), vectors, vectors + channels * norm.inv_std.itemsize
 
 
 class PackedWeight:
@@ -102,6 +118,7 @@ class PackedWeight:
     taps: int
     transposed: int
     gemm: Address
+    element: Element
 
     @staticmethod
     def of(weight: Tensor, panels: Address, transposed: bool, gemm: Address) -> Fields:
@@ -161,7 +178,8 @@ class GradAccumulator:
     @staticmethod
     def of(accumulator: interface.GradAccumulator, scale: Address | Tensor) -> Fields:
         """`scale` is that of the norm, for a frozen one."""
-        grad_scale = scale if accumulator.frozen else accumulator.norm.weight.contiguous()
+        norm = accumulator.norm
+        grad_scale = scale if accumulator.frozen else as_dtype(norm.weight, norm.inv_std.dtype).contiguous()
         return grad_scale, *Matrix.output(accumulator.grad_accum), accumulator.overwrite
 
 
@@ -185,12 +203,13 @@ class BatchNormBackward:
     def of(grad: interface.BatchNormBackward, vectors: Address) -> Fields:
         """`vectors` is the address of scratch for slope and constant."""
         values, inv_std, sums = grad.values, grad.inv_std, grad.sums
-        channels = values.shape[1]
+        channels, itemsize = values.shape[1], values.itemsize
         if inv_std is None or sums is None:
             norm = 0, 0, 0, 0
         else:
+            itemsize = inv_std.itemsize
             norm = inv_std.contiguous(), 0 if grad.mean is None else grad.mean.contiguous(), *Matrix.of(sums)
-        scratch = vectors, vectors + channels * values.itemsize
+        scratch = vectors, vectors + channels * itemsize
         return *Matrix.of(values), channels, *norm, grad.count, *scratch, *Matrix.of(grad.grad_accum)
 
 
@@ -283,8 +302,6 @@ class Conv3x3ForwardArguments:
 
 
 class Conv3x3BackwardArguments:
-    """grad_output is contiguous."""
-
     openmp: OpenMP
     rows: int
     tile: int
@@ -292,7 +309,7 @@ class Conv3x3BackwardArguments:
     images: Images
     dilation: int
     conv: ConvBackward
-    grad_output: Address
+    grad_output: ContiguousMatrix
 
 
 class PooledConv1x1ForwardArguments:
@@ -308,7 +325,7 @@ class PooledConv1x1ForwardArguments:
 
 
 class PooledConv1x1BackwardArguments:
-    """The weight is already divided by the window's number of pixels. grad_output is contiguous."""
+    """The weight is already divided by the window's number of pixels."""
 
     openmp: OpenMP
     rows: int
@@ -317,7 +334,7 @@ class PooledConv1x1BackwardArguments:
     images: Images
     window: int
     conv: ConvBackward
-    grad_output: Address
+    grad_output: ContiguousMatrix
 
 
 @functools.lru_cache(maxsize=REMEMBERED_SIZES)

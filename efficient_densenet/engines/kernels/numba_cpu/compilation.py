@@ -14,29 +14,36 @@ from .disk_cache import open_cache
 from .intrinsics import COMPILE_OPTIONS
 from .records import packer, record_dtype
 
+ARITHMETIC = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
+"""The dtypes of matrices that kernels are compiled for, and those of the arithmetic."""
+
+_ELEMENT = {torch.bfloat16: np.uint16}
+"""What stands for a dtype that NumPy does not know."""
+
 
 class Kernel(NamedTuple):
-    """A function that is called by its address, and its signature for each dtype. `pack` writes a kernel's record."""
+    """A function that is called by its address, and its signature for the dtypes of the arithmetic and of matrices.
+    `pack` writes a kernel's record."""
 
     function: Callable
-    signature: Callable[[np.dtype], Signature]
+    signature: Callable[[np.dtype, np.dtype], Signature]
     pack: Callable[..., bytes] | None = None
 
 
 def kernel(arguments: type) -> Callable[[Callable], Kernel]:
     """Decorates a kernel: each thread calls it with the address of a record of these arguments."""
     return _decorate(
-        lambda dtype: types.void(types.CPointer(from_dtype(record_dtype(arguments, dtype)))), packer(arguments)
+        lambda *dtypes: types.void(types.CPointer(from_dtype(record_dtype(arguments, *dtypes)))), packer(arguments)
     )
 
 
 def subroutine(integers: int) -> Callable[[Callable], Kernel]:
     """Decorates what kernels call, with so many integers and `zero`, through `intrinsics.call_subroutine`."""
-    return _decorate(lambda dtype: types.void(*[types.intp] * integers, from_dtype(dtype)))
+    return _decorate(lambda zero, element: types.void(*[types.intp] * integers, from_dtype(zero)))
 
 
 def _decorate(
-    signature: Callable[[np.dtype], Signature], pack: Callable[..., bytes] | None = None
+    signature: Callable[[np.dtype, np.dtype], Signature], pack: Callable[..., bytes] | None = None
 ) -> Callable[[Callable], Kernel]:
     return lambda function: Kernel(function, signature, pack)
 
@@ -51,8 +58,12 @@ class _CachedCFunc(CFunc):
 @functools.cache
 def compile_kernel(kernel: Kernel, dtype: torch.dtype) -> CFunc:
     """The kernel for matrices of this dtype: from disk if it was compiled before, where it is kept and unharmed."""
-    signature = kernel.signature(np.dtype(str(dtype).removeprefix("torch.")))
+    signature = kernel.signature(_numpy_dtype(ARITHMETIC[dtype]), _numpy_dtype(dtype))
     compiled = _CachedCFunc(kernel.function, (signature.args, signature.return_type), {}, dict(COMPILE_OPTIONS))
     compiled.enable_caching()
     compiled.compile()
     return compiled
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return np.dtype(_ELEMENT.get(dtype) or str(dtype).removeprefix("torch."))

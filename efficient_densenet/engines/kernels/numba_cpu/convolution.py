@@ -2,20 +2,29 @@
 
 from .gemm import TRANSPOSE_BLOCK
 from .intrinsics import call_subroutine, compiled, inlined
-from .memory import clear, elements, offset, panel_columns, stride_of
+from .memory import clear, convert, elements, is_narrow, offset, panel_columns, stride_of
 from .threads import partition
 
 OVERWRITE, ACCUMULATE = 0, 1
 
 
 @inlined
-def conv1x1_product(conv, start, stop, activation, zero):
-    """Rows start to stop of the output (pixels, out_channels) = activation (rows, in_channels) @ weight.T."""
-    channels, stride = conv.weight.in_channels, conv.output.row_stride
-    output = offset(conv.output.data, start * stride, zero)
-    size = stop - start, conv.weight.out_channels, channels
+def conv1x1_product(conv, start, stop, activation, buffer, zero):
+    """Rows start to stop of the output (pixels, out_channels) = activation (rows, in_channels) @ weight.T.
+
+    Where the output is narrow, the product is made in `buffer` (rows, padded columns) and rounded from there.
+    """
+    channels, width, narrow = conv.weight.in_channels, conv.weight.out_channels, is_narrow(conv.output.element, zero)
+    output, stride = offset(conv.output.data, start * conv.output.row_stride, zero), conv.output.row_stride
+    if narrow:
+        output, stride = buffer, stride_of(width, zero)
+    size = stop - start, width, channels
     operands = activation, stride_of(channels, zero), 1, conv.weight.panels, 0, OVERWRITE, output, stride
     call_subroutine(conv.weight.gemm, (*size, *operands, zero))
+    if narrow:
+        for row in range(start, stop):
+            rounded = offset(conv.output.data, row * conv.output.row_stride, conv.output.element)
+            convert(offset(buffer, (row - start) * stride, zero), zero, rounded, conv.output.element, width)
 
 
 @inlined

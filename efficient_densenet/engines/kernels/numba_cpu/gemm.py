@@ -111,7 +111,7 @@ def pack_weight(weight, thread, threads, zero):
     panel = PANEL_BYTES // itemsize(zero)
     rows, columns = (taps * width, channels) if weight.transposed else (channels, taps * width)
     first, last = partition(channels, thread, threads)
-    values = elements(weight.weight, 0, width * channels * taps, zero)
+    values = elements(weight.weight, 0, width * channels * taps, weight.element)
     packed = elements(weight.panels, 0, rows * panel_columns(columns, zero), zero)
     for start in range(first, last, TRANSPOSE_BLOCK):
         stop = min(start + TRANSPOSE_BLOCK, last)

@@ -6,7 +6,7 @@ zeros outside the image. Pixels lie in the order (image, depth, height, width); 
 """
 
 from .intrinsics import compiled, inlined
-from .memory import clear, elements, offset, panel_columns
+from .memory import clear, convert, elements, is_narrow, offset, panel_columns
 
 
 @compiled
@@ -48,7 +48,8 @@ def im2col(images, dilation, grad, channels, start, stop, output, stride, zero):
                     middle = row + (i * height + j) * width * dilation
                     contiguous = right - left if dilation == 1 else 1  # so many taps are copied at once
                     for k in range(left, right, contiguous):
-                        seen = elements(grad, (middle + (k - 1) * dilation) * channels, contiguous * channels, zero)
+                        at_tap = (middle + (k - 1) * dilation) * channels
+                        seen = elements(grad.data, at_tap, contiguous * channels, grad.element)
                         columns = elements(output, at + k * channels, contiguous * channels, zero)
                         for o in range(contiguous * channels):
                             columns[o] = seen[o]
@@ -58,18 +59,20 @@ def im2col(images, dilation, grad, channels, start, stop, output, stride, zero):
 
 
 @inlined
-def col2im(images, dilation, products, origin, start, stop, output, channels, zero):
+def col2im(images, dilation, products, origin, start, stop, output, channels, buffer, zero):
     """Rows start to stop of the output (pixels, channels): the sum of what all taps give to each pixel.
 
-    `products` are (pixels, taps · channels), padded to whole panels, and begin with row `origin`.
+    `products` are (pixels, taps · channels), padded to whole panels, and begin with row `origin`. `buffer` is for the
+    sum of a row where the output is narrow.
     """
     width, height, depth = images.width, images.height, images.depth
     has_depth, has_height = images.has_depth, images.has_height
     stride = panel_columns(3 * (2 * has_height + 1) * (2 * has_depth + 1) * channels, zero)
     x, y, z = _place(start, images)
     for row in range(start, stop):
-        clear(offset(output.data, row * output.row_stride, zero), channels, zero)
-        total, at = elements(output.data, row * output.row_stride, channels, zero), 0
+        sums = buffer if is_narrow(output.element, zero) else offset(output.data, row * output.row_stride, zero)
+        clear(sums, channels, zero)
+        total, at = elements(sums, 0, channels, zero), 0
         for i in range(-has_depth, has_depth + 1):
             for j in range(-has_height, has_height + 1):
                 if 0 <= z + i * dilation < depth and 0 <= y + j * dilation < height:
@@ -89,4 +92,7 @@ def col2im(images, dilation, products, origin, start, stop, output, channels, ze
                                 for o in range(channels):
                                     total[o] += one[o]
                 at += 3 * channels
+        if is_narrow(output.element, zero):
+            written = offset(output.data, row * output.row_stride, output.element)
+            convert(sums, zero, written, output.element, channels)
         x, y, z = _next_place(x, y, z, images)

@@ -9,6 +9,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .bfloat16 import bfloat16
+
 COMPILE_OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}}
 _NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
@@ -42,13 +44,17 @@ def call_subroutine(typingctx, address, args):
 
 @intrinsic
 def pointer(typingctx, address, index, zero):
-    """A pointer to element `index` of the array of `zero`'s dtype at the address."""
+    """A pointer to element `index` of the array of `zero`'s dtype at the address.
+
+    uint16 stands for bfloat16, which NumPy does not know.
+    """
+    element = bfloat16 if zero == types.uint16 else zero
 
     def codegen(context, builder, signature, args):
-        start = builder.inttoptr(args[0], context.get_value_type(signature.args[2]).as_pointer())
+        start = builder.inttoptr(args[0], context.get_data_type(element).as_pointer())
         return builder.gep(start, [args[1]])
 
-    return types.CPointer(zero)(types.intp, types.intp, zero), codegen
+    return types.CPointer(element)(types.intp, types.intp, zero), codegen
 
 
 @intrinsic

@@ -31,7 +31,7 @@ from .convolution import (
 from .gemm import gemm, pack_weight
 from .im2col import col2im, im2col
 from .intrinsics import compiled
-from .memory import copy, offset, stride_of
+from .memory import convert, copy, offset, stride_of
 from .pooling import pooled_affine_relu
 from .statistics import clear_statistics, reduce_statistics, update_statistics
 from .threads import barrier, partition, this_thread
@@ -46,7 +46,7 @@ def batch_statistics(record):
     clear_statistics(args.statistics, thread)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        update_statistics(args.statistics, args.values, thread, start, stop, args.zero)
+        update_statistics(args.statistics, args.values, thread, start, stop)
     reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, args.zero)
 
 
@@ -56,11 +56,11 @@ def batch_norm_grad_input(record):
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
-    stride = args.grad_input.row_stride
-    output = offset(args.grad_input.data, first * stride, args.zero)
+    stride, element = args.grad_input.row_stride, args.grad_input.element
+    output = offset(args.grad_input.data, first * stride, element)
     batch_norm_grad_vectors(args.grad, thread, threads, args.zero)
     barrier(args.openmp)
-    batch_norm_grad_rows(args.grad, first, last, output, stride, args.zero)
+    batch_norm_grad_rows(args.grad, first, last, output, stride, element, args.zero)
 
 
 @kernel(arguments.AffineBackwardArguments)
@@ -69,12 +69,12 @@ def affine_backward(record):
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
-    stride, zero = args.grad_output.row_stride, args.zero
+    stride, element, zero = args.grad_output.row_stride, args.grad_output.element, args.zero
     clear_sums(args.gradients, thread)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        grad = offset(args.grad_output.data, start * stride, zero)
-        accumulate_affine_grad(args, args.gradients, sum_run(1), thread, start, stop, grad, stride, zero)
+        grad = offset(args.grad_output.data, start * stride, element)
+        accumulate_affine_grad(args, args.gradients, sum_run(1), thread, start, stop, grad, stride, element, zero)
     barrier(args.openmp)
     reduce_sums(args.gradients, thread, threads, zero)
 
@@ -90,6 +90,7 @@ def conv1x1_forward(record):
     first, last = partition(args.rows, thread, threads)
     conv, zero = args.conv, args.zero
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
+    product = offset(activation, args.tile * stride_of(conv.input.channels, zero), zero)
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     if args.statistics.channels:
@@ -98,9 +99,9 @@ def conv1x1_forward(record):
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
         affine_relu(conv.input, start, stop, activation, zero)
-        conv1x1_product(conv, start, stop, activation, zero)
+        conv1x1_product(conv, start, stop, activation, product, zero)
         if args.statistics.channels:
-            update_statistics(args.statistics, conv.output, thread, start, stop, zero)
+            update_statistics(args.statistics, conv.output, thread, start, stop)
     if args.statistics.channels:
         reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, zero)
 
@@ -113,13 +114,14 @@ def pooled_conv1x1_forward(record):
     first, last = partition(args.rows, thread, threads)
     conv, zero = args.conv, args.zero
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
+    product = offset(activation, args.tile * stride_of(conv.input.channels, zero), zero)
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
         pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, zero)
-        conv1x1_product(conv, start, stop, activation, zero)
+        conv1x1_product(conv, start, stop, activation, product, zero)
 
 
 @kernel(arguments.Conv3x3ForwardArguments)
@@ -136,6 +138,7 @@ def conv3x3_forward(record):
     columns = weight_columns(conv.weight, zero)
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
     products = offset(activation, tile * stride_of(conv.input.channels, zero), zero)
+    row_sums = offset(args.scratch.data, (thread + 1) * args.scratch.thread_stride - conv.weight.out_channels, zero)
     origin = done = max(0, first - halo)  # the row that products begin with, and the one that they end before
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
@@ -154,9 +157,10 @@ def conv3x3_forward(record):
             affine_relu(conv.input, done, done + rows, activation, zero)
             conv3x3_product(conv.weight, rows, activation, output, columns, zero)
             done += rows
-        col2im(args.images, args.dilation, products, origin, start, stop, conv.output, conv.weight.out_channels, zero)
+        width = conv.weight.out_channels
+        col2im(args.images, args.dilation, products, origin, start, stop, conv.output, width, row_sums, zero)
         if args.statistics.channels:
-            update_statistics(args.statistics, conv.output, thread, start, stop, zero)
+            update_statistics(args.statistics, conv.output, thread, start, stop)
     if args.statistics.channels:
         reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, zero)
 
@@ -186,15 +190,15 @@ def conv1x1_backward(record):
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        batch_norm_grad_rows(args.grad_output, start, stop, grad, stride, zero)
+        batch_norm_grad_rows(args.grad_output, start, stop, grad, stride, zero, zero)
         if conv.grad_weight.result:
             affine_relu(conv.input, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, grad, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
-        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero)
+        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero, zero)
         if following.output.data:
             affine_relu(following.input, start, stop, activation, zero)
-            conv1x1_product(following, start, stop, activation, zero)
+            conv1x1_product(following, start, stop, activation, grad, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
     if conv.grad_weight.result:
@@ -227,7 +231,7 @@ def conv3x3_backward(record):
             affine_relu(conv.input, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, columns, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, columns, stride, activation, zero)
-        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero)
+        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
     if conv.grad_weight.result:
@@ -256,13 +260,14 @@ def pooled_conv1x1_backward(record):
         stop = min(start + args.tile, last)
         width = conv.weight.out_channels
         for row in range(start, stop):
-            copy(offset(args.grad_output, row * width, zero), offset(grad, (row - start) * stride, zero), width, zero)
+            given = offset(args.grad_output.data, row * width, args.grad_output.element)
+            convert(given, args.grad_output.element, offset(grad, (row - start) * stride, zero), zero, width)
         if conv.grad_weight.result:
             pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, zero)
             add_grad_weight(conv, thread, stop - start, activation, grad, stride, zero)
         rows, run = stop - start, sum_run(args.window)
         grad_stride = grad_activation(conv.weight, rows, grad, stride, activation, zero)
-        accumulate_pooled_relu_grad(args, conv.gradients, run, thread, start, stop, activation, grad_stride, zero)
+        accumulate_pooled_relu_grad(args, conv.gradients, run, thread, start, stop, activation, grad_stride, zero, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
     if conv.grad_weight.result:

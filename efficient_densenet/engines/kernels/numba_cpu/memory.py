@@ -1,7 +1,8 @@
 """Arrays, rows and scratch as kernels address them.
 
-A kernel gets addresses as integers, and `zero`, the 0 of its matrices' dtype, from which Numba infers all types.
-Strides and offsets count elements where nothing else is said.
+A kernel gets addresses as integers, and `zero`, the 0 of the dtype of its arithmetic, from which Numba infers all
+types: tiles, packed panels and vectors are of it. The matrices that a kernel is given may be narrower. Each has an
+`element`, which is nothing but its dtype. Strides and offsets count elements where nothing else is said.
 """
 
 from numba import carray
@@ -38,6 +39,18 @@ _padded_stride, _whole_panels = compiled(padded_stride), compiled(whole_panels)
 def elements(address, index, count, zero):
     """An array of `count` elements, the first of which is element `index` after the address."""
     return carray(pointer(address, index, zero), (count,))
+
+
+@compiled
+def row_of(matrix, row, left, count):
+    """So many elements of a row of a matrix, from column `left` on."""
+    return elements(matrix.data, row * matrix.row_stride + left, count, matrix.element)
+
+
+@compiled
+def is_narrow(element, zero):
+    """Whether what is stored has to be rounded first. LLVM knows the answer."""
+    return itemsize(element) < itemsize(zero)
 
 
 @compiled
@@ -79,9 +92,18 @@ def copy(source, destination, count, zero):
 
 
 @compiled
-def prefetch_row(matrix, row, columns, zero):
+def convert(source, source_element, destination, destination_element, count):
+    """The same from one dtype to another. They do not overlap."""
+    source = elements(source, 0, count, source_element)
+    destination = elements(destination, 0, count, destination_element)
+    for i in range(count):
+        destination[i] = source[i]
+
+
+@compiled
+def prefetch_row(matrix, row, columns):
     """Prefetch the row that lies `_PREFETCH_DISTANCE` rows after this one, if rows are short."""
-    size = itemsize(zero)
+    size = itemsize(matrix.element)
     if columns * size > _SHORT_ROW_BYTES:
         return
     start = matrix.data + (row + _PREFETCH_DISTANCE) * matrix.row_stride * size

@@ -1,6 +1,7 @@
 """`interface.Kernels` for CPUs: what `portable` does in fewer passes, by kernels that Numba compiles.
 
-Each operation is one parallel region of PyTorch's own OpenMP threads. What is rare (mixed precisions, very large
+Matrices are float32, float64 or bfloat16; with the last, arithmetic, tiles and products are float32. Each operation is
+one parallel region of PyTorch's own OpenMP threads. What is rare (mixed precisions, very large
 weights) or memory-bound in one pass (`affine_forward`) is left to `portable`.
 
 On small inputs the time of an operation is that of the Python here. So whatever follows from sizes is remembered
@@ -19,7 +20,7 @@ from ..interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
 from ..portable import halved
 from . import arguments, kernels, openmp, tiling
 from .arguments import Fields
-from .compilation import Kernel, compile_kernel
+from .compilation import ARITHMETIC, Kernel, compile_kernel
 from .gemm import gemm
 from .records import absent
 from .tiling import Tiles
@@ -49,7 +50,7 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     values = grad.values
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
-    tiles = tiling.for_grad_input(*_limits(), *values.shape, values.itemsize)
+    tiles = tiling.for_grad_input(*_limits(), *values.shape, ARITHMETIC[values.dtype].itemsize)
     memory = _scratch(tiles, values.dtype)
     record = (
         *(*_openmp(), values.shape[0], *arguments.BatchNormBackward.of(grad, memory.data_ptr() + tiles.grad_vectors)),
@@ -61,11 +62,11 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
 
 def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
     values = input.values
-    if not grad_output.dtype == values.dtype == input.dtype == input.norm.weight.dtype:
+    if grad_output.dtype != values.dtype or not _has_arithmetic(input, values.dtype):
         portable.affine_backward(grad_output, input, accumulator)
         return
     rows, channels = values.shape
-    tiles = tiling.for_affine_backward(*_limits(), rows, channels, values.itemsize)
+    tiles = tiling.for_affine_backward(*_limits(), rows, channels, input.dtype.itemsize)
     _new_norm_gradients(accumulator)
     memory = _scratch(tiles, values.dtype)
     scale = input.scale if accumulator.frozen else 0
@@ -92,7 +93,8 @@ def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput)
 
 def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
     rows, weight = conv.input.values.shape[0], conv.weight
-    tiles = tiling.for_forward(*_limits(), rows, weight.shape, weight.itemsize, statistics is not None)
+    settings = rows, weight.shape, conv.input.dtype.itemsize, statistics is not None
+    tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
     memory = _scratch(tiles, weight.dtype)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
@@ -111,7 +113,7 @@ def conv1x1_backward(
     if not _supported(input, weight):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
-    settings = rows, weight.shape, weight.itemsize, accumulator.needs_grad_weight, 1, next_weight
+    settings = rows, weight.shape, input.dtype.itemsize, accumulator.needs_grad_weight, 1, next_weight
     tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
     memory = _scratch(tiles, weight.dtype)
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
@@ -143,7 +145,7 @@ def _conv3x3(
     input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput | None
 ) -> Tensor:
     rows, halo = input.values.shape[0], tiling.halo(shape, dilation)
-    settings = rows, weight.shape, weight.itemsize, statistics is not None, 1, halo
+    settings = rows, weight.shape, input.dtype.itemsize, statistics is not None, 1, halo, _is_narrow(weight)
     tiles, output = tiling.for_forward(*_limits(), *settings), weight.new_empty(rows, weight.shape[0])
     memory = _scratch(tiles, weight.dtype)
     record = (
@@ -165,7 +167,7 @@ def conv3x3_backward(
     if not _supported(input, weight):
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
     rows, grad_weight = input.values.shape[0], _new_gradients(weight, accumulator)
-    tiles = tiling.for_backward(*_limits(), rows, weight.shape, weight.itemsize, accumulator.needs_grad_weight)
+    tiles = tiling.for_backward(*_limits(), rows, weight.shape, input.dtype.itemsize, accumulator.needs_grad_weight)
     memory = _scratch(tiles, weight.dtype)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
@@ -179,7 +181,8 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     if not _supported(input, weight):
         return portable.pooled_conv1x1_forward(input, weight, shape)
     rows, pooled_rows, window = input.values.shape[0], halved(shape).numel(), 2 ** (len(shape) - 1)
-    tiles = tiling.for_forward(*_limits(), rows, weight.shape, weight.itemsize, False, window)
+    settings = rows, weight.shape, input.dtype.itemsize, False, window
+    tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
     memory, output = _scratch(tiles, weight.dtype), weight.new_empty(pooled_rows, weight.shape[0])
     record = (
         *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
@@ -197,7 +200,7 @@ def pooled_conv1x1_backward(
     if accumulator.overwrite and any(side % 2 for side in shape[1:]):
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
     rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
-    settings = rows, weight.shape, weight.itemsize, accumulator.needs_grad_weight, window
+    settings = rows, weight.shape, input.dtype.itemsize, accumulator.needs_grad_weight, window
     tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
     memory = _scratch(tiles, weight.dtype)
     record = (
@@ -210,11 +213,24 @@ def pooled_conv1x1_backward(
 
 
 def _supported(input: AffineInput, weight: Tensor) -> bool:
-    """Whether all is in one dtype and the weight not too large. The gradient of a single channel is a product with a
-    vector, for which PyTorch has a routine that sums more exactly."""
-    norm = input.norm
-    one_dtype = weight.dtype == input.values.dtype == input.dtype == norm.weight.dtype == norm.bias.dtype
-    return one_dtype and weight.nbytes <= WEIGHT_BYTES and weight.shape[1] > 1
+    """Whether all matrices are in one dtype and the weight not too large.
+
+    The gradient of a single channel is a product with a vector, for which PyTorch has a routine that sums more exactly.
+    """
+    one_dtype = weight.dtype == input.values.dtype and _has_arithmetic(input, weight.dtype)
+    return one_dtype and weight.numel() * input.dtype.itemsize <= WEIGHT_BYTES and weight.shape[1] > 1
+
+
+def _has_arithmetic(input: AffineInput, dtype: torch.dtype) -> bool:
+    """Whether the input has the dtypes of kernels for matrices of this one. A norm's parameters may have either."""
+    arithmetic, norm = ARITHMETIC.get(dtype), input.norm
+    return (
+        input.dtype == arithmetic and norm.weight.dtype == norm.bias.dtype and norm.weight.dtype in (arithmetic, dtype)
+    )
+
+
+def _is_narrow(weight: Tensor) -> bool:
+    return weight.dtype is not ARITHMETIC[weight.dtype]
 
 
 def _limits() -> tuple[int, int]:
@@ -223,7 +239,8 @@ def _limits() -> tuple[int, int]:
 
 
 def _scratch(tiles: Tiles, dtype: torch.dtype) -> Tensor:
-    """Memory for whatever is temporary, which the caller holds while the kernel runs."""
+    """Memory for whatever is temporary, which the caller holds while the kernel for matrices of `dtype` runs."""
+    dtype = ARITHMETIC[dtype]
     return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, _CPU)
 
 
@@ -236,11 +253,11 @@ def _new_norm_gradients(accumulator: GradAccumulator) -> None:
 
 
 def _new_gradients(weight: Tensor, accumulator: GradAccumulator) -> Tensor | None:
-    """The norm's, and the convolution's grad_weight."""
+    """The norm's, and the convolution's grad_weight, in the dtype of the arithmetic as portable's."""
     _new_norm_gradients(accumulator)
     if not accumulator.needs_grad_weight:
         return None
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+    return torch.empty_like(weight, dtype=ARITHMETIC[weight.dtype], memory_format=torch.contiguous_format)
 
 
 def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tiles) -> Fields:
@@ -264,7 +281,7 @@ def _conv(
     vectors, panels = (tiles.next_vectors, tiles.next_panels) if is_next else (tiles.vectors, tiles.panels)
     return (
         *arguments.AffineInput.of(input, start + vectors),
-        *arguments.PackedWeight.of(weight, start + panels, False, _address(gemm, weight.dtype)),
+        *arguments.PackedWeight.of(weight, start + panels, False, _address(gemm, ARITHMETIC[weight.dtype])),
         *arguments.Matrix.output(output),
     )
 
@@ -280,7 +297,7 @@ def _conv_backward(
     start = memory.data_ptr()
     return (
         *arguments.AffineInput.of(input, start + tiles.vectors),
-        *arguments.PackedWeight.of(weight, start + tiles.panels, True, _address(gemm, weight.dtype)),
+        *arguments.PackedWeight.of(weight, start + tiles.panels, True, _address(gemm, ARITHMETIC[weight.dtype])),
         *arguments.GradAccumulator.of(accumulator, start + tiles.vectors),
         *arguments.NormGradients.of(accumulator, start + tiles.partials),
         *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),

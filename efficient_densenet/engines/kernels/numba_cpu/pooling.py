@@ -1,7 +1,7 @@
 """Average pooling of 2×2 pixels (2 or 2×2×2 in other dimensions) on a tile of output rows."""
 
 from .intrinsics import compiled
-from .memory import elements, stride_of
+from .memory import elements, row_of, stride_of
 
 
 @compiled
@@ -28,7 +28,7 @@ def pooled_affine_relu(input, images, window, start, stop, activation, zero):
             for k in range(images.has_height + 1):
                 for pixel in range(2):
                     pixel += first + (i * images.height + k) * images.width
-                    values = elements(input.values.data, pixel * input.values.row_stride, channels, zero)
+                    values = row_of(input.values, pixel, 0, channels)
                     for j in range(channels):
                         x = values[j] * scale[j] + shift[j]
                         output[j] += x * fraction if not x <= zero else zero

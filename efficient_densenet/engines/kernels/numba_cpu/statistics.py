@@ -5,7 +5,7 @@ import math
 
 from ..interface import INV_STD, MEAN, VARIANCE
 from .intrinsics import compiled
-from .memory import clear, elements
+from .memory import clear, elements, row_of
 from .threads import barrier, partition
 
 STATISTICS_ROWS = 5
@@ -20,7 +20,7 @@ def clear_statistics(statistics, thread):
 
 
 @compiled
-def update_statistics(statistics, matrix, thread, start, stop, zero):
+def update_statistics(statistics, matrix, thread, start, stop):
     """Rows start to stop of the matrix join the thread's partials.
 
     With δ = mean_b − mean_a: mean += δ · n_b / n and M2 += M2_b + δ² · n_a · n_b / n, where n = n_a + n_b.
@@ -36,13 +36,13 @@ def update_statistics(statistics, matrix, thread, start, stop, zero):
         seen[j] = before + count
         tile_means[j] = tile_squares[j] = 0
     for row in range(start, stop):
-        values = elements(matrix.data, row * matrix.row_stride, channels, zero)
+        values = row_of(matrix, row, 0, channels)
         for j in range(channels):
             tile_means[j] += values[j]
     for j in range(channels):
         tile_means[j] /= count
     for row in range(start, stop):
-        values = elements(matrix.data, row * matrix.row_stride, channels, zero)
+        values = row_of(matrix, row, 0, channels)
         for j in range(channels):
             tile_squares[j] += (values[j] - tile_means[j]) ** 2
     for j in range(channels):

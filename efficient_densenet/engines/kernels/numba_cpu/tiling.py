@@ -80,19 +80,25 @@ def for_forward(
     statistics: bool = False,
     window: int = 1,
     halo: int = 0,
+    narrow: bool = False,
 ) -> Tiles:
     """For the forward of a convolution with a weight of this shape; one with a halo multiplies for all taps first.
 
     Two neighboring threads both compute the halo between them: fewer threads run where it exceeds a quarter of a
-    thread's rows.
+    thread's rows. `itemsize` is that of the arithmetic. An output of `narrow` elements is rounded from a buffer: of the
+    product or, with a halo, of a row's sums.
     """
     out_channels, in_channels, taps = conv_sizes(weight)
     columns = whole_panels(taps * out_channels, itemsize)
     threads = min(num_threads(tile, threads, rows), max(1, rows // (4 * halo or 1)))
-    per_row = padded_stride(in_channels, itemsize) + (columns if halo else 0)
+    per_row, row_sums = padded_stride(in_channels, itemsize) + (columns if halo else 0), 0
+    if narrow and halo:
+        row_sums = whole_panels(out_channels, itemsize)
+    elif narrow:
+        per_row += padded_stride(columns, itemsize)
     tile_rows = _tile_rows(tile, threads, rows, per_row * itemsize, window)
     return _tiles(
-        *(threads, tile_rows, itemsize, tile_rows * per_row + 2 * halo * columns),
+        *(threads, tile_rows, itemsize, tile_rows * per_row + 2 * halo * columns + row_sums),
         panels=in_channels * columns,
         partials=STATISTICS_ROWS * out_channels if statistics else 0,
         vectors=2 * in_channels,
@@ -110,7 +116,8 @@ def for_backward(
     window: int = 1,
     next_weight: torch.Size | None = None,
 ) -> Tiles:
-    """For the backward of a convolution with a weight of this shape, and of the next bottleneck if there is one."""
+    """For the backward of a convolution with a weight of this shape, and of the next bottleneck if there is one, whose
+    weight is no larger."""
     out_channels, in_channels, taps = conv_sizes(weight)
     columns, in_columns = (whole_panels(each, itemsize) for each in (taps * out_channels, in_channels))
     threads = num_threads(tile, threads, rows)

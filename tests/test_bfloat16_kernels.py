@@ -1,0 +1,257 @@
+"""The Numba kernels on bfloat16 matrices: one rounding of each element, everything else in float32."""
+
+import functools
+import importlib
+import math
+import os
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from grids import grid
+from kernel_operations import OPERATIONS, Case, has_pooling_window
+
+from efficient_densenet import DenseNet
+from efficient_densenet.engines import kernels
+from efficient_densenet.engines.kernels import portable
+from efficient_densenet.engines.kernels.numba_cpu import openmp
+
+numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
+if not openmp.available():
+    pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
+operations, memory = (
+    importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}") for name in ("operations", "memory")
+)
+
+TILES = [5, 256]
+UNIT_ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2
+
+
+@pytest.fixture(params=TILES)
+def tile(request, monkeypatch):
+    monkeypatch.setattr(operations, "TILE", request.param)
+
+
+def _check(operation: str, case: Case) -> None:
+    """An element of the result is the exact one, rounded once. Statistics are those of the rounded elements, and so at
+    most twice as far from the exact ones as portable's."""
+    exact = OPERATIONS[operation](portable, case.in_float64())
+    actual, expected = (OPERATIONS[operation](each, case) for each in (operations, portable))
+    of_rounded = operation.endswith("with_statistics")
+    assert len(actual) == len(expected) == len(exact)
+    for i, (result, portable_result, reference) in enumerate(zip(actual, expected, exact, strict=True)):
+        assert (result.dtype, result.shape) == (portable_result.dtype, portable_result.shape)
+        float32_error = 1e-5 * (reference.abs().max() if reference.numel() else 0) + 1e-5
+        if of_rounded and i:
+            _check_statistics(actual[0], result, i - 1)
+        else:
+            rounding = UNIT_ROUNDOFF * reference.abs() if result.dtype is torch.bfloat16 else 0
+            assert ((result - reference).abs() <= rounding + float32_error).all(), (operation, i)
+
+
+def _check_statistics(output: torch.Tensor, result: torch.Tensor, row: int) -> None:
+    """Mean, biased variance or 1 / sqrt(var + eps) of the output as it is stored."""
+    mean, variance = output.double().mean(0), output.double().var(0, correction=0)
+    expected = (mean, variance, (variance + 1e-3).rsqrt())[row]
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize(
+    *grid(
+        has_pooling_window,
+        operation=[name for name in OPERATIONS if name != "affine_forward"],  # which is portable's
+        shape=[(1, 1, 1), (1, 1, 7), (1, 9, 7), (2, 5, 13), (2, 4, 3, 5), (3, 9)],
+        channels__width=[(2, 20), (5, 48), (5, 1), (17, 401), (300, 16)],
+        overwrite__frozen__centered=[(False, False, False), (True, True, False), (False, False, True)],
+        tile=TILES,
+    ),
+    indirect=["tile"],
+)
+def test_each_element_is_rounded_once(operation, shape, channels, width, overwrite, frozen, centered):
+    torch.manual_seed(0)
+    case = Case(shape, channels, width, torch.bfloat16, overwrite=overwrite, frozen=frozen, centered=centered)
+    _check(operation, case)
+
+
+@pytest.mark.parametrize("operation", ["conv3x3_forward_with_statistics", "conv3x3_backward"])
+@pytest.mark.parametrize("dilation", [2, 3])
+def test_dilation(operation, dilation):
+    case = Case((2, 5, 13), 9, 16, torch.bfloat16)
+    case.dilation = dilation
+    _check(operation, case)
+
+
+@pytest.mark.parametrize("operation", ["affine_backward", "conv1x1_backward", "conv3x3_forward"])
+def test_parameters_of_norms_in_bfloat16(operation):
+    case = Case((2, 5, 13), 9, 16, torch.bfloat16)
+    case.norm_weight, case.norm_bias = case.norm_weight.bfloat16(), case.norm_bias.bfloat16()
+    _check(operation, case)
+
+
+@pytest.mark.parametrize(
+    "operation", [name for name in OPERATIONS if name not in ("affine_forward", "batch_statistics")]
+)
+def test_nothing_falls_back_to_portable(operation, monkeypatch):
+    """Neither under autocast nor in a model in bfloat16."""
+    for name in dir(kernels.interface.Kernels):
+        if not name.startswith("_"):
+            monkeypatch.setattr(portable, name, None)
+    case = Case((2, 4, 6), 9, 16, torch.bfloat16)
+    OPERATIONS[operation](operations, case)
+    case.norm_weight, case.norm_bias = case.norm_weight.bfloat16(), case.norm_bias.bfloat16()
+    OPERATIONS[operation](operations, case)
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
+def test_float16_runs_on_portable(operation):
+    case = Case((1, 8, 8), 6, 16, torch.float16)
+    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
+    for actual, expected in zip(results, reference, strict=True):
+        assert torch.equal(actual, expected)
+
+
+@functools.cache
+def _converter(source: type, destination: type):
+    """`memory.convert` between two dtypes, uint16 being bfloat16's."""
+    source_element, destination_element, convert = source(0), destination(0), memory.convert
+
+    @numba.njit
+    def function(source, target, count):
+        convert(source, source_element, target, destination_element, count)
+
+    return function
+
+
+def test_widening_is_exact():
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    widened = np.empty(len(bits), np.float32)
+    _converter(np.uint16, np.float32)(bits.ctypes.data, widened.ctypes.data, len(bits))
+    expected = torch.from_numpy(bits).view(torch.bfloat16).float().numpy()
+    assert np.array_equal(widened.view(np.uint32), expected.view(np.uint32))
+
+
+def test_rounding_is_to_the_nearest_even_and_keeps_nan():
+    halves = np.arange(1 << 16, dtype=np.uint32) << 16
+    tails = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    numbers = (halves[:, None] | tails).ravel().view(np.float32)
+    rounded = np.empty(len(numbers), np.uint16)
+    _converter(np.float32, np.uint16)(numbers.ctypes.data, rounded.ctypes.data, len(numbers))
+    actual, expected = torch.from_numpy(rounded).view(torch.bfloat16), torch.from_numpy(numbers).bfloat16()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    finite = ~expected.isnan()
+    assert torch.equal(actual[finite].view(torch.int16), expected[finite].view(torch.int16))
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
+def test_non_finite_values_propagate_as_in_portable(operation):
+    case = Case((1, 8, 8), 6, 16, torch.bfloat16)
+    case.values[9, 1], case.values[30, 4] = math.nan, math.inf
+    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
+    for actual, expected in zip(results, reference, strict=True):
+        assert torch.equal(actual.isfinite(), expected.isfinite())
+
+
+GUARDED = """
+import ctypes, math, mmap
+import torch
+from efficient_densenet.engines.kernels.numba_cpu import operations
+from kernel_operations import OPERATIONS, Case
+
+libc = ctypes.CDLL(None)
+libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+GUARD = 16 * mmap.PAGESIZE
+
+def guarded(shape, dtype):
+    # Protected pages lie before the tensor's page and right after its last element.
+    size = math.prod(shape) * dtype.itemsize
+    length = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
+    whole = torch.frombuffer(mmap.mmap(-1, length + 2 * GUARD), dtype=torch.uint8)
+    for start in (0, GUARD + length):
+        assert libc.mprotect(whole.data_ptr() + start, GUARD, 0) == 0
+    stop = GUARD + length
+    return whole[stop - size : stop].view(dtype).view(shape)
+
+def new_empty(self, *shape, dtype=None):
+    return guarded(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, dtype or self.dtype)
+
+torch.Tensor.new_empty = new_empty
+torch.empty_like = lambda tensor, dtype=None, memory_format=None: guarded(tensor.shape, dtype or tensor.dtype)
+torch.zeros = lambda *shape, dtype, device: guarded(shape, dtype).fill_(0)
+torch.set_num_threads(2)
+operations.TILE = 24
+SIZES = ((1, 2, 2), 2, 1), ((1, 3, 7), 17, 33), ((2, 5, 9), 48, 12), ((1, 3, 2, 5), 31, 47)
+for dtype in (torch.bfloat16, torch.float32):
+    for operation, function in OPERATIONS.items():
+        for shape, channels, width in SIZES:
+            case = Case(shape, channels, width, dtype)
+            for name, tensor in vars(case).items():
+                if isinstance(tensor, torch.Tensor):
+                    setattr(case, name, guarded(tensor.shape, tensor.dtype).copy_(tensor))
+            print(dtype, operation, shape, channels, width, flush=True)
+            function(operations, case)
+print("all")
+"""
+
+
+def test_tensors_are_not_accessed_out_of_bounds():
+    """Protected pages surround each tensor that a kernel reads or writes."""
+    completed = subprocess.run(
+        [sys.executable, "-c", GUARDED],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert completed.returncode == 0, (completed.stdout.splitlines()[-1:], completed.stderr)
+    assert completed.stdout.endswith("all\n")
+
+
+def _network(efficient: str | bool, seed: int, **overrides) -> DenseNet:
+    torch.manual_seed(seed)
+    return DenseNet(8, (2, 3), num_init_features=12, efficient=efficient, **overrides)
+
+
+def _step(model: DenseNet, images: torch.Tensor, autocast: bool) -> list[torch.Tensor]:
+    """The output and the gradients."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(images)
+    output.to(torch.promote_types(output.dtype, torch.float32)).square().sum().backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    return [output.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def _error(results: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    return statistics.median(
+        float((result - exact).norm() / exact.norm())
+        for result, exact in zip(results, reference, strict=True)
+        if exact.any()
+    )
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("overrides", [{}, {"small_inputs": False}, {"bn_size": 0}], ids=str)
+def test_networks_are_as_exact_as_plain(overrides, autocast):
+    """The median over networks: their output's error, and the median error of their gradients."""
+    ratios = []
+    for seed in range(7):
+        exact, ours, plain = (_network(name, seed, **overrides) for name in (False, "shared", False))
+        images = torch.randn(4, 3, 32, 32)
+        if not autocast:
+            images, ours, plain = images.bfloat16(), ours.bfloat16(), plain.bfloat16()
+        images = images.contiguous(memory_format=torch.channels_last if seed % 2 else torch.contiguous_format)
+        reference = _step(exact.double(), images.double(), False)
+        results, expected = _step(ours, images, autocast), _step(plain, images, autocast)
+        parts = slice(1), slice(1, None)
+        ratios.append(
+            [_error(results[part], reference[part]) / _error(expected[part], reference[part]) for part in parts]
+        )
+        for (name, buffer), other in zip(ours.named_buffers(), plain.buffers(), strict=True):
+            assert torch.allclose(buffer.float(), other.float(), rtol=0.05, atol=0.05), name
+    for of_outputs_or_gradients in zip(*ratios, strict=True):
+        assert statistics.median(of_outputs_or_gradients) <= 1.5
