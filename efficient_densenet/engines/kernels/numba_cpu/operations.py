@@ -34,6 +34,9 @@ WEIGHT_BYTES = 3 << 19
 
 _CPU = torch.device("cpu")
 
+_INTEGERS = {int, bool}
+"""The types of a field that is no tensor: to look one up takes half the time of `isinstance`, for 40 fields a launch."""
+
 
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     rows, channels = values.shape
@@ -229,10 +232,7 @@ def _scratch(tiles: Tiles, dtype: torch.dtype) -> Tensor:
 
 def _new_norm_gradients(accumulator: GradAccumulator) -> None:
     norm = accumulator.norm
-    norm.grad_bias, norm.grad_weight = (
-        norm.inv_std.new_empty(norm.inv_std.shape),
-        norm.inv_std.new_empty(norm.inv_std.shape),
-    )
+    norm.grad_bias, norm.grad_weight = torch.empty_like(norm.inv_std), torch.empty_like(norm.inv_std)
 
 
 def _new_gradients(weight: Tensor, accumulator: GradAccumulator) -> Tensor | None:
@@ -304,5 +304,5 @@ def _address(kernel: Kernel, dtype: torch.dtype) -> int:
 def _run(kernel: Kernel, dtype: torch.dtype, threads: int, record: Fields) -> None:
     """Launch the kernel with its record, which holds tensors alive until it is done."""
     assert kernel.pack is not None  # it is no subroutine
-    packed = kernel.pack(*[field if isinstance(field, int) else field.data_ptr() for field in record])
+    packed = kernel.pack(*[field if type(field) in _INTEGERS else field.data_ptr() for field in record])
     openmp.run(_address(kernel, dtype), threads, packed)
