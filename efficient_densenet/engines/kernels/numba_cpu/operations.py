@@ -35,7 +35,7 @@ WEIGHT_BYTES = 3 << 19
 _CPU = torch.device("cpu")
 
 _INTEGERS = {int, bool}
-"""The types of a field that is no tensor: to look one up takes half the time of `isinstance`, for 40 fields a launch."""
+"""The types of a field that is no tensor: to look one up takes half the time of `isinstance`, 40 times a launch."""
 
 
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
@@ -301,8 +301,8 @@ def _address(kernel: Kernel, dtype: torch.dtype) -> int:
     return address
 
 
-def _run(kernel: Kernel, dtype: torch.dtype, threads: int, record: Fields) -> None:
-    """Launch the kernel with its record, which holds tensors alive until it is done."""
+def _run(kernel: Kernel, dtype: torch.dtype, threads: int, record: tuple[typing.Any, ...]) -> None:
+    """Launch the kernel with its record, `Fields`, which holds tensors alive until it is done."""
     assert kernel.pack is not None  # it is no subroutine
     packed = kernel.pack(*[field if type(field) in _INTEGERS else field.data_ptr() for field in record])
     openmp.run(_address(kernel, dtype), threads, packed)
