@@ -49,14 +49,18 @@ class Matrix:
 
     @staticmethod
     def of(tensor: Tensor) -> Fields:
-        if not _has_contiguous_rows(tensor):
-            tensor = tensor.contiguous()
+        row_stride, channel_stride = tensor.stride()
+        if channel_stride == 1 or tensor.shape[1] == 1:
+            return tensor, row_stride
+        tensor = tensor.contiguous()
         return tensor, tensor.stride(0)
 
     @staticmethod
     def output(tensor: Tensor) -> Fields:
-        assert _has_contiguous_rows(tensor), f"a matrix cannot be written: its strides are {tensor.stride()}"
-        return tensor, tensor.stride(0)
+        row_stride, channel_stride = tensor.stride()
+        contiguous = channel_stride == 1 or tensor.shape[1] == 1
+        assert contiguous, f"a matrix cannot be written: its strides are {tensor.stride()}"
+        return tensor, row_stride
 
 
 class ContiguousMatrix:
@@ -342,7 +346,3 @@ def conv_sizes(weight_shape: torch.Size) -> tuple[int, int, int]:
     """The out_channels, in_channels and taps of a convolution's weight."""
     out_channels, in_channels, *kernel_size = weight_shape
     return out_channels, in_channels, math.prod(kernel_size)
-
-
-def _has_contiguous_rows(matrix: Tensor) -> bool:
-    return matrix.stride(1) == 1 or matrix.shape[1] == 1
