@@ -1,4 +1,4 @@
-"""The Numba kernels on bfloat16 matrices: one rounding of each element, everything else in float32."""
+"""The Numba kernels on bfloat16 matrices: arithmetic in float32, by each product that processors have for bfloat16."""
 
 import functools
 import importlib
@@ -22,11 +22,14 @@ from efficient_densenet.engines.kernels.numba_cpu import openmp
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, memory = (
-    importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}") for name in ("operations", "memory")
+operations, memory, products, gemm, processor = (
+    importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
+    for name in ("operations", "memory", "products", "gemm", "processor")
 )
 
 TILES = [5, 256]
+PRODUCTS = ["float32", "avx512_bf16"]
+PRODUCT_OPERATIONS = [name for name in OPERATIONS if "conv" in name]
 UNIT_ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2
 
 
@@ -35,21 +38,40 @@ def tile(request, monkeypatch):
     monkeypatch.setattr(operations, "TILE", request.param)
 
 
+@pytest.fixture(params=PRODUCTS)
+def product(request, monkeypatch):
+    """The kernels multiply by this product, in every test that requests it."""
+    if request.param != "float32" and not processor.has(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    chosen = {
+        "float32": products.Product(torch.float32, gemm.gemm),
+        "avx512_bf16": products.Product(torch.bfloat16, gemm.gemm_bfloat16),
+    }[request.param]
+    monkeypatch.setattr(operations, "product_of", lambda dtype: chosen)
+    for cached in (operations._gemm, operations._address):
+        cached.cache_clear()
+    yield request.param
+    for cached in (operations._gemm, operations._address):
+        cached.cache_clear()
+
+
 def _check(operation: str, case: Case) -> None:
-    """An element of the result is the exact one, rounded once. Statistics are those of the rounded elements, and so at
-    most twice as far from the exact ones as portable's."""
+    """An element of the result is the exact one, rounded once, and with narrow operands as far from it as their
+    rounding makes it. Statistics are those of the rounded elements."""
+    operand = operations.product_of(torch.bfloat16).operand
+    of_operands = 4 * UNIT_ROUNDOFF if operand is torch.bfloat16 and operation in PRODUCT_OPERATIONS else 0
     exact = OPERATIONS[operation](portable, case.in_float64())
     actual, expected = (OPERATIONS[operation](each, case) for each in (operations, portable))
     of_rounded = operation.endswith("with_statistics")
     assert len(actual) == len(expected) == len(exact)
     for i, (result, portable_result, reference) in enumerate(zip(actual, expected, exact, strict=True)):
         assert (result.dtype, result.shape) == (portable_result.dtype, portable_result.shape)
-        float32_error = 1e-5 * (reference.abs().max() if reference.numel() else 0) + 1e-5
+        operand_error = (1e-5 + of_operands) * (reference.abs().max() if reference.numel() else 0) + 1e-5
         if of_rounded and i:
             _check_statistics(actual[0], result, i - 1)
         else:
             rounding = UNIT_ROUNDOFF * reference.abs() if result.dtype is torch.bfloat16 else 0
-            assert ((result - reference).abs() <= rounding + float32_error).all(), (operation, i)
+            assert ((result - reference).abs() <= rounding + operand_error).all(), (operation, i)
 
 
 def _check_statistics(output: torch.Tensor, result: torch.Tensor, row: int) -> None:
@@ -59,7 +81,7 @@ def _check_statistics(output: torch.Tensor, result: torch.Tensor, row: int) -> N
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("tile")
+@pytest.mark.usefixtures("tile", "product")
 @pytest.mark.parametrize(
     *grid(
         has_pooling_window,
@@ -68,10 +90,11 @@ def _check_statistics(output: torch.Tensor, result: torch.Tensor, row: int) -> N
         channels__width=[(2, 20), (5, 48), (5, 1), (17, 401), (300, 16)],
         overwrite__frozen__centered=[(False, False, False), (True, True, False), (False, False, True)],
         tile=TILES,
+        product=PRODUCTS,
     ),
-    indirect=["tile"],
+    indirect=["tile", "product"],
 )
-def test_each_element_is_rounded_once(operation, shape, channels, width, overwrite, frozen, centered):
+def test_elements_are_exact_but_for_their_rounding(operation, shape, channels, width, overwrite, frozen, centered):
     torch.manual_seed(0)
     case = Case(shape, channels, width, torch.bfloat16, overwrite=overwrite, frozen=frozen, centered=centered)
     _check(operation, case)

@@ -135,7 +135,7 @@ def test_any_flipped_bit_and_any_length_is_noticed(cache, monkeypatch):
     unpickled = []
     monkeypatch.setattr(disk_cache.pickle, "loads", unpickled.append)
     target = numba.core.registry.cpu_target.target_context
-    signature = KERNEL.signature(*[torch.empty(0).numpy().dtype] * 2)
+    signature = KERNEL.signature(*[torch.empty(0).numpy().dtype] * 3)
     rng = random.Random(0)
     for _ in range(200):
         file.write_bytes(whole)

@@ -1,7 +1,7 @@
 """Affine maps on a tile of rows: a batch norm and its ReLU before a convolution, and a batch norm's backward."""
 
 from .intrinsics import compiled
-from .memory import elements, prefetch_row, row_of, stride_of
+from .memory import elements, pad_cells, prefetch_row, row_of, stride_of
 from .threads import partition
 
 
@@ -42,18 +42,20 @@ def batch_norm_grad_vectors(grad, thread, threads, zero):
 
 
 @compiled
-def affine_relu(input, start, stop, activation, zero):
-    """activation = relu(scale · values + shift) of rows start to stop, (rows, channels) with a padded stride."""
+def affine_relu(input, start, stop, activation, operand, zero):
+    """activation = relu(scale · values + shift) of rows start to stop, (rows, channels) operands with a padded
+    stride."""
     channels = input.channels
-    stride = stride_of(channels, zero)
+    stride = stride_of(channels, operand)
     scale, shift = elements(input.scale, 0, channels, zero), elements(input.shift, 0, channels, zero)
     for row in range(start, stop):
         values = row_of(input.values, row, 0, channels)
-        output = elements(activation, (row - start) * stride, channels, zero)
+        output = elements(activation, (row - start) * stride, channels, operand)
         prefetch_row(input.values, row, channels)
         for j in range(channels):
             x = values[j] * scale[j] + shift[j]
             output[j] = x if not x <= zero else zero  # NaN stays NaN
+    pad_cells(activation, stop - start, stride, channels, operand, zero)
 
 
 @compiled

@@ -3,7 +3,7 @@
 A record and its groups are written here as annotated classes. A kernel reads them as a NumPy structured dtype: an
 integer or an `Address` is an int64, a group a nested record, all zeros where it is absent. At the end lies `zero`, the
 0 of the dtype of the kernel's arithmetic. An `Element` takes no memory: it tells the kernel the dtype of the group's
-elements, which may be narrower.
+elements, which may be narrower; so does an `Operand`, of what products multiply.
 
 The host writes a record as one flat tuple of `Fields`, since each launch takes the time to write one: integers, and the
 tensors whose addresses the kernel reads. The tuple keeps those alive, which may be copies: an input that does not lie
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...precision import as_dtype
 from .. import interface
-from .records import Element
+from .records import Element, Operand
 
 REMEMBERED_SIZES = 4096
 """What follows from sizes is computed once for so many different ones: they are the same in every step."""
@@ -112,8 +112,8 @@ class AffineInput:
 
 
 class PackedWeight:
-    """A convolution's weight (out_channels, in_channels, taps), scratch for its packed panels, and the address of the
-    GEMM that reads them."""
+    """A convolution's weight (out_channels, in_channels, taps), scratch for its packed panels of operands, and the
+    address of the GEMM that reads them."""
 
     weight: Address
     panels: Address
@@ -123,6 +123,7 @@ class PackedWeight:
     transposed: int
     gemm: Address
     element: Element
+    operand: Operand
 
     @staticmethod
     def of(weight: Tensor, panels: Address, transposed: bool, gemm: Address) -> Fields:

@@ -14,6 +14,22 @@ _HALF, _WHOLE = ir.IntType(16), ir.IntType(32)
 _QUIET_NAN = 0x7FC0
 
 
+class _LLVMBFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _LLVMBFloat)
+
+    def __hash__(self) -> int:
+        return hash(_LLVMBFloat)
+
+
+BFLOAT = _LLVMBFloat()
+
+
 class BFloat16(types.Type):
     """Reads become float32 by themselves; a float32 becomes one only where it is stored."""
 

@@ -22,11 +22,11 @@ _ELEMENT = {torch.bfloat16: np.uint16}
 
 
 class Kernel(NamedTuple):
-    """A function that is called by its address, and its signature for the dtypes of the arithmetic and of matrices.
-    `pack` writes a kernel's record."""
+    """A function that is called by its address, and its signature for the dtypes of the arithmetic, of matrices and of
+    products' operands. `pack` writes a kernel's record."""
 
     function: Callable
-    signature: Callable[[np.dtype, np.dtype], Signature]
+    signature: Callable[[np.dtype, np.dtype, np.dtype], Signature]
     pack: Callable[..., bytes] | None = None
 
 
@@ -39,11 +39,11 @@ def kernel(arguments: type) -> Callable[[Callable], Kernel]:
 
 def subroutine(integers: int) -> Callable[[Callable], Kernel]:
     """Decorates what kernels call, with so many integers and `zero`, through `intrinsics.call_subroutine`."""
-    return _decorate(lambda zero, element: types.void(*[types.intp] * integers, from_dtype(zero)))
+    return _decorate(lambda zero, element, operand: types.void(*[types.intp] * integers, from_dtype(zero)))
 
 
 def _decorate(
-    signature: Callable[[np.dtype, np.dtype], Signature], pack: Callable[..., bytes] | None = None
+    signature: Callable[[np.dtype, np.dtype, np.dtype], Signature], pack: Callable[..., bytes] | None = None
 ) -> Callable[[Callable], Kernel]:
     return lambda function: Kernel(function, signature, pack)
 
@@ -56,9 +56,13 @@ class _CachedCFunc(CFunc):
 
 
 @functools.cache
-def compile_kernel(kernel: Kernel, dtype: torch.dtype) -> CFunc:
-    """The kernel for matrices of this dtype: from disk if it was compiled before, where it is kept and unharmed."""
-    signature = kernel.signature(_numpy_dtype(ARITHMETIC[dtype]), _numpy_dtype(dtype))
+def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CFunc:
+    """The kernel for matrices of this dtype: from disk if it was compiled before, where it is kept and unharmed.
+
+    The operands of products are in the dtype of the arithmetic, or in a narrower one.
+    """
+    arithmetic = ARITHMETIC[dtype]
+    signature = kernel.signature(*(_numpy_dtype(each) for each in (arithmetic, dtype, operand or arithmetic)))
     compiled = _CachedCFunc(kernel.function, (signature.args, signature.return_type), {}, dict(COMPILE_OPTIONS))
     compiled.enable_caching()
     compiled.compile()

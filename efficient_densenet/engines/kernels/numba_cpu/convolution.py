@@ -2,7 +2,18 @@
 
 from .gemm import TRANSPOSE_BLOCK
 from .intrinsics import call_subroutine, compiled, inlined
-from .memory import clear, convert, elements, is_narrow, offset, panel_columns, stride_of
+from .memory import (
+    cells,
+    clear,
+    convert,
+    elements,
+    interleave_rows,
+    is_narrow,
+    offset,
+    panel_columns,
+    stride_of,
+    vnni_factor,
+)
 from .threads import partition
 
 OVERWRITE, ACCUMULATE = 0, 1
@@ -15,11 +26,13 @@ def conv1x1_product(conv, start, stop, activation, buffer, zero):
     Where the output is narrow, the product is made in `buffer` (rows, padded columns) and rounded from there.
     """
     channels, width, narrow = conv.weight.in_channels, conv.weight.out_channels, is_narrow(conv.output.element, zero)
+    operand = conv.weight.operand
     output, stride = offset(conv.output.data, start * conv.output.row_stride, zero), conv.output.row_stride
     if narrow:
         output, stride = buffer, stride_of(width, zero)
-    size = stop - start, width, channels
-    operands = activation, stride_of(channels, zero), 1, conv.weight.panels, 0, OVERWRITE, output, stride
+    a_row = stride_of(channels, operand) // vnni_factor(operand, zero)
+    size = stop - start, width, cells(channels, operand, zero)
+    operands = activation, a_row, 1, conv.weight.panels, 0, OVERWRITE, output, stride
     call_subroutine(conv.weight.gemm, (*size, *operands, zero))
     if narrow:
         for row in range(start, stop):
@@ -30,9 +43,10 @@ def conv1x1_product(conv, start, stop, activation, buffer, zero):
 @inlined
 def conv3x3_product(weight, rows, activation, output, columns, zero):
     """output (rows, taps · out_channels) = activation (rows, in_channels) @ weight, padded to whole panels."""
-    channels = weight.in_channels
-    operands = activation, stride_of(channels, zero), 1, weight.panels, 0, OVERWRITE, output, columns
-    call_subroutine(weight.gemm, (rows, columns, channels, *operands, zero))
+    channels, operand = weight.in_channels, weight.operand
+    a_row = stride_of(channels, operand) // vnni_factor(operand, zero)
+    operands = activation, a_row, 1, weight.panels, 0, OVERWRITE, output, columns
+    call_subroutine(weight.gemm, (rows, columns, cells(channels, operand, zero), *operands, zero))
 
 
 @compiled
@@ -44,26 +58,34 @@ def weight_columns(weight, zero):
 @inlined
 def grad_activation(weight, rows, grad, stride, output, zero):
     """output (rows, in_channels) = grad (rows, taps · out_channels) @ transposed weight. Returns output's row stride.
+    grad's counts operands.
 
     The kernels overwrite the activation with it, which is not read again: a tile then needs less of the cache.
     """
-    columns = panel_columns(weight.in_channels, zero)
-    output_stride = stride_of(columns, zero)
-    size = rows, columns, weight.taps * weight.out_channels
-    call_subroutine(weight.gemm, (*size, grad, stride, 1, weight.panels, 0, OVERWRITE, output, output_stride, zero))
+    columns, operand = panel_columns(weight.in_channels, zero), weight.operand
+    output_stride, a_row = stride_of(columns, zero), stride // vnni_factor(operand, zero)
+    size = rows, columns, cells(weight.taps * weight.out_channels, operand, zero)
+    call_subroutine(weight.gemm, (*size, grad, a_row, 1, weight.panels, 0, OVERWRITE, output, output_stride, zero))
     return output_stride
 
 
 @inlined
-def add_grad_weight(conv, thread, rows, activation, grad, stride, zero):
+def add_grad_weight(conv, thread, tile, rows, activation, grad, stride, zero):
     """The thread's split-K partial sum of grad_weight's transpose: += activation.T @ grad, over the rows of a tile.
 
-    (in_channels, rows) @ (rows, taps · out_channels): tall rather than wide, which processors multiply faster.
+    (in_channels, rows) @ (rows, taps · out_channels): tall rather than wide, which processors multiply faster. Where a
+    cell is two operands, those of two rows are interleaved first, behind the `tile` rows of each matrix.
     """
-    channels, columns = conv.input.channels, weight_columns(conv.weight, zero)
+    channels, columns, operand = conv.input.channels, weight_columns(conv.weight, zero), conv.weight.operand
+    a, a_stride, b, b_stride = activation, stride_of(channels, operand), grad, stride
+    if is_narrow(operand, zero):
+        a, b = offset(a, tile * a_stride, operand), offset(b, tile * b_stride, operand)
+        interleave_rows(activation, rows, a_stride, channels, a, stride_of(channels, zero), operand)
+        interleave_rows(grad, rows, stride, columns, b, stride_of(columns, zero), operand)
+        a_stride, b_stride = stride_of(channels, zero), stride_of(columns, zero)
     partials = offset(conv.grad_weight.partials, thread * channels * columns, zero)
-    operands = activation, 1, stride_of(channels, zero), grad, stride, ACCUMULATE, partials, columns
-    call_subroutine(conv.weight.gemm, (channels, columns, rows, *operands, zero))
+    operands = a, 1, a_stride, b, b_stride, ACCUMULATE, partials, columns
+    call_subroutine(conv.weight.gemm, (channels, columns, cells(rows, operand, zero), *operands, zero))
 
 
 @compiled

@@ -7,11 +7,14 @@ import math
 
 from .compilation import subroutine
 from .intrinsics import compiled
-from .memory import PANEL_BYTES, elements, itemsize, panel_columns
-from .micro_kernel import HAS_AVX512, edge_block, register_block, register_blocks
+from .memory import PANEL_BYTES, cells, elements, itemsize, panel_columns, vnni_factor
+from .micro_kernel import edge_block, register_block, register_blocks
+from .processor import has
 from .threads import partition
 
-TILE_MULTIPLE = math.lcm(*register_blocks(HAS_AVX512).values())
+_HAS_AVX512 = has("avx512")
+
+TILE_MULTIPLE = math.lcm(*register_blocks(_HAS_AVX512).values())
 """A tile's buffers have rows for whole register blocks of any kind."""
 
 _K_BLOCK = 256
@@ -25,13 +28,13 @@ TRANSPOSE_BLOCK = 64
 """So many channels of a weight are transposed at once, while what is read stays in a cache."""
 
 
-def _row_of_blocks(panels: int, blocks: dict[int, int]):
+def _row_of_blocks(panels: int, blocks: dict[int, int], pairs: bool):
     """What computes `m` rows and up to so many panels of columns of C, one register block after another. Strides are in
     bytes."""
     if panels not in blocks:
         return None
     rows = blocks[panels]
-    block, edge = register_block(rows, panels), edge_block(max(mr * nr for nr, mr in blocks.items()))
+    block, edge = register_block(rows, panels, pairs), edge_block(max(mr * nr for nr, mr in blocks.items()))
 
     @compiled
     def row_of_blocks(m, n, k, a, a_row, a_column, b, b_row, b_panel, accumulate, c, c_row, zero):
@@ -51,9 +54,10 @@ def _row_of_blocks(panels: int, blocks: dict[int, int]):
     return row_of_blocks
 
 
-def make_gemm(avx512: bool):
-    """The GEMM for processors with AVX-512's registers or with fewer. `gemm` documents its parameters."""
-    one, two, three = (_row_of_blocks(panels, register_blocks(avx512)) for panels in (1, 2, 3))
+def make_gemm(avx512: bool, pairs: bool = False):
+    """The GEMM for processors with AVX-512's registers or with fewer. `gemm` documents its parameters. With `pairs` it
+    is that of bfloat16s."""
+    one, two, three = (_row_of_blocks(panels, register_blocks(avx512), pairs) for panels in (1, 2, 3))
 
     @compiled
     def product(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
@@ -83,14 +87,16 @@ def make_gemm(avx512: bool):
     return product
 
 
-_product = make_gemm(HAS_AVX512)
+_product = make_gemm(_HAS_AVX512)
+_product_of_pairs = make_gemm(avx512=True, pairs=True)
 
 
 @subroutine(integers=11)
 def gemm(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
     """C (m, n) = A (m, k) @ B (k, n), or C += A @ B.
 
-    a, b and c are addresses; strides are in elements. A may be transposed (`a_row` = 1). B's row stride is 0 where B is
+    a, b and c are addresses. A and B consist of cells, each as wide as an element of C and here one element; k and all
+    strides count them. A may be transposed (`a_row` = 1). B's row stride is 0 where B is
     packed in panels. B is read by whole panels and A by whole register blocks: both must lie in memory that goes on
     after them, whatever is there. Exactly m × n elements of C are written.
 
@@ -99,33 +105,45 @@ def gemm(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
     _product(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
 
 
+@subroutine(integers=11)
+def gemm_bfloat16(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
+    """The same where a cell is a pair of bfloat16s that are adjacent in the sum, and C is float32: by AVX512-BF16."""
+    _product_of_pairs(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
+
+
 @compiled
 def pack_weight(weight, thread, threads, zero):
-    """Pack a weight (out_channels, in_channels, taps) into panels, this thread's input channels of it.
+    """Pack a weight (out_channels, in_channels, taps) into panels of operands, this thread's input channels of it.
 
     Forward, B is (in_channels, taps · out_channels). Transposed, for the gradient of the input, it is
-    (taps · out_channels, in_channels), its taps in reverse. A panel holds `PANEL_BYTES` of every row, one row after
-    another; the last one is padded with zeros. The transposition goes by blocks of `TRANSPOSE_BLOCK` channels.
+    (taps · out_channels, in_channels), its taps in reverse. A panel holds `PANEL_BYTES` of every row of cells, one row
+    after another; cells beyond the last row and column are padded with zeros. The transposition goes by blocks of
+    `TRANSPOSE_BLOCK` channels.
     """
-    channels, width, taps = weight.in_channels, weight.out_channels, weight.taps
-    panel = PANEL_BYTES // itemsize(zero)
+    channels, width, taps, operand = weight.in_channels, weight.out_channels, weight.taps, weight.operand
+    panel, factor = PANEL_BYTES // itemsize(zero), vnni_factor(operand, zero)
     rows, columns = (taps * width, channels) if weight.transposed else (channels, taps * width)
+    cell_rows = cells(rows, operand, zero)
     first, last = partition(channels, thread, threads)
     values = elements(weight.weight, 0, width * channels * taps, weight.element)
-    packed = elements(weight.panels, 0, rows * panel_columns(columns, zero), zero)
+    packed = elements(weight.panels, 0, cell_rows * panel_columns(columns, zero) * factor, operand)
     for start in range(first, last, TRANSPOSE_BLOCK):
         stop = min(start + TRANSPOSE_BLOCK, last)
         for k in range(taps):
             for o in range(width):
                 at, row, column = o * channels * taps + k, (taps - 1 - k) * width + o, k * width + o
-                to = column // panel * rows * panel + column % panel
                 if weight.transposed:
+                    to, half = row // factor, row % factor
                     for c in range(start, stop):
-                        packed[(c // panel * rows + row) * panel + c % panel] = values[at + c * taps]
+                        packed[((c // panel * cell_rows + to) * panel + c % panel) * factor + half] = values[
+                            at + c * taps
+                        ]
                 else:
+                    to = column // panel * cell_rows * panel + column % panel
                     for c in range(start, stop):
-                        packed[to + c * panel] = values[at + c * taps]
-    if thread == 0 and columns % panel:
-        for row in range(rows):
-            for column in range(columns % panel, panel):
-                packed[(columns // panel * rows + row) * panel + column] = 0
+                        packed[(to + c // factor * panel) * factor + c % factor] = values[at + c * taps]
+    if thread == 0:
+        for row in range(cell_rows * factor):
+            for column in range(columns if row < rows else 0, panel_columns(columns, zero)):
+                to = (column // panel * cell_rows + row // factor) * panel + column % panel
+                packed[to * factor + row % factor] = 0.0

@@ -26,9 +26,9 @@ def _next_place(x, y, z, images):
 
 
 @inlined
-def im2col(images, dilation, grad, channels, start, stop, output, stride, zero):
-    """Rows start to stop of the columns of grad (pixels, channels): all taps around each pixel, padded with zeros to
-    whole panels."""
+def im2col(images, dilation, grad, channels, start, stop, output, stride, operand, zero):
+    """Rows start to stop of the columns of grad (pixels, channels), as operands: all taps around each pixel, padded
+    with zeros to whole panels."""
     width, height, depth = images.width, images.height, images.depth
     has_depth, has_height = images.has_depth, images.has_height
     taps = 3 * (2 * has_height + 1) * (2 * has_depth + 1)
@@ -39,22 +39,22 @@ def im2col(images, dilation, grad, channels, start, stop, output, stride, zero):
         left, right = 0 if x >= dilation else 1, 3 if x + dilation < width else 2
         for i in range(-has_depth, has_depth + 1):
             for j in range(-has_height, has_height + 1):
-                columns = elements(output, at, 3 * channels, zero)
+                columns = elements(output, at, 3 * channels, operand)
                 inside = 0 <= z + i * dilation < depth and 0 <= y + j * dilation < height
                 if not inside or left or right < 3:
                     for o in range(3 * channels):
-                        columns[o] = 0
+                        columns[o] = 0.0
                 if inside:
                     middle = row + (i * height + j) * width * dilation
                     contiguous = right - left if dilation == 1 else 1  # so many taps are copied at once
                     for k in range(left, right, contiguous):
                         at_tap = (middle + (k - 1) * dilation) * channels
                         seen = elements(grad.data, at_tap, contiguous * channels, grad.element)
-                        columns = elements(output, at + k * channels, contiguous * channels, zero)
+                        columns = elements(output, at + k * channels, contiguous * channels, operand)
                         for o in range(contiguous * channels):
                             columns[o] = seen[o]
                 at += 3 * channels
-        clear(offset(output, at, zero), padding, zero)
+        clear(offset(output, at, operand), padding, operand)
         x, y, z = _next_place(x, y, z, images)
 
 

@@ -31,7 +31,7 @@ from .convolution import (
 from .gemm import gemm, pack_weight
 from .im2col import col2im, im2col
 from .intrinsics import compiled
-from .memory import convert, copy, offset, stride_of
+from .memory import buffer_stride_of, convert, copy, offset, pad_cells, stride_of
 from .pooling import pooled_affine_relu
 from .statistics import clear_statistics, reduce_statistics, update_statistics
 from .threads import barrier, partition, this_thread
@@ -90,7 +90,7 @@ def conv1x1_forward(record):
     first, last = partition(args.rows, thread, threads)
     conv, zero = args.conv, args.zero
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
-    product = offset(activation, args.tile * stride_of(conv.input.channels, zero), zero)
+    product = _product_buffer(activation, args.tile, conv.weight)
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     if args.statistics.channels:
@@ -98,7 +98,7 @@ def conv1x1_forward(record):
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        affine_relu(conv.input, start, stop, activation, zero)
+        affine_relu(conv.input, start, stop, activation, conv.weight.operand, zero)
         conv1x1_product(conv, start, stop, activation, product, zero)
         if args.statistics.channels:
             update_statistics(args.statistics, conv.output, thread, start, stop)
@@ -114,13 +114,14 @@ def pooled_conv1x1_forward(record):
     first, last = partition(args.rows, thread, threads)
     conv, zero = args.conv, args.zero
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
-    product = offset(activation, args.tile * stride_of(conv.input.channels, zero), zero)
+    product = _product_buffer(activation, args.tile, conv.weight)
+    operand, sums = conv.weight.operand, _row_buffer(args.scratch, thread, conv.input.channels, zero)
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, zero)
+        pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
         conv1x1_product(conv, start, stop, activation, product, zero)
 
 
@@ -137,8 +138,8 @@ def conv3x3_forward(record):
     conv, tile, halo, zero = args.conv, args.tile, args.halo, args.zero
     columns = weight_columns(conv.weight, zero)
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
-    products = offset(activation, tile * stride_of(conv.input.channels, zero), zero)
-    row_sums = offset(args.scratch.data, (thread + 1) * args.scratch.thread_stride - conv.weight.out_channels, zero)
+    products = _product_buffer(activation, tile, conv.weight)
+    row_sums = _row_buffer(args.scratch, thread, conv.weight.out_channels, zero)
     origin = done = max(0, first - halo)  # the row that products begin with, and the one that they end before
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
@@ -154,7 +155,7 @@ def conv3x3_forward(record):
         end = min(args.rows, stop + halo)
         while done < end:
             rows, output = min(tile, end - done), offset(products, (done - origin) * columns, zero)
-            affine_relu(conv.input, done, done + rows, activation, zero)
+            affine_relu(conv.input, done, done + rows, activation, conv.weight.operand, zero)
             conv3x3_product(conv.weight, rows, activation, output, columns, zero)
             done += rows
         width = conv.weight.out_channels
@@ -190,14 +191,15 @@ def conv1x1_backward(record):
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        batch_norm_grad_rows(args.grad_output, start, stop, grad, stride, zero, zero)
+        batch_norm_grad_rows(args.grad_output, start, stop, grad, stride, conv.weight.operand, zero)
+        pad_cells(grad, stop - start, stride, args.grad_output.channels, conv.weight.operand, zero)
         if conv.grad_weight.result:
-            affine_relu(conv.input, start, stop, activation, zero)
-            add_grad_weight(conv, thread, stop - start, activation, grad, stride, zero)
+            affine_relu(conv.input, start, stop, activation, conv.weight.operand, zero)
+            add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
         accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero, zero)
         if following.output.data:
-            affine_relu(following.input, start, stop, activation, zero)
+            affine_relu(following.input, start, stop, activation, following.weight.operand, zero)
             conv1x1_product(following, start, stop, activation, grad, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
@@ -225,11 +227,11 @@ def conv3x3_backward(record):
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        width = conv.weight.out_channels
-        im2col(args.images, args.dilation, args.grad_output, width, start, stop, columns, stride, zero)
+        width, operand = conv.weight.out_channels, conv.weight.operand
+        im2col(args.images, args.dilation, args.grad_output, width, start, stop, columns, stride, operand, zero)
         if conv.grad_weight.result:
-            affine_relu(conv.input, start, stop, activation, zero)
-            add_grad_weight(conv, thread, stop - start, activation, columns, stride, zero)
+            affine_relu(conv.input, start, stop, activation, conv.weight.operand, zero)
+            add_grad_weight(conv, thread, args.tile, stop - start, activation, columns, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, columns, stride, activation, zero)
         accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero, zero)
     barrier(args.openmp)
@@ -250,6 +252,7 @@ def pooled_conv1x1_backward(record):
     first, last = partition(args.rows, thread, threads)
     conv, zero = args.conv, args.zero
     stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
+    operand, sums = conv.weight.operand, _row_buffer(args.scratch, thread, conv.input.channels, zero)
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
@@ -261,10 +264,11 @@ def pooled_conv1x1_backward(record):
         width = conv.weight.out_channels
         for row in range(start, stop):
             given = offset(args.grad_output.data, row * width, args.grad_output.element)
-            convert(given, args.grad_output.element, offset(grad, (row - start) * stride, zero), zero, width)
+            convert(given, args.grad_output.element, offset(grad, (row - start) * stride, operand), operand, width)
+        pad_cells(grad, stop - start, stride, width, operand, zero)
         if conv.grad_weight.result:
-            pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, zero)
-            add_grad_weight(conv, thread, stop - start, activation, grad, stride, zero)
+            pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
+            add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
         rows, run = stop - start, sum_run(args.window)
         grad_stride = grad_activation(conv.weight, rows, grad, stride, activation, zero)
         accumulate_pooled_relu_grad(args, conv.gradients, run, thread, start, stop, activation, grad_stride, zero, zero)
@@ -276,10 +280,23 @@ def pooled_conv1x1_backward(record):
 
 @compiled
 def _backward_buffers(scratch, tile, weight, thread, zero):
-    """The row stride and address of a tile's gradient (rows, taps · out_channels), and its activation's address."""
-    stride = stride_of(weight_columns(weight, zero), zero)
+    """The row stride in operands and address of a tile's gradient (rows, taps · out_channels), and its activation's
+    address."""
+    columns, operand = weight_columns(weight, zero), weight.operand
     grad = offset(scratch.data, thread * scratch.thread_stride, zero)
-    return stride, grad, offset(grad, tile * stride, zero)
+    return stride_of(columns, operand), grad, offset(grad, tile * buffer_stride_of(columns, operand, zero), zero)
+
+
+@compiled
+def _product_buffer(activation, tile, weight):
+    """The address after a tile's activation (rows, in_channels)."""
+    return offset(activation, tile * stride_of(weight.in_channels, weight.operand), weight.operand)
+
+
+@compiled
+def _row_buffer(scratch, thread, count, zero):
+    """The last elements of the thread's scratch."""
+    return offset(scratch.data, (thread + 1) * scratch.thread_stride - count, zero)
 
 
 def check() -> None:

@@ -2,7 +2,8 @@
 
 A kernel gets addresses as integers, and `zero`, the 0 of the dtype of its arithmetic, from which Numba infers all
 types: tiles, packed panels and vectors are of it. The matrices that a kernel is given may be narrower. Each has an
-`element`, which is nothing but its dtype. Strides and offsets count elements where nothing else is said.
+`element`, which is nothing but its dtype. So may the operands of products, whose GEMM knows them as cells: an operand
+each, or a pair of bfloat16s. Strides and offsets count elements where nothing else is said.
 """
 
 from numba import carray
@@ -32,7 +33,14 @@ def whole_panels(columns: int, itemsize: int) -> int:
     return -(-columns // panel) * panel
 
 
+def buffer_stride(product: int, operands: int, factor: int) -> int:
+    """So many elements of scratch for each row of a buffer: enough for a row of operands and its half of two
+    interleaved rows, or for a row of a product. Their strides are given, in elements of each."""
+    return product if factor == 1 else max(product, operands // factor + product // 2)
+
+
 _padded_stride, _whole_panels = compiled(padded_stride), compiled(whole_panels)
+_buffer_stride = compiled(buffer_stride)
 
 
 @compiled
@@ -51,6 +59,19 @@ def row_of(matrix, row, left, count):
 def is_narrow(element, zero):
     """Whether what is stored has to be rounded first. LLVM knows the answer."""
     return itemsize(element) < itemsize(zero)
+
+
+@compiled
+def vnni_factor(operand, zero):
+    """How many operands of a product are in a cell of its GEMM: one, or two bfloat16s that are adjacent in the sum."""
+    return itemsize(zero) // itemsize(operand)
+
+
+@compiled
+def cells(count, operand, zero):
+    """So many cells hold `count` operands."""
+    factor = vnni_factor(operand, zero)
+    return (count + factor - 1) // factor
 
 
 @compiled
@@ -80,7 +101,7 @@ def panel_columns(columns, zero):
 def clear(address, count, zero):
     numbers = elements(address, 0, count, zero)
     for i in range(count):
-        numbers[i] = 0
+        numbers[i] = 0.0
 
 
 @compiled
@@ -98,6 +119,38 @@ def convert(source, source_element, destination, destination_element, count):
     destination = elements(destination, 0, count, destination_element)
     for i in range(count):
         destination[i] = source[i]
+
+
+@compiled
+def buffer_stride_of(columns, operand, zero):
+    """`buffer_stride` for their dtypes."""
+    return _buffer_stride(stride_of(columns, zero), stride_of(columns, operand), vnni_factor(operand, zero))
+
+
+@compiled
+def pad_cells(matrix, rows, stride, columns, operand, zero):
+    """Zeros in the rest of the last cell of each row."""
+    for column in range(columns, cells(columns, operand, zero) * vnni_factor(operand, zero)):
+        for row in range(rows):
+            elements(matrix, row * stride + column, 1, operand)[0] = 0.0
+
+
+@compiled
+def interleave_rows(matrix, rows, stride, columns, cell_rows, cell_stride, operand):
+    """Pairs of rows of a matrix (rows, columns) as rows of cells, for a sum over rows. The partner of an odd row is
+    zero."""
+    for row in range(0, rows, 2):
+        first = elements(matrix, row * stride, columns, operand)
+        pairs = elements(cell_rows, row * cell_stride, 2 * columns, operand)
+        if row + 1 < rows:
+            second = elements(matrix, (row + 1) * stride, columns, operand)
+            for j in range(columns):
+                pairs[2 * j] = first[j]
+                pairs[2 * j + 1] = second[j]
+        else:
+            for j in range(columns):
+                pairs[2 * j] = first[j]
+                pairs[2 * j + 1] = 0.0
 
 
 @compiled

@@ -1,17 +1,18 @@
 """The GEMM's micro-kernel: an MR × NR block of C = A @ B or C += A @ B, whose sums stay in registers.
 
 NR is one, two or three panels of `PANEL_BYTES`; MR is as many rows as there are vector registers for the sums. The more
-panels, the fewer loads for as many multiplications.
+panels, the fewer loads for as many multiplications. A and B consist of cells, which are as wide as an element of C: a
+number, or a pair of bfloat16s that are adjacent in the sum (the VNNI layout).
 """
 
 import itertools
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .bfloat16 import BFLOAT
 from .intrinsics import alloca
 from .memory import PANEL_BYTES
 
@@ -21,9 +22,6 @@ def register_blocks(avx512: bool) -> dict[int, int]:
     return {1: 12, 2: 12, 3: 8} if avx512 else {1: 6}
 
 
-HAS_AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
-
-
 class _Vectors:
     """LLVM's instructions on vectors as wide as a panel."""
 
@@ -31,8 +29,6 @@ class _Vectors:
         self.builder, self.element, self.itemsize = builder, element, itemsize
         self.type = ir.VectorType(element, PANEL_BYTES // itemsize)
         self._every_lane = ir.Constant(ir.VectorType(ir.IntType(32), self.type.count), None)
-        name = f"llvm.fmuladd.v{self.type.count}f{8 * itemsize}"
-        self._fmuladd = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(self.type, [self.type] * 3))
 
     def zero(self) -> ir.Constant:
         return ir.Constant(self.type, None)
@@ -49,7 +45,16 @@ class _Vectors:
         return self.builder.shuffle_vector(first, first, self._every_lane)
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        return self.builder.call(self._fmuladd, [a, b, c])
+        name = f"llvm.fmuladd.v{self.type.count}f{8 * self.itemsize}"
+        fmuladd = self.builder.module.declare_intrinsic(name, fnty=ir.FunctionType(self.type, [self.type] * 3))
+        return self.builder.call(fmuladd, [a, b, c])
+
+    def multiply_add_pairs(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """c plus the products of both bfloat16s in each cell: AVX512-BF16's `vdpbf16ps`."""
+        name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", ir.VectorType(BFLOAT, 2 * self.type.count)
+        function = ir.FunctionType(self.type, [self.type, pairs, pairs])
+        operands = (self.builder.bitcast(each, pairs) for each in (a, b))
+        return self.builder.call(self.builder.module.declare_intrinsic(name, fnty=function), [c, *operands])
 
 
 def _stepped(builder: ir.IRBuilder, address: ir.Value, step: ir.Value, count: int) -> ir.Value:
@@ -61,8 +66,8 @@ def _opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.asm(ir.FunctionType(address.type, [address.type]), "", "=r,0", [address], False)
 
 
-def register_block(rows: int, panels: int):
-    """An intrinsic: C (MR, NR) = A (MR, k) @ B (k, NR), or += with `accumulate`.
+def register_block(rows: int, panels: int, pairs: bool = False):
+    """An intrinsic: C (MR, NR) = A (MR, k) @ B (k, NR), or += with `accumulate`. With `pairs` a cell is two bfloat16s.
 
     Addresses are of the first elements; strides are in bytes. B's panels lie `b_panel_stride` apart.
     """
@@ -73,6 +78,7 @@ def register_block(rows: int, panels: int):
             a, a_row, a_column, k, b, b_row, b_panel, accumulate, c, c_row, _ = args
             element = context.get_value_type(signature.args[-1])
             vectors = _Vectors(builder, element, context.get_abi_sizeof(element))
+            multiply_add = vectors.multiply_add_pairs if pairs else vectors.multiply_add
             cells = list(itertools.product(range(rows), range(panels)))
             sums = {cell: cgutils.alloca_once_value(builder, vectors.zero()) for cell in cells}
             columns = {(i, j): ir.Constant(c.type, j * PANEL_BYTES) for i, j in cells}
@@ -87,7 +93,7 @@ def register_block(rows: int, panels: int):
                 for i in range(rows):
                     factor = vectors.broadcast(_stepped(builder, a_now, a_row, i))
                     for j, vector in enumerate(b_row_vectors):
-                        total = vectors.multiply_add(factor, vector, builder.load(sums[i, j]))
+                        total = multiply_add(factor, vector, builder.load(sums[i, j]))
                         builder.store(total, sums[i, j])
                 for place, step in ((next_a, a_column), (next_b, b_row)):
                     builder.store(builder.add(builder.load(place), step), place)

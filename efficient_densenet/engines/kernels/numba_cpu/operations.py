@@ -1,7 +1,7 @@
 """`interface.Kernels` for CPUs: what `portable` does in fewer passes, by kernels that Numba compiles.
 
-Matrices are float32, float64 or bfloat16; with the last, arithmetic, tiles and products are float32. Each operation is
-one parallel region of PyTorch's own OpenMP threads. What is rare (mixed precisions, very large
+Matrices are float32, float64 or bfloat16; with the last, arithmetic and the sums of products are float32. Each
+operation is one parallel region of PyTorch's own OpenMP threads. What is rare (mixed precisions, very large
 weights) or memory-bound in one pass (`affine_forward`) is left to `portable`.
 
 On small inputs the time of an operation is that of the Python here. So whatever follows from sizes is remembered
@@ -21,7 +21,7 @@ from ..portable import halved
 from . import arguments, kernels, openmp, tiling
 from .arguments import Fields
 from .compilation import ARITHMETIC, Kernel, compile_kernel
-from .gemm import gemm
+from .products import product_of
 from .records import absent
 from .tiling import Tiles
 
@@ -96,7 +96,7 @@ def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput)
 
 def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
     rows, weight = conv.input.values.shape[0], conv.weight
-    settings = rows, weight.shape, conv.input.dtype.itemsize, statistics is not None
+    settings = rows, weight.shape, *_itemsizes(weight), statistics is not None
     tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
     memory = _scratch(tiles, weight.dtype)
     record = (
@@ -116,7 +116,7 @@ def conv1x1_backward(
     if not _supported(input, weight):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
-    settings = rows, weight.shape, input.dtype.itemsize, accumulator.needs_grad_weight, 1, next_weight
+    settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
     tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
     memory = _scratch(tiles, weight.dtype)
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
@@ -148,7 +148,7 @@ def _conv3x3(
     input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput | None
 ) -> Tensor:
     rows, halo = input.values.shape[0], tiling.halo(shape, dilation)
-    settings = rows, weight.shape, input.dtype.itemsize, statistics is not None, 1, halo, _is_narrow(weight)
+    settings = rows, weight.shape, *_itemsizes(weight), statistics is not None, 1, halo, _is_narrow(weight)
     tiles, output = tiling.for_forward(*_limits(), *settings), weight.new_empty(rows, weight.shape[0])
     memory = _scratch(tiles, weight.dtype)
     record = (
@@ -170,7 +170,7 @@ def conv3x3_backward(
     if not _supported(input, weight):
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
     rows, grad_weight = input.values.shape[0], _new_gradients(weight, accumulator)
-    tiles = tiling.for_backward(*_limits(), rows, weight.shape, input.dtype.itemsize, accumulator.needs_grad_weight)
+    tiles = tiling.for_backward(*_limits(), rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight)
     memory = _scratch(tiles, weight.dtype)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
@@ -184,7 +184,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     if not _supported(input, weight):
         return portable.pooled_conv1x1_forward(input, weight, shape)
     rows, pooled_rows, window = input.values.shape[0], halved(shape).numel(), 2 ** (len(shape) - 1)
-    settings = rows, weight.shape, input.dtype.itemsize, False, window
+    settings = rows, weight.shape, *_itemsizes(weight), False, window
     tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
     memory, output = _scratch(tiles, weight.dtype), weight.new_empty(pooled_rows, weight.shape[0])
     record = (
@@ -203,7 +203,7 @@ def pooled_conv1x1_backward(
     if accumulator.overwrite and any(side % 2 for side in shape[1:]):
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
     rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
-    settings = rows, weight.shape, input.dtype.itemsize, accumulator.needs_grad_weight, window
+    settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window
     tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
     memory = _scratch(tiles, weight.dtype)
     record = (
@@ -234,6 +234,11 @@ def _has_arithmetic(input: AffineInput, dtype: torch.dtype) -> bool:
 
 def _is_narrow(weight: Tensor) -> bool:
     return weight.dtype is not ARITHMETIC[weight.dtype]
+
+
+def _itemsizes(weight: Tensor) -> tuple[int, int]:
+    """Of the arithmetic and of products' operands."""
+    return ARITHMETIC[weight.dtype].itemsize, product_of(weight.dtype).operand.itemsize
 
 
 def _limits() -> tuple[int, int]:
@@ -281,7 +286,7 @@ def _conv(
     vectors, panels = (tiles.next_vectors, tiles.next_panels) if is_next else (tiles.vectors, tiles.panels)
     return (
         *arguments.AffineInput.of(input, start + vectors),
-        *arguments.PackedWeight.of(weight, start + panels, False, _address(gemm, ARITHMETIC[weight.dtype])),
+        *arguments.PackedWeight.of(weight, start + panels, False, _gemm(weight.dtype)),
         *arguments.Matrix.output(output),
     )
 
@@ -297,7 +302,7 @@ def _conv_backward(
     start = memory.data_ptr()
     return (
         *arguments.AffineInput.of(input, start + tiles.vectors),
-        *arguments.PackedWeight.of(weight, start + tiles.panels, True, _address(gemm, ARITHMETIC[weight.dtype])),
+        *arguments.PackedWeight.of(weight, start + tiles.panels, True, _gemm(weight.dtype)),
         *arguments.GradAccumulator.of(accumulator, start + tiles.vectors),
         *arguments.NormGradients.of(accumulator, start + tiles.partials),
         *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
@@ -311,9 +316,17 @@ def _openmp() -> Fields:
 
 
 @functools.cache
+def _gemm(dtype: torch.dtype) -> int:
+    """The address of the GEMM for matrices of this dtype."""
+    address = compile_kernel(product_of(dtype).gemm, ARITHMETIC[dtype]).address
+    assert address is not None
+    return address
+
+
+@functools.cache
 def _address(kernel: Kernel, dtype: torch.dtype) -> int:
     """The address of the compiled kernel."""
-    address = compile_kernel(kernel, dtype).address
+    address = compile_kernel(kernel, dtype, product_of(dtype).operand).address
     assert address is not None
     return address
 

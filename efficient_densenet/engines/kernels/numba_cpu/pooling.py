@@ -1,7 +1,7 @@
 """Average pooling of 2×2 pixels (2 or 2×2×2 in other dimensions) on a tile of output rows."""
 
 from .intrinsics import compiled
-from .memory import elements, row_of, stride_of
+from .memory import convert, elements, is_narrow, offset, pad_cells, row_of, stride_of
 
 
 @compiled
@@ -15,13 +15,16 @@ def first_pixel(row, images):
 
 
 @compiled
-def pooled_affine_relu(input, images, window, start, stop, activation, zero):
-    """activation = average of relu(scale · values + shift) over each window, (rows, channels) with a padded stride."""
+def pooled_affine_relu(input, images, window, start, stop, activation, buffer, operand, zero):
+    """activation = average of relu(scale · values + shift) over each window, (rows, channels) operands with a padded
+    stride. Where these are narrow, `buffer` is for the sum of a row."""
     channels = input.channels
     scale, shift = elements(input.scale, 0, channels, zero), elements(input.shift, 0, channels, zero)
-    fraction, stride = (zero + 1) / window, stride_of(channels, zero)
+    fraction, stride = (zero + 1) / window, stride_of(channels, operand)
     for row in range(start, stop):
-        first, output = first_pixel(row, images), elements(activation, (row - start) * stride, channels, zero)
+        first, place = first_pixel(row, images), offset(activation, (row - start) * stride, operand)
+        sums = buffer if is_narrow(operand, zero) else place
+        output = elements(sums, 0, channels, zero)
         for j in range(channels):
             output[j] = 0
         for i in range(images.has_depth + 1):
@@ -32,3 +35,6 @@ def pooled_affine_relu(input, images, window, start, stop, activation, zero):
                     for j in range(channels):
                         x = values[j] * scale[j] + shift[j]
                         output[j] += x * fraction if not x <= zero else zero
+        if is_narrow(operand, zero):
+            convert(sums, zero, place, operand, channels)
+    pad_cells(activation, stop - start, stride, channels, operand, zero)

@@ -11,7 +11,7 @@ import torch
 
 from .arguments import REMEMBERED_SIZES, conv_sizes
 from .gemm import TILE_MULTIPLE
-from .memory import CACHE_LINE_BYTES, padded_stride, whole_panels
+from .memory import CACHE_LINE_BYTES, buffer_stride, padded_stride, whole_panels
 from .statistics import STATISTICS_ROWS
 
 TILE_BYTES = 1 << 21
@@ -77,6 +77,7 @@ def for_forward(
     rows: int,
     weight: torch.Size,
     itemsize: int,
+    operand_itemsize: int,
     statistics: bool = False,
     window: int = 1,
     halo: int = 0,
@@ -86,14 +87,15 @@ def for_forward(
 
     Two neighboring threads both compute the halo between them: fewer threads run where it exceeds a quarter of a
     thread's rows. `itemsize` is that of the arithmetic. An output of `narrow` elements is rounded from a buffer: of the
-    product or, with a halo, of a row's sums.
+    product or, with a halo, of a row's sums. So is a pooled row of narrow operands.
     """
     out_channels, in_channels, taps = conv_sizes(weight)
     columns = whole_panels(taps * out_channels, itemsize)
     threads = min(num_threads(tile, threads, rows), max(1, rows // (4 * halo or 1)))
-    per_row, row_sums = padded_stride(in_channels, itemsize) + (columns if halo else 0), 0
-    if narrow and halo:
-        row_sums = whole_panels(out_channels, itemsize)
+    per_row = padded_stride(in_channels, operand_itemsize) * operand_itemsize // itemsize
+    row_sums = _pooled_row(in_channels, itemsize, operand_itemsize, window)
+    if halo:
+        per_row, row_sums = per_row + columns, whole_panels(out_channels, itemsize) if narrow else 0
     elif narrow:
         per_row += padded_stride(columns, itemsize)
     tile_rows = _tile_rows(tile, threads, rows, per_row * itemsize, window)
@@ -112,6 +114,7 @@ def for_backward(
     rows: int,
     weight: torch.Size,
     itemsize: int,
+    operand_itemsize: int,
     needs_grad_weight: bool,
     window: int = 1,
     next_weight: torch.Size | None = None,
@@ -121,10 +124,12 @@ def for_backward(
     out_channels, in_channels, taps = conv_sizes(weight)
     columns, in_columns = (whole_panels(each, itemsize) for each in (taps * out_channels, in_channels))
     threads = num_threads(tile, threads, rows)
-    per_row = padded_stride(columns, itemsize) + padded_stride(in_columns, itemsize)
+    strides = ((padded_stride(each, itemsize), padded_stride(each, operand_itemsize)) for each in (columns, in_columns))
+    per_row = sum(buffer_stride(*each, itemsize // operand_itemsize) for each in strides)
     tile_rows = _tile_rows(tile, threads, rows, per_row * itemsize, window)
+    row_sums = _pooled_row(in_channels, itemsize, operand_itemsize, window)
     return _tiles(
-        *(threads, tile_rows, itemsize, tile_rows * per_row),
+        *(threads, tile_rows, itemsize, tile_rows * per_row + row_sums),
         panels=taps * out_channels * in_columns,
         next_panels=0 if next_weight is None else next_weight[1] * whole_panels(next_weight[0], itemsize),
         partials=2 * in_channels,
@@ -133,6 +138,11 @@ def for_backward(
         next_vectors=0 if next_weight is None else 2 * next_weight[1],
         grad_vectors=2 * out_channels,
     )
+
+
+def _pooled_row(in_channels: int, itemsize: int, operand_itemsize: int, window: int) -> int:
+    """The buffer of a row that is pooled in the dtype of the arithmetic and then rounded to operands."""
+    return whole_panels(in_channels, itemsize) if window > 1 and operand_itemsize < itemsize else 0
 
 
 def _tile_rows(tile: int, threads: int, rows: int, row_bytes: int = 0, window: int = 1) -> int:

@@ -1,0 +1,25 @@
+"""Which matrix products the kernels for a dtype are compiled with: the fastest that the processor has."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .compilation import ARITHMETIC, Kernel
+from .gemm import gemm, gemm_bfloat16
+from .processor import has
+
+
+class Product(NamedTuple):
+    """The dtype of its operands, as tiles and packed panels hold them, and its GEMM."""
+
+    operand: torch.dtype
+    gemm: Kernel
+
+
+@functools.cache
+def product_of(dtype: torch.dtype) -> Product:
+    """The product for matrices of this dtype. Sums are in the dtype of the arithmetic."""
+    if dtype is torch.bfloat16 and has("avx512_bf16"):
+        return Product(torch.bfloat16, gemm_bfloat16)
+    return Product(ARITHMETIC[dtype], gemm)
