@@ -22,13 +22,14 @@ from efficient_densenet.engines.kernels.numba_cpu import openmp
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, memory, products, gemm, processor = (
+operations, memory, products, gemm, gemm_amx, processor = (
     importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
-    for name in ("operations", "memory", "products", "gemm", "processor")
+    for name in ("operations", "memory", "products", "gemm", "gemm_amx", "processor")
 )
+import amx_model  # noqa: E402  (it needs Numba)
 
 TILES = [5, 256]
-PRODUCTS = ["float32", "avx512_bf16"]
+PRODUCTS = ["float32", "avx512_bf16", "amx"]
 PRODUCT_OPERATIONS = [name for name in OPERATIONS if "conv" in name]
 UNIT_ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2
 
@@ -40,19 +41,39 @@ def tile(request, monkeypatch):
 
 @pytest.fixture(params=PRODUCTS)
 def product(request, monkeypatch):
-    """The kernels multiply by this product, in every test that requests it."""
-    if request.param != "float32" and not processor.has(request.param):
+    """The kernels multiply by this product, in every test that requests it; by AMX's in a model of its registers."""
+    if request.param == "avx512_bf16" and not processor.has(request.param):
         pytest.skip(f"this processor has no {request.param}")
     chosen = {
         "float32": products.Product(torch.float32, gemm.gemm),
         "avx512_bf16": products.Product(torch.bfloat16, gemm.gemm_bfloat16),
+        "amx": products.Product(torch.bfloat16, gemm_amx.gemm_amx),
     }[request.param]
     monkeypatch.setattr(operations, "product_of", lambda dtype: chosen)
     for cached in (operations._gemm, operations._address):
         cached.cache_clear()
+    threads = torch.get_num_threads()
+    if request.param == "amx":
+        monkeypatch.setattr(operations, "_gemm", lambda dtype: _amx_model().address)
+        torch.set_num_threads(1)
     yield request.param
+    monkeypatch.undo()
+    torch.set_num_threads(threads)
     for cached in (operations._gemm, operations._address):
         cached.cache_clear()
+    assert amx_model.faults() == 0
+
+
+@functools.cache
+def _amx_model():
+    """Not by `compile_kernel`, which would keep the model's address on disk."""
+    model = gemm_amx.make_gemm(amx_model.TILES)
+
+    @numba.cfunc(numba.types.void(*[numba.types.intp] * 11, numba.types.float32))
+    def product(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
+        model(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
+
+    return product
 
 
 def _check(operation: str, case: Case) -> None:

@@ -6,9 +6,9 @@ Products are made here because a tile's are so small that what a BLAS does befor
 import math
 
 from .compilation import subroutine
-from .intrinsics import compiled
+from .intrinsics import compiled, stack_bytes
 from .memory import PANEL_BYTES, cells, elements, itemsize, panel_columns, vnni_factor
-from .micro_kernel import edge_block, register_block, register_blocks
+from .micro_kernel import register_block, register_blocks
 from .processor import has
 from .threads import partition
 
@@ -34,7 +34,10 @@ def _row_of_blocks(panels: int, blocks: dict[int, int], pairs: bool):
     if panels not in blocks:
         return None
     rows = blocks[panels]
-    block, edge = register_block(rows, panels, pairs), edge_block(max(mr * nr for nr, mr in blocks.items()))
+    block, edge = (
+        register_block(rows, panels, pairs),
+        stack_bytes(PANEL_BYTES * max(mr * nr for nr, mr in blocks.items())),
+    )
 
     @compiled
     def row_of_blocks(m, n, k, a, a_row, a_column, b, b_row, b_panel, accumulate, c, c_row, zero):

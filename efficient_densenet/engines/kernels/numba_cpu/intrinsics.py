@@ -89,3 +89,16 @@ def stack_buffer(count: int):
         return types.CPointer(zero)(zero), codegen
 
     return buffer
+
+
+def stack_bytes(count: int):
+    """An intrinsic: the address of an uninitialized stack buffer of so many bytes."""
+
+    @intrinsic
+    def buffer(typingctx, zero):
+        def codegen(context, builder, signature, args):
+            return builder.ptrtoint(alloca(builder, ir.IntType(8), count), ir.IntType(64))
+
+        return types.intp(zero), codegen
+
+    return buffer

@@ -13,7 +13,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .bfloat16 import BFLOAT
-from .intrinsics import alloca
 from .memory import PANEL_BYTES
 
 
@@ -109,16 +108,3 @@ def register_block(rows: int, panels: int, pairs: bool = False):
         return types.void(*[address] * 7, types.boolean, address, address, zero), codegen
 
     return block
-
-
-def edge_block(count: int):
-    """An intrinsic: the address of a stack buffer of so many vectors, for a block that is larger than what C needs."""
-
-    @intrinsic
-    def buffer(typingctx, zero):
-        def codegen(context, builder, signature, args):
-            return builder.ptrtoint(alloca(builder, ir.IntType(8), count * PANEL_BYTES), ir.IntType(64))
-
-        return types.intp(zero), codegen
-
-    return buffer

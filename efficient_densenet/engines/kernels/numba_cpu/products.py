@@ -7,6 +7,7 @@ import torch
 
 from .compilation import ARITHMETIC, Kernel
 from .gemm import gemm, gemm_bfloat16
+from .gemm_amx import gemm_amx, usable
 from .processor import has
 
 
@@ -20,6 +21,8 @@ class Product(NamedTuple):
 @functools.cache
 def product_of(dtype: torch.dtype) -> Product:
     """The product for matrices of this dtype. Sums are in the dtype of the arithmetic."""
+    if dtype is torch.bfloat16 and has("amx") and usable():
+        return Product(torch.bfloat16, gemm_amx)
     if dtype is torch.bfloat16 and has("avx512_bf16"):
         return Product(torch.bfloat16, gemm_bfloat16)
     return Product(ARITHMETIC[dtype], gemm)

@@ -1,0 +1,205 @@
+"""The GEMMs of bfloat16 pairs, by AVX512-BF16 and by AMX, and which one a processor gets."""
+
+import ctypes
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from efficient_densenet.engines.kernels.numba_cpu import openmp
+
+numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
+if not openmp.available():
+    pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
+amx, gemm, gemm_amx, processor, products = (
+    importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
+    for name in ("amx", "gemm", "gemm_amx", "processor", "products")
+)
+import amx_model  # noqa: E402  (it needs Numba)
+
+SIZES = [*itertools.product([1, 15, 16, 33, 50], [1, 16, 40, 112], [1, 7, 16, 37]), (192, 48, 12), (96, 33, 300)]
+
+
+@numba.njit
+def _by_amx(*arguments):
+    return _MODEL(*arguments)
+
+
+_MODEL = gemm_amx.make_gemm(amx_model.TILES)
+
+
+@pytest.fixture(params=["avx512_bf16", "amx"])
+def product(request):
+    if request.param == "amx":
+        return _by_amx
+    if not processor.has("avx512_bf16"):
+        pytest.skip("this processor has no AVX512-BF16")
+    pairs = gemm.make_gemm(avx512=True, pairs=True)
+    return numba.njit(lambda *arguments: pairs(*arguments))
+
+
+def _packed(b: torch.Tensor) -> torch.Tensor:
+    """Panels of 16 columns of cells (k, n), padded with zeros."""
+    padded = torch.nn.functional.pad(b, (0, -b.shape[1] % 16))
+    return padded.view(len(b), -1, 16).transpose(0, 1).contiguous()
+
+
+def _with_slack(tensor: torch.Tensor, fill: float) -> torch.Tensor:
+    """The same tensor in memory that goes on after it with other numbers."""
+    memory = torch.full((tensor.numel() + 24 * 64,), fill, dtype=tensor.dtype)
+    return memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_products_of_any_size(product, transposed, packed, accumulate):
+    """Beyond the operands lies NaN, and beyond C what must stay."""
+    for m, n, cells in SIZES:
+        torch.manual_seed(m + n + cells)
+        a, b = torch.randn(m, cells, 2).bfloat16(), torch.randn(cells, n, 2).bfloat16()
+        exact = a.double().flatten(1) @ b.double().transpose(1, 2).flatten(0, 1)
+        cells_of_a, cells_of_b = (each.contiguous().view(torch.float32).squeeze(-1) for each in (a, b))
+        columns = -(-n // 16) * 16
+        a_memory = _with_slack(cells_of_a.T if transposed else cells_of_a, torch.nan)
+        b_memory = torch.nn.functional.pad(cells_of_b, (0, columns - n), value=torch.nan)
+        b_memory = _with_slack(_packed(cells_of_b) if packed else b_memory, torch.nan)
+        c = torch.randn(m + 1, n + 3)
+        expected, start = c.clone(), c[:m, :n].double() if accumulate else 0
+        strides = (1, m) if transposed else (cells, 1)
+        operands = a_memory.data_ptr(), *strides, b_memory.data_ptr(), 0 if packed else columns, accumulate
+        product(m, n, cells, *operands, c.data_ptr(), n + 3, np.float32(0))
+        assert torch.allclose(c[:m, :n].double(), start + exact, rtol=1e-4, atol=1e-4 * cells**0.5), (m, n, cells)
+        expected[:m, :n] = c[:m, :n]
+        assert torch.equal(c, expected), (m, n, cells)
+    assert amx_model.faults() == 0
+
+
+ASSEMBLES = """
+from numba import cfunc, types
+from efficient_densenet.engines.kernels.numba_cpu.gemm_amx import gemm_amx
+function = cfunc(types.void(*[types.intp] * 11, types.float32))(gemm_amx.function)
+print(function._library.get_asm_str())
+"""
+
+
+def test_the_instructions_are_amx():
+    """The GEMM as it is compiled for a processor with AMX, whose tile registers it releases where it ends."""
+    features = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": "+avx512f,+amx-tile,+amx-bf16"}
+    assembly = _run(ASSEMBLES, features).stdout.split()
+    for instruction in ("tileloadd", "tdpbf16ps", "tilestored", "tilezero"):
+        assert assembly.count(instruction) >= 4, instruction
+    assert assembly.count("ldtilecfg") == assembly.count("tilerelease") == 1
+
+
+def _run(program: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+@pytest.fixture
+def features(monkeypatch):
+    """What the processor has, as each test says."""
+
+    def set_features(*names: str) -> None:
+        monkeypatch.setattr(processor, "_found", lambda: set(names))
+
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    products.product_of.cache_clear()
+    yield set_features
+    products.product_of.cache_clear()
+
+
+AVX512, AMX = ("avx512f", "avx512bf16"), ("amx-tile", "amx-bf16")
+
+
+@pytest.mark.parametrize(
+    ("found", "left_out", "name"),
+    [
+        ((*AVX512, *AMX), "", "gemm_amx"),
+        ((*AVX512, *AMX), "amx", "gemm_bfloat16"),
+        ((*AVX512, *AMX), "amx, avx512_bf16", "gemm"),
+        ((*AVX512, *AMX), "avx512,amx", "gemm"),
+        (AVX512, "", "gemm_bfloat16"),
+        (("avx512f",), "", "gemm"),
+        (("amx-tile",), "", "gemm"),
+        ((), "avx512", "gemm"),
+    ],
+)
+def test_the_fastest_product_that_the_processor_has_and_the_user_wants(monkeypatch, features, found, left_out, name):
+    features(*found)
+    monkeypatch.setenv(processor.VARIABLE, left_out)
+    monkeypatch.setattr(products, "usable", lambda: True)
+    product = products.product_of(torch.bfloat16)
+    assert product.gemm.function.__name__ == name
+    assert product.operand is (torch.float32 if name == "gemm" else torch.bfloat16)
+    for dtype in (torch.float32, torch.float64):
+        assert products.product_of(dtype) == (dtype, gemm.gemm)
+
+
+def test_an_unknown_feature_is_named(monkeypatch):
+    monkeypatch.setenv(processor.VARIABLE, "avx512,sse9")
+    with pytest.raises(ValueError, match="found sse9; needed are names among avx512, avx512_bf16, amx, separated by"):
+        processor.has("avx512")
+
+
+@pytest.fixture
+def unasked():
+    gemm_amx.usable.cache_clear()
+    yield
+    gemm_amx.usable.cache_clear()
+
+
+@pytest.mark.usefixtures("unasked")
+@pytest.mark.parametrize(
+    ("permitted", "is_right", "found"),
+    [(False, True, "does not permit this process its tile registers"), (True, False, "differs from that in float32")],
+)
+def test_amx_that_cannot_be_used_is_said_once(monkeypatch, features, permitted, is_right, found):
+    features(*AVX512, *AMX)
+    monkeypatch.setattr(amx, "permitted", lambda: permitted)
+    monkeypatch.setattr(gemm_amx, "_is_right", lambda: is_right)
+    with pytest.warns(UserWarning, match=f"{found}.*{processor.VARIABLE}=amx"):
+        assert products.product_of(torch.bfloat16).gemm is gemm.gemm_bfloat16
+    products.product_of.cache_clear()
+    assert products.product_of(torch.bfloat16).gemm is gemm.gemm_bfloat16
+
+
+@pytest.mark.usefixtures("unasked")
+@pytest.mark.parametrize("factor", [1, 1.01])
+def test_the_first_product_is_compared(monkeypatch, factor):
+    """By what the GEMM would write, computed here."""
+
+    class Compiled:
+        @staticmethod
+        def ctypes(m, n, cells, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
+            assert (a_row, a_column, b_row, accumulate, c_row) == (cells, 1, n, 0, n)
+            of_a, of_b, of_c = (
+                np.ctypeslib.as_array((kind * size).from_address(address))
+                for kind, size, address in (
+                    (ctypes.c_uint16, m * cells * 2, a),
+                    (ctypes.c_uint16, cells * n * 2, b),
+                    (ctypes.c_float, m * n, c),
+                )
+            )
+            numbers_a, numbers_b = (torch.from_numpy(each).view(torch.bfloat16).float() for each in (of_a, of_b))
+            by_k = numbers_b.view(cells, n, 2).transpose(1, 2).reshape(2 * cells, n)
+            of_c[:] = (factor * numbers_a.view(m, 2 * cells) @ by_k).numpy().ravel()
+
+    monkeypatch.setattr(gemm_amx, "compile_kernel", lambda kernel, dtype: Compiled)
+    assert gemm_amx._is_right() == (factor == 1)
+
+
+@pytest.mark.skipif(not processor.has("amx"), reason="this processor has no AMX")
+def test_amx_on_this_processor():
+    assert gemm_amx.usable()
