@@ -508,8 +508,8 @@ DEFECTS = [
     Defect(
         "numba: panels not padded with zeros",
         NUMBA + "gemm.py",
-        "if thread == 0 and columns % panel:",
-        "if False:",
+        "    if thread == 0:\n",
+        "    if False:\n",
         ("numba_kernels",),
     ),
     Defect(
@@ -787,6 +787,62 @@ DEFECTS = [
         "norm.weight.dtype in (arithmetic, dtype)",
         "norm.weight.dtype == dtype",
         ("bfloat16_kernels",),
+    ),
+    Defect(
+        "bfloat16: the cells of an odd column not padded",
+        NUMBA + "affine.py",
+        "    pad_cells(activation, stop - start, stride, channels, operand, zero)\n",
+        "",
+        ("bfloat16_kernels",),
+    ),
+    Defect(
+        "bfloat16: the partner of an odd row is what was there before",
+        NUMBA + "memory.py",
+        "                pairs[2 * j + 1] = 0.0\n",
+        "                pass\n",
+        ("bfloat16_kernels",),
+    ),
+    Defect(
+        "bfloat16: no scratch for interleaved rows",
+        NUMBA + "memory.py",
+        "max(product, operands // factor + product // 2)",
+        "product",
+        ("bfloat16_kernels",),
+    ),
+    Defect(
+        "bfloat16: pairs of the weight's rows the wrong way round",
+        NUMBA + "gemm.py",
+        "to, half = row // factor, row % factor",
+        "to, half = row // factor, (row + 1) % factor",
+        ("bfloat16_kernels",),
+    ),
+    Defect(
+        "AMX: what is left of B is not copied",
+        NUMBA + "gemm_amx.py",
+        "if start + TILE_ROWS <= k:",
+        "if True:",
+        ("bfloat16_products",),
+    ),
+    Defect(
+        "AMX: tile registers left configured",
+        NUMBA + "gemm_amx.py",
+        "        release()\n",
+        "",
+        ("bfloat16_products",),
+    ),
+    Defect(
+        "AMX: K-blocks after the first overwrite",
+        NUMBA + "gemm_amx.py",
+        "min(_K_BLOCK, k - start), accumulate or start > 0",
+        "min(_K_BLOCK, k - start), accumulate",
+        ("bfloat16_products",),
+    ),
+    Defect(
+        "AMX: a wrong product is not noticed",
+        NUMBA + "gemm_amx.py",
+        "    if not _is_right():\n",
+        "    if False:\n",
+        ("bfloat16_products",),
     ),
     # Recomputation and norms
     Defect(
