@@ -31,8 +31,8 @@ from efficient_densenet.memory import tensor_peak
 BATCH_SIZES = {"densenet_bc_100_12": 64, "densenet121": 16}
 """The models that are measured, and their number of images."""
 
-TOLERANCE = 1e-3
-"""How far the outputs of a method may be from plain's, relative to the largest of those."""
+TOLERANCE = {"float32": 1e-3, "bf16": 3e-2}
+"""For each precision, how far the outputs of a method may be from plain's, relative to the largest of those."""
 
 
 class Method(NamedTuple):
@@ -61,6 +61,7 @@ def measure(
     rounds: int = 15,
     threads: int = 0,
     device: str = "cpu",
+    precision: str = "float32",
 ) -> None:
     """Measure inference by each method, and write a CSV file.
 
@@ -72,7 +73,10 @@ def measure(
         rounds: number of timed runs of each method.
         threads: number of CPU threads. Default: PyTorch's.
         device: cpu or cuda.
+        precision: float32, or bf16 by autocast, which has a file of its own.
     """
+    if precision not in TOLERANCE:
+        raise ValueError(f"unknown precision {precision!r}: there are {', '.join(TOLERANCE)}")
     names = as_list(methods) if methods else list(METHODS)
     unknown = [name for name in names if name not in METHODS]
     if unknown:
@@ -82,16 +86,19 @@ def measure(
     torch.set_num_threads(threads or before)
     try:
         measured = [
-            row for each in as_list(model) for row in _rows(each, chosen, batch_size, image_size, rounds, device)
+            row
+            for each in as_list(model)
+            for row in _rows(each, chosen, batch_size, image_size, rounds, device, precision)
         ]
     finally:
         torch.set_num_threads(before)
     print(table(measured))
-    path = results.RESULTS / f"inference_torch{torch.__version__.split('+')[0]}.csv"
+    suffix = "" if precision == "float32" else f"_{precision}"
+    path = results.RESULTS / f"inference_torch{torch.__version__.split('+')[0]}{suffix}.csv"
     write(path, measured)
 
 
-def forward_of(method: Method, model: str, images: Tensor) -> Callable[[], Tensor]:
+def forward_of(method: Method, model: str, images: Tensor, precision: str = "float32") -> Callable[[], Tensor]:
     """A function that returns the model's output on `images`."""
     torch.manual_seed(0)
     network: Any = DenseNet(**architecture(model), efficient=method.engine).eval()
@@ -100,7 +107,8 @@ def forward_of(method: Method, model: str, images: Tensor) -> Callable[[], Tenso
     network = torch.compile(network, fullgraph=True) if method.compiled else network
 
     def forward() -> Tensor:
-        with torch.no_grad(), _shared_engine_runs(method.engine == "shared"):
+        autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16")
+        with torch.no_grad(), autocast, _shared_engine_runs(method.engine == "shared"):
             output = network(images)
         if output.is_cuda:
             torch.cuda.synchronize()
@@ -117,13 +125,13 @@ def _shared_engine_runs(wanted: bool) -> contextlib.AbstractContextManager:
 
 
 def _rows(
-    model: str, methods: list[str], batch_size: int, image_size: int, rounds: int, device: str
+    model: str, methods: list[str], batch_size: int, image_size: int, rounds: int, device: str, precision: str
 ) -> list[dict[str, Any]]:
     batch_size = batch_size or BATCH_SIZES.get(model, 16)
     image_size = image_size or default_image_size(model)
     images = torch.randn(batch_size, 3, image_size, image_size, device=device)
-    forwards = {name: forward_of(METHODS[name], model, images) for name in methods}
-    _check_outputs({name: forward() for name, forward in forwards.items()})
+    forwards = {name: forward_of(METHODS[name], model, images, precision) for name in methods}
+    _check_outputs({name: forward() for name, forward in forwards.items()}, TOLERANCE[precision])
     peaks = {name: tensor_peak(forward, images.device) for name, forward in forwards.items()}
     times = interleaved_times(forwards, rounds)
     return [
@@ -148,12 +156,12 @@ def _rows(
     ]
 
 
-def _check_outputs(outputs: dict[str, Tensor]) -> None:
+def _check_outputs(outputs: dict[str, Tensor], tolerance: float) -> None:
     expected = outputs["plain"]
     for name, output in outputs.items():
         error = ((output - expected).abs().max() / expected.abs().max()).item()
-        if not error < TOLERANCE:
-            raise RuntimeError(f"found an error of {error:.1e} in the outputs of {name}, needed less than {TOLERANCE}")
+        if not error < tolerance:
+            raise RuntimeError(f"found an error of {error:.1e} in the outputs of {name}, needed less than {tolerance}")
 
 
 def _median_ratio(times: list[float], plain: list[float]) -> float:

@@ -41,9 +41,17 @@ def test_rows_are_written_and_shown(monkeypatch, tmp_path, capsys):
     assert f"| {MODEL} | 2 | `shared` | " in capsys.readouterr().out
 
 
+def test_bf16_has_a_file_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    inference.measure(MODEL, 2, 16, methods="shared", rounds=1, threads=1, precision="bf16")
+    assert [path.name for path in tmp_path.iterdir()] == [f"inference_torch{torch.__version__.split('+')[0]}_bf16.csv"]
+
+
 def test_what_cannot_be_measured_is_an_error(monkeypatch):
     with pytest.raises(ValueError, match="unknown method 'share': there are plain, "):
         inference.measure(methods="share")
-    monkeypatch.setattr(inference, "TOLERANCE", 0)
+    with pytest.raises(ValueError, match="unknown precision 'fp8': there are float32, bf16"):
+        inference.measure(precision="fp8")
+    monkeypatch.setattr(inference, "TOLERANCE", {"float32": 0})
     with pytest.raises(RuntimeError, match=r"found an error of .* in the outputs of plain, needed less than 0"):
         inference.measure(MODEL, 2, 16, methods="plain", rounds=1)

@@ -1,5 +1,7 @@
 """Without gradients, blocks run by the shared engine's forward where its kernels are the faster ones."""
 
+import importlib
+
 import pytest
 import torch
 from checkpoint_outcomes import CountingOperations
@@ -77,9 +79,18 @@ def test_other_kernels_run_plain_modules(monkeypatch):
         assert num_stages(small_model("bc"), random_images("bc")) == 0
 
 
-def test_autocast_runs_plain_modules():
+@pytest.mark.parametrize("operand", [torch.bfloat16, torch.float32])
+def test_bfloat16_runs_the_engine_where_the_processor_multiplies_it(monkeypatch, operand):
     model, x = small_model("bc").float().eval(), random_images("bc").float()
+    products = importlib.import_module("efficient_densenet.engines.kernels.numba_cpu.products")
+    monkeypatch.setattr(products, "product_of", lambda dtype: products.Product(operand, None))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert num_stages(model, x) == (blocks_of("bc") if operand is torch.bfloat16 else 0)
+
+
+def test_autocast_to_float16_runs_plain_modules():
+    model, x = small_model("bc").float().eval(), random_images("bc").float()
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
         assert num_stages(model, x) == 0
 
 

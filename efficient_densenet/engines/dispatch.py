@@ -22,7 +22,7 @@ from . import kernels, plain, recompute, stem
 from .eligibility import joined_consumer, must_be_called, separate_consumer, shared_eligibility
 from .parts import BlockParts
 from .plain import RunFirstHalf
-from .precision import autocast_enabled
+from .precision import compute_dtype
 from .shared import function as shared
 
 
@@ -209,8 +209,9 @@ def _has_faster_forward(x: Tensor) -> bool:
     """Whether the shared engine's forward is faster on `x` than the plain modules.
 
     That is measured for the Numba kernels, which write no concatenation (benchmarks/inference.py)."""
-    is_measured = x.dtype is not torch.bfloat16 and not autocast_enabled(x)
-    return is_measured and not torch.compiler.is_compiling() and kernels.numba_supports(x)
+    if torch.compiler.is_compiling() or not kernels.numba_supports(x):
+        return False
+    return kernels.numba_multiplies(compute_dtype(x))
 
 
 def _compiled_engine(engine: Engine) -> Engine:

@@ -51,6 +51,13 @@ def numba_supports(values: Tensor) -> bool:
     return values.device.type == "cpu" and type(values) is Tensor and values.dtype in _NUMBA_DTYPES and _has_numba()
 
 
+def numba_multiplies(dtype: torch.dtype) -> bool:
+    """Whether the Numba kernels multiply in this dtype, and do not widen it first. For where they can run."""
+    if dtype not in _NUMBA_DTYPES:
+        return False
+    return importlib.import_module(f"{__name__}.numba_cpu.products").product_of(dtype).operand is dtype
+
+
 @functools.cache
 def _has_numba() -> bool:
     """Whether Numba is installed and works, and PyTorch exports the functions that its kernels call."""
