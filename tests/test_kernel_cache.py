@@ -301,6 +301,13 @@ def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):
     assert len(set(hashes)) == len(hashes)
 
 
+def test_the_key_depends_on_the_features_of_the_processor_that_are_used(cache, monkeypatch):
+    assert load() == 1
+    monkeypatch.setattr(disk_cache, "features", lambda: ("another",))
+    assert load() == 0
+    assert load() == 1
+
+
 COMPILES = """
 import torch
 from efficient_densenet.engines.kernels.numba_cpu import compilation, kernels
@@ -337,12 +344,13 @@ def training_step():
     """The times that a kernel was found on disk or not, once a training step has had the right numbers."""
     compiled = []
 
-    def compile_kernel(kernel, dtype):
-        compiled.append(compilation.compile_kernel(kernel, dtype))
+    def compile_kernel(kernel, dtype, operand=None):
+        compiled.append(compilation.compile_kernel(kernel, dtype, operand))
         return compiled[-1]
 
     compilation.compile_kernel.cache_clear()
-    operations._address.cache_clear()
+    for cached in (operations._address, operations._gemm):
+        cached.cache_clear()
     operations.compile_kernel = compile_kernel
     plain = small_model("bc", efficient=False)
     assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))

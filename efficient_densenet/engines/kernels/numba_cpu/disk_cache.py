@@ -26,6 +26,8 @@ import numba
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.serialize import dumps
 
+from .processor import features
+
 FILES_PER_KERNEL = 16
 """So many files of a kernel stay, those used last: for each dtype, kind of processor and version that shares them."""
 
@@ -75,7 +77,7 @@ class KernelCache(FunctionCache):
     def _key(self, sig: Any, codegen: Any) -> bytes:
         versions = numba.__version__, llvmlite.__version__, sys.implementation.cache_tag, sys.abiflags
         name = self.function.__module__, self.function.__qualname__
-        return repr((versions, _hash_of_sources(), name, str(sig), codegen.magic_tuple())).encode()
+        return repr((versions, _hash_of_sources(), name, str(sig), codegen.magic_tuple(), features())).encode()
 
     def _file(self, key: bytes) -> Path:
         assert self.directory is not None

@@ -21,6 +21,11 @@ def has(feature: str) -> bool:
     return not left_out & {feature, implied} and _LLVM_FEATURES[feature] <= _found()
 
 
+def features() -> tuple[str, ...]:
+    """All that it has. Machine code depends on them."""
+    return tuple(name for name in _LLVM_FEATURES if has(name))
+
+
 @functools.cache
 def _found() -> set[str]:
     return {name for name, is_there in llvmlite.binding.get_host_cpu_features().items() if is_there}
