@@ -986,6 +986,20 @@ DEFECTS = [
         "weight[:, indices]",
         ("weights",),
     ),
+    Defect(
+        "weights: a damaged file of a name is loaded",
+        "weights/trained.py",
+        "if found != self.sha256:",
+        "if False:",
+        ("weights_trained",),
+    ),
+    Defect(
+        "weights: the transforms of a name normalize by the mean alone",
+        "weights/transforms.py",
+        "return (values - mean) / std",
+        "return values - mean",
+        ("weights_trained",),
+    ),
     # Training and data
     Defect(
         "training: random numbers independent of the seed",
