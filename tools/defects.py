@@ -1093,6 +1093,27 @@ DEFECTS = [
         ("command_line",),
     ),
     Defect(
+        "training: frozen norms take the statistics of batches",
+        "training/freezing.py",
+        "        part.eval()\n",
+        "        part.train()\n",
+        ("freezing", "finetune"),
+    ),
+    Defect(
+        "training: the transition of a frozen block is trained",
+        "training/freezing.py",
+        "return [children[name] for name in itertools.takewhile(lambda name: name != trained, children)]",
+        "return [children[name] for name in ['conv0', *blocks[:number]]]",
+        ("freezing", "finetune"),
+    ),
+    Defect(
+        "training: fine-tuning normalizes by its own images",
+        "training/run.py",
+        "        if inputs:\n",
+        "        if state:\n",
+        ("finetune",),
+    ),
+    Defect(
         "data: labels shifted",
         "training/data/images.py",
         "yield self.images[indices], self.labels[indices]",

@@ -9,6 +9,8 @@ from .._extras import need
 
 PUBLISHED = ("densenet121", "densenet161", "densenet169", "densenet201")
 """The variants that torchvision has weights for."""
+NAMES = ("DEFAULT", "IMAGENET1K_V1")
+"""What torchvision calls them."""
 
 
 class PublishedWeights(NamedTuple):

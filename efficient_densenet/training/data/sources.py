@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from .images import Images, ImageSet, digest, random_split
 DATASETS = tuple(TITLES)
 SPLIT_SEED = 0
 """The validation split is the same in every run, whatever its seed, so that runs can be compared."""
+
+AnyDataset = TypeVar("AnyDataset", bound="Dataset")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,16 @@ class Dataset:
         """Identifies the images: the digest of their files, or of pixels and labels where files hold many images."""
         splits = [split for split in (self.train, self.valid, self.test) if isinstance(split, Images)]
         return self.file_digest or digest(part for split in splits for part in (split.images, split.labels))
+
+    def with_channels(self: AnyDataset, channels: int) -> AnyDataset:
+        """Gray images with so many channels, which are views of the same memory; any others as they are."""
+        splits = {name: getattr(self, name) for name in ("train", "valid", "test")}
+        repeated = {
+            name: replace(split, images=split.images.expand(-1, channels, -1, -1))
+            for name, split in splits.items()
+            if isinstance(split, Images) and split.images.shape[1] == 1
+        }
+        return replace(self, **repeated)
 
     def with_validation(self, valid_size: int | None) -> "SplitDataset":
         """Hold out `valid_size` training images for validation, unless there is a validation set.
