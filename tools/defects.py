@@ -1114,6 +1114,13 @@ DEFECTS = [
         ("finetune",),
     ),
     Defect(
+        "predict: gray images are taken for images in color",
+        "training/predict.py",
+        "(image.amax(0) - image.amin(0))",
+        "image",
+        ("predict",),
+    ),
+    Defect(
         "data: labels shifted",
         "training/data/images.py",
         "yield self.images[indices], self.labels[indices]",
