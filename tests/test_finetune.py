@@ -167,6 +167,21 @@ def test_gray_images_for_a_network_of_colors(place):
     assert error in done.stdout
 
 
+@pytest.mark.parametrize("stream", ["True", "False"])
+def test_images_in_color_for_a_network_of_gray(stream, place):
+    words = ("--weights", DIGITS, *FROM[2:], "--freeze", "features", "--n_epochs", "1", "--stream", stream)
+    done = demo("cp_demo.py", *words, "--workers", "0", cwd=place)
+    assert "the classifier is new: for 2 classes (cat, dog)" in done.stdout, done.stderr
+    found = _config(place / "run")
+    assert (found["model"]["channels"], len(found["data"]["statistics"])) == (1, 2)
+    error = f"test error {_test_error(done)}%"
+    assert error in demo("cp_demo.py", "--evaluate", "run", "--stream", "--workers", "0", cwd=place).stdout
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=place)
+    assert error in done.stdout, done.stderr
+    image = next((place / "own" / "test" / "cat").iterdir())
+    assert ": cat (" in demo("predict.py", str(image), "--model", "run", cwd=place).stdout
+
+
 def test_a_file_of_weights_needs_the_network_only(place):
     source = DenseNet(4, (1, 1, 1), num_init_features=8, num_classes=3)
     torch.save({"state_dict": source.state_dict()}, place / "theirs.pth")
@@ -219,7 +234,6 @@ def test_torchvision_s_weights_by_name(monkeypatch):
         (["--weights", "source", "--freeze", "most"], "freeze is 'most', but must be features, or a number of dense"),
         (["--weights", "source", "--freeze", "4", "--data", "own"], "freeze is 4, but the network has 3 dense blocks"),
         (["--weights", "source", "--freeze", "-1"], "freeze is '-1', but must be features, or"),
-        (["--weights", DIGITS, "--data", "own"], "found images of 3 channels, but the weights are for 1: give gray"),
         (["--weights", "own"], "own/model.pt does not exist"),
         (["--weights", "DEFAULT", "--model", "densenet264"], "found --model densenet264 with --weights DEFAULT, but"),
         (["--weights"], "--weights needs a value"),

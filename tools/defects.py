@@ -1121,6 +1121,13 @@ DEFECTS = [
         ("predict",),
     ),
     Defect(
+        "data: the luminance of colors in the wrong order",
+        "training/data/images.py",
+        "red, green, blue = 19595, 38470, 7471",
+        "blue, green, red = 19595, 38470, 7471",
+        ("images",),
+    ),
+    Defect(
         "data: labels shifted",
         "training/data/images.py",
         "yield self.images[indices], self.labels[indices]",

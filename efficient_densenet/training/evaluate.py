@@ -35,7 +35,7 @@ def _load_dataset(path: Path, options: RunOptions, config: ModelConfig) -> Datas
     if data is None:
         data = read_config(path if path.is_dir() else path.parent)["options"]["data"]
     dataset = load(data, options.dataset, config.image_size, options.workers, options.stream, may_download=False)
-    if dataset.classes != config.classes or dataset.channels not in (1, config.channels):
+    if dataset.classes != config.classes:
         raise ValueError(
             f"{dataset.name} has {describe_classes(dataset.classes)} in {dataset.channels} channels, but {path} was "
             f"trained on {describe_classes(config.classes)} in {config.channels}: give --data with the same"

@@ -11,7 +11,6 @@ from ..weights.load import load_weights
 from ..weights.published import NAMES, PUBLISHED, find_published
 from ..weights.source import read_state_dict
 from ..weights.trained import TRAINED
-from .data import SplitDataset
 from .models import CONFIG, WEIGHTS, ModelConfig, describe_classes, load_model
 from .options import RunOptions
 
@@ -142,16 +141,6 @@ def _with_size(options: Mapping[str, Any], config: ModelConfig) -> dict[str, Any
 
 def _inputs(config: ModelConfig) -> dict[str, Any]:
     return {"channels": config.channels, "mean": config.mean, "std": config.std}
-
-
-def match_channels(dataset: SplitDataset, channels: int) -> SplitDataset:
-    """The data set with the channels that the weights take, which repeat those of gray images."""
-    if dataset.channels not in (1, channels):
-        raise ValueError(
-            f"found images of {dataset.channels} channels, but the weights are for {channels}: give gray images as "
-            "--data, or other --weights"
-        )
-    return dataset.with_channels(channels)
 
 
 def with_full_path(given: Mapping[str, Any]) -> dict[str, Any]:

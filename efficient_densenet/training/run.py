@@ -156,7 +156,7 @@ class Run:
             context.barrier()
         dataset = dataset.with_validation(options.valid_size).to(context.device)
         if channels is not None:
-            dataset = finetune.match_channels(dataset, channels)
+            dataset = dataset.with_channels(channels)
         smallest = min(len(dataset.train), options.batch_size)
         if smallest < context.world_size:
             raise ValueError(

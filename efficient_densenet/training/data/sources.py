@@ -36,7 +36,7 @@ class Dataset:
 
     @property
     def channels(self) -> int:
-        return self.train.images.shape[1] if isinstance(self.train, Images) else 3
+        return self.train.images.shape[1] if isinstance(self.train, Images) else self.train.channels
 
     @property
     def image_size(self) -> int:
@@ -49,14 +49,11 @@ class Dataset:
         return self.file_digest or digest(part for split in splits for part in (split.images, split.labels))
 
     def with_channels(self: AnyDataset, channels: int) -> AnyDataset:
-        """Gray images with so many channels, which are views of the same memory; any others as they are."""
-        splits = {name: getattr(self, name) for name in ("train", "valid", "test")}
-        repeated = {
-            name: replace(split, images=split.images.expand(-1, channels, -1, -1))
-            for name, split in splits.items()
-            if isinstance(split, Images) and split.images.shape[1] == 1
-        }
-        return replace(self, **repeated)
+        """The images in the channels that a network takes: gray ones are repeated, colors become gray."""
+        splits = {"train": self.train, "valid": self.valid, "test": self.test}
+        return replace(
+            self, **{name: split.with_channels(channels) for name, split in splits.items() if split is not None}
+        )
 
     def with_validation(self, valid_size: int | None) -> "SplitDataset":
         """Hold out `valid_size` training images for validation, unless there is a validation set.
