@@ -41,7 +41,7 @@ from .norms.batch_norm import (
 )
 from .weights.key_names import rename_keys
 from .weights.load import WeightsReport, load_weights
-from .weights.published import weights_transforms
+from .weights.named import weights_classes, weights_transforms
 
 __all__ = [
     "CheckpointFunction",
@@ -86,5 +86,6 @@ __all__ = [
     "rename_keys",
     "restore",
     "restore_batchnorm",
+    "weights_classes",
     "weights_transforms",
 ]

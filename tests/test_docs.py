@@ -282,6 +282,7 @@ def shortened(words: list[str]) -> list[str]:
 def test_the_training_page_s_commands_run_in_turn(tmp_path):
     """On a few images. Other tests run what is missing: the digits, several processes, the memory tour."""
     write_folder(tmp_path / "cifar", each=12)
+    write_folder(tmp_path / "mine", ("left", "middle", "right"), each=12)
     Image.new("RGB", (50, 40), (10, 10, 10)).save(tmp_path / "mine.jpg")
     for place in ("demos/pictures", "checkpoints/digits"):
         (tmp_path / place).parent.mkdir()
@@ -295,7 +296,7 @@ def test_the_training_page_s_commands_run_in_turn(tmp_path):
         done = demo(Path(script).name, *words, cwd=tmp_path)
         assert done.returncode == 0, (script, words, done.stderr)
         ran.append(script)
-    assert len(ran) == 7
+    assert len(ran) == 8
     assert (tmp_path / "model" / "model.pt").exists()
 
 

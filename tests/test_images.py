@@ -30,6 +30,27 @@ def test_streamed_images_equal_those_in_memory(tmp_path):
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_colors_become_gray_as_in_pillow(stream, tmp_path):
+    write_folder(tmp_path)
+    dataset = load(str(tmp_path), stream=stream)
+    indices = torch.arange(24).split(7)
+    gray = dataset.with_channels(1)
+    assert (dataset.channels, gray.channels, gray.valid) == (3, 1, None)
+    for (colors, _), (found, _) in zip(dataset.test.fetch(indices), gray.test.fetch(indices), strict=True):
+        expected = [np.array(Image.fromarray(each.permute(1, 2, 0).numpy()).convert("L")) for each in colors]
+        assert torch.equal(found, torch.from_numpy(np.stack(expected))[:, None])
+
+
+def test_gray_images_are_repeated_as_views_of_the_same_memory():
+    digits = load(None)
+    repeated = digits.with_channels(3)
+    assert repeated.channels == 3
+    assert repeated.train.images.data_ptr() == digits.train.images.data_ptr()
+    assert torch.equal(repeated.test.images, torch.cat([digits.test.images] * 3, 1))
+    assert torch.equal(digits.with_channels(1).train.images, digits.train.images)
+
+
 def _ramp(folder: Path) -> tuple[Path, Image.Image]:
     path, gray = folder / "image.png", torch.linspace(0, 255, 24 * 24).round().byte().view(24, 24)
     return path, Image.fromarray(gray.numpy())

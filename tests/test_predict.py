@@ -1,15 +1,22 @@
 """Classifying images by a saved model: what is printed, what is refused, and where nobody reads."""
 
+import hashlib
+import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from PIL import Image
 from samples import DEMOS, demo, refused
 
 from efficient_densenet import DenseNet
 from efficient_densenet.training import predict
+from efficient_densenet.weights.trained import TRAINED, TrainedWeights
 
 DIGITS = DEMOS.parent / "checkpoints" / "digits"
 IMAGE = str(DEMOS / "pictures" / "digit_3.png")
@@ -28,6 +35,49 @@ def test_predict_reports_what_is_wrong(tmp_path):
     refused(demo("predict.py", "a.png", *model, cwd=tmp_path), "a.png is not an image that can be decoded")
     refused(demo("predict.py", "a.png", "--modle", "x", cwd=tmp_path), "unknown option --modle: did you mean --model?")
     refused(demo("predict.py", "a.png", "--model", "nowhere", cwd=tmp_path), "nowhere does not exist")
+
+
+@pytest.fixture
+def ships_and_cars(tmp_path, monkeypatch) -> Path:
+    """Weights for images in color, under the name that the demo looks for."""
+    torch.manual_seed(0)
+    content = json.loads((DIGITS / "config.json").read_text())
+    network = {"model": None, "depth": 10, "growth_rate": 4}
+    shown = {"channels": 3, "classes": ["ship", "car"], "mean": [120.0] * 3, "std": [60.0] * 3}
+    content["options"] |= network
+    content["model"] |= network | shown
+    content["data"]["classes"] = shown["classes"]
+    folder = tmp_path / "colors"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(content))
+    torch.save(DenseNet(4, (1, 1, 1), num_init_features=8, num_classes=2).state_dict(), folder / "model.pt")
+    sha256 = hashlib.sha256((folder / "model.pt").read_bytes()).hexdigest()
+    monkeypatch.setattr("efficient_densenet.weights.trained.CHECKPOINTS", tmp_path)
+    monkeypatch.setitem(TRAINED, "cifar10", TrainedWeights("densenet_bc_100_12", "colors", sha256))
+    Image.new("RGB", (50, 40), (30, 60, 200)).save(tmp_path / "blue.png")
+    return tmp_path
+
+
+def test_images_in_color_are_classified_by_the_weights_for_them(ships_and_cars):
+    Image.open(IMAGE).convert("RGB").save(ships_and_cars / "digit.jpg")
+    done = demo("predict.py", "blue.png", IMAGE, "digit.jpg", cwd=ships_and_cars)
+    assert [line.partition(" (")[0].partition(": ")[2] in ("ship", "car") for line in done.stdout.splitlines()] == [
+        True,
+        False,
+        False,
+    ]
+    assert "digit_3.png: 3 (" in done.stdout
+    done = demo("predict.py", IMAGE, "--model", "cifar10", "--top", "2", cwd=ships_and_cars)
+    assert "ship (" in done.stdout, done.stderr
+    (ships_and_cars / "colors" / "model.pt").unlink()
+    refused(demo("predict.py", "blue.png", cwd=ships_and_cars), "model.pt cannot be read (No such file or directory), ")
+    assert "digit_3.png: 3 (" in demo("predict.py", IMAGE, cwd=ships_and_cars).stdout
+
+
+def test_without_weights_for_colors_the_digits_classify_everything(ships_and_cars, monkeypatch):
+    monkeypatch.delitem(TRAINED, "cifar10")
+    done = demo("predict.py", "blue.png", cwd=ships_and_cars)
+    assert re.match(r"blue.png: \d \(", done.stdout), done.stderr
 
 
 @pytest.fixture

@@ -42,6 +42,8 @@ HARMLESS = {
     "options.accept_changed_data": [MISSING],
     "options.cuda_graph": [MISSING],
     "options.weight_decay": [MISSING],
+    "options.weights": [MISSING],
+    "options.freeze": [MISSING],
     "data.fingerprint": [MISSING],
     "data.statistics": [MISSING],
     "checksum": [MISSING],

@@ -1042,6 +1042,20 @@ DEFECTS = [
         "weight[:, indices]",
         ("weights",),
     ),
+    Defect(
+        "weights: a damaged file of a name is loaded",
+        "weights/trained.py",
+        "if found != self.sha256:",
+        "if False:",
+        ("weights_trained",),
+    ),
+    Defect(
+        "weights: the transforms of a name normalize by the mean alone",
+        "weights/transforms.py",
+        "return (values - mean) / std",
+        "return values - mean",
+        ("weights_trained",),
+    ),
     # Training and data
     Defect(
         "training: random numbers independent of the seed",
@@ -1133,6 +1147,41 @@ DEFECTS = [
         "            return self.rows[-1]\n",
         "            return self.rows[0]\n",
         ("command_line",),
+    ),
+    Defect(
+        "training: frozen norms take the statistics of batches",
+        "training/freezing.py",
+        "        part.eval()\n",
+        "        part.train()\n",
+        ("freezing", "finetune"),
+    ),
+    Defect(
+        "training: the transition of a frozen block is trained",
+        "training/freezing.py",
+        "return [children[name] for name in itertools.takewhile(lambda name: name != trained, children)]",
+        "return [children[name] for name in ['conv0', *blocks[:number]]]",
+        ("freezing", "finetune"),
+    ),
+    Defect(
+        "training: fine-tuning normalizes by its own images",
+        "training/run.py",
+        "        if inputs:\n",
+        "        if state:\n",
+        ("finetune",),
+    ),
+    Defect(
+        "predict: gray images are taken for images in color",
+        "training/predict.py",
+        "(image.amax(0) - image.amin(0))",
+        "image",
+        ("predict",),
+    ),
+    Defect(
+        "data: the luminance of colors in the wrong order",
+        "training/data/images.py",
+        "red, green, blue = 19595, 38470, 7471",
+        "blue, green, red = 19595, 38470, 7471",
+        ("images",),
     ),
     Defect(
         "data: labels shifted",

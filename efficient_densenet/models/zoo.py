@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..weights.published import load_published, published_weights
+from ..weights.load import load_weights
+from ..weights.named import find_weights
 from .densenet import DenseNet
 from .fc_densenet import FCDenseNet
 
@@ -54,9 +55,9 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
 
     Args:
         name: one of `list_models()`.
-        weights: pretrained weights from torchvision, by their name there ("DEFAULT", "IMAGENET1K_V1") or as its enum
-            member. With another number of classes the classifier keeps its initialization; `model.weights_report`
-            says what was loaded.
+        weights: pretrained weights: the name of some that were trained here, or torchvision's by their name there
+            ("DEFAULT", "IMAGENET1K_V1") or as its enum member. With another number of classes the classifier keeps
+            its initialization; `model.weights_report` says what was loaded.
         adapt_input: for `weights` with other than three `in_channels`, as in `load_weights`.
         overrides: arguments of the class that replace the variant's.
     """
@@ -70,19 +71,19 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
     unknown = [key for key in overrides if key not in allowed]
     if unknown:
         raise TypeError(f"unknown argument {unknown[0]!r} for {name}: {cls.__name__} takes {', '.join(allowed)}")
-    if weights is not None:
-        published_weights(name, weights)  # raises for a wrong name before anything is built
-    model = cls(**(variants[name] | overrides))
-    if isinstance(model, DenseNet) and weights is not None:
-        model.weights_report = load_published(model, name, weights, _unused(model, name), adapt_input)
+    if weights is None:
+        return cls(**(variants[name] | overrides))
+    named = find_weights(name, weights)  # raises for a wrong name before anything is built
+    model = DenseNet(**(variants[name] | named.model_arguments | overrides))
+    skip = _unused(model, name, named.model_arguments["num_classes"])
+    model.weights_report = load_weights(model, named.state_dict(), skip=skip, adapt_input=adapt_input)
     return model
 
 
-def _unused(model: DenseNet, name: str) -> list[str]:
-    """The keys of the variant's weights that this model does not load: another classifier, what a backbone lacks."""
-    usual = model.num_classes == VARIANTS[name]["num_classes"]
+def _unused(model: DenseNet, name: str, num_classes: int) -> list[str]:
+    """The keys of weights for `num_classes` that this model does not load: the classifier, what a backbone lacks."""
     if not model.features_only:
-        return [] if usual else ["classifier"]
+        return [] if model.num_classes == num_classes else ["classifier"]
     with torch.device("meta"):
         whole = create_model(name)
     return sorted(whole.state_dict().keys() - model.state_dict().keys())

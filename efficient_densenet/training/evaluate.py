@@ -8,7 +8,7 @@ from .data import Dataset, load
 from .data.augment import transform_for
 from .distributed import DistributedContext
 from .loop import Trainer
-from .models import ModelConfig, load_model, read_config
+from .models import ModelConfig, describe_classes, load_model, read_config
 from .options import RunOptions
 from .report import say
 
@@ -35,13 +35,9 @@ def _load_dataset(path: Path, options: RunOptions, config: ModelConfig) -> Datas
     if data is None:
         data = read_config(path if path.is_dir() else path.parent)["options"]["data"]
     dataset = load(data, options.dataset, config.image_size, options.workers, options.stream, may_download=False)
-    if dataset.classes != config.classes or dataset.channels != config.channels:
+    if dataset.classes != config.classes:
         raise ValueError(
-            f"{dataset.name} has {_list(dataset.classes)} in {dataset.channels} channels, but {path} was trained on "
-            f"{_list(config.classes)} in {config.channels}: give --data with the same"
+            f"{dataset.name} has {describe_classes(dataset.classes)} in {dataset.channels} channels, but {path} was "
+            f"trained on {describe_classes(config.classes)} in {config.channels}: give --data with the same"
         )
-    return dataset
-
-
-def _list(classes: tuple[str, ...]) -> str:
-    return f"{len(classes)} classes ({', '.join(classes[:3])}{', …' if len(classes) > 3 else ''})"
+    return dataset.with_channels(config.channels)

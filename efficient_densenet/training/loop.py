@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..models.densenet import DenseNet
 from .cuda_graph import CudaGraphBackward
 from .data.augment import Transform, generator_for
 from .data.images import ImageSet
 from .distributed import DistributedContext, gradient_sync
+from .freezing import set_training_modes, trainable_parameters
 from .options import AMP_DTYPES, RunOptions
 from .recipes import RECIPES
 
@@ -42,9 +44,7 @@ class TrainingPosition:
 class Trainer:
     """A model with its optimizer, on the devices and processes of `context`."""
 
-    def __init__(
-        self, model: nn.Module, transform: Transform, options: RunOptions, context: DistributedContext
-    ) -> None:
+    def __init__(self, model: DenseNet, transform: Transform, options: RunOptions, context: DistributedContext) -> None:
         self.options, self.context, self.transform = options, context, transform
         self.model = model.to(context.device)
         if options.channels_last:
@@ -53,12 +53,12 @@ class Trainer:
         if options.compile:
             self.wrapped_model = torch.compile(self.wrapped_model)
         arguments = {"lr": options.lr, "weight_decay": options.weight_decay, **SGD_ARGUMENTS}
-        self.optimizer = torch.optim.SGD(self.model.parameters(), **arguments)
+        self.optimizer = torch.optim.SGD(trainable_parameters(self.model), **arguments)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=options.amp == "fp16")
         self.dtype = next(self.model.parameters()).dtype
         self.backward: Callable[[Tensor, Tensor, float], Tensor] = self._backward
         if options.cuda_graph:
-            self.backward = CudaGraphBackward(self._backward, self.model.parameters())
+            self.backward = CudaGraphBackward(self._backward, trainable_parameters(self.model))
 
     def steps(self, images: ImageSet, position: TrainingPosition) -> Iterator[None]:
         """Train from `position` to the end of its epoch; updates `position` and yields after each step."""
@@ -94,7 +94,7 @@ class Trainer:
         torch.manual_seed(generator_for(*key, self.context.rank).initial_seed())  # for dropout
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.model.train()
+        set_training_modes(self.model, self.options.freeze)
         self.optimizer.zero_grad()
         sums = torch.zeros(2, dtype=torch.float64, device=images.device)
         count = self._num_micro_batches(global_batch_size)

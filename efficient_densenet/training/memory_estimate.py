@@ -16,7 +16,7 @@ from .report import mib
 _TRIAL_BATCH = 16
 _TRIAL_SIZE = 128
 """Height and width of images that take little memory: larger ones are tried in no larger a batch than the run's."""
-_COPIES_OF_PARAMETERS = 3  # the parameter, its gradient and its momentum
+_COPIES_OF_PARAMETERS = 3  # the parameter, its gradient and its momentum; of a frozen one, itself
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ def estimate_memory(
     model: DenseNet, image_size: int, options: RunOptions, engine: str, large: int = _TRIAL_BATCH
 ) -> MemoryEstimate:
     """Measure two small steps of a copy of `model`, on its device, by `engine`: of `large` images, and half of them."""
-    persistent = _COPIES_OF_PARAMETERS * sum(p.numel() * p.element_size() for p in model.parameters())
+    copies = {True: _COPIES_OF_PARAMETERS, False: 1}
+    persistent = sum(copies[p.requires_grad] * p.numel() * p.element_size() for p in model.parameters())
     persistent += sum(b.numel() * b.element_size() for b in model.buffers())
     trial = copy.deepcopy(model).set_engine(True if engine == "best" else engine)
     small = large // 2

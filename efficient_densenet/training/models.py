@@ -136,6 +136,10 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
 
 
+def describe_classes(classes: tuple[str, ...]) -> str:
+    return f"{len(classes)} classes ({', '.join(classes[:3])}{', …' if len(classes) > 3 else ''})"
+
+
 def describe_engines(model: DenseNet, batch_size: int, image_size: int, compiled: bool = False) -> str:
     """The engine of the dense blocks, such as "shared (Numba)"; of each block where they differ.
 

@@ -10,6 +10,7 @@ from .._checks import Rule, check, choice, integer, number, optional
 from ..models.zoo import VARIANTS, create_model
 from .arguments import SWITCH
 from .data import DATASETS
+from .freezing import FREEZE
 from .recipes import RECIPES
 from .schema import path_name
 
@@ -37,6 +38,11 @@ class Options:
         model: a name from the zoo, such as densenet121; by default a DenseNet-BC of this depth and growth rate.
         depth: convolutions and classifier, 6n + 4; by default 100, and 22 on the digits.
         growth_rate: channels that each layer adds; by default 12.
+        weights: weights to begin with, instead of random ones: the directory of a run or its model.pt, a name such as
+            torchvision's DEFAULT, or a file of weights for --model. They determine the network, and how images are
+            normalized. A classifier for other classes is replaced.
+        freeze: what stays as it is in them: features, which is all but the classifier, or a number of dense blocks,
+            which are frozen with the stem before them. Their batch norms keep their statistics.
         drop_rate: dropout after each layer's last convolution.
         engine: plain, official, checkpoint, shared or best; takes precedence over `efficient`.
         n_epochs: passes over the training images; by default 300, and 20 on the digits.
@@ -77,6 +83,8 @@ class Options:
     model: str | None = None
     depth: int | None = None
     growth_rate: int | None = None
+    weights: str | None = None
+    freeze: str | None = None
     drop_rate: float = 0.0
     engine: str | None = None
     n_epochs: int | None = None
@@ -128,6 +136,8 @@ RULES = {
     "model": optional(Rule("the name of a model of the zoo that labels images", choice(*VARIANTS).accepts)),
     "depth": optional(DEPTH),
     "growth_rate": optional(integer(1, 10_000)),
+    "weights": optional(path_name()),
+    "freeze": optional(FREEZE),
     "drop_rate": number(0, 1, "[)"),
     "engine": choice(*ENGINES),
     "n_epochs": _size,
@@ -164,7 +174,7 @@ def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
     """Check the `given` options and fill in the defaults; `efficient_engine` is what --efficient True means."""
     given = dict(given)
     given["efficient"] = SWITCH.get(str(given.get("efficient", True)), given.get("efficient"))
-    for name in ("data", "save", "device", "model", "engine"):
+    for name in ("data", "save", "device", "model", "engine", "weights", "freeze"):
         if given.get(name) is not None:
             given[name] = _text(name, given[name])
     options = Options(**given)

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from .. import __version__
 from .._archive import to_archive
-from . import files, models, run_format, run_state
+from . import files, finetune, models, run_format, run_state
 from .cuda_graph import check_cuda_graph
 from .data import SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
 from .evaluate import evaluate
+from .freezing import describe_frozen, freeze_parameters
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .machine import check_options
 from .memory_estimate import advice_now, describe_expected_memory, largest_batch
@@ -32,6 +33,7 @@ SECONDS_BETWEEN_PLOTS = 20
 
 def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
     """Train, resume or evaluate, as the `given` options say; `efficient_engine` is what `efficient=True` means."""
+    given = finetune.with_full_path(given)
     options = parse(given, efficient_engine)
     with init_distributed(options.device) as context:
         options = replace(options, seed=context.from_main_process(options.seed))  # which may have drawn it
@@ -49,6 +51,9 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         if state:
             options = parse(run_state.merge_options(state, given), efficient_engine)
             check_options(options.workers, options.lr)
+        pretrained = finetune.read_pretrained(options, given if state is None else asdict(options), state)
+        if pretrained and state is None:
+            options = replace(parse(pretrained.complete(given), efficient_engine), seed=options.seed)
         check_cuda_graph(options, context)
         if options.sync_bn and state is None and not dist.is_torchelastic_launched():
             raise ValueError(
@@ -56,7 +61,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
             )
         if context.is_main_process:
             check_dependencies(options.tensorboard)
-        Run(options, context, folder, state, versions).train()
+        Run(options, context, folder, state, versions, pretrained).train()
 
 
 def run_directory(options: RunOptions) -> Path:
@@ -64,6 +69,8 @@ def run_directory(options: RunOptions) -> Path:
         return Path(options.save)
     data = "digits" if options.data is None else Path(options.data).absolute().name
     model = options.model or f"densenet_bc_{options.depth}_{options.growth_rate}"
+    if options.weights is not None:
+        model = finetune.directory_name(options.weights)
     engine = "" if options.engine == "best" else f"_{options.engine}"
     return Path("checkpoints") / f"{data}_{model}{engine}"
 
@@ -71,7 +78,8 @@ def run_directory(options: RunOptions) -> Path:
 class Run:
     """A run and its directory, in which only the main process writes. With a `state` the run is resumed.
 
-    The state may be no more than its config, of a run that was ended before it had one.
+    The state may be no more than its config, of a run that was ended before it had one. A run that has no state begins
+    with the `pretrained` weights, if there are any.
     """
 
     def __init__(
@@ -81,11 +89,14 @@ class Run:
         folder: Path,
         state: dict[str, Any] | None,
         versions: run_state.FileVersions,
+        pretrained: finetune.PretrainedWeights | None = None,
     ) -> None:
         self.options, self.context, self.folder, self.resumed = options, context, folder, state is not None
         self.lock, self.versions = RunLock(folder), versions
         torch.manual_seed(options.seed)
-        self.dataset = self._load_dataset(may_download=state is None)
+        inputs = state["model"] if state else pretrained and pretrained.inputs  # which the weights depend on
+        channels = inputs["channels"] if inputs and options.weights else None
+        self.dataset = self._load_dataset(may_download=state is None, channels=channels)
         flip = self.dataset.horizontal_flip if options.mirror is None else options.mirror
         transform = transform_for(self.dataset.train, flip)
         self.config = models.config_for(options, self.dataset, transform)
@@ -93,10 +104,13 @@ class Run:
         changes: list[str] = []
         if state:
             changes = run_state.data_changes(state, self.record, options.accept_changed_data)
-            mean, std = (tuple(state["model"][name]) for name in ("mean", "std"))  # which the weights depend on
+        if inputs:
+            mean, std = (tuple(inputs[name]) for name in ("mean", "std"))
             transform, self.config = replace(transform, mean=mean, std=std), replace(self.config, mean=mean, std=std)
             self.record["model"] = self.config.as_dict()
         self.model = self.config.build(options.engine).to(context.device)
+        self.said = pretrained.load_into(self.model, self.dataset.classes) if pretrained else []
+        freeze_parameters(self.model, options.freeze)
         if state and "state" in state:
             run_format.check_state(folder / run_state.LAST, state, self.model)
             run_state.check_weights_of_best_epoch(folder, state, self.model)
@@ -132,7 +146,7 @@ class Run:
                 advice = advice_now(self.model, self.dataset.image_size, self.options, self.largest_batch)
                 raise MemoryError(advice) from exc
 
-    def _load_dataset(self, may_download: bool) -> SplitDataset:
+    def _load_dataset(self, may_download: bool, channels: int | None) -> SplitDataset:
         options, context = self.options, self.context
         size = options.image_size or models.default_image_size(options.model)
         if not context.is_main_process:
@@ -141,6 +155,8 @@ class Run:
         if context.is_main_process:
             context.barrier()
         dataset = dataset.with_validation(options.valid_size).to(context.device)
+        if channels is not None:
+            dataset = dataset.with_channels(channels)
         smallest = min(len(dataset.train), options.batch_size)
         if smallest < context.world_size:
             raise ValueError(
@@ -166,6 +182,8 @@ class Run:
         count, size = models.count_parameters(self.model)
         where = f"{self.context.describe()}; seed {self.options.seed}"
         say(f"{self.config.name}: {count:,} parameters, {mib(size)}; engine {engines}; {where}")
+        for line in filter(None, [*self.said, describe_frozen(self.model)]):
+            say(line)
         say(f"expected memory of a step: {expected_memory}")
         splits = f"{len(dataset.train):,} to train, {len(dataset.valid):,} to validate, {len(dataset.test):,} to test"
         say(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .._checks import Rule, choice, integer, number
+from .freezing import trainable_parameters
 from .loop import SGD_ARGUMENTS, num_steps
 from .options import DEPTH, RULES, Options
 from .results import COLUMNS
@@ -56,7 +57,7 @@ _DATA = Record(
     },
     may_lack=frozenset({"fingerprint", "statistics"}),  # earlier versions recorded none
 )
-_LATER_OPTIONS = frozenset({"mirror", "accept_changed_data", "cuda_graph", "weight_decay"})
+_LATER_OPTIONS = frozenset({"mirror", "accept_changed_data", "cuda_graph", "weight_decay", "weights", "freeze"})
 """Options that the first version did not have."""
 
 _RECORD: dict[Any, Any] = {
@@ -101,7 +102,7 @@ def check_last(path: Path, content: Any) -> None:
 
 def check_state(path: Path, content: dict[str, Any], model: nn.Module) -> None:
     """Raise unless `content`, of last.pt, has a state of `model` and of its optimizer."""
-    position, parameters = content["position"], dict(enumerate(model.parameters()))
+    position, parameters = content["position"], dict(enumerate(trainable_parameters(model)))
     uses_scaler = content["options"]["amp"] == "fp16"  # which leaves out steps whose gradients overflow
     has_momentum = (position["epoch"] > 1 or position["step"] > 0) and not uses_scaler
     buffers = {i: Record({"momentum_buffer": tensor_like(parameter)}) for i, parameter in parameters.items()}

@@ -2,6 +2,6 @@
 
 from .key_names import rename_keys
 from .load import WeightsReport, load_weights
-from .published import weights_transforms
+from .named import weights_classes, weights_transforms
 
-__all__ = ["WeightsReport", "load_weights", "rename_keys", "weights_transforms"]
+__all__ = ["WeightsReport", "load_weights", "rename_keys", "weights_classes", "weights_transforms"]

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from .images import Images, ImageSet, digest, random_split
 DATASETS = tuple(TITLES)
 SPLIT_SEED = 0
 """The validation split is the same in every run, whatever its seed, so that runs can be compared."""
+
+AnyDataset = TypeVar("AnyDataset", bound="Dataset")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Dataset:
 
     @property
     def channels(self) -> int:
-        return self.train.images.shape[1] if isinstance(self.train, Images) else 3
+        return self.train.images.shape[1] if isinstance(self.train, Images) else self.train.channels
 
     @property
     def image_size(self) -> int:
@@ -45,6 +47,13 @@ class Dataset:
         """Identifies the images: the digest of their files, or of pixels and labels where files hold many images."""
         splits = [split for split in (self.train, self.valid, self.test) if isinstance(split, Images)]
         return self.file_digest or digest(part for split in splits for part in (split.images, split.labels))
+
+    def with_channels(self: AnyDataset, channels: int) -> AnyDataset:
+        """The images in the channels that a network takes: gray ones are repeated, colors become gray."""
+        splits = {"train": self.train, "valid": self.valid, "test": self.test}
+        return replace(
+            self, **{name: split.with_channels(channels) for name, split in splits.items() if split is not None}
+        )
 
     def with_validation(self, valid_size: int | None) -> "SplitDataset":
         """Hold out `valid_size` training images for validation, unless there is a validation set.

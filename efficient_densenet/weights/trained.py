@@ -1,0 +1,71 @@
+"""Weights that runs of the demos left under checkpoints/ of the repository, by name; no network is needed."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .transforms import ImageTransform
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+"""Beside the package in a clone, where an editable installation finds it too. Other installations have only code."""
+
+
+class TrainedWeights(NamedTuple):
+    """The weights of a run: the variant of the zoo, the run's directory in checkpoints/, and the sha256 of model.pt."""
+
+    model: str
+    directory: str
+    sha256: str
+
+    @property
+    def folder(self) -> Path:
+        return CHECKPOINTS / self.directory
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """What the model is built with, where the caller says nothing else."""
+        return {"num_classes": len(self.classes), "in_channels": self._config()["channels"]}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(self._config()["classes"])
+
+    def transforms(self) -> Callable[[Any], Tensor]:
+        config = self._config()
+        return ImageTransform(config["image_size"], tuple(config["mean"]), tuple(config["std"]))
+
+    def state_dict(self) -> Path:
+        """The file of the weights, whose sha256 is checked."""
+        path = self.folder / "model.pt"
+        found = hashlib.sha256(self._read(path)).hexdigest()
+        if found != self.sha256:
+            raise ValueError(
+                f"{path} has the sha256 {found}, but needs {self.sha256}: restore it from the repository, as by "
+                f"git checkout -- checkpoints/{self.directory}"
+            )
+        return path
+
+    def _config(self) -> dict[str, Any]:
+        path = self.folder / "config.json"
+        try:
+            return json.loads(self._read(path))["model"]
+        except (ValueError, KeyError, TypeError) as exc:
+            raise ValueError(f"{path} is damaged ({exc!r}): restore it from the repository") from exc
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as exc:
+            raise ValueError(
+                f"{path} cannot be read ({exc.strerror}), but these weights need it, and only a clone of the "
+                f"repository has it: clone it and install with pip install -e, or copy checkpoints/{self.directory} "
+                "there"
+            ) from exc
+
+
+TRAINED: dict[str, TrainedWeights] = {}
+"""By the name that `weights=` and the demos' `--weights` take."""

@@ -1,0 +1,52 @@
+"""From an image to the input of a model, as the images were prepared that its weights were trained on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """The central square of an image, resized and normalized.
+
+    Args:
+        image_size: height and width of the model's input.
+        mean: mean of each channel, of 0 to 255.
+        std: standard deviation of each channel.
+    """
+
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, image: Any) -> Tensor:
+        """Prepare a PIL image, or a uint8 tensor (C, H, W) or (N, C, H, W); one gray channel counts as all channels."""
+        images = image if isinstance(image, Tensor) else self._from_pil(image)
+        channels = len(self.mean)
+        if images.dtype != torch.uint8 or images.dim() not in (3, 4) or images.shape[-3] not in (1, channels):
+            raise ValueError(
+                f"found an image of shape {tuple(images.shape)} and {images.dtype}, but these weights need uint8 with "
+                f"{channels} channels, ({channels}, H, W) or (N, {channels}, H, W): convert it, or give a PIL image"
+            )
+        values = self._resize(images.float()).expand(*images.shape[:-3], channels, -1, -1)
+        mean, std = (values.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
+        return (values - mean) / std
+
+    def _from_pil(self, image: Any) -> Tensor:
+        image = image.convert("RGB" if len(self.mean) == 3 else "L")
+        raw = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        return raw.view(image.height, image.width, -1).permute(2, 0, 1)
+
+    def _resize(self, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        side = min(height, width)
+        top, left = (height - side) // 2, (width - side) // 2
+        square = images[..., top : top + side, left : left + side]
+        if side == self.image_size:
+            return square
+        batch = square.reshape(-1, *square.shape[-3:])
+        resized = F.interpolate(batch, size=(self.image_size,) * 2, mode="bilinear", antialias=True)
+        return resized.round_().clamp_(0, 255).view(*images.shape[:-2], *resized.shape[-2:])

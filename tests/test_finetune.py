@@ -1,0 +1,251 @@
+"""Fine-tuning: runs that begin with given weights, of which parts stay as they are."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from helpers import assert_close
+from samples import DEMOS, TINY, demo, refused, same_run, write_folder
+from torch import Tensor
+
+from efficient_densenet import DenseNet
+from efficient_densenet.training import finetune
+from efficient_densenet.training.options import parse
+from efficient_densenet.training.run import Run, run_directory
+from efficient_densenet.training.signals import TrainingInterrupted
+from efficient_densenet.weights.published import NAMES, PUBLISHED
+from efficient_densenet.weights.trained import TRAINED, TrainedWeights
+
+DIGITS = str(DEMOS.parent / "checkpoints" / "digits")
+FROM = ("--weights", "source", "--data", "own", "--batch_size", "8", "--lr", "0.02", "--save", "run", "--device", "cpu")
+FEW_DIGITS = ("--n_epochs", "1", "--valid_size", "1300", "--batch_size", "128", "--lr", "1e-9", "--freeze", "features")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run on images of three classes of 16×16 pixels, to fine-tune on two classes."""
+    folder = tmp_path_factory.mktemp("finetune")
+    write_folder(folder / "three", ("bear", "cat", "dog"), each=10)
+    write_folder(folder / "own", each=16)
+    words = ("--data", "three", "--image_size", "16", "--n_epochs", "1", "--batch_size", "9", "--device", "cpu")
+    done = demo("cp_demo.py", *TINY, *words, "--save", "source", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(folder / "three")
+    return folder
+
+
+@pytest.fixture
+def place(folder, tmp_path) -> Path:
+    """A copy of the run and of the images."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def _test_error(done: subprocess.CompletedProcess) -> str:
+    return done.stdout.rpartition("test error ")[2].partition("%")[0]
+
+
+FROZEN = {
+    "features": ("features.",),
+    "0": ("features.conv0",),
+    "2": tuple(f"features.{n}" for n in ("conv0", "denseblock1", "transition1", "denseblock2", "transition2")),
+}
+
+
+@pytest.mark.parametrize("freeze", FROZEN)
+def test_other_classes_get_a_new_classifier_and_what_is_frozen_stays_bit_for_bit(freeze, place):
+    done = demo("cp_demo.py", *FROM, "--freeze", freeze, "--n_epochs", "2", cwd=place)
+    assert done.returncode == 0, done.stderr
+    new = "the classifier is new: for 2 classes (cat, dog), where the weights have 3 classes (bear, cat, dog)"
+    assert new in done.stdout
+    before, after = _weights(place / "source"), _weights(place / "run")
+    for name, tensor in before.items():
+        if name.startswith("classifier"):
+            assert len(after[name]) == 2
+        else:
+            assert torch.equal(after[name], tensor) == name.startswith(FROZEN[freeze]), name
+    source, run = (_config(place / name)["model"] for name in ("source", "run"))
+    for name in ("model", "depth", "growth_rate", "channels", "image_size", "mean", "std"):
+        assert run[name] == source[name], name
+    assert run["classes"] == ["cat", "dog"]
+    assert f"test error {_test_error(done)}%" in demo("cp_demo.py", "--evaluate", "run", cwd=place).stdout
+
+
+def test_the_same_classes_keep_their_classifier(place):
+    done = demo("cp_demo.py", "--weights", DIGITS, "--save", "run", *FEW_DIGITS, cwd=place)
+    assert "classifier" not in done.stdout, done.stderr
+    assert _test_error(done) == "2.23"  # of checkpoints/README.md: the learning rate is next to nothing
+
+
+def test_a_fine_tuned_run_resumes_bit_for_bit_without_its_source(place, monkeypatch):
+    words = (*FROM, "--freeze", "1", "--n_epochs", "2")
+    assert demo("cp_demo.py", *words, cwd=place).returncode == 0
+    (place / "run").rename(place / "whole")
+
+    def stop(run: Run) -> None:
+        if (run.position.epoch, run.position.step) == (2, 1):
+            raise TrainingInterrupted(15)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_raise_if_stopped", stop)
+        assert demo("cp_demo.py", *words, cwd=place).returncode == 128 + 15
+    (place / "source").rename(place / "away")
+    refused(demo("cp_demo.py", "--save", "run", "--resume", "--freeze", "2", cwd=place), "freeze is '2', but the run")
+    done = demo("cp_demo.py", "--save", "run", "--resume", "--weights", "other", cwd=place)
+    refused(done, f"weights is '{place}/other', but the run was started with '{place}/source'")
+    shutil.copytree(place / "run", place / "again")
+    assert demo("cp_demo.py", *words, "--resume", "auto", cwd=place).returncode == 0  # the words that began it
+    same_run(place / "run", place / "whole")
+    done = demo("cp_demo.py", "--save", "again", "--resume", "--freeze", "1", cwd=place)
+    assert done.returncode == 0, done.stderr
+    same_run(place / "again", place / "whole")
+
+
+def test_a_run_that_has_a_config_only_begins_with_the_weights_again(place):
+    assert demo("cp_demo.py", *FROM, "--freeze", "1", "--n_epochs", "1", cwd=place).returncode == 0
+    (place / "whole").mkdir()
+    for path in (place / "run").iterdir():
+        path.rename(place / "whole" / path.name)
+    shutil.copy(place / "whole" / "config.json", place / "run")
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=place)
+    assert done.returncode == 0, done.stderr
+    same_run(place / "run", place / "whole")
+
+
+def test_weights_by_name(place, monkeypatch):
+    """Of a variant of the zoo, although the config of their run names its depth and growth rate."""
+    model = DenseNet(12, (12, 12, 12), 1.0, 16, bn_size=0, num_classes=3)
+    config = _config(place / "source")
+    network = {"model": "densenet_40_12", "depth": None, "growth_rate": None}
+    content = {"options": config["options"] | network, "model": config["model"] | network, "data": config["data"]}
+    (place / "source" / "config.json").write_text(json.dumps(content))
+    torch.save(model.state_dict(), place / "source" / "model.pt")
+    sha256 = hashlib.sha256((place / "source" / "model.pt").read_bytes()).hexdigest()
+    monkeypatch.setattr("efficient_densenet.weights.trained.CHECKPOINTS", place)
+    monkeypatch.setitem(TRAINED, "animals", TrainedWeights("densenet_40_12", "source", sha256))
+    words = ("--weights", "animals", "--freeze", "features", "--n_epochs", "1", "--data", "own", "--batch_size", "8")
+    done = demo("cp_demo.py", *words, "--model", "densenet_40_12", cwd=place)
+    assert "weights: " in done.stdout, done.stderr
+    assert done.returncode == 0
+    run = place / "checkpoints" / "own_from_animals"
+    assert _config(run)["options"]["weights"] == "animals"
+    assert torch.equal(_weights(run)["features.conv0.weight"], model.features.conv0.weight)
+    refused(
+        demo("cp_demo.py", *words, "--depth", "40", "--save", "a", cwd=place), "the weights animals are of densenet_"
+    )
+    monkeypatch.setitem(TRAINED, "animals", TrainedWeights("densenet_40_12", "source", "0" * 64))
+    refused(demo("cp_demo.py", *words, "--save", "a", cwd=place), f"has the sha256 {sha256}, but needs 0000")
+
+
+def test_gray_images_for_a_network_of_colors(place):
+    """The only channel counts as three, in evaluating and after --resume too."""
+    done = demo("cp_demo.py", "--weights", "source", *FEW_DIGITS, "--save", "run", cwd=place)
+    assert done.returncode == 0, done.stderr
+    source, run = (_config(place / name) for name in ("source", "run"))
+    for name in ("channels", "mean", "std"):
+        assert run["model"][name] == source["model"][name]
+    statistics = run["data"]["statistics"]
+    assert statistics == [statistics[0]] * 3 + [statistics[3]] * 3
+    error = f"test error {_test_error(done)}%"
+    assert error in demo("cp_demo.py", "--evaluate", "run", cwd=place).stdout
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=place)
+    assert "resuming" in done.stdout, done.stderr
+    assert error in done.stdout
+
+
+@pytest.mark.parametrize("stream", ["True", "False"])
+def test_images_in_color_for_a_network_of_gray(stream, place):
+    words = ("--weights", DIGITS, *FROM[2:], "--freeze", "features", "--n_epochs", "1", "--stream", stream)
+    done = demo("cp_demo.py", *words, "--workers", "0", cwd=place)
+    assert "the classifier is new: for 2 classes (cat, dog)" in done.stdout, done.stderr
+    found = _config(place / "run")
+    assert (found["model"]["channels"], len(found["data"]["statistics"])) == (1, 2)
+    error = f"test error {_test_error(done)}%"
+    assert error in demo("cp_demo.py", "--evaluate", "run", "--stream", "--workers", "0", cwd=place).stdout
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=place)
+    assert error in done.stdout, done.stderr
+    image = next((place / "own" / "test" / "cat").iterdir())
+    assert ": cat (" in demo("predict.py", str(image), "--model", "run", cwd=place).stdout
+
+
+def test_a_file_of_weights_needs_the_network_only(place):
+    source = DenseNet(4, (1, 1, 1), num_init_features=8, num_classes=3)
+    torch.save({"state_dict": source.state_dict()}, place / "theirs.pth")
+    words = ("--weights", "theirs.pth", *FEW_DIGITS[:-2])
+    refused(demo("cp_demo.py", *words, cwd=place), "theirs.pth, since no run's config.json is beside it: name the")
+    refused(demo("cp_demo.py", *words, "--depth", "16", cwd=place), "theirs.pth are not of this network (missing: ")
+    done = demo("cp_demo.py", *words, *TINY, "--freeze", "features", cwd=place)
+    assert done.returncode == 0, done.stderr
+    for sentence in (
+        "the classifier is new: for 10 classes (0, 1, 2, …), where the weights have 3 classes",
+        "the first convolution is adapted to 1 input channels",
+        "the images are normalized by their own mean and std",
+    ):
+        assert sentence in done.stdout
+    after = _weights(place / "checkpoints" / "digits_from_theirs")
+    assert_close(after["features.conv0.weight"], source.features.conv0.weight.sum(1, keepdim=True), 1e-6)
+    name = "features.denseblock3.denselayer1.conv2.weight"
+    assert torch.equal(after[name], source.state_dict()[name])
+
+
+def test_torchvision_s_weights_by_name(monkeypatch):
+    theirs = torchvision.models.densenet121()
+    monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: theirs.state_dict())
+    given = {"weights": "DEFAULT", "model": "densenet121", "data": "own"}
+    pretrained = finetune.read_pretrained(parse(given, "best"), given, None)
+    assert pretrained.complete(given) == given | {"image_size": 224}
+    assert pretrained.inputs["mean"] == pytest.approx([123.675, 116.28, 103.53])
+    assert pretrained.inputs["std"] == pytest.approx([58.395, 57.12, 57.375])
+    assert pretrained.classes[0] == "tench"
+    model = DenseNet(32, (6, 12, 24, 16), 0.5, 64, num_classes=2, small_inputs=False)
+    assert pretrained.load_into(model, ("cat", "dog"))[1].startswith("the classifier is new: for 2 classes (cat, dog)")
+    assert torch.equal(model.features.norm5.weight, theirs.features.norm5.weight)
+    for name in PUBLISHED:
+        assert set(torchvision.models.get_model_weights(name).__members__) <= set(NAMES)
+    message = "found no --model with --weights DEFAULT, but torchvision has weights for densenet121"
+    with pytest.raises(ValueError, match=message):
+        finetune.read_pretrained(parse({"weights": "DEFAULT"}, "best"), {}, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--freeze", "features"], "found --freeze without --weights"),
+        (["--weights", "nothing"], "nothing: give the directory of a run, a file of weights, or a name: "),
+        (["--weights", "source", "--depth", "40"], "found --depth 40, but the weights "),
+        (
+            ["--weights", "source", "--model", "densenet121"],
+            "are of a DenseNet-BC of depth 10 and growth rate 4: ",
+        ),
+        (["--weights", "source", "--freeze", "most"], "freeze is 'most', but must be features, or a number of dense"),
+        (["--weights", "source", "--freeze", "4", "--data", "own"], "freeze is 4, but the network has 3 dense blocks"),
+        (["--weights", "source", "--freeze", "-1"], "freeze is '-1', but must be features, or"),
+        (["--weights", "own"], "own/model.pt does not exist"),
+        (["--weights", "DEFAULT", "--model", "densenet264"], "found --model densenet264 with --weights DEFAULT, but"),
+        (["--weights"], "--weights needs a value"),
+    ],
+)
+def test_what_cannot_be_fine_tuned_is_refused_before_anything_is_written(words, message, folder):
+    before = sorted(folder.rglob("*"))
+    refused(demo("cp_demo.py", "--save", "run", "--device", "cpu", *words, cwd=folder), message)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_directory_of_a_run_is_named_after_its_weights():
+    for weights, name in (("a/b", "b"), ("a/b/model.pt", "b"), ("a/theirs.pth", "theirs"), ("cifar10", "cifar10")):
+        options = parse(finetune.with_full_path({"weights": weights}), "best")
+        assert run_directory(options) == Path("checkpoints") / f"digits_from_{name}"

@@ -1,0 +1,106 @@
+"""Training with frozen parts: their parameters and statistics stay, and the rest is trained as without an engine."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_buffers, assert_same_gradients
+from torch import Tensor
+
+from efficient_densenet import DenseNet
+from efficient_densenet.training.data.augment import Transform, generator_for
+from efficient_densenet.training.distributed import DistributedContext
+from efficient_densenet.training.freezing import freeze_parameters, set_training_modes
+from efficient_densenet.training.loop import Trainer
+from efficient_densenet.training.memory_estimate import estimate_memory
+from efficient_densenet.training.options import parse
+
+TRAINED: dict[str | None, tuple[str, ...]] = {
+    "features": ("classifier",),
+    "2": ("classifier",),  # what follows the last block is frozen with it
+    "1": ("features.denseblock2", "features.norm5", "classifier"),
+    "0": ("features.denseblock", "features.transition1", "features.norm5", "classifier"),
+    None: ("",),
+}
+"""By the value of --freeze: how the names begin of what is trained."""
+
+
+def _trainer(engine: str, freeze: str | None) -> Trainer:
+    torch.manual_seed(0)
+    model = DenseNet(4, (2, 1), num_init_features=6, efficient=engine).double()
+    freeze_parameters(model, freeze)
+    options = parse({"batch_size": 12, "weights": "any", "freeze": freeze}, engine)
+    transform = Transform((120.0,) * 3, (60.0,) * 3, padding=1, horizontal_flip=True)
+    return Trainer(model, transform, options, DistributedContext(0, 1, torch.device("cpu")))
+
+
+def _batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    image = {"size": (12, 3, 8, 8), "dtype": torch.uint8}
+    return [
+        (torch.randint(256, generator=generator, **image), torch.randint(10, (12,), generator=generator))
+        for _ in range(3)
+    ]
+
+
+def _train(trainer: Trainer) -> None:
+    for step, (images, labels) in enumerate(_batches()):
+        trainer.step(images, labels, 12, 0.1, (0, 1, step))
+
+
+@pytest.mark.parametrize("freeze", TRAINED)
+@pytest.mark.parametrize("engine", ["plain", "shared", "checkpoint", "official"])
+def test_the_steps_are_those_of_a_plain_loop_on_what_is_trained(engine, freeze):
+    """Against SGD as a user would write it; what is frozen stays bit for bit, its statistics too."""
+    trainer = _trainer(engine, freeze)
+    reference = copy.deepcopy(trainer.model).set_engine("plain")
+    before = copy.deepcopy(reference.state_dict())
+    trained = [name for name, _ in reference.named_parameters() if name.startswith(TRAINED[freeze])]
+    parameters = [reference.get_parameter(name) for name in trained]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    for step, (images, labels) in enumerate(_batches()):
+        transform = trainer.transform
+        augmented = transform.augment(images, transform.sample_params(12, generator_for(0, 1, step)))
+        for name, module in reference.named_modules():
+            module.training = name.startswith(TRAINED[freeze])
+        optimizer.zero_grad()
+        F.cross_entropy(reference(transform.normalize(augmented, torch.float64)), labels).backward()
+        optimizer.step()
+    _train(trainer)
+    assert_same_gradients(trainer.model, reference, 1e-9)
+    assert_same_buffers(trainer.model, reference, 1e-9)
+    for name, tensor in trainer.model.state_dict().items():
+        torch.testing.assert_close(tensor, reference.state_dict()[name], rtol=1e-9, atol=1e-9)
+        assert torch.equal(tensor, before[name]) != name.startswith(TRAINED[freeze]), name
+    assert [n for n, p in trainer.model.named_parameters() if p.grad is not None] == trained
+    assert len(trainer.optimizer.state) == len(trained)
+
+
+def test_frozen_parts_drop_nothing():
+    model = DenseNet(4, (2, 1), num_init_features=6, drop_rate=0.5)
+    x = torch.randn(3, 3, 8, 8)
+    for freeze, same in (("features", True), ("1", False)):
+        freeze_parameters(model, freeze)
+        assert torch.equal(model(x), model(x)) == same
+    set_training_modes(model, "features")
+    assert torch.equal(model(x), model(x))
+
+
+def test_frozen_parts_take_less_memory():
+    """No gradient and no momentum; and of features that are all frozen nothing is kept for a backward."""
+    estimates = {}
+    for freeze in (None, "features"):
+        model = DenseNet(8, (4, 4), num_init_features=16)
+        freeze_parameters(model, freeze)
+        options = parse({"batch_size": 32, "freeze": freeze, "weights": "any"}, "best")
+        estimates[freeze] = estimate_memory(model, 32, options, "plain")
+    features = sum(p.numel() for p in model.features.parameters())
+    assert estimates[None].persistent - estimates["features"].persistent == 4 * 2 * features
+    assert estimates["features"].per_image < 0.5 * estimates[None].per_image
+
+
+@pytest.mark.parametrize("freeze", ["3", "17"])
+def test_more_blocks_than_there_are(freeze):
+    with pytest.raises(ValueError, match=rf"freeze is {freeze}, but the network has 2 dense blocks: give 0 to 2, or"):
+        freeze_parameters(DenseNet(4, (2, 1)), freeze)
