@@ -123,5 +123,7 @@ def test_figures_are_small_and_contain_their_fingerprint(file, tmp_path):
 
 def test_every_committed_figure_is_drawn_from_its_committed_file():
     for figure in plot.FIGURES.glob("*.svg"):
+        if figure.stem == "convergence":  # drawn from many
+            continue
         assert plot.fingerprint(results.RESULTS / f"{figure.stem}.csv") in figure.read_text()
     assert set(plot.COLORS) == set(METHODS)
