@@ -267,6 +267,7 @@ def test_every_setting_of_a_stage_is_in_its_encoding():
     others = {
         "dtype": "float32",
         "channels_last": True,
+        "hands_on": True,
         "in_channels": 5,
         "growth_rate": 7,
         "newest_first": True,

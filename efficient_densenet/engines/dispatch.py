@@ -20,6 +20,7 @@ from .._torch_private import compiled_checkpoint_updates_once, functorch_is_acti
 from ..checkpoint.parameters import parameters_of
 from . import kernels, plain, recompute, stem
 from .eligibility import joined_consumer, must_be_called, separate_consumer, shared_eligibility
+from .memory_format import formatted
 from .parts import BlockParts
 from .plain import RunFirstHalf
 from .precision import compute_dtype
@@ -139,13 +140,24 @@ def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
     return as_engine_block(block).run_layers(x, RUN_FIRST_HALF[plan.engine])
 
 
-def run_stage(block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockParts | None = None) -> tuple[Tensor, bool]:
-    """The output of `consumer` on that of `block`, and True; if they cannot run as one, that of `block`, and False."""
+def run_stage(
+    block: nn.Module,
+    consumer: nn.Module,
+    x: Tensor,
+    parts: BlockParts | None = None,
+    memory_format: torch.memory_format | None = None,
+    hands_on: bool = False,
+) -> tuple[Tensor, bool]:
+    """The output of `consumer` on that of `block`, and True; if they cannot run as one, that of `block`, and False.
+
+    `memory_format` is what x is to have, where the stage before handed it on as it was. One that `hands_on` its own
+    output does so too.
+    """
     plan = None if must_be_called(block) else plan_block(block, x, parts)
-    if plan is None or plan.parts is None:
-        return block(x), False
-    joined = joined_consumer(plan.parts, consumer)
-    return (block(x), False) if joined is None else (shared.run(plan.parts, x, joined), True)
+    joined = None if plan is None or plan.parts is None else joined_consumer(plan.parts, consumer)
+    if plan is None or plan.parts is None or joined is None:
+        return block(formatted(x, memory_format)), False
+    return shared.run(plan.parts, x, joined, memory_format, hands_on), True
 
 
 def run_stage_with_features(

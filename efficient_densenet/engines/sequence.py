@@ -9,11 +9,13 @@ import copy
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
 from . import dispatch
 from .eligibility import must_be_called
+from .memory_format import formatted, memory_format_of
 from .parts import BlockParts
 
 NamedModules = Sequence[tuple[str, nn.Module]]
@@ -31,6 +33,7 @@ def run_sequence(
     blocks = [module for _, module in modules if is_block(module)]
     first_block = blocks[0] if blocks else None
     x, position, first_parts = _run_stem(modules, x, first_block, taps)
+    memory_format: torch.memory_format | None = None  # that of x, where a stage has handed it on in another
     while position < len(modules):
         name, module = modules[position]
         position += 1
@@ -38,10 +41,16 @@ def run_sequence(
         if has_consumer and is_block(module) and dispatch.as_engine_block(module).can_join_stage:
             consumer_name, consumer = modules[position]
             parts = first_parts if module is first_block else None
-            x, consumed = _run_stage(name, module, consumer_name, consumer, x, parts, taps, outputs)
+            if _is_stage_tapped(name, consumer_name, taps):
+                x = formatted(x, memory_format)
+                x, consumed = _run_tapped_stage(name, module, consumer_name, consumer, x, parts, taps, outputs)
+                memory_format = None
+            else:
+                hands_on = any(is_block(following) for _, following in modules[position + 1 : position + 2])
+                x, consumed, memory_format = _run_stage(module, consumer, x, parts, memory_format, hands_on)
             position += consumed
         else:
-            x = module(x)
+            x, memory_format = module(formatted(x, memory_format)), None
             if name in taps:
                 outputs[name] = x
     return x, outputs
@@ -61,6 +70,26 @@ def _run_stem(
 
 
 def _run_stage(
+    block: nn.Module,
+    consumer: nn.Module,
+    x: Any,
+    parts: BlockParts | None,
+    memory_format: torch.memory_format | None,
+    hands_on: bool,
+) -> tuple[Any, bool, torch.memory_format | None]:
+    """The output of `block`, or of `consumer` on it, and whether that has run; and the memory format that the output is
+    to have, where it has been handed on in another."""
+    if isinstance(x, Tensor):
+        memory_format = memory_format or memory_format_of(x)
+    x, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, hands_on)
+    return x, consumed, memory_format if consumed and hands_on else None
+
+
+def _is_stage_tapped(name: str, consumer_name: str, taps: Collection[str]) -> bool:
+    return not {name, consumer_name, f"{consumer_name}.relu"}.isdisjoint(taps)
+
+
+def _run_tapped_stage(
     name: str,
     block: nn.Module,
     consumer_name: str,

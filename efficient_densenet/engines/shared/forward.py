@@ -140,7 +140,7 @@ class Forward:
             output = conv1x1.output
         if tensors.conv_bias is not None:
             output.add_(tensors.conv_bias)
-        output = to_spatial(output, shape).contiguous(memory_format=self.spec.memory_format(self.x))
+        output = to_spatial(output, shape).contiguous(memory_format=self.spec.consumer_memory_format(self.x))
         return output.detach()  # a view could not be written into by the caller
 
     def _weight(self, tensors: NormConv) -> Tensor:

@@ -32,9 +32,19 @@ from .spec import StageSpec, decode
 from .stored import StoredFeatures, stored_features
 
 
-def run(block: BlockParts, x: Tensor, consumer: ConsumerParts | None = None) -> Tensor:
-    """The output of a block, or of `consumer` (a transition or a norm) on it."""
-    plan = StagePlan(block, consumer, x)
+def run(
+    block: BlockParts,
+    x: Tensor,
+    consumer: ConsumerParts | None = None,
+    memory_format: torch.memory_format | None = None,
+    hands_on: bool = False,
+) -> Tensor:
+    """The output of a block, or of `consumer` (a transition or a norm) on it.
+
+    It has the memory format that is given, or x's. The output of one that `hands_on` is read by another stage alone,
+    and stays in channels_last, in which it is computed.
+    """
+    plan = StagePlan(block, consumer, x, memory_format=memory_format, hands_on=hands_on)
     return plan.finish(apply(plan, x, *plan.tensors)[0])
 
 

@@ -110,7 +110,7 @@ def _fake_stage(
     if settings.consumer is not None:
         outputs.append(_fake_consumer_output(settings, x, parameters))
     if settings.returns_features:
-        outputs.append(_fake_images(settings, x, settings.num_output_channels, shape, x.dtype))
+        outputs.append(_fake_images(settings.memory_format(x), x, settings.num_output_channels, shape, x.dtype))
     computed = [
         x.new_empty(pixels, settings.order.total),
         x.new_empty(3, settings.num_columns, dtype=dtype),
@@ -133,11 +133,13 @@ def _fake_consumer_output(settings: StageSpec, x: Tensor, parameters: list[Tenso
         dtype, channels = settings.torch_dtype, tensors.conv_weight.shape[0]
     if settings.consumer.pools:
         sides = [side // 2 for side in sides]
-    return _fake_images(settings, x, channels, (x.shape[0], *sides), dtype)
+    return _fake_images(settings.consumer_memory_format(x), x, channels, (x.shape[0], *sides), dtype)
 
 
-def _fake_images(settings: StageSpec, x: Tensor, channels: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    size, memory_format = (shape[0], channels, *shape[1:]), settings.memory_format(x)
+def _fake_images(
+    memory_format: torch.memory_format, x: Tensor, channels: int, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    size = shape[0], channels, *shape[1:]
     return torch.empty(size, dtype=dtype, device=x.device, memory_format=memory_format)
 
 

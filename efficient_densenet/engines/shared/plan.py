@@ -6,7 +6,7 @@ from torch import Tensor
 from ..._torch_private import specialized
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
-from ..memory_format import memory_format_of
+from ..memory_format import CHANNELS_LAST, memory_format_of
 from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
 from ..precision import compute_dtype
 from .running import NormUpdate
@@ -24,10 +24,17 @@ class StagePlan:
     """
 
     def __init__(
-        self, block: BlockParts, consumer: ConsumerParts | None, x: Tensor, return_features: bool = False
+        self,
+        block: BlockParts,
+        consumer: ConsumerParts | None,
+        x: Tensor,
+        return_features: bool = False,
+        memory_format: torch.memory_format | None = None,
+        hands_on: bool = False,
     ) -> None:
         self.layers, self.consumer = block.layers, consumer
-        self.spec = _read_spec(block, consumer, x, return_features)
+        hands_on = hands_on and consumer is not None and consumer.after is None and x.dim() in CHANNELS_LAST
+        self.spec = _read_spec(block, consumer, x, return_features, memory_format or memory_format_of(x), hands_on)
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
@@ -62,12 +69,20 @@ class StagePlan:
         return output if self.consumer is None or self.consumer.after is None else self.consumer.after(output)
 
 
-def _read_spec(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, return_features: bool) -> StageSpec:
+def _read_spec(
+    block: BlockParts,
+    consumer: ConsumerParts | None,
+    x: Tensor,
+    return_features: bool,
+    memory_format: torch.memory_format,
+    hands_on: bool,
+) -> StageSpec:
     norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
     group = sync_group(norm)
     return StageSpec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
-        channels_last=memory_format_of(x) is not torch.contiguous_format,
+        channels_last=memory_format is not torch.contiguous_format,
+        hands_on=hands_on,
         in_channels=norm.weight.shape[0],
         growth_rate=block.layers[0].last_conv.out_channels if block.layers else 0,
         newest_first=block.newest_first,
