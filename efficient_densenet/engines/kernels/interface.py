@@ -31,6 +31,7 @@ class BatchNormAffine:
     grad_weight: Tensor
     grad_bias: Tensor
     grad_input: Tensor | None = None
+    _activation: Tensor | None = None
     _scale: Tensor | None = None
     _shift: Tensor | None = None
 
@@ -79,6 +80,15 @@ class BatchNormAffine:
         if self.mean is not None:
             centered = torch.addcmul(grad_values_sum, self.mean, grad_sum, value=-1)
         self.grad_weight = centered * self.inv_std
+
+    def keep_activation(self, activation: Tensor) -> None:
+        """Keep relu(y) of all values for the kernel that reads them next."""
+        self._activation = activation
+
+    def take_activation(self) -> Tensor | None:
+        """relu(y), which the norm forgets, if a kernel has kept it: the caller may overwrite it."""
+        activation, self._activation = self._activation, None
+        return activation
 
     def take_grad_input(self) -> Tensor | None:
         """grad_input, which the norm forgets, if a kernel has computed it: see `GradAccumulator.is_complete`."""
@@ -151,7 +161,12 @@ class GradAccumulator(NamedTuple):
 
 class StatisticsOutput:
     """Where a kernel writes the statistics of its output, `matrix` (3, channels): mean, biased variance and, from
-    `eps`, 1 / sqrt(var + eps). `rows` are views of these three."""
+    `eps`, 1 / sqrt(var + eps). `rows` are views of these three.
+
+    `norm` is the norm that reads the output by these statistics, where they are final: a kernel may apply it at once.
+    """
+
+    norm: BatchNormAffine | None = None
 
     def __init__(self, matrix: Tensor, eps: float, rows: Sequence[Tensor] | None = None) -> None:
         self.matrix, self.eps = matrix, eps

@@ -115,7 +115,7 @@ def conv1x1_backward(
         grad = _mask_inactive(grad, activation)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
         if next_bottleneck is not None:
-            _conv1x1_tile(next_bottleneck, tile)
+            _conv1x1_tile(next_bottleneck, tile, keep_activation=True)
     return _finish(sums, accumulator)
 
 
@@ -208,17 +208,24 @@ def _affine_relu(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tupl
 
     The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
     """
-    scale, shift = input.norm.scale, input.norm.shift
-    buffer = torch.addcmul(shift, values, scale, out=tile_scratch("accumulation_tile", values, input.dtype)).relu_()
+    norm, accumulation_dtype = input.norm, input.norm.inv_std.dtype
+    buffer = norm.take_activation()
+    if buffer is not None:
+        return buffer, buffer
+    out = tile_scratch("accumulation_tile", values, accumulation_dtype)
+    buffer = torch.addcmul(norm.shift, values, norm.scale, out=out).relu_()
     if dtype is buffer.dtype:
         return buffer, buffer
     out = tile_scratch("activation_tile", values, dtype)
     return buffer.to(dtype) if out is None else out.copy_(buffer), buffer
 
 
-def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
+def _conv1x1_tile(conv: Conv1x1, tile: slice, keep_activation: bool = False) -> None:
+    """A small activation can be kept for the backward of the same convolution."""
     input, weight, output = conv
-    activation, _ = _affine_relu(rows(input.values, tile), input, weight.dtype)
+    activation, buffer = _affine_relu(rows(input.values, tile), input, weight.dtype)
+    if keep_activation and activation is buffer and tile is WHOLE and is_small(activation, activation.dtype):
+        input.norm.keep_activation(activation)
     torch.mm(activation, weight.t(), out=rows(output, tile))
 
 

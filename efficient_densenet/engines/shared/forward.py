@@ -122,8 +122,9 @@ class Forward:
             self.kernels.conv1x1_forward(conv)
             norm = self.statistics.frozen_norm(second, output, self._running(number + 1), first.conv_bias)
         else:
-            self.kernels.conv1x1_forward_with_statistics(conv, output)
             norm = self.statistics.own_norm(second, output)
+            self.kernels.conv1x1_forward_with_statistics(conv, output)
+            self.statistics.synchronize(output)
         return norm.input(conv.output)
 
     def _consumer(self, consumer: ConsumerSpec) -> Tensor:

@@ -53,7 +53,8 @@ class ForwardStatistics(_FeatureStatistics):
     def __init__(self, spec: StageSpec, features: Tensor, stored: Tensor | None = None) -> None:
         self.spec, self.features, self.is_stored = spec, features, stored is not None
         dtype = accumulation_dtype(features.dtype)
-        self.matrix = features.new_empty(3, spec.num_columns, dtype=dtype) if stored is None else stored
+        # An operation of PyTorch multiplies old values by zero, which must be finite, before it adds the batch's.
+        self.matrix = features.new_zeros(3, spec.num_columns, dtype=dtype) if stored is None else stored
         self.sync_group = SyncGroup.named(spec.sync_group)
         self.count: Count = features.shape[0]
         self._segments, rows = spec.segments(features), self.matrix.unbind()
@@ -84,17 +85,19 @@ class ForwardStatistics(_FeatureStatistics):
         if statistics is None:
             statistics = self.of_segment(segment)
             kernels_for(values).batch_statistics(values, statistics)
-        self._synchronize(statistics)
+        self.synchronize(statistics)
         mean = statistics.rows[MEAN]
         torch.sub(values, mean, out=features)
         if bias is not None:
             mean.add_(bias)
 
     def own_norm(self, tensors: NormConv, statistics: StatisticsOutput) -> BatchNormAffine:
-        """A norm with columns and batch statistics of its own, which a kernel has written."""
-        self._synchronize(statistics)
+        """A norm with columns and batch statistics of its own, which a kernel is to write."""
         mean, _, inv_std = statistics.rows
-        return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
+        norm = BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
+        if self.sync_group is None:
+            statistics.norm = norm
+        return norm
 
     def frozen_norm(
         self, tensors: NormConv, output: StatisticsOutput, running: Sequence[Tensor], bias: Tensor | None = None
@@ -117,7 +120,8 @@ class ForwardStatistics(_FeatureStatistics):
             self.matrix[VARIANCE].mul_(self.count / (self.count - 1))
         return self.matrix
 
-    def _synchronize(self, statistics: StatisticsOutput) -> None:
+    def synchronize(self, statistics: StatisticsOutput) -> None:
+        """Make a kernel's statistics those of all processes of the sync group, if there is one."""
         if self.sync_group is not None:
             self.count = synchronize_statistics(statistics, self.features.shape[0], self.sync_group)
 
