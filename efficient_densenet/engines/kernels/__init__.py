@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..precision import accumulation_dtype
 from . import portable
+from .batch_norm import is_short
 from .interface import Kernels
 from .numba_cpu import openmp
 
@@ -32,6 +34,11 @@ def kernels_for(values: Tensor) -> Kernels:
 
         return numba_kernels
     return portable
+
+
+def add_up_when_done(values: Tensor) -> bool:
+    """Whether `batch_norm_grad_input` adds up what it needs, so that no kernel before it has to: see `GradAccumulator`."""
+    return kernels_for(values) is portable and is_short(values, accumulation_dtype(values.dtype))
 
 
 def kernel_set_name(values: Tensor) -> str:

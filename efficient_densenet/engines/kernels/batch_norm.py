@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from ..precision import as_dtype
-from .interface import AffineInput, BatchNormAffine, StatisticsOutput
+from .interface import AffineInput, BatchNormAffine, BatchNormBackward, StatisticsOutput
 from .row_tiles import WHOLE, is_small, rows, tile_scratch, tiles
 
 FEW_ROWS = 256
 """The most values of a channel that PyTorch's batch norm adds up, on a CPU, accurately: it makes no partial sums."""
 
-_all_batch_norm_grads = torch.ops.aten.native_batch_norm_backward.default
+_native_backward = torch.ops.aten.native_batch_norm_backward.default
 
 
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
@@ -62,14 +62,27 @@ def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
 
 def is_small_batch(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether PyTorch's batch norm on a CPU, with sums in `dtype`, is fast and accurate for (pixels, channels)."""
-    in_dtype_on_cpu = values.is_cpu and values.dtype is dtype
-    return in_dtype_on_cpu and values.shape[0] <= FEW_ROWS and is_small(values, dtype) and values.is_contiguous()
+    return is_short(values, dtype) and values.is_contiguous()
+
+
+def is_short(values: Tensor, dtype: torch.dtype) -> bool:
+    """The same where `values` can be copied into a contiguous matrix."""
+    return values.is_cpu and values.dtype is dtype and values.shape[0] <= FEW_ROWS and is_small(values, dtype)
 
 
 def batch_norm_backward(grad: Tensor, input: AffineInput) -> None:
     """All gradients of a norm with batch statistics at once, from that of its output."""
     values, norm = input
     weight, statistics = as_dtype(norm.weight, input.dtype), (norm.mean, norm.inv_std)
-    norm.grad_input, norm.grad_weight, norm.grad_bias = _all_batch_norm_grads(
+    norm.grad_input, norm.grad_weight, norm.grad_bias = _native_backward(
         grad, values, weight, None, None, *statistics, True, 0.0, [True, True, True]
     )
+
+
+def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
+    """The gradient of the values of few rows, with both sums over them."""
+    values, grad_accum = grad.values.contiguous(), grad.grad_accum.contiguous()
+    grad_input, _, _ = _native_backward(
+        grad_accum, values, None, None, None, grad.mean, grad.inv_std, True, 0.0, [True, False, False]
+    )
+    return grad_input

@@ -129,7 +129,8 @@ class GradAccumulator(NamedTuple):
     """Where a backward kernel accumulates: grad_accum += grad_scale · grad, or `=` with `overwrite`.
 
     `norm` is that of the kernel's input, which gets its grad_weight and grad_bias; γ · grad_bias and γ · grad_weight
-    are added to `sums`, (2, channels), if there are any. `needs_grad_weight` is False where the convolution's weight
+    are added to `sums`, (2, channels), if there are any: not under a frozen norm, nor where `kernels.add_up_when_done`
+    says that they are computed from grad_accum in the end. `needs_grad_weight` is False where the convolution's weight
     does not require a gradient: the kernel then returns None.
 
     `is_complete` where the norm has batch statistics, those of this process, and grad_accum no other consumer. A kernel
@@ -185,8 +186,9 @@ class BatchNormBackward(NamedTuple):
     """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)): a batch norm's backward, its two sums being known.
 
     g is `grad_accum`, `sums` are Σ g and Σ g · x̂ over `count` rows, (2, channels), and `inv_std` is r. x̂ is
-    (values − mean) · r; `mean` is None where the values are stored centered. Where `sums` is None, as under a frozen
-    norm, `grad_accum` is grad_input already.
+    (values − mean) · r; `mean` is None where the values are stored centered. `sums` is None where the kernel has to
+    compute them, see `kernels.add_up_when_done`, and then there is a `mean`. Where `inv_std` is None too, as under a
+    frozen norm, `grad_accum` is grad_input already.
     """
 
     values: Tensor  # (pixels, channels)

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ..memory_format import CHANNELS_LAST
 from ..precision import as_dtype
-from . import convolution, scratch
+from . import batch_norm, convolution, scratch
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .batch_norm import batch_norm_backward, batch_statistics, is_small_batch
-from .interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
+from .interface import AffineInput, BatchNormAffine, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
 from .row_tiles import WHOLE, is_small, rows, tile_scratch, tiles
 
 Sums = tuple[Tensor | None, Tensor, Tensor]
@@ -59,8 +59,10 @@ def halved(shape: torch.Size) -> torch.Size:
 
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
-    if grad.sums is None:
+    if grad.inv_std is None:
         return grad.grad_accum.contiguous()
+    if grad.sums is None:
+        return batch_norm.batch_norm_grad_input(grad)
     slope, constant, inv_std = grad.coefficients()
     grad_input = torch.addcmul(constant, grad.values, slope)
     return as_dtype(grad_input.addcmul_(grad.grad_accum, inv_std), grad.values.dtype)
@@ -122,8 +124,8 @@ def conv1x1_backward(
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     """conv(y), (pixels, out_channels); padding = dilation keeps the spatial size. A tile holds whole images."""
     outputs = [
-        to_pixel_matrix(convolution.conv3x3(_to_images(activation, shape), weight, dilation))
-        for _, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
+        to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
+        for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
     ]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -148,7 +150,7 @@ def conv3x3_backward(
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
     sums: Sums | None = None
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        images, grad_images = _to_images(activation, shape), _to_images(rows(grad_output, tile), shape)
+        images, grad_images = _to_images(activation, tile, shape), _to_images(rows(grad_output, tile), tile, shape)
         grad, grad_weight = convolution.conv3x3_backward(
             grad_images, images, weight, dilation, accumulator.needs_grad_weight
         )
@@ -169,7 +171,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     shape = as_slabs(shape)
     output = weight.new_empty(halved(shape).numel(), weight.shape[0])
     for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        pooled = to_pixel_matrix(average_pool(_to_images(activation, shape)))
+        pooled = to_pixel_matrix(average_pool(_to_images(activation, tile, shape)))
         torch.mm(pooled, weight.t(), out=rows(output, _pooled_tile(tile, shape)))
     return output
 
@@ -185,10 +187,10 @@ def pooled_conv1x1_backward(
     sums: Sums | None = None
     shape = as_slabs(shape)
     for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        images, grad_output_tile = _to_images(activation, shape), rows(grad_output, _pooled_tile(tile, shape))
+        images, grad_output_tile = _to_images(activation, tile, shape), rows(grad_output, _pooled_tile(tile, shape))
         pooled = to_pixel_matrix(average_pool(images))
         grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.dtype)
-        grad_pooled = _to_images(torch.mm(grad_output_tile, weight), halved(shape))
+        grad_pooled = _to_images(torch.mm(grad_output_tile, weight), tile, halved(shape))
         grad = _mask_inactive(to_pixel_matrix(average_pool_backward(grad_pooled, images)), activation)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
     return _finish(sums, accumulator)
@@ -198,23 +200,24 @@ def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """For each tile of rows: its slice, its values, the activation y in `dtype`, and the buffer of `_affine_relu`."""
-    for tile in tiles(input.values, input.dtype, multiple_of):
-        values = rows(input.values, tile)
-        yield tile, values, *_affine_relu(values, input, dtype)
+    matrix, norm = input
+    for tile in tiles(matrix, norm.inv_std.dtype, multiple_of):
+        values = rows(matrix, tile)
+        yield tile, values, *_affine_relu(values, norm, dtype)
 
 
-def _affine_relu(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _affine_relu(values: Tensor, norm: BatchNormAffine, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """relu(scale · values + shift) of a tile's values in `dtype`, and a buffer in the accumulation dtype.
 
     The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
     """
-    norm, accumulation_dtype = input.norm, input.norm.inv_std.dtype
     buffer = norm.take_activation()
     if buffer is not None:
         return buffer, buffer
+    scale, accumulation_dtype = norm.scale, norm.inv_std.dtype
     out = tile_scratch("accumulation_tile", values, accumulation_dtype)
-    buffer = torch.addcmul(norm.shift, values, norm.scale, out=out).relu_()
-    if dtype is buffer.dtype:
+    buffer = torch.addcmul(norm.shift, values, scale, out=out).relu_()
+    if dtype is accumulation_dtype:
         return buffer, buffer
     out = tile_scratch("activation_tile", values, dtype)
     return buffer.to(dtype) if out is None else out.copy_(buffer), buffer
@@ -222,10 +225,10 @@ def _affine_relu(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tupl
 
 def _conv1x1_tile(conv: Conv1x1, tile: slice, keep_activation: bool = False) -> None:
     """A small activation can be kept for the backward of the same convolution."""
-    input, weight, output = conv
-    activation, buffer = _affine_relu(rows(input.values, tile), input, weight.dtype)
+    (values, norm), weight, output = conv
+    activation, buffer = _affine_relu(rows(values, tile), norm, weight.dtype)
     if keep_activation and activation is buffer and tile is WHOLE and is_small(activation, activation.dtype):
-        input.norm.keep_activation(activation)
+        norm.keep_activation(activation)
     torch.mm(activation, weight.t(), out=rows(output, tile))
 
 
@@ -290,9 +293,9 @@ def _finish(sums: Sums | None, accumulator: GradAccumulator) -> Tensor | None:
     return grad_weight
 
 
-def _to_images(matrix: Tensor, shape: torch.Size) -> Tensor:
+def _to_images(matrix: Tensor, tile: slice, shape: torch.Size) -> Tensor:
     """`to_spatial` of a tile of whole images of (N, *spatial)."""
-    if matrix.shape[0] == shape.numel():
+    if tile is WHOLE:
         return to_spatial(matrix, shape)
     return to_spatial(matrix, torch.Size([matrix.shape[0] // shape[1:].numel(), *shape[1:]]))
 

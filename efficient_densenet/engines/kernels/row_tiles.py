@@ -16,18 +16,19 @@ SMALL_TILE = 1 / 16
 WHOLE = slice(None)
 """The tile of a matrix that is one tile."""
 
+_ONE_TILE = (WHOLE,)
+
 
 def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Sequence[slice]:
     """Tiles of rows: as many as fit `TILE_BYTES` in `dtype`, rounded down to a multiple but not to none."""
+    if is_small(values, dtype):
+        return _ONE_TILE
     num_rows, channels = values.shape
-    tile_rows = max(1, _tile_bytes(values) // (channels * dtype.itemsize * multiple_of)) * multiple_of
+    tile_bytes = TILE_BYTES["cpu" if values.is_cpu else "cuda"]
+    tile_rows = max(1, tile_bytes // (channels * dtype.itemsize * multiple_of)) * multiple_of
     if num_rows <= tile_rows:
-        return (WHOLE,)
+        return _ONE_TILE
     return [slice(start, min(start + tile_rows, num_rows)) for start in range(0, num_rows, tile_rows)]
-
-
-def _tile_bytes(values: Tensor) -> int:
-    return TILE_BYTES["cpu" if values.is_cpu else "cuda"]
 
 
 def rows(matrix: Tensor, tile: slice) -> Tensor:
@@ -36,7 +37,7 @@ def rows(matrix: Tensor, tile: slice) -> Tensor:
 
 
 def is_small(values: Tensor, dtype: torch.dtype) -> bool:
-    return values.numel() * dtype.itemsize <= SMALL_TILE * _tile_bytes(values)
+    return values.numel() * dtype.itemsize <= SMALL_TILE * TILE_BYTES["cpu" if values.is_cpu else "cuda"]
 
 
 def tile_scratch(name: str, values: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -88,9 +88,9 @@ class Backward:
 
     def _accumulator(self, number: int, norm: BatchNormAffine, overwrite: bool = False) -> GradAccumulator:
         """For a consumer of the features, by the number of its norm."""
-        columns, frozen = self.spec.order.slice(0, norm.weight.shape[0]), self.spec.frozen
+        columns, frozen = self.spec.feature_columns[number], self.spec.frozen
         grad_accum = columns_of(self.grad_accum, columns)
-        sums = None if frozen else columns_of(self.statistics.sums, columns)
+        sums = self.statistics.sums_of_features(number)
         return GradAccumulator(norm, frozen, grad_accum, overwrite, self.needs_grads[number].conv_weight, sums)
 
     def _grad_output(self, i: int) -> Tensor:
@@ -134,7 +134,7 @@ class Backward:
 
     def _input(self, number: int) -> AffineInput:
         """What the convolution after a norm of the features reads."""
-        return self.statistics.input(self.statistics.norm(number, self.tensors[number]))
+        return self.statistics.input(number, self.statistics.norm(number, self.tensors[number]))
 
     def _bottleneck(self, i: int) -> Conv1x1:
         """Layer i's first convolution, whose output is kept, computed already in the backward of layer i + 1, or

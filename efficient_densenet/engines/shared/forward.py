@@ -81,9 +81,9 @@ class Forward:
         """What the convolution after a norm of the features reads; a frozen one has statistics of its own."""
         tensors = self.tensors[number]
         if not self.spec.frozen:
-            return self.statistics.input(self.statistics.affine(tensors))
+            return self.statistics.input(number, self.statistics.affine(number, tensors))
         output = self.statistics.output(number, self.spec.eps)
-        return self.statistics.input(self.statistics.frozen_norm(tensors, output, self._running(number)))
+        return self.statistics.input(number, self.statistics.frozen_norm(tensors, output, self._running(number)))
 
     def _running(self, number: int) -> Sequence[Tensor]:
         """running_mean and running_var of a frozen norm."""

@@ -10,7 +10,7 @@ from ..memory_format import CHANNELS_LAST, memory_format_of
 from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
 from ..precision import compute_dtype
 from .running import NormUpdate
-from .spec import ConsumerSpec, LayerSpec, StageSpec
+from .spec import ConsumerSpec, LayerSpec, StageSpec, cached_spec
 
 
 class StagePlan:
@@ -79,7 +79,8 @@ def _read_spec(
 ) -> StageSpec:
     norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
     group = sync_group(norm)
-    return StageSpec(
+    stage_spec = StageSpec if torch.compiler.is_compiling() else cached_spec
+    return stage_spec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
         channels_last=memory_format is not torch.contiguous_format,
         hands_on=hands_on,

@@ -84,6 +84,7 @@ class StageSpec:
         updates: whether any norm has batch statistics.
         has_count: whether the processes of a sync group count their values.
         layer_norms: the norms of each layer, among all norms of the stage in their order; the consumer's is the last.
+        feature_columns: for each norm of the features, the columns that it reads; none for one inside a layer.
         norm_columns: for each norm, its own columns in the matrix of statistics, None for one that shares those of the
             features. The features' come first; a norm of the features has its own only if it is frozen.
         norms_frozen, running_positions: whether each norm is frozen, and where the running statistics of a frozen one
@@ -119,6 +120,7 @@ class StageSpec:
         self.has_count = self.sync_group is not None and self.updates
         self.num_columns = 0 if self.frozen else self.order.total
         self.layer_norms: list[slice] = []
+        self.feature_columns: list[slice] = []
         self.norm_columns: list[slice | None] = []
         self.running_positions: list[int] = []
         self.norms_frozen: list[bool] = []
@@ -141,13 +143,14 @@ class StageSpec:
                 self.column_widths.append(columns.stop - columns.start)
 
     def _add_norm_of_features(self, channels: int) -> None:
-        self._add_norm(channels if self.frozen else 0, self.frozen)
+        self._add_norm(channels if self.frozen else 0, self.frozen, self.order.slice(0, channels))
 
-    def _add_norm(self, own_columns: int, frozen: bool) -> None:
+    def _add_norm(self, own_columns: int, frozen: bool, feature_columns: slice = slice(0, 0)) -> None:
         start, self.num_columns = self.num_columns, self.num_columns + own_columns
         self.norm_columns.append(slice(start, self.num_columns) if own_columns else None)
         self.running_positions.append(2 * sum(self.norms_frozen))
         self.norms_frozen.append(frozen)
+        self.feature_columns.append(feature_columns)
 
     def memory_format(self, x: Tensor) -> torch.memory_format:
         return CHANNELS_LAST[x.dim()] if self.channels_last else torch.contiguous_format
@@ -218,6 +221,12 @@ _FIELDS = tuple(field.name for field in fields(StageSpec))
 def encode(*settings: Any) -> str:
     """Plain data as an operator takes it."""
     return json.dumps(settings)
+
+
+@lru_cache(maxsize=4096)
+def cached_spec(**settings: Any) -> StageSpec:
+    """The specification with these fields. Whoever has it must not change it."""
+    return StageSpec(**settings)
 
 
 @lru_cache(maxsize=4096)

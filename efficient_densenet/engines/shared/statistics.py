@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...norms.sync_batch_norm import SyncGroup
-from ..kernels import kernels_for
+from ..kernels import add_up_when_done, kernels_for
 from ..kernels.interface import (
     INV_STD,
     MEAN,
@@ -34,14 +34,14 @@ class _FeatureStatistics:
     features: Tensor
     inv_std: Tensor
 
-    def affine(self, tensors: NormConv) -> BatchNormAffine:
-        """The affine map of a norm that shares the statistics of the features."""
-        columns = self.spec.order.slice(0, tensors.norm_weight.shape[0])
-        return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, self.inv_std[columns])
+    def affine(self, number: int, tensors: NormConv) -> BatchNormAffine:
+        """The affine map of a norm that shares the statistics of the features, by its number."""
+        weight, bias, *_ = tensors
+        return BatchNormAffine(weight, bias, self.inv_std[self.spec.feature_columns[number]])
 
-    def input(self, norm: BatchNormAffine) -> AffineInput:
+    def input(self, number: int, norm: BatchNormAffine) -> AffineInput:
         """What the convolution after a norm of the features reads."""
-        return norm.input(columns_of(self.features, self.spec.order.slice(0, norm.weight.shape[0])))
+        return AffineInput(columns_of(self.features, self.spec.feature_columns[number]), norm)
 
 
 class ForwardStatistics(_FeatureStatistics):
@@ -147,10 +147,12 @@ class BackwardStatistics(_FeatureStatistics):
             for norm, i in spec.own_positions.items()
         }
         self._segments = () if spec.frozen else tuple(zip(spec.segments(features), inv_stds, sums, strict=False))
+        self._adds_up_when_done = not spec.frozen and self.sync_group is None and add_up_when_done(features)
+        self._zeros = spec.written_columns(self.sums[0]) if self._adds_up_when_done else ()
 
     def norm(self, number: int, tensors: NormConv) -> BatchNormAffine:
         """The affine map of a norm of the features."""
-        return self.own_norm(number) if self.spec.frozen else self.affine(tensors)
+        return self.own_norm(number) if self.spec.frozen else self.affine(number, tensors)
 
     def own_norm(self, number: int) -> BatchNormAffine:
         """A norm with columns of its own."""
@@ -160,9 +162,17 @@ class BackwardStatistics(_FeatureStatistics):
         """Σ γ · dβ and Σ γ · dγ of such a norm with batch statistics."""
         return self._own[number][1]
 
+    def sums_of_features(self, number: int) -> Tensor | None:
+        """Where a consumer of the features, by the number of its norm, adds its Σ γ · dβ and Σ γ · dγ, if it has to."""
+        if self.spec.frozen or self._adds_up_when_done:
+            return None
+        return columns_of(self.sums, self.spec.feature_columns[number])
+
     def grad_input(self, segment: int, grad_accum: Tensor) -> BatchNormBackward:
         """The gradient of a segment whose last consumer is done, from the sum of the consumers' gradients."""
         features, inv_std, sums = self._segments[segment]
+        if self._adds_up_when_done:
+            return BatchNormBackward(features, grad_accum, inv_std, self._zeros[segment])  # centered: the mean is 0
         return self._grad_input(features, grad_accum, (inv_std, None), sums)
 
     def own_grad_input(self, number: int, values: Tensor, grad_accum: Tensor) -> BatchNormBackward:
