@@ -37,7 +37,7 @@ def kernels_for(values: Tensor) -> Kernels:
 
 
 def add_up_when_done(values: Tensor) -> bool:
-    """Whether `batch_norm_grad_input` adds up what it needs, so that no kernel before it has to: see `GradAccumulator`."""
+    """Whether `batch_norm_grad_input` adds up itself what it needs, so that no kernel before it has to."""
     return kernels_for(values) is portable and is_short(values, accumulation_dtype(values.dtype))
 
 

@@ -52,9 +52,7 @@ class ForwardStatistics(_FeatureStatistics):
 
     def __init__(self, spec: StageSpec, features: Tensor, stored: Tensor | None = None) -> None:
         self.spec, self.features, self.is_stored = spec, features, stored is not None
-        dtype = accumulation_dtype(features.dtype)
-        # An operation of PyTorch multiplies old values by zero, which must be finite, before it adds the batch's.
-        self.matrix = features.new_zeros(3, spec.num_columns, dtype=dtype) if stored is None else stored
+        self.matrix = _statistics_matrix(features, spec.num_columns) if stored is None else stored
         self.sync_group = SyncGroup.named(spec.sync_group)
         self.count: Count = features.shape[0]
         self._segments, rows = spec.segments(features), self.matrix.unbind()
@@ -124,6 +122,12 @@ class ForwardStatistics(_FeatureStatistics):
         """Make a kernel's statistics those of all processes of the sync group, if there is one."""
         if self.sync_group is not None:
             self.count = synchronize_statistics(statistics, self.features.shape[0], self.sync_group)
+
+
+def _statistics_matrix(features: Tensor, columns: int) -> Tensor:
+    """For kernels to write. On a CPU, PyTorch's batch norm multiplies what was there by zero: it must be finite."""
+    allocate = features.new_zeros if features.is_cpu else features.new_empty
+    return allocate(3, columns, dtype=accumulation_dtype(features.dtype))
 
 
 class BackwardStatistics(_FeatureStatistics):
