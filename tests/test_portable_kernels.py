@@ -8,8 +8,16 @@ from helpers import use_kernels
 from kernel_operations import Case
 
 from efficient_densenet import DenseBlock
+from efficient_densenet.engines import kernels
 from efficient_densenet.engines.kernels import batch_norm, convolution, portable, row_tiles
-from efficient_densenet.engines.kernels.interface import AffineInput, BatchNormBackward, GradAccumulator
+from efficient_densenet.engines.kernels.interface import (
+    AffineInput,
+    BatchNormAffine,
+    BatchNormBackward,
+    Conv1x1,
+    GradAccumulator,
+    StatisticsOutput,
+)
 from efficient_densenet.engines.shared import backward
 
 IM2COL = torch.ops.aten._slow_conv2d_forward.default, torch.ops.aten._slow_conv2d_backward.output_mask
@@ -77,6 +85,64 @@ def test_batch_statistics_are_accurate(num_rows, mean):
     torch.testing.assert_close(result_mean, exact.mean(0).float(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(variance, exact.var(0, correction=0).float(), rtol=1e-5, atol=1e-12)
     torch.testing.assert_close(inv_std, (variance + 1e-3).rsqrt())
+
+
+def applied_bottleneck(case, with_norm):
+    """The norm of a bottleneck's output and its statistics; its activation, where the kernel has kept that."""
+    matrix = torch.zeros(3, 3, dtype=case.values.dtype)
+    norm = BatchNormAffine(case.norm_weight[:3], case.norm_bias[:3], matrix[2], matrix[0])
+    statistics = StatisticsOutput(matrix, 1e-3)
+    statistics.norm = norm if with_norm else None
+    output = case.values.new_empty(len(case.values), 3)
+    portable.conv1x1_forward_with_statistics(Conv1x1(case.input, case.weight1x1, output), statistics)
+    return norm, matrix, norm.take_activation(), output
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("shape", [(2, 4, 5), (1, 1, 2), (4, 8, 8)])
+def test_a_small_bottleneck_s_norm_is_applied_by_the_call_that_computes_its_statistics(shape, dtype, tolerance):
+    case = Case(shape, 6, 3)
+    exact = case.in_float64()
+    case = exact if dtype is torch.float64 else case
+    norm, matrix, activation, output = applied_bottleneck(case, True)
+    reference, expected, not_kept, exact_output = applied_bottleneck(exact, False)
+    assert not_kept is None
+    assert norm.take_activation() is None
+    tolerances = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
+    torch.testing.assert_close(matrix, expected, **tolerances)
+    torch.testing.assert_close(output, exact_output, **tolerances)
+    exact_activation = torch.addcmul(reference.shift, exact_output, reference.scale).relu()
+    torch.testing.assert_close(activation, exact_activation, **tolerances)
+
+
+def test_a_larger_bottleneck_s_norm_is_not():
+    assert applied_bottleneck(Case((1, 1, batch_norm.FEW_ROWS + 1), 6, 3), True)[2] is None
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_the_sums_of_few_rows_are_computed_with_the_gradient(dtype, tolerance):
+    exact = Case((2, 4, 5), 6, 3, centered=True).in_float64()
+    exact.values, inv_std = exact.values - exact.values.mean(0), torch.rand(6).double() + 0.5
+    sums = torch.stack([exact.grad_accum.sum(0), (exact.grad_accum * exact.values * inv_std).sum(0)])
+    expected = BatchNormBackward(exact.values, exact.grad_accum, inv_std, None, sums, len(exact.values))
+    matrices = [torch.cat([matrix, matrix], 1).to(dtype)[:, :6] for matrix in (exact.values, exact.grad_accum)]
+    backward = BatchNormBackward(*matrices, inv_std.to(dtype), torch.zeros(6, dtype=dtype))
+    result = portable.batch_norm_grad_input(backward)
+    assert result.is_contiguous()
+    assert result.dtype is dtype
+    reference = portable.batch_norm_grad_input(expected)
+    torch.testing.assert_close(result, reference, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+def test_where_the_sums_are_computed_in_the_end(monkeypatch):
+    few, many = torch.empty(batch_norm.FEW_ROWS, 4), torch.empty(batch_norm.FEW_ROWS + 1, 4)
+    use_kernels(monkeypatch, "portable", 1 << 22)
+    assert kernels.add_up_when_done(few)
+    assert not kernels.add_up_when_done(many)
+    assert not kernels.add_up_when_done(few.bfloat16())
+    assert not kernels.add_up_when_done(torch.empty(few.shape, device="meta"))
+    monkeypatch.setattr(kernels, "kernels_for", lambda values: None)
+    assert not kernels.add_up_when_done(few)
 
 
 def bottleneck_gradients(case, is_complete, **changes):
