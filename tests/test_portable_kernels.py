@@ -197,7 +197,7 @@ def test_the_backward_of_another_bottleneck_s_norm_is_not(monkeypatch):
 
 @pytest.mark.parametrize("case", ["batch statistics", "frozen", "synchronized"])
 def test_which_norms_have_a_complete_backward(case, monkeypatch):
-    """A bottleneck's, unless it is frozen or other processes have a part in its sums."""
+    """A bottleneck's, unless it is frozen or other processes have a part in its sums; the features' then need sums."""
     use_kernels(monkeypatch, "portable", 1 << 22)
     created = []
 
@@ -216,7 +216,9 @@ def test_which_norms_have_a_complete_backward(case, monkeypatch):
     block(torch.randn(2, 3, 4, 4, requires_grad=True)).sum().backward()
     of_bottlenecks = [each.is_complete for each in created if each.overwrite]
     assert of_bottlenecks == [case == "batch statistics"] * 2
-    assert not any(each.is_complete for each in created if not each.overwrite)
+    of_features = [each for each in created if not each.overwrite]
+    assert not any(each.is_complete for each in of_features)
+    assert [each.sums is not None for each in of_features] == [case == "synchronized"] * 2
 
 
 class _OneProcess:

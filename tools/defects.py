@@ -456,6 +456,27 @@ DEFECTS = [
         ("portable_kernels",),
     ),
     Defect(
+        "portable: sums of few rows without the other processes",
+        STATISTICS,
+        "not spec.frozen and self.sync_group is None and add_up_when_done",
+        "not spec.frozen and add_up_when_done",
+        ("portable_kernels",),
+    ),
+    Defect(
+        "portable: the unbiased variance of a small bottleneck",
+        BATCH_NORM,
+        "    variance.mul_(1 - 1 / values.shape[0])\n",
+        "",
+        ("portable_kernels",),
+    ),
+    Defect(
+        "portable: an activation is kept after its tile",
+        INTERFACE,
+        "activation, self._activation = self._activation, None",
+        "activation = self._activation",
+        ("portable_kernels",),
+    ),
+    Defect(
         "portable: overwrite ignored",
         PORTABLE,
         "    if accumulator.overwrite:\n",
