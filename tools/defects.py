@@ -315,7 +315,7 @@ DEFECTS = [
         OPERATORS,
         "_fake_images(settings.consumer_memory_format(x)",
         "_fake_images(settings.memory_format(x)",
-        ("handed_on", "operators", "compiled"),
+        ("operators",),
     ),
     Defect(
         "the last stage returns the memory format that was handed on to it",
