@@ -7,6 +7,7 @@ import json
 import os
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,16 @@ def forked_demo(script: str, *arguments: str, cwd: Path, **options) -> subproces
     process = ForkedDemo(script, *arguments, cwd=cwd, **options)
     stdout, stderr = process.communicate()
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+def fork_processes(processes: int, script: Path, *words: str, cwd: Path) -> list[ForkedDemo]:
+    """Processes with the environment variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
+        common["TORCHELASTIC_RUN_ID"] = "none"
+    ranks = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(processes)} for i in range(processes)]
+    return [ForkedDemo(str(script), *words, cwd=cwd, **common, **rank) for rank in ranks]
 
 
 def await_file(path: Path, process: ForkedDemo | subprocess.Popen) -> None:

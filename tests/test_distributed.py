@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import ForkedDemo, await_file
+from forks import await_file, fork_processes
 from helpers import assert_close
 from samples import DEMOS, TINY, demo, global_batch, tiny_trainer, write_cifar10
 from torch import nn
@@ -44,22 +43,12 @@ def _run(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.Com
     return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
-def _fork_processes(processes: int, script: Path, *words: str, cwd: Path) -> list[ForkedDemo]:
-    """Processes with the environment variables that torchrun sets."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
-        common["TORCHELASTIC_RUN_ID"] = "none"
-    ranks = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(processes)} for i in range(processes)]
-    return [ForkedDemo(str(script), *words, cwd=cwd, **common, **rank) for rank in ranks]
-
-
 @pytest.fixture(scope="module")
 def distributed_steps(tmp_path_factory) -> dict:
     """The first step of 11 images in two processes, with synchronized norms, by every engine."""
     folder = tmp_path_factory.mktemp("steps")
     script = Path(__file__).parent / "distributed_step.py"
-    for process in _fork_processes(2, script, ",".join(ENGINES), "steps.pt", "sync_bn=True", cwd=folder):
+    for process in fork_processes(2, script, ",".join(ENGINES), "steps.pt", "sync_bn=True", cwd=folder):
         assert process.wait() == 0, process.communicate()
     return torch.load(folder / "steps.pt", weights_only=True)
 
@@ -96,7 +85,7 @@ def _launched(processes: int, script: Path, *words: str, cwd: Path) -> list[subp
     return [_torchrun(processes, script, *words, cwd=cwd)]
 
 
-@pytest.mark.parametrize("launch", [_fork_processes, pytest.param(_launched, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("launch", [fork_processes, pytest.param(_launched, marks=pytest.mark.exhaustive)])
 def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, tmp_path):
     words = [*TINY, "--data", "cifar", "--save", "run", "--n_epochs", "8", "--batch_size", "45", "--device", "cpu"]
     write_cifar10(tmp_path / "cifar")
@@ -119,7 +108,7 @@ def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, tmp_p
 
 def test_a_process_that_lost_another_ends_with_a_cause(tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
-    first, second = _fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
+    first, second = fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
     await_file(tmp_path / "run" / "results.csv", first)
     second.send_signal(signal.SIGKILL)
     assert second.wait() == -signal.SIGKILL
@@ -131,10 +120,10 @@ def test_a_process_that_lost_another_ends_with_a_cause(tmp_path):
 
 def test_the_main_process_alone_locks_the_directory(tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
-    processes = _fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
+    processes = fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
     await_file(tmp_path / "run" / "last.pt", processes[0])
     assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == processes[0].pid
-    seconds = _fork_processes(2, DEMOS / "cp_demo.py", *words, "--resume", cwd=tmp_path)
+    seconds = fork_processes(2, DEMOS / "cp_demo.py", *words, "--resume", cwd=tmp_path)
     errors = [(process.wait(), process.communicate()[1]) for process in seconds]
     assert [status for status, _ in errors] == [1, 1]
     assert f"error: process 0 of 2: run is in use by process {processes[0].pid} on " in errors[0][1]

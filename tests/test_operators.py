@@ -32,6 +32,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "transition, channels_last": {"consumer": "transition1", **CHANNELS_LAST},
     "transition of signals": {"consumer": "transition1", "dims": 1},
     "transition of volumes": {"consumer": "transition1", "dims": 3},
+    "transition that hands on its output": {"consumer": "transition1", "hands_on": True},
+    "transition of volumes that hands on its output": {"consumer": "transition1", "dims": 3, "hands_on": True},
     "transition and features, newest first": {
         "consumer": "transition1",
         "return_features": True,
@@ -78,6 +80,7 @@ def _stage(
     memory_format: torch.memory_format = torch.contiguous_format,
     autocast: bool = False,
     synchronized: bool = False,
+    hands_on: bool = False,
     **overrides: Any,
 ) -> tuple[StagePlan, Tensor]:
     """The plan of a stage of two layers, and its input."""
@@ -98,7 +101,7 @@ def _stage(
     after = None if consumer is None else consumer_parts(features.get_submodule(consumer))
     x = torch.randn(2, 3, *SIDES[:dims], dtype=dtype).to(memory_format=memory_format).requires_grad_(input)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return StagePlan(block, after, x, return_features), x
+        return StagePlan(block, after, x, return_features, hands_on=hands_on), x
 
 
 def _calls(run: Any) -> list[tuple[Any, tuple]]:

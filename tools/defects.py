@@ -311,6 +311,27 @@ DEFECTS = [
         ("operators",),
     ),
     Defect(
+        "operators: the fake output that is handed on has the memory format of the user's images",
+        OPERATORS,
+        "_fake_images(settings.consumer_memory_format(x)",
+        "_fake_images(settings.memory_format(x)",
+        ("operators",),
+    ),
+    Defect(
+        "the last stage returns the memory format that was handed on to it",
+        SHARED + "plan.py",
+        "channels_last=memory_format is not",
+        "channels_last=memory_format_of(x) is not",
+        ("handed_on",),
+    ),
+    Defect(
+        "a block that is called gets what was handed on as it is",
+        "engines/dispatch.py",
+        "return block(formatted(x, memory_format)), False",
+        "return block(x), False",
+        ("handed_on",),
+    ),
+    Defect(
         "specification: dropout rates missing",
         SPEC,
         "tuple(map(tuple, layers)), None if",
