@@ -175,11 +175,12 @@ def test_the_trace_of_meta_tensors_is_that_of_a_step_that_runs(model, image_size
     assert len(launched) > 20
     assert on_meta == launched
     # On a CPU the portable stem pools in another memory format, and autocast casts other functions of PyTorch too.
-    # Which memory format a convolution's gradients have depends on the device, and with it what must be copied.
+    # Which memory format a convolution's gradients have depends on the device, and with it what must be copied. Only on
+    # a CPU does a stage's matrix of statistics start at zero.
     if DEVICE == "cpu" and model == TINY.model and precision == "float32":
-        copies = {"clone", "copy_", "_to_copy"}
+        others = {"clone", "copy_", "_to_copy", "new_zeros"}
         names, expected_names = (
-            [each.name for each in t.computations if each.name not in copies] for t in (trace, expected)
+            [each.name for each in t.computations if each.name not in others] for t in (trace, expected)
         )
         assert names == expected_names
 

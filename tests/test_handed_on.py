@@ -6,6 +6,7 @@ from helpers import assert_close, assert_same_step, random_images, small_model, 
 from torch import Tensor
 
 from efficient_densenet import DenseNet, make_efficient
+from efficient_densenet.engines.dispatch import Engine
 from efficient_densenet.engines.memory_format import memory_format_of
 from efficient_densenet.engines.shared import operators
 
@@ -58,7 +59,7 @@ def test_a_block_of_another_engine_gets_the_users_format():
     model, images = small_model("bc"), random_images("bc")
     expected, seen = with_engine(model, "plain")(images), []
     block = model.features.denseblock2
-    block.set_engine("checkpoint") if hasattr(block, "set_engine") else setattr(block, "engine", "checkpoint")
+    block.engine = Engine.CHECKPOINT
     block.denselayer1.norm1.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     assert_close(model(images), expected)
     assert memory_format_of(seen[0]) is torch.contiguous_format
