@@ -108,7 +108,7 @@ def forward_of(method: Method, model: str, images: Tensor, precision: str = "flo
 
     def forward() -> Tensor:
         autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16")
-        with torch.no_grad(), autocast, _shared_engine_runs(method.engine == "shared"):
+        with torch.no_grad(), autocast, shared_engine_runs(method.engine == "shared"):
             output = network(images)
         if output.is_cuda:
             torch.cuda.synchronize()
@@ -117,7 +117,7 @@ def forward_of(method: Method, model: str, images: Tensor, precision: str = "flo
     return forward
 
 
-def _shared_engine_runs(wanted: bool) -> contextlib.AbstractContextManager:
+def shared_engine_runs(wanted: bool) -> contextlib.AbstractContextManager:
     """A context in which the shared engine runs whether its kernels are the faster ones or not, if that is wanted."""
     if not wanted:
         return contextlib.nullcontext()

@@ -19,7 +19,7 @@ def _run(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["plain", "shared", "shared_channels_last"])
-def test_the_shared_engine_runs_where_it_is_the_method(name, monkeypatch):
+def test_theshared_engine_runs_where_it_is_the_method(name, monkeypatch):
     stages, run_stage = [], operators.stage
     monkeypatch.setattr(operators, "stage", lambda *arguments: stages.append(arguments) or run_stage(*arguments))
     output = _run(name)

@@ -33,7 +33,7 @@ def test_cuda_graphs_are_left_out_without_a_gpu(capsys):
     assert all(METHODS[name].as_cuda_graph == name.startswith("graph") for name in METHODS)
 
 
-def test_a_row_names_the_kernels_that_the_shared_engine_runs(monkeypatch):
+def test_a_row_names_the_kernels_that_theshared_engine_runs(monkeypatch):
     assert worker.Training("plain", TINY).prepare()["kernels"] == ""
     with_numba = kernels.numba_supports(torch.empty(1))
     assert worker.Training("shared", TINY).prepare()["kernels"] == ("Numba" if with_numba else "portable")

@@ -16,7 +16,7 @@ from .report import say
 def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> tuple[float, float]:
     """Test loss and error of the model in `path`, on its own data or on --data with the same classes."""
     model, config = load_model(path)
-    dataset = _load_dataset(path, options, config)
+    dataset = load_dataset(path, options, config)
     transform = replace(transform_for(dataset.test, False), mean=config.mean, std=config.std)
     trainer = Trainer(model, transform, replace(options, sync_bn=False), context)
     loss, error = trainer.evaluate(dataset.test.to(context.device))
@@ -30,7 +30,8 @@ def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> tu
     return loss, error
 
 
-def _load_dataset(path: Path, options: RunOptions, config: ModelConfig) -> Dataset:
+def load_dataset(path: Path, options: RunOptions, config: ModelConfig) -> Dataset:
+    """The data set that the model in `path` was trained on, or that of --data if it has the same classes."""
     data = options.data
     if data is None:
         data = read_config(path if path.is_dir() else path.parent)["options"]["data"]
