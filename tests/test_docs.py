@@ -24,6 +24,7 @@ import inference
 import options as benchmark_options
 import plot
 import pytest
+import robustness
 import run as benchmark
 import table
 import torch
@@ -46,6 +47,7 @@ BENCHMARKS = {
     "checkpointing.py": checkpointing_benchmark.measure,
     "host_cost.py": host_cost.measure,
     "inference.py": inference.measure,
+    "robustness.py": robustness.measure,
     "gpu_model.py": gpu_model.model_gpu,
 }
 TORCHRUN = ("--nproc_per_node",)
