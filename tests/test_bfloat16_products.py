@@ -1,6 +1,7 @@
 """The GEMMs of bfloat16 pairs, by AVX512-BF16 and by AMX, and which one a processor gets."""
 
 import ctypes
+import functools
 import importlib
 import itertools
 import os
@@ -25,22 +26,24 @@ import amx_model  # noqa: E402  (it needs Numba)
 SIZES = [*itertools.product([1, 15, 16, 33, 50], [1, 16, 40, 112], [1, 7, 16, 37]), (192, 48, 12), (96, 33, 300)]
 
 
-@numba.njit
-def _by_amx(*arguments):
-    return _MODEL(*arguments)
+GEMMS = {
+    "avx512_bf16": lambda: gemm.make_gemm(avx512=True, pairs=True),
+    "amx": lambda: gemm_amx.make_gemm(amx),
+    "amx_model": lambda: gemm_amx.make_gemm(amx_model.TILES),
+}
 
 
-_MODEL = gemm_amx.make_gemm(amx_model.TILES)
+@functools.cache
+def _compiled(name: str):
+    product = GEMMS[name]()
+    return numba.njit(lambda *arguments: product(*arguments))
 
 
-@pytest.fixture(params=["avx512_bf16", "amx"])
+@pytest.fixture(params=GEMMS)
 def product(request):
-    if request.param == "amx":
-        return _by_amx
-    if not processor.has("avx512_bf16"):
-        pytest.skip("this processor has no AVX512-BF16")
-    pairs = gemm.make_gemm(avx512=True, pairs=True)
-    return numba.njit(lambda *arguments: pairs(*arguments))
+    if request.param != "amx_model" and not processor.has(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    return _compiled(request.param)
 
 
 def _packed(b: torch.Tensor) -> torch.Tensor:
@@ -203,3 +206,4 @@ def test_the_first_product_is_compared(monkeypatch, factor):
 @pytest.mark.skipif(not processor.has("amx"), reason="this processor has no AMX")
 def test_amx_on_this_processor():
     assert gemm_amx.usable()
+    assert products.product_of(torch.bfloat16).gemm is gemm_amx.gemm_amx
