@@ -17,12 +17,9 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     """Mean, biased variance and 1 / sqrt(var + eps) of each channel, by two passes: var = Σ (x − mean)² / pixels."""
     mean, variance, inv_std = statistics.rows
     if is_small_batch(values, mean.dtype):
-        if statistics.norm is not None:
-            _apply_with_statistics(statistics.norm, values, statistics)
-            return
-        for row, vector in zip((mean, variance), torch.batch_norm_update_stats(values, None, None, 0.0), strict=True):
-            row.copy_(vector)
-    elif values.is_cpu:  # this is as accurate as var_mean there, and ten times as fast
+        _apply_with_statistics(statistics.norm, values, statistics)
+        return
+    if values.is_cpu:  # this is as accurate as var_mean there, and ten times as fast
         _mean_and_variance(values, mean, variance)
     else:
         for row, vector in zip((variance, mean), torch.var_mean(values.to(mean.dtype), 0, correction=0), strict=True):
@@ -30,17 +27,18 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
-def _apply_with_statistics(norm: BatchNormAffine, values: Tensor, statistics: StatisticsOutput) -> None:
-    """The same in one call, which also applies the norm, whose activation is kept.
+def _apply_with_statistics(norm: BatchNormAffine | None, values: Tensor, statistics: StatisticsOutput) -> None:
+    """The same in one call, which also applies the norm, if there is one, whose activation is kept.
 
     With a momentum of 1 the running statistics of that call are the batch's, with the unbiased variance.
     """
     mean, variance, inv_std = statistics.rows
-    weight, bias = as_dtype(norm.weight, mean.dtype), as_dtype(norm.bias, mean.dtype)
-    output, _, computed = torch.native_batch_norm(values, weight, bias, mean, variance, True, 1.0, statistics.eps)
+    affine = (None, None) if norm is None else (as_dtype(norm.weight, mean.dtype), as_dtype(norm.bias, mean.dtype))
+    output, _, computed = torch.native_batch_norm(values, *affine, mean, variance, True, 1.0, statistics.eps)
     variance.mul_(1 - 1 / values.shape[0])
     inv_std.copy_(computed)
-    norm.keep_activation(output.relu_())
+    if norm is not None:
+        norm.keep_activation(output.relu_())
 
 
 def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
@@ -67,7 +65,7 @@ def is_small_batch(values: Tensor, dtype: torch.dtype) -> bool:
 
 def is_short(values: Tensor, dtype: torch.dtype) -> bool:
     """The same where `values` can be copied into a contiguous matrix."""
-    return values.is_cpu and values.dtype is dtype and values.shape[0] <= FEW_ROWS and is_small(values, dtype)
+    return values.is_cpu and values.dtype is dtype and 1 < values.shape[0] <= FEW_ROWS and is_small(values, dtype)
 
 
 def batch_norm_backward(grad: Tensor, input: AffineInput) -> None:
