@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
-from samples import DEMOS
+from samples import DEMOS, demo
 
 from efficient_densenet import create_model, densenet121, weights_classes, weights_transforms
 from efficient_densenet.models import zoo
@@ -62,6 +62,11 @@ def test_its_transforms_classify_as_the_demos_do():
         images = transforms(test.images)
         assert torch.equal(images, normalize(test.images))
         assert (model(images).argmax(1) != test.labels).sum() == 8  # of checkpoints/README.md
+
+
+def test_the_demos_evaluate_them_by_name(tmp_path):
+    output = demo("cp_demo.py", "--evaluate", "digits", cwd=tmp_path).stdout
+    assert "test error 2.23%" in output  # of checkpoints/README.md
 
 
 def test_images_of_other_shapes_and_channels():

@@ -72,7 +72,8 @@ class Options:
             one where there is none, as a command that is restarted needs.
         accept_changed_data: resume although images were replaced, removed or added since.
         overwrite: start over in a directory that contains a run.
-        evaluate: no training: test loss and error of the model in the directory of the results, or in one named here.
+        evaluate: no training: test loss and error of the model in the directory of the results, or in one named here,
+            or of weights that have a name.
         tensorboard: write TensorBoard's event files too.
     """
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_integer
-from ..weights.trained import CHECKPOINTS, TRAINED
+from ..weights.trained import CHECKPOINTS, TRAINED, find_checkpoint
 from .data.augment import Transform
 from .data.decode import decode
 from .models import ModelConfig, load_model
@@ -59,8 +59,8 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
 def _source(image: Path, model: str | None) -> Path:
     """Where the model is read from that classifies this image."""
     if model is not None:
-        return TRAINED[model].state_dict() if model in TRAINED else Path(str(model))
-    return TRAINED[COLOR].state_dict() if COLOR in TRAINED and _has_color(decode(image, 32)) else DIGITS
+        return find_checkpoint(str(model))
+    return find_checkpoint(COLOR) if COLOR in TRAINED and _has_color(decode(image, 32)) else DIGITS
 
 
 def _has_color(image: Tensor) -> bool:

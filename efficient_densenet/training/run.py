@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .. import __version__
 from .._archive import to_archive
+from ..weights.trained import find_checkpoint
 from . import files, finetune, models, run_format, run_state
 from .cuda_graph import check_cuda_graph
 from .data import SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
@@ -40,7 +41,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         folder = run_directory(options)
         check_options(options.workers, options.lr)
         if options.evaluate is not False:
-            evaluate(folder if options.evaluate is True else Path(options.evaluate), options, context)
+            evaluate(folder if options.evaluate is True else find_checkpoint(options.evaluate), options, context)
             return
         files.check_writable(folder)
         if context.is_main_process:

@@ -69,3 +69,8 @@ class TrainedWeights(NamedTuple):
 
 TRAINED: dict[str, TrainedWeights] = {}
 """By the name that `weights=` and the demos' `--weights` take."""
+
+
+def find_checkpoint(source: str) -> Path:
+    """The file of the weights of this name, whose sha256 is checked, or else the path that `source` is."""
+    return TRAINED[source].state_dict() if source in TRAINED else Path(source)
