@@ -3,7 +3,8 @@
     python benchmarks/convergence.py train --data cifar_images     what is not trained yet; goes on where it was stopped
     python benchmarks/convergence.py draw                          the figure, and a table for docs/benchmarks.md
 
-A run is one of demos/cp_demo.py. When it is complete its results.csv is kept in benchmarks/results/convergence.
+A run is one of demos/cp_demo.py. When it is complete its results.csv is kept in benchmarks/results/convergence. Runs of
+other sizes are a study of another name, by --study.
 """
 
 import csv
@@ -21,8 +22,10 @@ from settings import as_list
 from efficient_densenet._extras import need
 from efficient_densenet.training.files import write_atomic
 
-KEPT = results.RESULTS / "convergence"
-RUNS = results.ROOT / "checkpoints" / "convergence"
+STUDY = "convergence"
+"""The name of the runs: of their folder in benchmarks/results, of that in checkpoints, and of the figure."""
+KEPT = results.RESULTS
+RUNS = results.ROOT / "checkpoints"
 
 VARIANTS = {
     "plain": ["--engine", "plain"],
@@ -48,6 +51,7 @@ def train(
     depth: int = 40,
     n_epochs: int = 30,
     device: str = "cpu",
+    study: str = STUDY,
 ) -> None:
     """Train each variant with each seed, by the one-cycle recipe, unless its results are kept already.
 
@@ -59,16 +63,17 @@ def train(
         depth: of a DenseNet-BC with growth rate 12.
         n_epochs: epochs.
         device: cpu or cuda.
+        study: the folder of the runs in checkpoints, and of their results in benchmarks/results.
     """
     names = as_list(variants)
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ValueError(f"unknown variant {unknown[0]!r}: there are {', '.join(VARIANTS)}")
-    source = [] if data is None else ["--data", str(_subset(Path(data), images_per_class))]
+    source = [] if data is None else ["--data", str(_subset(Path(data), images_per_class, RUNS / study))]
     sizes = ["--depth", str(depth), "--n_epochs", str(n_epochs), "--device", device]
     recipe = ["--recipe", "one_cycle", "--weight_decay", "5e-4"]
     for seed in as_list(seeds):
         for name in names:
-            kept, run = KEPT / f"{name}_seed{seed}.csv", RUNS / f"{name}_seed{seed}"
+            kept, run = KEPT / study / f"{name}_seed{seed}.csv", RUNS / study / f"{name}_seed{seed}"
             if kept.exists():
                 continue
             where = ["--save", str(run), "--resume", "auto", "--seed", str(seed)]
@@ -78,9 +83,9 @@ def train(
             write_atomic(kept, (run / "results.csv").read_bytes())
 
 
-def _subset(data: Path, images_per_class: int) -> Path:
+def _subset(data: Path, images_per_class: int, folder: Path) -> Path:
     """A folder of links to the images that are used."""
-    subset = RUNS / f"images_{images_per_class}_a_class"
+    subset = folder / f"images_{images_per_class}_a_class"
     for split, limit in (("train", images_per_class), ("test", None)):
         for folder in sorted(path for path in (data / split).iterdir() if path.is_dir()):
             target = subset / split / folder.name
@@ -91,28 +96,29 @@ def _subset(data: Path, images_per_class: int) -> Path:
     return subset
 
 
-def draw(folder: str = "") -> None:
+def draw(folder: str = "", study: str = STUDY) -> None:
     """Draw benchmarks/figures/convergence.svg from all kept results, and print a table.
 
     Args:
         folder: where to write the figure. Default: benchmarks/figures.
+        study: the name of the runs, and of the figure.
     """
-    runs = read()
+    runs = read(study)
     if not runs:
-        raise ValueError(f"nothing to draw in {KEPT}: train first")
-    target = (Path(folder) if folder else plot.FIGURES) / "convergence.svg"
+        raise ValueError(f"nothing to draw in {KEPT / study}: train first")
+    target = (Path(folder) if folder else plot.FIGURES) / f"{study}.svg"
     with need("matplotlib", extra="bench").rc_context(plot.STYLE):
-        source = "; ".join(plot.fingerprint(path) for path in sorted(KEPT.glob("*.csv")))
+        source = "; ".join(plot.fingerprint(path) for path in sorted((KEPT / study).glob("*.csv")))
         _figure(runs).savefig(target, transparent=True, metadata={"Date": None, "Source": source})
     print(f"wrote {target}")
     print(table(runs))
 
 
-def read() -> dict[str, list[Rows]]:
+def read(study: str = STUDY) -> dict[str, list[Rows]]:
     """The rows of every kept run, by variant."""
     runs: dict[str, list[Rows]] = {}
     for name in VARIANTS:
-        for path in sorted(KEPT.glob(f"{name}_seed*.csv")):
+        for path in sorted((KEPT / study).glob(f"{name}_seed*.csv")):
             with path.open(newline="") as file:
                 runs.setdefault(name, []).append(list(csv.DictReader(file)))
     return runs
