@@ -118,9 +118,11 @@ def features(monkeypatch):
         monkeypatch.setattr(processor, "_found", lambda: set(names))
 
     monkeypatch.delenv(processor.VARIABLE, raising=False)
-    products.product_of.cache_clear()
+    for cached in (products.product_of, processor._left_out):
+        cached.cache_clear()
     yield set_features
-    products.product_of.cache_clear()
+    for cached in (products.product_of, processor._left_out):
+        cached.cache_clear()
 
 
 AVX512, AMX = ("avx512f", "avx512bf16"), ("amx-tile", "amx-bf16")
@@ -150,6 +152,36 @@ def test_the_fastest_product_that_the_processor_has_and_the_user_wants(monkeypat
         assert products.product_of(dtype) == (dtype, gemm.gemm)
 
 
+@pytest.mark.usefixtures("features")
+def test_the_variable_is_read_once(monkeypatch):
+    """Kernels that were compiled before it changed have the features of then."""
+    found = processor.features()
+    monkeypatch.setenv(processor.VARIABLE, ",".join(found))
+    assert processor.features() == found
+
+
+TARGETS = [
+    {"NUMBA_CPU_NAME": "generic"},
+    {"NUMBA_ENABLE_AVX": "0"},
+    {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"},
+]
+PRODUCT = """
+import torch
+from efficient_densenet.engines.kernels.numba_cpu import gemm, products
+from efficient_densenet.engines.kernels.numba_cpu.compilation import compile_kernel
+product = products.product_of(torch.bfloat16)
+compile_kernel(product.gemm, torch.float32)
+print(product.gemm.function.__name__)
+"""
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: "+".join(target))
+def test_products_are_those_of_the_target_that_numba_compiles_for(target, tmp_path):
+    """LLVM ends the process that asks for others."""
+    assert _run(PRODUCT, target | {"NUMBA_CACHE_DIR": str(tmp_path)}).stdout.split() == ["gemm"]
+
+
+@pytest.mark.usefixtures("features")
 def test_an_unknown_feature_is_named(monkeypatch):
     monkeypatch.setenv(processor.VARIABLE, "avx512,sse9")
     with pytest.raises(ValueError, match="found sse9; needed are names among avx512, avx512_bf16, amx, separated by"):

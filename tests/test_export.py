@@ -33,6 +33,7 @@ def test_jit_trace(engine):
     x = torch.randn(2, 3, 12, 10, dtype=torch.double)
     with torch.no_grad():
         assert_close(traced(x), model(x))
+    assert "aten::contiguous" not in str(traced.inlined_graph)  # the memory format is that of each input
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

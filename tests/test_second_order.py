@@ -395,6 +395,17 @@ def test_torch_func_falls_back_with_one_warning(transform, monkeypatch):
         assert_close(grad, expected[name])
 
 
+@pytest.mark.filterwarnings("ignore:.*falling back.*")
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("family", ["bc", "imagenet"])
+def test_vmap_over_the_parameters_of_an_ensemble(family, engine):
+    models, x = [small_model(family, efficient=engine).eval() for _ in range(2)], random_images(family)
+    state = torch.func.stack_module_state(models)
+    outputs = torch.func.vmap(lambda *state: torch.func.functional_call(models[0], state, (x,)))(*state)
+    for output, model in zip(outputs, models, strict=True):
+        assert_close(output, model(x))
+
+
 def test_functional_call_runs_the_shared_engine():
     model, x = small_model("bc", efficient="shared"), random_images("bc")
     swapped = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}

@@ -260,6 +260,14 @@ DEFECTS = [
         "first_parts",
         ("stem",),
     ),
+    Defect(
+        "the memory format of every block's input is asked for",
+        "engines/sequence.py",
+        "    output, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, hands_on)\n",
+        "    memory_format = memory_format or memory_format_of(x)\n"
+        "    output, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, hands_on)\n",
+        ("export", "second_order"),
+    ),
     # Operators, compilers and second derivatives
     Defect(
         "operators: the fake output of a transition is not pooled",
@@ -1252,6 +1260,20 @@ DEFECTS = [
         "parameter.grad = grad",
         "parameter.grad = None",
         ("cuda_graph",),
+    ),
+    Defect(
+        "products are those of the host, whatever Numba compiles for",
+        NUMBA + "processor.py",
+        "_triple, _name, features = context.codegen().magic_tuple()",
+        "features = __import__('llvmlite.binding').binding.get_host_cpu_features().flatten()",
+        ("bfloat16_products",),
+    ),
+    Defect(
+        "a photograph is classified lying on its side",
+        "_images.py",
+        "exif_transpose(image)",
+        "exif_transpose(image.copy()) and image.copy()",
+        ("images",),
     ),
     Defect(
         "a Triton kernel compiled for aligned tensors is launched on others",

@@ -79,10 +79,10 @@ def _run_stage(
 ) -> tuple[Any, bool, torch.memory_format | None]:
     """The output of `block`, or of `consumer` on it, and whether that has run; and the memory format that the output is
     to have, where it has been handed on in another."""
-    if isinstance(x, Tensor):
-        memory_format = memory_format or memory_format_of(x)
-    x, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, hands_on)
-    return x, consumed, memory_format if consumed and hands_on else None
+    output, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, hands_on)
+    if not (consumed and hands_on):
+        return output, consumed, None
+    return output, consumed, memory_format or memory_format_of(x)
 
 
 def _is_stage_tapped(name: str, consumer_name: str, taps: Collection[str]) -> bool:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._images import to_8bit
+
 
 @dataclass(frozen=True)
 class ImageTransform:
@@ -36,7 +38,7 @@ class ImageTransform:
         return (values - mean) / std
 
     def _from_pil(self, image: Any) -> Tensor:
-        image = image.convert("RGB" if len(self.mean) == 3 else "L")
+        image = to_8bit(image, len(self.mean))
         raw = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         return raw.view(image.height, image.width, -1).permute(2, 0, 1)
 

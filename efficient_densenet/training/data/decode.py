@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..._extras import need
+from ..._images import to_8bit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,9 +22,7 @@ def decode(path: Path, image_size: int, channels: int = 3) -> Tensor:
     pillow = need("PIL.Image", extra="demos")
     try:
         with pillow.open(path) as opened:
-            if opened.mode in ("I", "F"):
-                raise ValueError(f"its pixels are of mode {opened.mode}, whose white level is not known")
-            image = _square(_upright_8bit(opened).convert("RGB" if channels == 3 else "L"), image_size)
+            image = _square(to_8bit(opened, channels), image_size)
             raw = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as exc:
         reason = "it cannot be identified" if isinstance(exc, pillow.UnidentifiedImageError) else str(exc)
@@ -31,15 +30,6 @@ def decode(path: Path, image_size: int, channels: int = 3) -> Tensor:
             f"{path} is not an image that can be decoded ({reason}): replace it or remove it"
         ) from exc
     return raw.view(image_size, image_size, channels).permute(2, 0, 1).contiguous()
-
-
-def _upright_8bit(image: "Image") -> "Image":
-    """Apply the EXIF orientation, scale 16 bits to 8, and drop transparency, about which converting would warn."""
-    need("PIL.ImageOps", extra="demos").exif_transpose(image, in_place=True)
-    image.info.pop("transparency", None)
-    if image.mode.startswith("I;16"):
-        return image.convert("I").point(lambda value: value / 257 + 0.5).convert("L")
-    return image
 
 
 def _square(image: "Image", size: int) -> "Image":

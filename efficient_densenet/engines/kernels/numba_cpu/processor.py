@@ -1,9 +1,14 @@
-"""What the processor has that products are compiled for, less what the user leaves out."""
+"""What the processor has that products are compiled for, less what the user leaves out.
+
+Numba compiles for the features that it finds, or for those that NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX
+leave of them: LLVM ends the process where an instruction is asked for that its target lacks.
+"""
 
 import functools
 import os
+from typing import Any
 
-import llvmlite.binding
+from numba.core.registry import cpu_target
 
 VARIABLE = "EFFICIENT_DENSENET_DISABLE_CPU_FEATURES"
 
@@ -16,7 +21,7 @@ _LLVM_FEATURES = {
 
 def has(feature: str) -> bool:
     """Whether the processor has avx512, avx512_bf16 or amx. Without the first the second is left out too."""
-    left_out = _left_out(os.environ.get(VARIABLE, ""))
+    left_out = _left_out()
     implied = {"avx512_bf16": "avx512"}.get(feature)
     return not left_out & {feature, implied} and _LLVM_FEATURES[feature] <= _found()
 
@@ -28,11 +33,15 @@ def features() -> tuple[str, ...]:
 
 @functools.cache
 def _found() -> set[str]:
-    return {name for name, is_there in llvmlite.binding.get_host_cpu_features().items() if is_there}
+    context: Any = cpu_target.target_context
+    _triple, _name, features = context.codegen().magic_tuple()
+    return {feature[1:] for feature in features.split(",") if feature.startswith("+")}
 
 
-def _left_out(names: str) -> set[str]:
-    left_out = {name.strip() for name in names.split(",")} - {""}
+@functools.cache
+def _left_out() -> set[str]:
+    """Read once: all kernels of a process are compiled for the same features."""
+    left_out = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")} - {""}
     if unknown := left_out - set(_LLVM_FEATURES):
         raise ValueError(
             f"{VARIABLE}: found {', '.join(sorted(unknown))}; needed are names among {', '.join(_LLVM_FEATURES)}, "
