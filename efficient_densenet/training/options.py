@@ -39,9 +39,8 @@ class Options:
         depth: convolutions and classifier, 6n + 4; by default 100, and 22 on the digits.
         growth_rate: channels that each layer adds; by default 12.
         weights: weights to begin with, instead of random ones: the directory of a run or its model.pt, a name such as
-            torchvision's DEFAULT, or a file of weights for --model. What has the name of weights is meant as ./name.
-            They determine the network, and how images are
-            normalized. A classifier for other classes is replaced.
+            torchvision's DEFAULT (a directory of the same name is ./name), or a file of weights for --model. They
+            determine the network, and how images are normalized. A classifier for other classes is replaced.
         freeze: what stays as it is in them: features, which is all but the classifier, or a number of dense blocks,
             which are frozen with the stem before them. Their batch norms keep their statistics.
         drop_rate: dropout after each layer's last convolution.
