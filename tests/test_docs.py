@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import checkpointing as checkpointing_benchmark
+import convergence
 import gpu_model
 import host_cost
 import inference
@@ -49,7 +50,9 @@ BENCHMARKS = {
     "inference.py": inference.measure,
     "robustness.py": robustness.measure,
     "gpu_model.py": gpu_model.model_gpu,
+    "convergence.py": {"train": convergence.train, "draw": convergence.draw},
 }
+"""The function of each, or those of its commands."""
 TORCHRUN = ("--nproc_per_node",)
 
 
@@ -219,11 +222,14 @@ def check_demo(script: str, words: list[str], folder: Path, monkeypatch: pytest.
 def check_benchmark(script: str, words: list[str], monkeypatch) -> None:
     if "--help" in words:
         return
-    known = set(inspect.signature(BENCHMARKS[script]).parameters)
+    function = BENCHMARKS[script]
+    if isinstance(function, dict):
+        function, words = function[words[0]], words[1:]
+    known = set(inspect.signature(function).parameters)
     assert {word[2:].partition("=")[0] for word in words if word.startswith("--")} <= known, (script, words)
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
-            given, named = benchmark_options.parse_arguments(BENCHMARKS[script], words)
+            given, named = benchmark_options.parse_arguments(function, words)
         except SystemExit:
             pytest.fail(f"{script} {words}: {errors.getvalue()}")
     if script == "table.py":  # cheap: it runs
