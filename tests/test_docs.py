@@ -50,9 +50,10 @@ BENCHMARKS = {
     "inference.py": inference.measure,
     "robustness.py": robustness.measure,
     "gpu_model.py": gpu_model.model_gpu,
-    "convergence.py": {"train": convergence.train, "draw": convergence.draw},
+    "convergence.py train": convergence.train,
+    "convergence.py draw": convergence.draw,
 }
-"""The function of each, or those of its commands."""
+"""The function of each, or of a command of it."""
 TORCHRUN = ("--nproc_per_node",)
 
 
@@ -222,9 +223,9 @@ def check_demo(script: str, words: list[str], folder: Path, monkeypatch: pytest.
 def check_benchmark(script: str, words: list[str], monkeypatch) -> None:
     if "--help" in words:
         return
+    if script not in BENCHMARKS:
+        script, words = f"{script} {words[0]}", words[1:]
     function = BENCHMARKS[script]
-    if isinstance(function, dict):
-        function, words = function[words[0]], words[1:]
     known = set(inspect.signature(function).parameters)
     assert {word[2:].partition("=")[0] for word in words if word.startswith("--")} <= known, (script, words)
     with contextlib.redirect_stderr(io.StringIO()) as errors:
