@@ -146,7 +146,7 @@ def _torchvision(model: DenseNet, images: Tensor) -> Forward:
 
 
 def _onnxruntime(model: DenseNet, images: Tensor) -> Forward:
-    runtime = need("onnxruntime", extra="test")
+    runtime = need("onnxruntime", extra="bench")
     batch = torch.export.Dim("batch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
