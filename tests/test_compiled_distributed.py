@@ -52,4 +52,5 @@ def test_gradients_are_the_means_of_plains(wrapping, results, expected):
 def test_all_stages_are_in_one_graph_and_need_less_memory_than_plain(wrapping, results):
     for result in results:
         assert [count for count in result[wrapping]["num_stages"] if count] == [len(BLOCKS)]
-        assert result[wrapping]["peak"] <= 0.35 * result["plain"]["peak"]
+        # a third of plain's with one thread; each further thread adds the buffers of its own
+        assert result[wrapping]["peak"] <= 0.4 * result["plain"]["peak"]
