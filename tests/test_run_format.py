@@ -44,6 +44,7 @@ HARMLESS = {
     "options.weight_decay": [MISSING],
     "options.weights": [MISSING],
     "options.freeze": [MISSING],
+    "options.keep_bottleneck": [MISSING],
     "data.fingerprint": [MISSING],
     "data.statistics": [MISSING],
     "checksum": [MISSING],

@@ -18,6 +18,7 @@ import torch
 from forks import ForkedDemo, await_file, forked_demo
 from samples import RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
 
+from efficient_densenet.models.layers import DenseLayer
 from efficient_densenet.training.data import load
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.models import load_model
@@ -187,6 +188,21 @@ def test_images_are_flipped_as_the_option_says(mirror, tmp_path, monkeypatch):
     done = demo("cp_demo.py", *RUN, *data, "--n_epochs", "1", "--mirror", str(mirror), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert set(seen) == {mirror}
+
+
+def test_bottlenecks_are_kept_as_the_option_says_and_a_resumed_run_may_change_it(tmp_path, monkeypatch):
+    kept, real_step = [], Trainer.step
+
+    def step(trainer, *args):
+        kept.append({layer.keep_bottleneck for layer in trainer.model.modules() if isinstance(layer, DenseLayer)})
+        return real_step(trainer, *args)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    for options in (["--n_epochs", "1", "--keep_bottleneck"], ["--resume", "--keep_bottleneck", "False"]):
+        done = demo("cp_demo.py", *RUN, *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert kept
+    assert all(layers == {True} for layers in kept)
 
 
 def test_a_run_of_an_earlier_version_is_resumed(finished, tmp_path):

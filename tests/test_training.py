@@ -9,6 +9,7 @@ import torch
 from helpers import assert_close, assert_same_gradients
 
 from efficient_densenet import DenseNet
+from efficient_densenet.models.layers import DenseLayer
 from efficient_densenet.training.data import Images, load
 from efficient_densenet.training.data.augment import transform_for
 from efficient_densenet.training.distributed import DistributedContext
@@ -226,3 +227,13 @@ def test_out_of_memory_names_the_smallest_change_that_fits():
     assert "--micro_batch_size 32 would fit" in advice
     advice = out_of_memory_advice(plain.model, 16, options, 2**30, 10, 64)
     assert "even a single image needs" in advice
+    keeping = _trainer("shared", (4, 4), 12, double=False)
+    for layer in (m for m in keeping.model.modules() if isinstance(m, DenseLayer)):
+        layer.keep_bottleneck = True
+    options = parse({"engine": "best", "keep_bottleneck": True}, "best")
+    kept = estimate_memory(keeping.model, 16, options, "best").peak(64)
+    assert kept > 1.2 * estimates["best"].peak(64)
+    advice = out_of_memory_advice(keeping.model, 16, options, 2**30, kept - 1, 64)
+    assert "; --keep_bottleneck False would fit" in advice
+    advice = out_of_memory_advice(keeping.model, 16, options, 2**30, estimates["best"].peak(40), 64)
+    assert "; --keep_bottleneck False --micro_batch_size 32 would fit" in advice

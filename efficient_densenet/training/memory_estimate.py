@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from ..memory import tensor_peak
 from ..models.densenet import DenseNet
+from ..models.layers import DenseLayer
 from .distributed import DistributedContext
 from .machine import check_memory, total_memory
 from .options import AMP_DTYPES, RunOptions
@@ -137,17 +138,30 @@ def out_of_memory_advice(
 
 
 def _change_that_fits(model: DenseNet, image_size: int, options: RunOptions, available: int, batch_size: int) -> str:
+    model = _without_kept_bottlenecks(model)
     estimates = {options.engine: estimate_memory(model, image_size, options, options.engine)}
+    peak = estimates[options.engine].peak(batch_size)
+    if options.keep_bottleneck and peak <= available:
+        return f"--keep_bottleneck False would fit, with about {mib(peak)}"
+    without = "--keep_bottleneck False " if options.keep_bottleneck else ""
     if options.engine != "best":
         estimates["best"] = best = estimate_memory(model, image_size, options, "best")
         if best.peak(batch_size) <= available:
-            return f"--engine best would fit, with about {mib(best.peak(batch_size))}"
+            return f"{without}--engine best would fit, with about {mib(best.peak(batch_size))}"
     for engine, estimate in estimates.items():
         sizes = [2**i for i in range(batch_size.bit_length()) if 2**i < batch_size]
         fitting = [size for size in sizes if estimate.peak(size) <= available]
         if fitting:
             engine_option = "" if engine == options.engine else f"--engine {engine} "
             expected = mib(estimate.peak(fitting[-1]))
-            return f"{engine_option}--micro_batch_size {fitting[-1]} would fit, with about {expected}"
+            return f"{without}{engine_option}--micro_batch_size {fitting[-1]} would fit, with about {expected}"
     single = mib(estimates[options.engine].peak(1))
     return f"even a single image needs about {single}: use a smaller model or a larger device"
+
+
+def _without_kept_bottlenecks(model: DenseNet) -> DenseNet:
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if isinstance(layer, DenseLayer):
+            layer.keep_bottleneck = False
+    return model

@@ -42,12 +42,13 @@ class ModelConfig:
     def name(self) -> str:
         return self.model or f"DenseNet-BC-{self.depth}-{self.growth_rate}"
 
-    def build(self, engine: bool | str = True) -> DenseNet:
+    def build(self, engine: bool | str = True, keep_bottleneck: bool = False) -> DenseNet:
         arguments: dict[str, Any] = {
             "drop_rate": self.drop_rate,
             "num_classes": len(self.classes),
             "in_channels": self.channels,
             "efficient": True if engine == "best" else engine,
+            "keep_bottleneck": keep_bottleneck,
         }
         if self.model is not None:
             return create_model(self.model, **arguments)

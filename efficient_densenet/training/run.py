@@ -109,7 +109,7 @@ class Run:
             mean, std = (tuple(inputs[name]) for name in ("mean", "std"))
             transform, self.config = replace(transform, mean=mean, std=std), replace(self.config, mean=mean, std=std)
             self.record["model"] = self.config.as_dict()
-        self.model = self.config.build(options.engine).to(context.device)
+        self.model = self.config.build(options.engine, options.keep_bottleneck).to(context.device)
         self.said = pretrained.load_into(self.model, self.dataset.classes) if pretrained else []
         freeze_parameters(self.model, options.freeze)
         if state and "state" in state:

@@ -57,7 +57,9 @@ _DATA = Record(
     },
     may_lack=frozenset({"fingerprint", "statistics"}),  # earlier versions recorded none
 )
-_LATER_OPTIONS = frozenset({"mirror", "accept_changed_data", "cuda_graph", "weight_decay", "weights", "freeze"})
+_LATER_OPTIONS = frozenset(
+    {"mirror", "accept_changed_data", "cuda_graph", "weight_decay", "weights", "freeze", "keep_bottleneck"}
+)
 """Options that the first version did not have."""
 
 _RECORD: dict[Any, Any] = {

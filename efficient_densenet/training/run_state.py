@@ -29,7 +29,9 @@ PER_CALL = {
     *("resume", "accept_changed_data", "overwrite", "evaluate"),
 }
 """Options that a resumed run takes from the present call; the engine only if it is given."""
-CHANGEABLE = PER_CALL | {"data", "save", "channels_last", "compile", "workers", "stream", "tensorboard"}
+CHANGEABLE = PER_CALL | {
+    *("data", "save", "keep_bottleneck", "channels_last", "compile", "workers", "stream", "tensorboard"),
+}
 """Options that may change when a run is resumed: they change no number, or only its rounding."""
 
 
