@@ -30,13 +30,15 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
 def _apply_with_statistics(norm: BatchNormAffine | None, values: Tensor, statistics: StatisticsOutput) -> None:
     """The same in one call, which also applies the norm, if there is one, whose activation is kept.
 
-    With a momentum of 1 the running statistics of that call are the batch's, with the unbiased variance.
+    Its running variance, zero before, becomes momentum times the unbiased variance: with this momentum, the biased one.
+    Its running mean is of no use and lies where the inverse deviation will.
     """
     mean, variance, inv_std = statistics.rows
     affine = (None, None) if norm is None else (as_dtype(norm.weight, mean.dtype), as_dtype(norm.bias, mean.dtype))
-    output, _, computed = torch.native_batch_norm(values, *affine, mean, variance, True, 1.0, statistics.eps)
-    variance.mul_(1 - 1 / values.shape[0])
-    inv_std.copy_(computed)
+    momentum = 1 - 1 / values.shape[0]
+    output, *computed = torch.native_batch_norm(values, *affine, inv_std, variance, True, momentum, statistics.eps)
+    mean.copy_(computed[0])
+    inv_std.copy_(computed[1])
     if norm is not None:
         norm.keep_activation(output.relu_())
 

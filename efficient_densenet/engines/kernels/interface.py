@@ -165,7 +165,7 @@ class StatisticsOutput:
     `eps`, 1 / sqrt(var + eps). `rows` are views of these three.
 
     `norm` is the norm that reads the output by these statistics, where they are final: a kernel may apply it at once.
-    On a CPU, what was in the matrix must then be finite.
+    On a CPU, the matrix must be zero before.
     """
 
     norm: BatchNormAffine | None = None

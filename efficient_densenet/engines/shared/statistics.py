@@ -125,7 +125,7 @@ class ForwardStatistics(_FeatureStatistics):
 
 
 def _statistics_matrix(features: Tensor, columns: int) -> Tensor:
-    """For kernels to write. On a CPU, PyTorch's batch norm multiplies what was there by zero: it must be finite."""
+    """For kernels to write. On a CPU it must be zero before: PyTorch's batch norm adds to what is there."""
     allocate = features.new_zeros if features.is_cpu else features.new_empty
     return allocate(3, columns, dtype=accumulation_dtype(features.dtype))
 
