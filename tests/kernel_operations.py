@@ -175,4 +175,6 @@ def check(kernels, operation, case):
         slack = 4 * torch.finfo(result.dtype).eps * (exact.norm() + len(case.values) ** 0.5)
         if i == 0 and operation in ("conv3x3_backward", "pooled_conv1x1_backward"):
             slack += 2 * torch.finfo(case.dtype).eps * exact.norm()  # grad_weight is rounded by the BLAS library
+        if exact.numel() <= 4:  # too few to compare roundings of operands, which may cancel out in one of the two
+            slack += torch.finfo(case.dtype).eps / 2 * exact.norm()
         assert (result - exact).norm() <= 2 * (portable_result - exact).norm() + slack
