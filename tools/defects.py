@@ -494,8 +494,8 @@ DEFECTS = [
     Defect(
         "portable: the unbiased variance of a small bottleneck",
         BATCH_NORM,
-        "    variance.mul_(1 - 1 / values.shape[0])\n",
-        "",
+        "    momentum = 1 - 1 / values.shape[0]\n",
+        "    momentum = 1.0\n",
         ("portable_kernels",),
     ),
     Defect(
