@@ -128,7 +128,7 @@ class StageSpec:
             first = len(self.norm_columns)
             self._add_norm_of_features(self.channels_read(i))
             if layer.width:
-                self._add_norm(layer.width, layer.norm2_frozen)
+                self._add_norm(layer.width, layer.norm2_frozen, slice(0, 0))
             self.layer_norms.append(slice(first, len(self.norm_columns)))
         if self.consumer is not None:
             self._add_norm_of_features(self.order.total)
@@ -145,7 +145,7 @@ class StageSpec:
     def _add_norm_of_features(self, channels: int) -> None:
         self._add_norm(channels if self.frozen else 0, self.frozen, self.order.slice(0, channels))
 
-    def _add_norm(self, own_columns: int, frozen: bool, feature_columns: slice = slice(0, 0)) -> None:
+    def _add_norm(self, own_columns: int, frozen: bool, feature_columns: slice) -> None:
         start, self.num_columns = self.num_columns, self.num_columns + own_columns
         self.norm_columns.append(slice(start, self.num_columns) if own_columns else None)
         self.running_positions.append(2 * sum(self.norms_frozen))
