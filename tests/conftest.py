@@ -2,6 +2,9 @@ import os
 import zlib
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # idle threads of one worker leave the cores to the others
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, which looks once
 import torch
 
 if not torch.cuda.is_available():
