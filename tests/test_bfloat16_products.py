@@ -43,6 +43,8 @@ def _compiled(name: str):
 def product(request):
     if request.param != "amx_model" and not processor.has(request.param):
         pytest.skip(f"this processor has no {request.param}")
+    if request.param == "amx" and not amx.permitted():
+        pytest.skip("Linux does not permit this process its tile registers")
     return _compiled(request.param)
 
 
@@ -138,6 +140,7 @@ AVX512, AMX = ("avx512f", "avx512bf16"), ("amx-tile", "amx-bf16")
         (AVX512, "", "gemm_bfloat16"),
         (("avx512f",), "", "gemm"),
         (("amx-tile",), "", "gemm"),
+        (AMX, "", "gemm"),
         ((), "avx512", "gemm"),
     ],
 )

@@ -15,12 +15,15 @@ VARIABLE = "EFFICIENT_DENSENET_DISABLE_CPU_FEATURES"
 _LLVM_FEATURES = {
     "avx512": {"avx512f"},
     "avx512_bf16": {"avx512f", "avx512bf16"},
-    "amx": {"amx-tile", "amx-bf16"},
+    "amx": {"avx512f", "amx-tile", "amx-bf16"},
 }
 
 
 def has(feature: str) -> bool:
-    """Whether the processor has avx512, avx512_bf16 or amx. Without the first the second is left out too."""
+    """Whether the processor has avx512, avx512_bf16 or amx. Without the first the second is left out too.
+
+    The kernels for AMX use vectors of 512 bits too.
+    """
     left_out = _left_out()
     implied = {"avx512_bf16": "avx512"}.get(feature)
     return not left_out & {feature, implied} and _LLVM_FEATURES[feature] <= _found()
