@@ -17,6 +17,7 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
+import bf16_products
 import checkpointing as checkpointing_benchmark
 import convergence
 import gpu_model
@@ -47,6 +48,7 @@ BENCHMARKS = {
     "table.py": table.table,
     "checkpointing.py": checkpointing_benchmark.measure,
     "host_cost.py": host_cost.measure,
+    "bf16_products.py": bf16_products.measure,
     "inference.py": inference.measure,
     "robustness.py": robustness.measure,
     "gpu_model.py": gpu_model.model_gpu,
