@@ -1,38 +1,43 @@
-"""The rate of bfloat16 products on one thread of a processor: ours by each instruction set, PyTorch's, the hardware's.
+"""The rate of matrix products on one thread of a processor: ours by each instruction set, PyTorch's, the hardware's.
 
     python benchmarks/bf16_products.py
 
-The operands of ours lie as the engine's kernels have them: rows of A, packed panels of B, in the caches. Writes a CSV
-file to benchmarks/results with a row for each size.
+Ours multiply as the engine's kernels do: rows of pixels by the packed panels of a weight, in the caches. Writes a CSV
+file to benchmarks/results with a row for each size, in GFLOP/s.
 """
 
-import csv
+import datetime
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
+import rows
 import torch
 from options import run_command
+from worker import device_name
 
 from efficient_densenet.engines.kernels.numba_cpu import amx, gemm, gemm_amx, processor
 from efficient_densenet.engines.kernels.numba_cpu.compilation import compile_kernel
 
-RESULTS = Path(__file__).parent / "results"
 SIZES = {
-    "densenet_bc_100_12": [(48, 1024, 150), (48, 1024, 300), (12, 1024, 432)],
-    "densenet121": [(128, 3136, 256), (128, 784, 512), (32, 784, 1152)],
+    "densenet_bc_100_12": [(1024, 48, 150), (1024, 48, 300), (1024, 108, 48)],
+    "densenet121": [(784, 128, 256), (784, 128, 512), (784, 288, 128)],
 }
-"""m, n, k: channels of the output, pixels, and channels (× 9 taps) that are summed."""
+"""m, n, k: pixels, columns of the weight, and channels that are summed. Each model's last is a 3×3 convolution."""
 
-GEMMS = {"avx512_bf16": gemm.gemm_bfloat16, "amx": gemm_amx.gemm_amx}
+GEMMS = {"avx512": gemm.gemm, "avx512_bf16": gemm.gemm_bfloat16, "amx": gemm_amx.gemm_amx}
+"""Of float32 numbers by the first, of pairs of bfloat16s by the others."""
+
 _TILE_FLOP = 2 * 16 * 16 * 32
+_TILES = 4 * 100_000
+_PANEL = 16
 
 
 def measure(rounds: int = 15) -> None:
-    """Measure all sizes, print them in GFLOP/s, and write a CSV file.
+    """Measure all sizes, print them, and write a CSV file.
 
     Args:
         rounds: number of timed repetitions; the median counts.
@@ -41,27 +46,34 @@ def measure(rounds: int = 15) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        alone = round(_rate(_multiply_tiles, 4 * 100_000 * _TILE_FLOP, rounds)) if "amx" in names else ""
+        hardware = _rates_of_tiles(rounds) if "amx" in names else {}
         measured = [
             {"model": model, "m": m, "n": n, "k": k}
             | {name: _rate_of_gemm(name, m, n, k, rounds) for name in names}
-            | {"pytorch": _rate_of_pytorch(m, n, k, rounds), "tile_multiplies_alone": alone}
+            | {"pytorch_bf16": _rate_of_pytorch(m, n, k, rounds)}
+            | hardware
+            | _provenance(rounds)
             for model, sizes in SIZES.items()
             for m, n, k in sizes
         ]
     finally:
         torch.set_num_threads(threads)
-    path = RESULTS / f"bf16_products_torch{torch.__version__.split('+')[0]}.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(measured[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(measured)
     for row in measured:
         print(", ".join(f"{name} {value}" for name, value in row.items()))
-    print(f"wrote {path}")
+    rows.write(rows.RESULTS / f"bf16_products_torch{torch.__version__.split('+')[0]}.csv", measured)
 
 
-def _rate(function: Callable[[], Any], flop: int, rounds: int) -> float:
+def _provenance(rounds: int) -> dict[str, Any]:
+    return {
+        "rounds": rounds,
+        "device_name": device_name(torch.device("cpu")),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": rows.commit(),
+    }
+
+
+def _rate(function: Callable[[], Any], flop: int, rounds: int) -> int:
     """GFLOP/s in the median, after a first call that compiles."""
     function()
     seconds = []
@@ -69,41 +81,65 @@ def _rate(function: Callable[[], Any], flop: int, rounds: int) -> float:
         start = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - start)
-    return flop / statistics.median(seconds) / 1e9
+    return round(flop / statistics.median(seconds) / 1e9)
 
 
 def _rate_of_gemm(name: str, m: int, n: int, k: int, rounds: int, repeats: int = 5) -> int:
     product = compile_kernel(GEMMS[name], torch.float32).ctypes
-    a, panels, c = torch.randn(m, k).bfloat16(), torch.randn(n // 16, k // 2, 16, 2).bfloat16(), torch.empty(m, n)
-    operands = a.data_ptr(), k // 2, 1, panels.data_ptr(), 0, 0, c.data_ptr(), n, 0.0
+    dtype, cells = (torch.float32, k) if name == "avx512" else (torch.bfloat16, k // 2)
+    panels = torch.randn(-(-n // _PANEL), cells, _PANEL, k // cells).to(dtype)
+    a, c = torch.randn(m, k).to(dtype), torch.empty(m, n)
+    operands = a.data_ptr(), cells, 1, panels.data_ptr(), 0, 0, c.data_ptr(), n, 0.0
 
     def run() -> None:
         for _ in range(repeats):
-            product(m, n, k // 2, *operands)
+            product(m, n, cells, *operands)
 
-    return round(_rate(run, repeats * 2 * m * n * k, rounds))
+    return _rate(run, repeats * 2 * m * n * k, rounds)
 
 
 def _rate_of_pytorch(m: int, n: int, k: int, rounds: int, repeats: int = 5) -> int:
     a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
-    return round(_rate(lambda: [a @ b for _ in range(repeats)], repeats * 2 * m * n * k, rounds))
+    return _rate(lambda: [a @ b for _ in range(repeats)], repeats * 2 * m * n * k, rounds)
+
+
+def _rates_of_tiles(rounds: int) -> dict[str, int]:
+    """What the hardware reaches with four sums: multiply instructions alone, and with loads of their operands.
+
+    The rows of a tile, 64 bytes, are cache lines or lie across two.
+    """
+    memory = np.zeros(6 * 1024, np.uint8)
+    aligned, flop = memory.ctypes.data + -memory.ctypes.data % 64, _TILES * _TILE_FLOP
+    return {
+        "tiles_multiplied": _rate(lambda: _multiply_tiles(aligned, False), flop, rounds),
+        "tiles_loaded": _rate(lambda: _multiply_tiles(aligned, True), flop, rounds),
+        "tiles_loaded_across_lines": _rate(lambda: _multiply_tiles(aligned + 16, True), flop, rounds),
+    }
 
 
 @numba.njit
-def _multiply_tiles():
-    """What the hardware reaches where nothing is loaded or stored: four independent sums."""
+def _multiply_tiles(address, loads):
     amx.configure()
     amx.clear(0)
     amx.clear(1)
     amx.clear(2)
     amx.clear(3)
-    amx.clear(4)
-    amx.clear(5)
-    for _ in range(100_000):
-        amx.multiply_add(0, 4, 5)
-        amx.multiply_add(1, 4, 5)
-        amx.multiply_add(2, 4, 5)
-        amx.multiply_add(3, 4, 5)
+    amx.load(4, address, 64)
+    amx.load(5, address + 1024, 64)
+    amx.load(6, address + 2048, 64)
+    amx.load(7, address + 3072, 64)
+    for _ in range(_TILES // 4):
+        if loads:
+            amx.load(4, address, 64)
+            amx.load(6, address + 2048, 64)
+        amx.multiply_add(0, 4, 6)
+        if loads:
+            amx.load(7, address + 3072, 64)
+        amx.multiply_add(1, 4, 7)
+        if loads:
+            amx.load(5, address + 1024, 64)
+        amx.multiply_add(2, 5, 6)
+        amx.multiply_add(3, 5, 7)
     amx.release()
 
 

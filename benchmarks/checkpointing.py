@@ -6,17 +6,14 @@
 Both write a CSV file to benchmarks/results. `behaviours` also prints a Markdown table.
 """
 
-import csv
-from pathlib import Path
 from typing import Any
 
+import rows as results
 import torch
 from checkpointing_costs import measure_costs
 from checkpointing_probes import PROBES, WRAPPERS, answer
 
 from efficient_densenet.training.command_line import command
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def probe_behaviours() -> list[dict[str, str]]:
@@ -47,12 +44,8 @@ def measure(*files: str, rounds: int = 60) -> None:
 
 
 def _write(name: str, rows: list[dict[str, Any]]) -> None:
-    path = RESULTS / f"checkpointing_{name}_torch{torch.__version__.split('+')[0]}.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"wrote {path}")
+    path = results.RESULTS / f"checkpointing_{name}_torch{torch.__version__.split('+')[0]}.csv"
+    results.write(path, rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ with one of them the measured times stand beside the estimates. `--folder` write
 writes the tables of a document again.
 """
 
-import csv
 import datetime
 import re
 import shlex
@@ -18,13 +17,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import rows as results
 import torch
 from gpu_devices import DEVICES, Device, Estimate, estimate, estimate_compiled, estimate_graph, fused
 from gpu_measured import Measured, measure_method
 from gpu_step import trace_step
 from gpu_trace import StepTrace
 from options import parse_arguments, run_command
-from rows import commit
 from settings import Setting, architecture, expand
 
 COUNTING_DEVICE = DEVICES["H200"]
@@ -232,13 +231,7 @@ def _cell(row: Row) -> str:
 def _write(folder: Path, setting: Setting, counts: dict[str, Counts], rows: list[Row]) -> None:
     layout = "" if setting.layout == "contiguous" else f"_{setting.layout}"
     path = folder / f"gpu_model_{setting.model}_{setting.batch_size}_{setting.precision}{layout}.csv"
-    folder.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        records = [_record(setting, counts, row) for row in rows]
-        writer = csv.DictWriter(file, fieldnames=list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-    print(f"wrote {path}")
+    results.write(path, [_record(setting, counts, row) for row in rows])
 
 
 def _record(setting: Setting, counts: dict[str, Counts], row: Row) -> dict[str, Any]:
@@ -266,7 +259,7 @@ def _record(setting: Setting, counts: dict[str, Counts], row: Row) -> dict[str, 
         "tensor_peak_mib": f"{counted.tensor_peak / 2**20:.1f}" if counted else "",
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
-        "commit": commit(),
+        "commit": results.commit(),
     }
 
 

@@ -7,11 +7,9 @@ Plain and the shared engine take one step each in turn, on one thread, so that a
 round. Writes a CSV file to benchmarks/results with a row for each set of kernels.
 """
 
-import csv
 import datetime
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,7 +22,6 @@ from settings import architecture, as_list
 from efficient_densenet import DenseNet
 from efficient_densenet.engines import kernels as kernel_sets
 
-RESULTS = Path(__file__).parent / "results"
 DEVICES = {"numba": "cpu", "portable": "cpu", "triton": "cuda"}
 """The sets of kernels, and where each is measured."""
 
@@ -51,12 +48,8 @@ def measure(
         measured = [_measure(name, model, batch_size, image_size, rounds) for name in as_list(kernels)]
     finally:
         torch.set_num_threads(threads)
-    path = RESULTS / f"host_cost_torch{torch.__version__.split('+')[0]}.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(measured[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(measured)
-    print(f"wrote {path}")
+    path = rows.RESULTS / f"host_cost_torch{torch.__version__.split('+')[0]}.csv"
+    rows.write(path, measured)
 
 
 def _measure(kernels: str, model: str, batch_size: int, image_size: int, rounds: int) -> dict[str, Any]:

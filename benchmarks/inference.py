@@ -8,11 +8,9 @@ Markdown table, and writes a CSV file to benchmarks/results with a row for each 
 """
 
 import contextlib
-import csv
 import datetime
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -95,7 +93,7 @@ def measure(
     print(table(measured))
     suffix = "" if precision == "float32" else f"_{precision}"
     path = results.RESULTS / f"inference_torch{torch.__version__.split('+')[0]}{suffix}.csv"
-    write(path, measured)
+    results.write(path, measured)
 
 
 def forward_of(method: Method, model: str, images: Tensor, precision: str = "float32") -> Callable[[], Tensor]:
@@ -176,15 +174,6 @@ def table(measured: list[dict[str, Any]]) -> str:
         cells = row["model"], row["batch_size"], f"`{row['method']}`", seconds, f"{row['tensor_peak_mib']} MiB"
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
-
-
-def write(path: Path, measured: list[dict[str, Any]]) -> None:
-    """Write the rows to a CSV file, in the place of its former ones."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(measured[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(measured)
-    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 Prints a Markdown table, and writes robustness_<name of the checkpoint>.csv to benchmarks/results.
 """
 
-import csv
 import datetime
 import warnings
 from collections.abc import Callable
@@ -52,11 +51,7 @@ def measure(checkpoint: str = "", data: str | None = None, ways: Any = None, fol
     measured = [_row(path.name, name, logits, outputs["plain"], test.labels) for name, logits in outputs.items()]
     print(table(measured))
     target = (Path(folder) if folder else results.RESULTS) / f"robustness_{path.name}.csv"
-    with target.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(measured[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(measured)
-    print(f"wrote {target}")
+    results.write(target, measured)
 
 
 @torch.no_grad()

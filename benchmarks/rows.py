@@ -6,6 +6,7 @@ import re
 import statistics
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 from comparison import Measurement
@@ -126,6 +127,16 @@ def read(path: Path) -> list[Row]:
 
 def _present_name(method: str) -> str:
     return RENAMED_METHODS.get(method, method)
+
+
+def write(path: Path, measured: list[dict[str, Any]]) -> None:
+    """Write the rows to a file of their own columns, in the place of its former ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(measured[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(measured)
+    print(f"wrote {path}")
 
 
 def merge(path: Path, rows: list[Row]) -> None:

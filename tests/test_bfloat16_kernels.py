@@ -22,9 +22,9 @@ from efficient_densenet.engines.kernels.numba_cpu import openmp
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, memory, products, gemm, gemm_amx, processor = (
+amx, operations, memory, products, gemm, gemm_amx, processor = (
     importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
-    for name in ("operations", "memory", "products", "gemm", "gemm_amx", "processor")
+    for name in ("amx", "operations", "memory", "products", "gemm", "gemm_amx", "processor")
 )
 import amx_model  # noqa: E402  (it needs Numba)
 
@@ -54,7 +54,7 @@ def product(request, monkeypatch):
     for cached in (operations._gemm, operations._address):
         cached.cache_clear()
     threads = torch.get_num_threads()
-    if request.param == "amx" and not (processor.has("amx") and gemm_amx.usable()):
+    if request.param == "amx" and not (processor.has("amx") and amx.permitted()):
         monkeypatch.setattr(operations, "_gemm", lambda dtype: _amx_model().address)
         torch.set_num_threads(1)
     yield request.param

@@ -134,7 +134,8 @@ AVX512, AMX = ("avx512f", "avx512bf16"), ("amx-tile", "amx-bf16")
     ("found", "left_out", "name"),
     [
         ((*AVX512, *AMX), "", "gemm_amx"),
-        ((*AVX512, *AMX), "amx", "gemm_bfloat16"),
+        ((*AVX512, *AMX), "amx", "gemm"),
+        ((*AVX512, *AMX), "avx512", "gemm"),
         ((*AVX512, *AMX), "amx, avx512_bf16", "gemm"),
         ((*AVX512, *AMX), "avx512,amx", "gemm"),
         (AVX512, "", "gemm_bfloat16"),

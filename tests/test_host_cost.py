@@ -136,7 +136,7 @@ def test_the_cost_of_a_layer(name, monkeypatch):
 
 
 def test_the_benchmark_measures_each_set_of_kernels(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
+    monkeypatch.setattr(benchmark.rows, "RESULTS", tmp_path)
     before = torch.get_num_threads(), kernels.numba_supports
     benchmark.measure("portable", "densenet_bc_10_4", rounds=1)
     assert (torch.get_num_threads(), kernels.numba_supports) == before

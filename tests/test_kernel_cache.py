@@ -25,9 +25,9 @@ from efficient_densenet.engines.kernels.numba_cpu import openmp
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, compilation, numba_kernels, disk_cache = (
+operations, compilation, numba_kernels, disk_cache, intrinsics, processor = (
     importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
-    for name in ("operations", "compilation", "kernels", "disk_cache")
+    for name in ("operations", "compilation", "kernels", "disk_cache", "intrinsics", "processor")
 )
 check = functools.partial(check, operations)
 KERNEL = numba_kernels.batch_norm_grad_input  # the smallest
@@ -372,3 +372,50 @@ def test_training_with_every_file_damaged(tmp_path, monkeypatch):
         file.write_bytes(contents[i - 1]) if i % 3 == 0 else DAMAGE[damage](file)
     assert Child(training_step, timeout=300).wait() == 10
     assert Child(training_step).wait() == 11
+
+
+def scaled(factor, then=None):
+    """A compiled function that encloses a number, and a function if there is one."""
+    if then is None:
+        return intrinsics.compiled(lambda x: x * factor)
+    return intrinsics.compiled(lambda x: then(x) * factor)
+
+
+def test_functions_that_enclose_different_values_have_different_names():
+    """Numba names machine code by them: what several processes compiled is linked into one."""
+    buffers = [intrinsics.stack_buffer(count) for count in (16, 32, 16)]
+    inner = [scaled(2), scaled(3), scaled(2)]
+    for made in (inner, [scaled(1, then) for then in inner], [scaled(1, then) for then in buffers]):
+        first, other, again = (function.py_func.__qualname__ for function in made)
+        assert first == again != other
+
+
+SUM_OF_ONES = """
+import sys
+import numpy as np
+import torch
+from efficient_densenet.engines.kernels.numba_cpu import compilation, gemm
+for name in sys.argv[1:]:
+    kernel = compilation.compile_kernel(getattr(gemm, name), torch.float32)
+    one = np.float32(1) if name == "gemm" else np.array([0x3F803F80], np.uint32).view(np.float32)[0]
+    a, b, c = (np.full((256, 256), value, np.float32) for value in (one, one, 0))
+    a, b = a.view(np.uint32), b.view(np.uint32)
+    a[:] = b[:] = np.array([one]).view(np.uint32)
+    kernel.ctypes(48, 48, 32, a.ctypes.data, 256, 1, b.ctypes.data, 256, 0, c.ctypes.data, 256, np.float32(0))
+    assert (c[:48, :48] == (32 if name == "gemm" else 64)).all(), (name, c[:2, :20])
+    print(kernel.cache_hits)
+"""
+
+
+@pytest.mark.skipif(not processor.has("avx512_bf16"), reason="this processor has no AVX512-BF16")
+def test_kernels_of_several_processes_are_linked_into_one(tmp_path):
+    def run(*names):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", SUM_OF_ONES, *names]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.split()
+
+    assert run("gemm") == run("gemm_bfloat16") == ["0"]
+    assert run("gemm", "gemm_bfloat16") == ["1", "1"]
+    assert run("gemm_bfloat16", "gemm") == ["1", "1"]

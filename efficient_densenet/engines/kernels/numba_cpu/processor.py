@@ -20,13 +20,16 @@ _LLVM_FEATURES = {
 
 
 def has(feature: str) -> bool:
-    """Whether the processor has avx512, avx512_bf16 or amx. Without the first the second is left out too.
+    """Whether the processor has avx512, avx512_bf16 or amx.
 
-    The kernels for AMX use vectors of 512 bits too.
+    Without the first the others are left out too: their kernels use its vectors.
     """
-    left_out = _left_out()
-    implied = {"avx512_bf16": "avx512"}.get(feature)
-    return not left_out & {feature, implied} and _LLVM_FEATURES[feature] <= _found()
+    return not _left_out() & {feature, "avx512"} and is_found(feature)
+
+
+def is_found(feature: str) -> bool:
+    """Whether the processor has it, left out or not."""
+    return _LLVM_FEATURES[feature] <= _found()
 
 
 def features() -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import torch
 from .compilation import ARITHMETIC, Kernel
 from .gemm import gemm, gemm_bfloat16
 from .gemm_amx import gemm_amx, usable
-from .processor import has
+from .processor import has, is_found
 
 
 class Product(NamedTuple):
@@ -20,9 +20,13 @@ class Product(NamedTuple):
 
 @functools.cache
 def product_of(dtype: torch.dtype) -> Product:
-    """The product for matrices of this dtype. Sums are in the dtype of the arithmetic."""
+    """The product for matrices of this dtype. Sums are in the dtype of the arithmetic.
+
+    Processors with AMX run AVX512-BF16 more slowly than float32's instructions (`benchmarks/bf16_products.py`), so that
+    without their AMX operands are widened.
+    """
     if dtype is torch.bfloat16 and has("amx") and usable():
         return Product(torch.bfloat16, gemm_amx)
-    if dtype is torch.bfloat16 and has("avx512_bf16"):
+    if dtype is torch.bfloat16 and has("avx512_bf16") and not is_found("amx"):
         return Product(torch.bfloat16, gemm_bfloat16)
     return Product(ARITHMETIC[dtype], gemm)
