@@ -36,7 +36,7 @@ def test_the_documented_costs_are_the_benchmark_s():
 
 def test_the_benchmark_is_a_command(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "measure_costs", lambda rounds: [{"implementation": "ours", "rounds": rounds}])
-    monkeypatch.setattr(benchmark, "RESULTS", tmp_path)
+    monkeypatch.setattr(benchmark.results, "RESULTS", tmp_path)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # which nothing would undo
     monkeypatch.setattr("sys.argv", ["checkpointing.py", "costs", "--rounds", "7"])
     benchmark.command(benchmark.measure)
