@@ -232,7 +232,7 @@ def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float | lis
 
 def im2col_conv3x3(images: Tensor, weight: Tensor) -> Tensor:
     """Convolve images with a 3×3 weight and padding 1 on a CPU, by im2col and a matrix product rather than oneDNN."""
-    return torch.ops.aten._slow_conv2d_forward.default(images, weight, [3, 3], None, [1, 1], [1, 1])
+    return torch._C._nn.thnn_conv2d(images, weight, (3, 3), None, (1, 1), (1, 1))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def im2col_conv3x3_backward(

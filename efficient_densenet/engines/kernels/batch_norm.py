@@ -31,14 +31,13 @@ def _apply_with_statistics(norm: BatchNormAffine | None, values: Tensor, statist
     """The same in one call, which also applies the norm, if there is one, whose activation is kept.
 
     Its running variance, zero before, becomes momentum times the unbiased variance: with this momentum, the biased one.
-    Its running mean is of no use and lies where the inverse deviation will.
+    It asks for a running mean too: the mean's own row, since any average of the mean and itself is the mean.
     """
     mean, variance, inv_std = statistics.rows
     affine = (None, None) if norm is None else (as_dtype(norm.weight, mean.dtype), as_dtype(norm.bias, mean.dtype))
-    momentum = 1 - 1 / values.shape[0]
-    output, *computed = torch.native_batch_norm(values, *affine, inv_std, variance, True, momentum, statistics.eps)
-    mean.copy_(computed[0])
-    inv_std.copy_(computed[1])
+    output, momentum = torch.empty_like(values), 1 - 1 / values.shape[0]
+    settings = mean, variance, True, momentum, statistics.eps
+    torch.native_batch_norm(values, *affine, *settings, out=(output, mean, inv_std))
     if norm is not None:
         norm.keep_activation(output.relu_())
 
@@ -81,8 +80,8 @@ def batch_norm_backward(grad: Tensor, input: AffineInput) -> None:
 
 def batch_norm_grad_input(grad: BatchNormBackward) -> Tensor:
     """The gradient of the values of few rows, with both sums over them."""
-    values, grad_accum = grad.values.contiguous(), grad.grad_accum.contiguous()
+    statistics = grad.mean, grad.inv_std
     grad_input, _, _ = _native_backward(
-        grad_accum, values, None, None, None, grad.mean, grad.inv_std, True, 0.0, [True, False, False]
+        grad.grad_accum, grad.values, None, None, None, *statistics, True, 0.0, [True, False, False]
     )
     return grad_input
