@@ -1,5 +1,6 @@
 """The state of a run is saved first: no drawing, no line and no closed stream costs an epoch."""
 
+import os
 import subprocess
 import sys
 
@@ -42,6 +43,15 @@ def test_curves_and_events_that_cannot_be_written_end_no_run(saved_epochs, tmp_p
     assert done.stdout.count("note: TensorBoard's events could not be written (RuntimeError: no font)\n") == 3
     assert saved_epochs() == 2
     assert read_rows(tmp_path / "run")[1]["test_error"] != ""
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(saved_epochs, tmp_path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "log.txt")
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("note: log.txt could not be written (OSError: ") == 2
+    assert saved_epochs() == 1
 
 
 @pytest.mark.exhaustive

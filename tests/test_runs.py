@@ -42,7 +42,7 @@ def _copy(finished: Path, tmp_path: Path) -> Path:
 
 def test_a_run_writes_all_files_and_prints_where(finished):
     names = ["config.json", "curves.png", "last.pt", "model.pt", "results.csv"]
-    assert sorted(path.name for path in (finished / "run").iterdir()) == [*names, "run.lock"]
+    assert sorted(path.name for path in (finished / "run").iterdir()) == sorted([*names, "log.txt", "run.lock"])
     printed = (finished / "printed.txt").read_text()
     assert re.search(
         r"DenseNet-BC-10-4: 2,522 parameters, 0.0 MiB; engine shared \((Numba|Triton|portable)\); c", printed
@@ -88,6 +88,11 @@ def test_a_signal_saves_after_the_step_and_resuming_gives_the_same_run(number, f
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     same_run(tmp_path / "run", finished / "run")
+    started, stopped, resumed, ended = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    assert re.search(r"^\d{4}-\d\d-\d\dT[\d:]{8}\+00:00 started; engine shared \(\w+\); cpu; PyTorch 2\.", started)
+    step = int(re.search(rf"stopped by {number.name} in epoch 1 after step (\d+)$", stopped)[1])
+    assert f" resumed in epoch 1, step {step + 1}; engine" in resumed if step else " resumed in epoch 1; " in resumed
+    assert re.search(r" finished: test error \d+\.\d\d%$", ended)
 
 
 def test_a_signal_to_the_process_group_saves_though_it_kills_the_workers(tmp_path):

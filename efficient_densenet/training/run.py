@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .. import __version__
 from .._archive import to_archive
 from ..weights.trained import find_checkpoint
-from . import files, finetune, models, run_format, run_state
+from . import files, finetune, models, run_format, run_log, run_state
 from .cuda_graph import check_cuda_graph
 from .data import SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
 from .data.augment import transform_for
@@ -176,13 +176,12 @@ class Run:
             self.position = TrainingPosition(self.position.epoch)
 
     def _print_summary(self, expected_memory: str) -> None:
-        engines = self._describe_engines()
+        self.environment = f"engine {self._describe_engines()}; {self.context.describe()}"
         if not self.context.is_main_process:
             return
         dataset = self.dataset
         count, size = models.count_parameters(self.model)
-        where = f"{self.context.describe()}; seed {self.options.seed}"
-        say(f"{self.config.name}: {count:,} parameters, {mib(size)}; engine {engines}; {where}")
+        say(f"{self.config.name}: {count:,} parameters, {mib(size)}; {self.environment}; seed {self.options.seed}")
         for line in filter(None, [*self.said, describe_frozen(self.model)]):
             say(line)
         say(f"expected memory of a step: {expected_memory}")
@@ -216,11 +215,14 @@ class Run:
         self.last_plot = time.monotonic()
         if self.rows:
             save_csv(self.folder, self.rows)
+        after = f", step {self.position.step + 1}" if self.position.step else ""
+        where = f"in epoch {self.position.epoch}{after}"
         if self.options.resume and not self.resumed:
             say(f"nothing to resume in {self.folder}: starting")
         elif self.resumed:
-            after = f", step {self.position.step + 1}" if self.position.step else ""
-            say(f"resuming {self.folder} in epoch {self.position.epoch}{after}")
+            say(f"resuming {self.folder} {where}")
+        begins = f"resumed {where}" if self.resumed else "started"
+        run_log.append(self.folder, f"{begins}; {self.environment}; PyTorch {torch.__version__}")
 
     def _train_epoch(self) -> None:
         position = self.position
@@ -318,8 +320,9 @@ class Run:
     def _save_and_exit(self, interrupted: TrainingInterrupted) -> NoReturn:
         self._save(plot=True)
         if self.context.is_main_process:
-            where = f"epoch {self.position.epoch} after step {self.position.step}"
-            say(f"stopped by {interrupted.name} in {where}: continue with --resume and --save {self.folder}")
+            stopped = f"stopped by {interrupted.name} in epoch {self.position.epoch} after step {self.position.step}"
+            run_log.append(self.folder, stopped)
+            say(f"{stopped}: continue with --resume and --save {self.folder}")
         sys.exit(128 + interrupted.number)
 
     def _finish(self) -> None:
@@ -337,6 +340,7 @@ class Run:
         self._plot()
         with may_fail("TensorBoard's events"):
             self.tensorboard.add(self.rows[-1])
+        run_log.append(self.folder, f"finished: test error {test_error:.2%}")
         which = "the best epoch by validation" if len(self.dataset.valid) else "the last epoch"
         say(
             f"test error {test_error:.2%}; in {self.folder}: {models.WEIGHTS} ({which}), "

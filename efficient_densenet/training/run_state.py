@@ -19,10 +19,11 @@ from .loop import Trainer, TrainingPosition
 from .models import CONFIG, WEIGHTS, ModelConfig, check_weights, read_config
 from .options import Options, RunOptions
 from .results import Row
+from .run_log import LOG
 
 LAST = "last.pt"
 RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
-WRITTEN = (*RUN_FILES, "curves.png")
+WRITTEN = (*RUN_FILES, "curves.png", LOG)
 
 PER_CALL = {
     *("efficient", "engine", "device", "cuda_graph", "dataset"),
