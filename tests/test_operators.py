@@ -305,14 +305,18 @@ def test_running_statistics_are_updated_outside_the_operator():
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_the_update_of_running_statistics(momentum):
-    running, batch = ([torch.rand(size) for size in (3, 3, 5, 5)] for _ in range(2))
+    """Of a norm that reads columns 1 to 4, which lack a bias, and one that reads columns 0 to 5."""
+    running, statistics = [torch.rand(size) for size in (3, 3, 5, 5)], torch.rand(3, 6)
+    biases, (mean, variance, _) = [torch.rand(3), None], statistics
     counts, update = [torch.tensor(2), torch.tensor(0)], torch.ops.efficient_densenet.update_running_statistics.default
-    torch.library.opcheck(update, (running, counts, batch, momentum))
+    arguments = running, counts, statistics, [1, 4, 0, 5], biases, momentum
+    torch.library.opcheck(update, arguments)
+    batch = mean[1:4] + biases[0], variance[1:4], mean[:5], variance[:5]
     expected = [
         value + (after - value) * (momentum or weight)
         for value, after, weight in zip(running, batch, (1 / 3, 1 / 3, 1, 1), strict=True)
     ]
-    update(running, counts, batch, momentum)
+    update(*arguments)
     assert counts == [3, 1]
     for value, after in zip(running, expected, strict=True):
         assert_close(value, after, 1e-6)

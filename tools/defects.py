@@ -99,8 +99,8 @@ DEFECTS = [
     Defect(
         "running statistics of the first layer's channels for every norm",
         RUNNING,
-        "means = mean[columns]",
-        "means = mean[columns].roll(1)",
+        "means = mean[start:stop]",
+        "means = mean[start:stop].roll(1)",
         STAGE_TESTS,
     ),
     Defect(
@@ -494,8 +494,15 @@ DEFECTS = [
     Defect(
         "portable: the unbiased variance of a small bottleneck",
         BATCH_NORM,
-        "    momentum = 1 - 1 / values.shape[0]\n",
-        "    momentum = 1.0\n",
+        "torch.empty_like(values), 1 - 1 / values.shape[0]",
+        "torch.empty_like(values), 1.0",
+        ("portable_kernels",),
+    ),
+    Defect(
+        "portable: a small bottleneck's mean and inverse deviation change places",
+        BATCH_NORM,
+        "out=(output, mean, inv_std))",
+        "out=(output, inv_std, mean))",
         ("portable_kernels",),
     ),
     Defect(
@@ -561,6 +568,13 @@ DEFECTS = [
         "    if thread == 0:\n",
         "    if False:\n",
         ("numba_kernels",),
+    ),
+    Defect(
+        "numba: functions that enclose different values have one name",
+        NUMBA + "intrinsics.py",
+        "    if function.__closure__:\n",
+        "    if False:\n",
+        ("kernel_cache",),
     ),
     Defect(
         "numba: K-blocks after the first overwrite",
@@ -1148,6 +1162,20 @@ DEFECTS = [
         'temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")',
         "temporary = path",
         ("runs", "run_failures", "kills"),
+    ),
+    Defect(
+        "training: the log lacks that a run was stopped",
+        "training/run.py",
+        "            run_log.append(self.folder, stopped)\n",
+        "",
+        ("runs",),
+    ),
+    Defect(
+        "training: a run waits for a reader of its log",
+        "training/run_log.py",
+        " | os.O_NONBLOCK",
+        "",
+        ("run_output",),
     ),
     Defect(
         "training: a lock that two processes get",

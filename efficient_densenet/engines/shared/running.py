@@ -1,7 +1,8 @@
 """Running statistics: updated in the forward, exactly once, from what the operators return.
 
 The update is an operator of its own, `efficient_densenet::update_running_statistics`, the only one that changes its
-inputs. Of ordinary operations, three for each norm, a compiler would make hundreds of small kernels.
+inputs. Of ordinary operations, three for each norm, a compiler would make hundreds of small kernels; and the norms'
+parts of the matrix of statistics, two for each, would be hundreds of nodes of its graph.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from ..precision import as_dtype
 from .operators import LIBRARY
 
 LIBRARY.define(
-    "update_running_statistics(Tensor(a!)[] running, Tensor(b!)[] num_batches_tracked, Tensor[] batch, "
-    "float? momentum) -> ()"
+    "update_running_statistics(Tensor(a!)[] running, Tensor(b!)[] num_batches_tracked, Tensor statistics, "
+    "int[] columns, Tensor?[] biases, float? momentum) -> ()"
 )
 
 
@@ -37,8 +38,7 @@ def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor)
     """
     if not torch.compiler.is_compiling() and in_backward():
         return
-    mean, variance, *_ = statistics.unbind()
-    by_momentum: dict[float | None, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+    by_momentum: dict[float | None, tuple[list[Tensor], list[Tensor], list[int], list[Tensor | None]]] = {}
     with torch.no_grad():
         for norm, columns, bias in updates:
             if not norm.track_running_stats:
@@ -50,32 +50,49 @@ def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor)
                 if count is not None:
                     count.add_(1)
                 continue
-            running, counts, batch = by_momentum.setdefault(momentum, ([], [], []))
-            means = mean[columns]
+            running, counts, limits, biases = by_momentum.setdefault(momentum, ([], [], [], []))
             running += [running_mean, running_var]
             counts += [] if count is None else [count]
-            batch += [means if bias is None else means + bias, variance[columns]]
-        for momentum, tensors in by_momentum.items():
-            torch.ops.efficient_densenet.update_running_statistics.default(*tensors, momentum)
+            limits += [columns.start, columns.stop]
+            biases.append(bias)
+        for momentum, (running, counts, limits, biases) in by_momentum.items():
+            arguments = running, counts, statistics, limits, biases, momentum
+            torch.ops.efficient_densenet.update_running_statistics.default(*arguments)
 
 
 @torch.library.impl(LIBRARY, "update_running_statistics", "CompositeExplicitAutograd")
 def _update(
-    running: list[Tensor], num_batches_tracked: list[Tensor], batch: list[Tensor], momentum: float | None
+    running: list[Tensor],
+    num_batches_tracked: list[Tensor],
+    statistics: Tensor,
+    columns: list[int],
+    biases: list[Tensor | None],
+    momentum: float | None,
 ) -> None:
     """running += momentum · (batch − running), for the mean and the variance of each norm.
 
-    Without momentum they are cumulative averages: the weight is 1 / num_batches_tracked.
+    `columns` are the first column of each norm and the one after its last. Without momentum the running statistics are
+    cumulative averages: the weight is 1 / num_batches_tracked.
     """
     if num_batches_tracked:
         foreach_add_(num_batches_tracked, 1)
-    dtype = batch[0].dtype
+    batch, dtype = _batch_statistics(statistics, columns, biases), statistics.dtype
     weight = _cumulative_weights(num_batches_tracked, batch) if momentum is None else momentum
     wide = [as_dtype(tensor, dtype) for tensor in running]
     foreach_lerp_(wide, batch, weight)
     for tensor, value in zip(running, wide, strict=True):
         if tensor is not value:
             tensor.copy_(value)
+
+
+def _batch_statistics(statistics: Tensor, columns: list[int], biases: list[Tensor | None]) -> list[Tensor]:
+    """The mean and the unbiased variance of each norm."""
+    mean, variance, *_ = statistics.unbind()
+    batch = []
+    for start, stop, bias in zip(columns[::2], columns[1::2], biases, strict=True):
+        means = mean[start:stop]
+        batch += [means if bias is None else means + bias, variance[start:stop]]
+    return batch
 
 
 def _cumulative_weights(num_batches_tracked: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
@@ -91,6 +108,11 @@ def _cumulative_weights(num_batches_tracked: list[Tensor], batch: list[Tensor]) 
 
 @torch.library.register_fake("efficient_densenet::update_running_statistics", lib=LIBRARY)
 def _fake_update(
-    running: list[Tensor], num_batches_tracked: list[Tensor], batch: list[Tensor], momentum: float | None
+    running: list[Tensor],
+    num_batches_tracked: list[Tensor],
+    statistics: Tensor,
+    columns: list[int],
+    biases: list[Tensor | None],
+    momentum: float | None,
 ) -> None:
     pass

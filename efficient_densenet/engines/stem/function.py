@@ -23,7 +23,7 @@ def apply(spec: StemSpec, norm: Norm, x: Tensor, *tensors: Tensor | None) -> Ten
     running = (norm.running_mean, norm.running_var) if spec.frozen else (None, None)
     output, statistics, *_ = operators.stem(spec, x, *tensors, *running)
     if not spec.frozen:
-        update_running_statistics([NormUpdate(norm, slice(None))], statistics)
+        update_running_statistics([NormUpdate(norm, slice(0, statistics.shape[1]))], statistics)
     return output
 
 
