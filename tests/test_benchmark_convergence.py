@@ -7,8 +7,9 @@ import plot
 import pytest
 
 ROWS = """epoch,valid_error,test_error,seconds,peak_memory_mib
-1,0.5,,1800,100.5
-2,0.25,{},1800,120.25
+1,0.5,,1200,100.5
+2,0.4,,9000,100.5
+3,0.25,{},1100,120.25
 """
 
 
