@@ -33,15 +33,18 @@ class MethodError(Exception):
 class WorkerProcess:
     """The process that runs one method. It answers each command by one line of JSON, and ends with the context.
 
-    Its compiler keeps nothing from earlier processes, so that the first step's time is that of compiling everything.
+    Its compiler keeps nothing from earlier processes, so that the first step's time is that of compiling everything,
+    unless it is given a directory of what they kept.
     """
 
-    def __init__(self, method: str, setting: Setting, preload: str = "", timeout: float = 300) -> None:
+    def __init__(
+        self, method: str, setting: Setting, preload: str = "", timeout: float = 300, compiler_cache: str = ""
+    ) -> None:
         self.timeout = timeout
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by stop)
         self.compiler_cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         preloaded = " ".join(filter(None, (preload, os.environ.get("LD_PRELOAD", ""))))
-        environment = {"TORCHINDUCTOR_CACHE_DIR": self.compiler_cache.name}
+        environment = {"TORCHINDUCTOR_CACHE_DIR": compiler_cache or self.compiler_cache.name}
         self.process = subprocess.Popen(
             [sys.executable, str(WORKER), method, json.dumps(asdict(setting))],
             stdin=subprocess.PIPE,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_integer
-from ..weights.trained import CHECKPOINTS, TRAINED, find_checkpoint
+from ..weights.trained import CHECKPOINTS, find_checkpoint
 from .data.augment import Transform
 from .data.decode import decode
 from .models import ModelConfig, load_model
@@ -14,7 +14,7 @@ from .report import print_or_raise
 
 DIGITS = CHECKPOINTS / "digits"
 COLOR = "cifar10"
-"""The name of the weights for images in color, once there are some of that name."""
+"""The name of the weights for images in color."""
 MEAN_SATURATION = 8
 """What an image has at least that is in color: of 0 to 255, the mean distance between its channels."""
 
@@ -26,7 +26,7 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
     Args:
         images: files, of any size; they are resized to the size that the model was trained on.
         model: directory of a run, or a file of weights in one, or a name of weights that were trained here; by default
-            checkpoints/digits of this repository, and cifar10 for an image in color if there are weights of that name.
+            cifar10 for an image in color, and checkpoints/digits of this repository for any other.
         top: how many classes to print.
     """
     check_integer("top", top, at_least=1)
@@ -60,7 +60,7 @@ def _source(image: Path, model: str | None) -> Path:
     """Where the model is read from that classifies this image."""
     if model is not None:
         return find_checkpoint(str(model))
-    return find_checkpoint(COLOR) if COLOR in TRAINED and _has_color(decode(image, 32)) else DIGITS
+    return find_checkpoint(COLOR) if _has_color(decode(image, 32)) else DIGITS
 
 
 def _has_color(image: Tensor) -> bool:

@@ -67,7 +67,13 @@ class TrainedWeights(NamedTuple):
             ) from exc
 
 
-TRAINED: dict[str, TrainedWeights] = {}
+TRAINED = {
+    "cifar10": TrainedWeights(
+        "densenet_bc_100_12",
+        "cifar10_jpeg_densenet_bc_100_12",
+        "88606bc393a174e13331e36ffa3dc5f4da6067156dbeaa6c763bc0c06a5c1743",
+    ),
+}
 """By the name that `weights=` and the demos' `--weights` take."""
 
 

@@ -1,0 +1,63 @@
+"""The committed weights called cifar10: their file, what they say of committed pictures, and fine-tuning from them."""
+
+import hashlib
+import re
+
+import pytest
+import torch
+from PIL import Image
+from samples import DEMOS, demo, read_rows, write_folder
+
+from efficient_densenet import densenet_bc_100_12, weights_classes, weights_transforms
+from efficient_densenet.weights.trained import CHECKPOINTS, TRAINED
+
+PICTURES = {name: DEMOS / "pictures" / f"{name}.png" for name in ("airplane", "automobile", "frog", "ship", "truck")}
+RUN = TRAINED["cifar10"].folder
+
+
+@pytest.fixture(scope="module")
+def pictures() -> torch.Tensor:
+    prepare = weights_transforms("densenet_bc_100_12", "cifar10")
+    return torch.stack([prepare(Image.open(path)) for path in PICTURES.values()])
+
+
+@pytest.mark.parametrize("options", [{}, {"efficient": False}, {"autocast": True}, {"channels_last": True}])
+@torch.no_grad()
+def test_they_classify_pictures_rightly(options, pictures):
+    model = densenet_bc_100_12(weights="cifar10", efficient=options.get("efficient", True)).eval()
+    if "channels_last" in options:
+        model, pictures = (each.to(memory_format=torch.channels_last) for each in (model, pictures))
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in options):
+        probabilities = model(pictures).float().softmax(1)
+    classes = weights_classes("densenet_bc_100_12", "cifar10")
+    assert [classes[i] for i in probabilities.argmax(1)] == list(PICTURES)
+    assert probabilities.amax(1).min() > 0.5
+
+
+def test_the_demo_takes_them_for_pictures_in_color(tmp_path):
+    digit = DEMOS / "pictures" / "digit_3.png"
+    done = demo("predict.py", *map(str, PICTURES.values()), str(digit), cwd=tmp_path)
+    assert re.findall(r": (\w+) \(", done.stdout) == [*PICTURES, "3"], done.stderr
+
+
+def test_the_file_and_the_errors_are_those_that_the_page_states():
+    page = (CHECKPOINTS / "README.md").read_text()
+    sha256 = hashlib.sha256((RUN / "model.pt").read_bytes()).hexdigest()
+    assert sha256 == TRAINED["cifar10"].sha256
+    assert sha256 in page
+    rows = read_rows(RUN)
+    assert f"{float(rows[-1]['test_error']):.2%}" in page
+    assert f"{min(float(row['valid_error']) for row in rows):.2%}" in page
+
+
+def test_fine_tuning_begins_with_them(tmp_path):
+    write_folder(tmp_path / "mine", ("left", "right"), each=12)
+    words = ["--weights", "cifar10", "--freeze", "features", "--n_epochs", "1", "--batch_size", "8", "--device", "cpu"]
+    done = demo("cp_demo.py", "--data", "mine", "--save", "tuned", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the classifier is new: for 2 classes (left, right), where the weights have 10 classes" in done.stdout
+    tuned = torch.load(tmp_path / "tuned" / "model.pt", weights_only=True)
+    given = torch.load(RUN / "model.pt", weights_only=True)
+    assert tuned["classifier.weight"].shape == (2, 342)
+    for name, tensor in given.items():
+        assert torch.equal(tuned[name], tensor) or name.startswith("classifier"), name
