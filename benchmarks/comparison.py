@@ -42,9 +42,9 @@ class WorkerProcess:
     ) -> None:
         self.timeout = timeout
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by stop)
-        self.compiler_cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.temporary_cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         preloaded = " ".join(filter(None, (preload, os.environ.get("LD_PRELOAD", ""))))
-        environment = {"TORCHINDUCTOR_CACHE_DIR": compiler_cache or self.compiler_cache.name}
+        environment = {"TORCHINDUCTOR_CACHE_DIR": compiler_cache or self.temporary_cache.name}
         self.process = subprocess.Popen(
             [sys.executable, str(WORKER), method, json.dumps(asdict(setting))],
             stdin=subprocess.PIPE,
@@ -66,7 +66,7 @@ class WorkerProcess:
         self.process.kill()
         self.process.communicate()
         self.stderr.close()
-        self.compiler_cache.cleanup()
+        self.temporary_cache.cleanup()
 
     def request(self, command: str) -> dict[str, Any]:
         """Send a command and return its answer."""

@@ -1,15 +1,16 @@
-"""How long does the first step of a compiled model take, by what is kept from earlier processes?
+"""How long does the first step of a compiled model take, with Inductor's cache cold and warm?
 
     python benchmarks/compile_time.py
     python benchmarks/compile_time.py --model densenet121 --batch_size 16 --engines shared,plain
 
-Before the first function of any kind, Inductor tries the C++ compiler and the processor's instructions, and keeps what
-it finds. A step is compiled where nothing is kept; where any function has been compiled before; and where this model
-has. Writes a CSV file to benchmarks/results with a row for each engine.
+Before the first function of any kind, Inductor probes the C++ compiler and the processor's vector instructions, and
+caches the results. A step is compiled with a cold cache; with that of a trivial function; and with that of the same
+step. The kernels of Numba are on disk by then. Writes a CSV file to benchmarks/results with a row for each engine.
 """
 
 import datetime
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,11 +18,11 @@ from typing import Any
 
 import rows
 import torch
-from comparison import WorkerProcess
+from comparison import MethodError, WorkerProcess
 from options import run_command
 from settings import Setting, as_list, expand
 
-ANY_FUNCTION = """
+TRIVIAL_FUNCTION = """
 import time, torch
 started = time.perf_counter()
 torch.compile(lambda x: (x + 1).relu())(torch.ones(1000))
@@ -29,8 +30,13 @@ print(time.perf_counter() - started)
 """
 TIMEOUT = 1200
 
+Answer = dict[str, Any]
+"""Of a worker's `prepare`."""
 
-def measure(model: str = "densenet_bc_100_12", batch_size: int = 64, engines: Any = "shared", threads: int = 0) -> None:
+
+def measure(
+    model: str = "densenet_bc_100_12", batch_size: int = 64, engines: Any = "shared", threads: int = 0, rounds: int = 3
+) -> None:
     """Measure the seconds of the first compiled step, and write a CSV file.
 
     Args:
@@ -38,28 +44,31 @@ def measure(model: str = "densenet_bc_100_12", batch_size: int = 64, engines: An
         batch_size: number of images.
         engines: plain, shared, or both.
         threads: of PyTorch. Default: as many as it takes by itself.
+        rounds: how often each is measured, of which the median counts.
     """
     (setting,) = expand(model, batch_size, threads=threads)
-    measured = [_row(engine, setting) for engine in as_list(engines)]
-    rows.write(rows.RESULTS / f"compile_time_torch{torch.__version__.split('+')[0]}_{model}.csv", measured)
+    measured = [_row(engine, setting, rounds) for engine in as_list(engines)]
+    name = f"compile_time_torch{torch.__version__.split('+')[0]}_{model}_{batch_size}.csv"
+    rows.write(rows.RESULTS / name, measured)
 
 
-def _row(engine: str, setting: Setting) -> dict[str, Any]:
+def _row(engine: str, setting: Setting, rounds: int) -> dict[str, Any]:
     if engine not in ("plain", "shared"):
         raise ValueError(f"unknown engine {engine!r}: there are plain and shared")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as kept:
-        nothing_kept, model_kept = (_first_step(engine, setting, kept) for _ in range(2))
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as kept:
-        any_function = _compile_any_function(kept)
-        compiler_kept = _first_step(engine, setting, kept)
+    answer = _prepare(engine, setting)  # compiles the kernels of Numba, if they are not on disk
+    seconds = zip(*(_seconds(f"compile_{engine}", setting) for _ in range(rounds)), strict=True)
+    cold, trivial, after_trivial, warm = (f"{statistics.median(each):.1f}" for each in seconds)
     row = {
         "model": setting.model,
         "engine": engine,
+        "kernels": answer["kernels"],
         "batch_size": setting.batch_size,
-        "first_step_nothing_kept_s": f"{nothing_kept:.1f}",
-        "any_function_nothing_kept_s": f"{any_function:.1f}",
-        "first_step_any_function_kept_s": f"{compiler_kept:.1f}",
-        "first_step_model_kept_s": f"{model_kept:.1f}",
+        "trivial_function_cold_s": trivial,
+        "first_step_cold_s": cold,
+        "first_step_after_trivial_function_s": after_trivial,
+        "first_step_warm_s": warm,
+        "rounds": rounds,
+        "device_name": answer["device_name"],
         "threads": setting.threads,
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
@@ -69,16 +78,32 @@ def _row(engine: str, setting: Setting) -> dict[str, Any]:
     return row
 
 
-def _first_step(engine: str, setting: Setting, kept: str) -> float:
-    with WorkerProcess(f"compile_{engine}", setting, timeout=TIMEOUT, compiler_cache=kept) as worker:
-        worker.receive()
-        return worker.request("prepare")["first_step_s"]
+def _seconds(method: str, setting: Setting) -> tuple[float, float, float, float]:
+    """The first step with a cold cache; the trivial function, with another; the step after it; the step once more."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        cold = _prepare(method, setting, cache)["first_step_s"]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        trivial = _compile_trivial_function(cache)
+        after_trivial, warm = (_prepare(method, setting, cache)["first_step_s"] for _ in range(2))
+    return cold, trivial, after_trivial, warm
 
 
-def _compile_any_function(kept: str) -> float:
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": kept}
-    command = [sys.executable, "-c", ANY_FUNCTION]
-    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+def _prepare(method: str, setting: Setting, cache: str = "") -> Answer:
+    try:
+        with WorkerProcess(method, setting, timeout=TIMEOUT, compiler_cache=cache) as worker:
+            worker.receive()
+            return worker.request("prepare")
+    except MethodError as exc:
+        raise ValueError(f"{method} could not be measured: {exc}") from exc
+
+
+def _compile_trivial_function(cache: str) -> float:
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    command = [sys.executable, "-c", TRIVIAL_FUNCTION]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    if done.returncode:
+        raise ValueError(f"torch.compile does not work here: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    return float(done.stdout)
 
 
 if __name__ == "__main__":

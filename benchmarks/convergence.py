@@ -130,14 +130,14 @@ def table(runs: dict[str, list[Rows]]) -> str:
     The hours are those of epochs that all take as long as the median one: other work on the machine slows some of them.
     """
     lines = [
-        "| engine | seeds | test error: median (range) | memory of the process | hours |",
+        "| engine | seeds | test error: median (range) | memory of the process | hours at the median epoch |",
         "|---|---:|---:|---:|---:|",
     ]
     for name, seeds in runs.items():
         errors = [float(rows[-1]["test_error"]) for rows in seeds]
         memory = max(float(row["peak_memory_mib"]) for rows in seeds for row in rows)
         seconds = statistics.median(float(row["seconds"]) for rows in seeds for row in rows)
-        hours = seconds * len(seeds[0]) / 3600
+        hours = seconds * statistics.median(map(len, seeds)) / 3600
         spread = f"{statistics.median(errors):.2%} ({min(errors):.2%} to {max(errors):.2%})"
         lines.append(f"| `{name}` | {len(seeds)} | {spread} | {memory:,.0f} MiB | {hours:.2f} |")
     return "\n".join(lines)

@@ -1,53 +1,58 @@
-"""The committed weights called cifar10: their file, what they say of committed pictures, and fine-tuning from them."""
+"""The committed weights called cifar10: what they say of committed images, the stated errors, and fine-tuning."""
 
-import hashlib
 import re
 
 import pytest
 import torch
 from PIL import Image
-from samples import DEMOS, demo, read_rows, write_folder
+from samples import DEMOS, demo, read_rows, refused, write_folder
 
 from efficient_densenet import densenet_bc_100_12, weights_classes, weights_transforms
 from efficient_densenet.weights.trained import CHECKPOINTS, TRAINED
 
-PICTURES = {name: DEMOS / "pictures" / f"{name}.png" for name in ("airplane", "automobile", "frog", "ship", "truck")}
+IMAGES = {name: DEMOS / "pictures" / f"{name}.png" for name in ("airplane", "automobile", "frog", "ship", "truck")}
 RUN = TRAINED["cifar10"].folder
 
 
 @pytest.fixture(scope="module")
-def pictures() -> torch.Tensor:
+def images() -> torch.Tensor:
     prepare = weights_transforms("densenet_bc_100_12", "cifar10")
-    return torch.stack([prepare(Image.open(path)) for path in PICTURES.values()])
+    return torch.stack([prepare(Image.open(path)) for path in IMAGES.values()])
 
 
 @pytest.mark.parametrize("options", [{}, {"efficient": False}, {"autocast": True}, {"channels_last": True}])
 @torch.no_grad()
-def test_they_classify_pictures_rightly(options, pictures):
+def test_they_classify_images_correctly(options, images):
     model = densenet_bc_100_12(weights="cifar10", efficient=options.get("efficient", True)).eval()
     if "channels_last" in options:
-        model, pictures = (each.to(memory_format=torch.channels_last) for each in (model, pictures))
+        model, images = (each.to(memory_format=torch.channels_last) for each in (model, images))
     with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in options):
-        probabilities = model(pictures).float().softmax(1)
+        probabilities = model(images).float().softmax(1)
     classes = weights_classes("densenet_bc_100_12", "cifar10")
-    assert [classes[i] for i in probabilities.argmax(1)] == list(PICTURES)
+    assert [classes[i] for i in probabilities.argmax(1)] == list(IMAGES)
     assert probabilities.amax(1).min() > 0.5
 
 
-def test_the_demo_takes_them_for_pictures_in_color(tmp_path):
+def test_the_demo_takes_them_for_images_in_color(tmp_path):
     digit = DEMOS / "pictures" / "digit_3.png"
-    done = demo("predict.py", *map(str, PICTURES.values()), str(digit), cwd=tmp_path)
-    assert re.findall(r": (\w+) \(", done.stdout) == [*PICTURES, "3"], done.stderr
+    done = demo("predict.py", *map(str, IMAGES.values()), str(digit), cwd=tmp_path)
+    assert re.findall(r": (\w+) \(", done.stdout) == [*IMAGES, "3"], done.stderr
 
 
-def test_the_file_and_the_errors_are_those_that_the_page_states():
-    page = (CHECKPOINTS / "README.md").read_text()
-    sha256 = hashlib.sha256((RUN / "model.pt").read_bytes()).hexdigest()
-    assert sha256 == TRAINED["cifar10"].sha256
-    assert sha256 in page
-    rows = read_rows(RUN)
+def test_the_page_states_what_the_files_say():
+    page, rows = (CHECKPOINTS / "README.md").read_text(), read_rows(RUN)
     assert f"{float(rows[-1]['test_error']):.2%}" in page
     assert f"{min(float(row['valid_error']) for row in rows):.2%}" in page
+    assert f"{sum(float(row['seconds']) for row in rows) / 3600:.1f} hours" in page
+    assert f"{max(float(row['peak_memory_mib']) for row in rows):,.0f} MiB" in page
+
+
+def test_their_directory_is_not_overwritten(tmp_path):
+    (tmp_path / "link").symlink_to(RUN)
+    for folder in (str(RUN), "link"):
+        done = demo("cp_demo.py", "--save", folder, "--overwrite", cwd=tmp_path)
+        refused(done, "contains weights that have a name, which --overwrite would remove: give another --save")
+    assert (RUN / "model.pt").exists()
 
 
 def test_fine_tuning_begins_with_them(tmp_path):

@@ -106,6 +106,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     **{family: lambda family=family: small_model(family, efficient=False) for family in FAMILIES},
     "dropout, kept bottlenecks": lambda: small_model("bc", efficient=False, drop_rate=0.3, keep_bottleneck=True),
     "channels_last": lambda: small_model("bc", efficient=False).to(memory_format=torch.channels_last),
+    "convolutions with biases": lambda: add_conv_biases(small_model("bc", efficient=False)),
     "frozen norms": _frozen_norms,
     "partly frozen": _partly_frozen,
     "signals": lambda: small_model("bc", efficient=False, dims=1, block_config=(2, 1)),
@@ -234,6 +235,7 @@ def test_the_graph_has_one_operator_for_each_stage_and_nothing_else_of_a_block()
     assert names.count("efficient_densenet.stage.default") == 4
     assert names.count("efficient_densenet.stem.default") == 1
     assert not re.search(r"\b(conv2d|batch_norm|cat|avg_pool2d|dropout)\b", " ".join(names))
+    assert sum("getitem" in name for name in names) == 2 * 5  # the outputs and the statistics, which nothing slices
 
 
 @needs_full_graphs

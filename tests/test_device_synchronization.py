@@ -115,6 +115,7 @@ def test_cumulative_averages_take_as_many_operations_for_many_norms_as_for_few()
             OPERATORS.update_running_statistics(running, num_batches_tracked, *arguments)
         assert all(torch.equal(tensor, torch.ones(5)) for tensor in running)  # the average of one batch
         views = torch.ops.aten.slice.Tensor, torch.ops.aten.unbind.int
+        assert operations.counts[views[0]] == 4 * num_norms  # mean and variance, of the statistics and of the weights
         counts.append({name: count for name, count in operations.counts.items() if name not in views})
     assert counts[0] == counts[1]
     assert sum(counts[0].values()) < 9

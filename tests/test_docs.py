@@ -41,7 +41,7 @@ from efficient_densenet.adapt import Report
 from efficient_densenet.training.options import Options, parse
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "checkpoints/README.md"])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BENCHMARKS = {
     "run.py": benchmark.run,
@@ -297,7 +297,8 @@ def shortened(words: list[str]) -> list[str]:
 
 def test_the_training_page_s_commands_run_in_turn(tmp_path):
     """On a few images. Other tests run what is missing: the digits, several processes, the memory tour."""
-    write_folder(tmp_path / "cifar", CIFAR10_CLASSES, each=4)
+    write_folder(tmp_path / "cifar", each=12)
+    write_folder(tmp_path / "cifar10_jpeg", CIFAR10_CLASSES, each=2)
     write_folder(tmp_path / "mine", ("left", "middle", "right"), each=12)
     Image.new("RGB", (50, 40), (10, 10, 10)).save(tmp_path / "mine.jpg")
     for place in ("demos/pictures", "checkpoints/digits"):

@@ -81,7 +81,7 @@ def test_weights_of_the_best_epoch_that_are_gone_are_noticed_on_resuming(harm, m
     assert {path.name: path.read_bytes() for path in (copied / "run").iterdir()} == before
 
 
-@pytest.mark.parametrize("name", ["curves.png", "results.csv", "model.pt", "config.json", "last.pt", "log.txt"])
+@pytest.mark.parametrize("name", ["curves.png", "results.csv", "model.pt", "config.json", "last.pt", "run_log.txt"])
 @pytest.mark.parametrize("words", [(), ("--overwrite",)])
 def test_a_directory_in_the_place_of_a_file_to_write_is_refused(words, name, tmp_path):
     (tmp_path / "run" / name).mkdir(parents=True)

@@ -37,12 +37,8 @@ def test_a_validation_loss_that_is_not_finite_is_not_saved(tmp_path, monkeypatch
     done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
     assert done.returncode == 1
     assert "error: the validation loss became nan in epoch 1, at a learning rate of" in done.stderr
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "config.json",
-        "last.pt",
-        "log.txt",
-        "run.lock",
-    ]
+    written = ["config.json", "last.pt", "run.lock", "run_log.txt"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == written
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["position"]["step"] == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from samples import DEMOS, RUN, demo, read_rows
 
-from efficient_densenet.training import results, run
+from efficient_densenet.training import files, results, run
 from efficient_densenet.training.report import EpochProgress
 
 
@@ -45,13 +45,27 @@ def test_curves_and_events_that_cannot_be_written_end_no_run(saved_epochs, tmp_p
     assert read_rows(tmp_path / "run")[1]["test_error"] != ""
 
 
-def test_a_log_that_cannot_be_written_ends_no_run(saved_epochs, tmp_path):
-    (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / "log.txt")
+def test_a_log_that_cannot_be_written_ends_no_run(saved_epochs, tmp_path, monkeypatch):
+    def fails(path, content):
+        if path.name == "run_log.txt":
+            raise OSError("no space")
+        write_atomic(path, content)
+
+    write_atomic = files.write_atomic
+    monkeypatch.setattr(files, "write_atomic", fails)
     done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("note: log.txt could not be written (OSError: ") == 2
+    assert done.stdout.count("note: run_log.txt could not be written (OSError: no space)\n") == 2
     assert saved_epochs() == 1
+
+
+def test_a_pipe_in_the_place_of_the_log_is_replaced(tmp_path):
+    """Nobody may ever read it: opening it would wait for ever."""
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "run_log.txt")
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "run_log.txt").read_text().splitlines()) == 2
 
 
 @pytest.mark.exhaustive

@@ -42,7 +42,7 @@ def _copy(finished: Path, tmp_path: Path) -> Path:
 
 def test_a_run_writes_all_files_and_prints_where(finished):
     names = ["config.json", "curves.png", "last.pt", "model.pt", "results.csv"]
-    assert sorted(path.name for path in (finished / "run").iterdir()) == sorted([*names, "log.txt", "run.lock"])
+    assert sorted(path.name for path in (finished / "run").iterdir()) == sorted([*names, "run.lock", "run_log.txt"])
     printed = (finished / "printed.txt").read_text()
     assert re.search(
         r"DenseNet-BC-10-4: 2,522 parameters, 0.0 MiB; engine shared \((Numba|Triton|portable)\); c", printed
@@ -88,10 +88,10 @@ def test_a_signal_saves_after_the_step_and_resuming_gives_the_same_run(number, f
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     same_run(tmp_path / "run", finished / "run")
-    started, stopped, resumed, ended = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    started, stopped, resumed, ended = (tmp_path / "run" / "run_log.txt").read_text().splitlines()
     assert re.search(r"^\d{4}-\d\d-\d\dT[\d:]{8}\+00:00 started; engine shared \(\w+\); cpu; PyTorch 2\.", started)
     step = int(re.search(rf"stopped by {number.name} in epoch 1 after step (\d+)$", stopped)[1])
-    assert f" resumed in epoch 1, step {step + 1}; engine" in resumed if step else " resumed in epoch 1; " in resumed
+    assert re.search(rf" resumed in epoch 1(, step {step + 1}|, after its last step)?; engine", resumed)
     assert re.search(r" finished: test error \d+\.\d\d%$", ended)
 
 
@@ -117,7 +117,15 @@ def test_a_finished_run_is_neither_overwritten_nor_trained_on(finished, tmp_path
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     done = demo("cp_demo.py", *RUN, "--resume", cwd=tmp_path)
     assert "test error" in done.stdout, done.stderr
+    assert "resuming run after the last epoch\n" in done.stdout
     same_run(folder, finished / "run")
+    assert log_of(folder) == ["started", "finished", "resumed after the last epoch", "finished"]
+
+
+def log_of(folder: Path) -> list[str]:
+    """The events in the log of a run, without their times and what comes behind them."""
+    lines = (folder / "run_log.txt").read_text().splitlines()
+    return [re.split("[;:] ", line.partition(" ")[2])[0] for line in lines]
 
 
 def test_overwrite_starts_over(finished, tmp_path):
@@ -127,6 +135,7 @@ def test_overwrite_starts_over(finished, tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(read_rows(folder)) == 1
     assert (folder / "notes.txt").read_text() == "mine"
+    assert log_of(folder) == ["started", "finished"]
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -50,8 +50,8 @@ DEFECTS = [
     Defect(
         "momentum the wrong way round",
         RUNNING,
-        "foreach_lerp_(wide, batch, weight)",
-        "foreach_lerp_(wide, batch, 1 - weight)",
+        "foreach_lerp_(updated, batch, weight)",
+        "foreach_lerp_(updated, batch, 1 - weight)",
         STAGE_TESTS,
     ),
     Defect(
@@ -1171,11 +1171,32 @@ DEFECTS = [
         ("runs",),
     ),
     Defect(
-        "training: a run waits for a reader of its log",
+        "training: the log keeps its last line only",
         "training/run_log.py",
-        " | os.O_NONBLOCK",
-        "",
-        ("run_output",),
+        "lines + line.encode()",
+        "line.encode()",
+        ("runs",),
+    ),
+    Defect(
+        "training: a run that starts over keeps the log of the one before",
+        "training/run_state.py",
+        '(*RUN_FILES, "curves.png", LOG)',
+        '(*RUN_FILES, "curves.png")',
+        ("runs", "run_checks"),
+    ),
+    Defect(
+        "training: a finished run is resumed in an epoch that it does not have",
+        "training/run.py",
+        "        if epoch > self.options.n_epochs:\n",
+        "        if False:\n",
+        ("runs",),
+    ),
+    Defect(
+        "training: weights that have a name are overwritten",
+        "training/run_state.py",
+        "    if options.overwrite and folder.resolve() in",
+        "    if False and folder.resolve() in",
+        ("cifar10_weights",),
     ),
     Defect(
         "training: a lock that two processes get",
@@ -1246,6 +1267,13 @@ DEFECTS = [
         "        if inputs:\n",
         "        if state:\n",
         ("finetune",),
+    ),
+    Defect(
+        "predict: images in color are classified as digits",
+        "training/predict.py",
+        "find_checkpoint(COLOR) if",
+        "DIGITS if",
+        ("predict", "cifar10_weights"),
     ),
     Defect(
         "predict: gray images are taken for images in color",

@@ -32,7 +32,7 @@ def print_or_raise(line: str) -> None:
 
 @contextlib.contextmanager
 def may_fail(what: str) -> Iterator[None]:
-    """Report what a library raises in writing curves or events, for which no epoch is given up."""
+    """Report what is raised in writing curves, events or the log, for which no epoch is given up."""
     try:
         yield
     except Exception as exc:

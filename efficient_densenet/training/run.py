@@ -121,6 +121,7 @@ class Run:
         size = self.dataset.image_size
         expected_memory = describe_expected_memory(self.model, size, options, self.largest_batch)
         self.trainer = Trainer(self.model, transform, options, context)
+        self.environment = f"engine {self._describe_engines()}; {self.context.describe()}"
         self._print_summary(expected_memory)
         self.position, self.rows = TrainingPosition(), []
         if state and "state" in state:
@@ -176,7 +177,6 @@ class Run:
             self.position = TrainingPosition(self.position.epoch)
 
     def _print_summary(self, expected_memory: str) -> None:
-        self.environment = f"engine {self._describe_engines()}; {self.context.describe()}"
         if not self.context.is_main_process:
             return
         dataset = self.dataset
@@ -215,14 +215,22 @@ class Run:
         self.last_plot = time.monotonic()
         if self.rows:
             save_csv(self.folder, self.rows)
-        after = f", step {self.position.step + 1}" if self.position.step else ""
-        where = f"in epoch {self.position.epoch}{after}"
+        where = self._describe_position()
         if self.options.resume and not self.resumed:
             say(f"nothing to resume in {self.folder}: starting")
         elif self.resumed:
             say(f"resuming {self.folder} {where}")
-        begins = f"resumed {where}" if self.resumed else "started"
-        run_log.append(self.folder, f"{begins}; {self.environment}; PyTorch {torch.__version__}")
+        event = f"resumed {where}" if self.resumed else "started"
+        run_log.append(self.folder, f"{event}; {self.environment}; PyTorch {torch.__version__}")
+
+    def _describe_position(self) -> str:
+        """Where training goes on."""
+        epoch, step = self.position.epoch, self.position.step
+        if epoch > self.options.n_epochs:
+            return "after the last epoch"
+        if step == num_steps(len(self.dataset.train), self.options.batch_size):
+            return f"in epoch {epoch}, after its last step"
+        return f"in epoch {epoch}, step {step + 1}" if step else f"in epoch {epoch}"
 
     def _train_epoch(self) -> None:
         position = self.position

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from .._archive import to_archive
+from ..weights.trained import TRAINED
 from . import files, run_format
 from .data import SplitDataset
 from .loop import Trainer, TrainingPosition
@@ -61,6 +62,10 @@ def check_save_directory(folder: Path, options: RunOptions) -> None:
                 f"{folder / name} is a directory, but a run writes a file of that name: remove it, or give another "
                 "--save"
             )
+    if options.overwrite and folder.resolve() in (entry.folder.resolve() for entry in TRAINED.values()):
+        raise FileExistsError(
+            f"{folder} contains weights that have a name, which --overwrite would remove: give another --save"
+        )
     if options.resume or options.overwrite or not any((folder / name).exists() for name in RUN_FILES):
         return
     state = read(folder) if (folder / LAST).exists() else None

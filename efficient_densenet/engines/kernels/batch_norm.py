@@ -31,7 +31,8 @@ def _apply_with_statistics(norm: BatchNormAffine | None, values: Tensor, statist
     """The same in one call, which also applies the norm, if there is one, whose activation is kept.
 
     Its running variance, zero before, becomes momentum times the unbiased variance: with this momentum, the biased one.
-    It asks for a running mean too: the mean's own row, since any average of the mean and itself is the mean.
+    native_batch_norm takes a running mean with the running variance: the mean's own row, which then is the mean up to
+    rounding, whichever of the two is written first.
     """
     mean, variance, inv_std = statistics.rows
     affine = (None, None) if norm is None else (as_dtype(norm.weight, mean.dtype), as_dtype(norm.bias, mean.dtype))

@@ -1,8 +1,8 @@
 """Running statistics: updated in the forward, exactly once, from what the operators return.
 
 The update is an operator of its own, `efficient_densenet::update_running_statistics`, the only one that changes its
-inputs. Of ordinary operations, three for each norm, a compiler would make hundreds of small kernels; and the norms'
-parts of the matrix of statistics, two for each, would be hundreds of nodes of its graph.
+inputs. Of ordinary operations, three for each norm, a compiler would make hundreds of small kernels. It slices the
+matrix of statistics itself: outside, two slices for each norm would be nodes of a compiler's graph.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor)
     """
     if not torch.compiler.is_compiling() and in_backward():
         return
-    by_momentum: dict[float | None, tuple[list[Tensor], list[Tensor], list[int], list[Tensor | None]]] = {}
+    by_momentum: dict[float | None, _Tensors] = {}
     with torch.no_grad():
         for norm, columns, bias in updates:
             if not norm.track_running_stats:
@@ -50,14 +50,25 @@ def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor)
                 if count is not None:
                     count.add_(1)
                 continue
-            running, counts, limits, biases = by_momentum.setdefault(momentum, ([], [], [], []))
-            running += [running_mean, running_var]
-            counts += [] if count is None else [count]
-            limits += [columns.start, columns.stop]
-            biases.append(bias)
-        for momentum, (running, counts, limits, biases) in by_momentum.items():
-            arguments = running, counts, statistics, limits, biases, momentum
+            if momentum not in by_momentum:
+                by_momentum[momentum] = _Tensors([], [], [], [])
+            tensors = by_momentum[momentum]
+            tensors.running.extend((running_mean, running_var))
+            tensors.num_batches_tracked.extend(() if count is None else (count,))
+            tensors.columns.extend((columns.start, columns.stop))
+            tensors.biases.append(bias)
+        for momentum, (running, counts, columns, biases) in by_momentum.items():
+            arguments = running, counts, statistics, columns, biases, momentum
             torch.ops.efficient_densenet.update_running_statistics.default(*arguments)
+
+
+class _Tensors(NamedTuple):
+    """The tensors of norms that have one momentum, as the operator takes them."""
+
+    running: list[Tensor]
+    num_batches_tracked: list[Tensor]
+    columns: list[int]
+    biases: list[Tensor | None]
 
 
 @torch.library.impl(LIBRARY, "update_running_statistics", "CompositeExplicitAutograd")
@@ -78,9 +89,9 @@ def _update(
         foreach_add_(num_batches_tracked, 1)
     batch, dtype = _batch_statistics(statistics, columns, biases), statistics.dtype
     weight = _cumulative_weights(num_batches_tracked, batch) if momentum is None else momentum
-    wide = [as_dtype(tensor, dtype) for tensor in running]
-    foreach_lerp_(wide, batch, weight)
-    for tensor, value in zip(running, wide, strict=True):
+    updated = [as_dtype(tensor, dtype) for tensor in running]
+    foreach_lerp_(updated, batch, weight)
+    for tensor, value in zip(running, updated, strict=True):
         if tensor is not value:
             tensor.copy_(value)
 
