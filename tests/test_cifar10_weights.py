@@ -1,11 +1,13 @@
 """The committed weights called cifar10: what they say of committed images, the stated errors, and fine-tuning."""
 
+import csv
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from samples import DEMOS, demo, read_rows, refused, write_folder
+from samples import DEMOS, demo, refused, write_folder
 
 from efficient_densenet import densenet_bc_100_12, weights_classes, weights_transforms
 from efficient_densenet.weights.trained import CHECKPOINTS, TRAINED
@@ -39,8 +41,13 @@ def test_the_demo_takes_them_for_images_in_color(tmp_path):
     assert re.findall(r": (\w+) \(", done.stdout) == [*IMAGES, "3"], done.stderr
 
 
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def test_the_page_states_what_the_files_say():
-    page, rows = (CHECKPOINTS / "README.md").read_text(), read_rows(RUN)
+    page, rows = (CHECKPOINTS / "README.md").read_text(), read(RUN / "results.csv")
     assert f"{float(rows[-1]['test_error']):.2%}" in page
     assert f"{min(float(row['valid_error']) for row in rows):.2%}" in page
     assert f"{sum(float(row['seconds']) for row in rows) / 3600:.1f} hours" in page

@@ -41,7 +41,8 @@ from efficient_densenet.adapt import Report
 from efficient_densenet.training.options import Options, parse
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "checkpoints/README.md"])
+FOLDERS_OF_PAGES = ".", "docs", "checkpoints"
+PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS_OF_PAGES for path in (ROOT / folder).glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BENCHMARKS = {
     "run.py": benchmark.run,
