@@ -180,8 +180,8 @@ def test_the_predict_command_of_the_readme(tmp_path):
     done = demo("predict.py", *line.split()[1:], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for printed, image in zip(done.stdout.splitlines(), re.findall(r"\S+\.png", line), strict=True):
-        digit = Path(image).stem[-1]
-        assert re.match(rf"{image}: {digit} \(\d+\.\d%\)", printed), printed
+        name = Path(image).stem.removeprefix("digit_")
+        assert re.match(rf"{image}: {name} \(\d+\.\d%\)", printed), printed
 
 
 def test_help_and_bad_options_of_the_tour(tmp_path):

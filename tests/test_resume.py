@@ -85,7 +85,7 @@ def test_a_full_disk_before_the_first_state_costs_no_option(whole, tmp_path):
     """config.json is written, and last.pt is not; there is room again afterwards."""
     done = forked_demo("cp_demo.py", *WORDS, cwd=tmp_path, max_file_bytes=4000)
     refused(done, "run/last.pt could not be written (File too large)")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json", "run.lock"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.json", "run.lock", "run_log.txt"]
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     same_run(tmp_path / "run", whole)

@@ -210,18 +210,18 @@ class Run:
                 (self.folder / name).unlink(missing_ok=True)
         versions = {"efficient_densenet": __version__, "torch": torch.__version__}
         models.write_config(self.folder, self.record | {"versions": versions})
+        where = self._describe_position()
+        event = f"resumed {where}" if self.resumed else "started"
+        run_log.append(self.folder, f"{event}; {self.environment}; PyTorch {torch.__version__}")
         run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
         self.tensorboard = TensorBoardWriter(self.folder, self.options.tensorboard, self.position.epoch)
         self.last_plot = time.monotonic()
         if self.rows:
             save_csv(self.folder, self.rows)
-        where = self._describe_position()
         if self.options.resume and not self.resumed:
             say(f"nothing to resume in {self.folder}: starting")
         elif self.resumed:
             say(f"resuming {self.folder} {where}")
-        event = f"resumed {where}" if self.resumed else "started"
-        run_log.append(self.folder, f"{event}; {self.environment}; PyTorch {torch.__version__}")
 
     def _describe_position(self) -> str:
         """Where training goes on."""
