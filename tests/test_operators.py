@@ -248,6 +248,7 @@ def test_a_stage_s_specification_survives_encoding(case):
     stage, _ = _stage(**STAGES[case])
     decoded = spec.decode(stage.spec.encoded)
     assert decoded == stage.spec
+    assert decoded.encoded == stage.spec.encoded  # which both keep from now on
     assert vars(decoded) == vars(stage.spec)
 
 
