@@ -153,11 +153,22 @@ def test_a_data_set_that_is_named_is_the_one_that_is_taken(tmp_path):
     assert "test error" in done.stdout, done.stderr
 
 
+WAITING = """
+import time
+open("importing", "w")
+for _ in range(6000):
+    time.sleep(0.01)
+"""
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_ctrl_c_while_modules_are_imported_ends_with_a_line(script, tmp_path):
-    """A module that waits stands in for torch, whose import takes seconds."""
+    """A module that waits stands in for torch, whose import takes seconds.
+
+    It waits in short sleeps: a signal that comes just before a sleep begins is handled only after it.
+    """
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("import time; open('importing', 'w'); time.sleep(60)")
+    (tmp_path / "torch" / "__init__.py").write_text(WAITING)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(DEMOS / script)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
