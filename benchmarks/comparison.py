@@ -109,6 +109,7 @@ class Measurement:
 
     tensor_peak: int | None = None
     process_peak: int | None = None
+    step_peak: int | None = None
     first_step_s: float | None = None
     device_name: str = ""
     allocator: str = ""

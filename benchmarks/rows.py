@@ -32,12 +32,14 @@ KEY = (
 COLUMNS = (
     *("model", "method", "kernels", "batch_size", "image_size", "precision", "layout", "allocator"),
     *("tensor_peak_mib", "tensor_peak_over_plain", "process_peak_mib", "process_peak_over_plain"),
+    "step_peak_mib",
     *("step_s_median", "step_s_q1", "step_s_q3"),
     *("time_over_plain_median", "time_over_plain_q1", "time_over_plain_q3"),
     *("rounds", "first_step_s", "note", "device", "device_name", "threads", "torch", "date", "commit"),
 )
-FIRST_COLUMNS = tuple(name for name in COLUMNS if name != "kernels")
-"""Those of older files. `kernels` is the set that the shared engine runs: Triton, Numba or portable."""
+NEWER_COLUMNS = {"kernels", "step_peak_mib"}
+"""Those that older files lack: the set of kernels that the shared engine runs (Triton, Numba or portable), and the peak
+of a step that makes its gradients anew, which count."""
 
 RENAMED_METHODS = {"compile": "compile_plain"}
 """Names that methods had in older files."""
@@ -63,6 +65,7 @@ def _row(setting: Setting, method: str, measurement: Measurement, plain: Measure
         "tensor_peak_over_plain": _ratio(measurement.tensor_peak, plain.tensor_peak),
         "process_peak_mib": _mib(measurement.process_peak),
         "process_peak_over_plain": _ratio(measurement.process_peak, plain.process_peak),
+        "step_peak_mib": _mib(measurement.step_peak),
         **_quartiles("step_s", measurement.times, 5),
         **_quartiles("time_over_plain", measurement.ratios, 3),
         "rounds": len(measurement.times),
@@ -120,7 +123,7 @@ def read(path: Path) -> list[Row]:
         return []
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) not in (COLUMNS, FIRST_COLUMNS):
+        if not set(COLUMNS) - NEWER_COLUMNS <= set(reader.fieldnames or ()) <= set(COLUMNS):
             return []
         return [dict.fromkeys(COLUMNS, "") | row | {"method": _present_name(row["method"])} for row in reader]
 

@@ -58,9 +58,12 @@ class Training:
 
     def step(self) -> None:
         """Run the forward and backward of one batch, as a trainer does: gradients are made anew, not added up."""
+        self._forget_gradients()
+        self.backward(self.images, self.labels, 1.0)
+
+    def _forget_gradients(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
-        self.backward(self.images, self.labels, 1.0)
 
     def _backward(self, images: Tensor, labels: Tensor, _loss_scale: float) -> Tensor:
         with self._autocast():
@@ -78,19 +81,24 @@ class Training:
     def prepare(self) -> dict[str, Any]:
         """Run the first steps, and return their memory peaks, the time of the first, and what ran.
 
-        The second step adds to the gradients of the first, which do not count as memory of a step. Those of a CUDA
-        graph count, since it owns them; its first step is all until it is captured.
+        The second step adds to the gradients of the first, which do not count as memory of that step. In the third,
+        whose peak is `step_peak`, gradients are made anew, as in training, and count. Those of a CUDA graph always
+        count, since it owns them; its first step is all until it is captured.
         """
         durations: list[float] = []
         if self.as_cuda_graph:
             peaks = self._capture(durations)
+            step_peak = peaks.tensor
         else:
             accumulate = functools.partial(self._backward, self.images, self.labels, 1.0)
             peaks = measure(lambda: durations.append(self._time(accumulate)), self.device)
+            self._forget_gradients()
+            step_peak = tensor_peak(self.step, self.device)
         self.last_seconds = durations[-1]
         return {
             "tensor_peak": peaks.tensor,
             "process_peak": peaks.process,
+            "step_peak": step_peak,
             "first_step_s": durations[0],
             "device_name": device_name(self.device),
             "allocator": allocator(),
@@ -101,8 +109,7 @@ class Training:
         """Run the steps before the capture, the one that captures, and one more."""
         before = high_water_mark(self.device)
         warm_up = [self._time(self.step) for _ in range(WARM_UP_STEPS)]
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self._forget_gradients()
         tensor = tensor_peak(lambda: warm_up.append(self._time(self.step)), self.device)
         after = high_water_mark(self.device)
         durations += [sum(warm_up), self._time(self.step)]

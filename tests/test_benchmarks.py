@@ -142,7 +142,8 @@ def test_an_interrupted_run_writes_its_measurements(fake, monkeypatch, tmp_path)
 def test_a_worker_measures_and_reports_errors():
     training = worker.Training("shared", TINY)
     answer = training.prepare()
-    assert 0 < answer["tensor_peak"] < 10 * MIB
+    gradients = 4 * sum(parameter.numel() for parameter in training.model.parameters())
+    assert gradients < answer["tensor_peak"] < answer["step_peak"] <= answer["tensor_peak"] + gradients < 10 * MIB
     assert answer["first_step_s"] > 0
     assert training.time_step() > 0
     too_small = Setting(TINY.model, 2, 1, "float32", "channels_last", "cpu", 1)

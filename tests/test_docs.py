@@ -20,6 +20,7 @@ from pathlib import Path
 import bf16_products
 import checkpointing as checkpointing_benchmark
 import compile_time
+import compiled_step
 import convergence
 import gpu_model
 import host_cost
@@ -53,6 +54,7 @@ BENCHMARKS = {
     "bf16_products.py": bf16_products.measure,
     "inference.py": inference.measure,
     "compile_time.py": compile_time.measure,
+    "compiled_step.py": compiled_step.measure,
     "robustness.py": robustness.measure,
     "gpu_model.py": gpu_model.model_gpu,
     "convergence.py train": convergence.train,
