@@ -300,7 +300,7 @@ def test_a_download_fills_an_absent_directory(tmp_path, monkeypatch, capsys):
 
 def test_a_download_into_an_unwritable_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "mkdtemp", _refuse)
-    with pytest.raises(OSError, match=r"cifar is absent or empty, and nothing can be .* \(Permission denied\)"):
+    with pytest.raises(OSError, match=r"cifar is absent or has no images, and nothing can be .* \(Permission denied\)"):
         load(str(tmp_path / "cifar"))
 
 

@@ -172,6 +172,17 @@ def test_autocast_error_is_at_most_twice_that_of_plain(dims):
     assert statistics.median(ratios) <= 2
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_features_under_autocast_have_plain_s_dtype(dims, precision):
+    """PyTorch pools volumes in float32 on a CPU."""
+    ours, plain = (with_engine(_small(dims).to(precision), engine).features for engine in ("shared", "plain"))
+    x = _input(2, (16, 10, 12)[:dims]).to(precision)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for stop in range(1, len(plain) + 1):
+            assert ours[:stop](x).dtype == plain[:stop](x).dtype
+
+
 def _gradients(model: nn.Module, x: Tensor) -> Tensor:
     model.zero_grad()
     backward(model, x)

@@ -25,7 +25,7 @@ from helpers import (
 )
 from torch import nn
 
-from efficient_densenet import DenseNet
+from efficient_densenet import DenseBlock, DenseNet
 from efficient_densenet.engines import dispatch as engines
 
 
@@ -50,6 +50,20 @@ def test_outputs_gradients_and_buffers_match_plain(engine, family, drop_rate, ba
             optimizer.step()
     assert_same_buffers(efficient, plain)
     assert_same_gradients(efficient, plain)
+
+
+@pytest.mark.parametrize("bn_size", [0, 4])
+@pytest.mark.parametrize("of_weights", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_input", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
+def test_dropout_draws_plain_s_numbers_in_any_memory_format(engine, channels, of_input, of_weights, bn_size):
+    """It draws them in the order of the elements in memory."""
+    plain = DenseBlock(3, channels, 4, bn_size, drop_rate=0.3, efficient=False).double().to(memory_format=of_weights)
+    efficient = copy.deepcopy(plain)
+    efficient.engine = engines.Engine(engine)
+    x = torch.randn(2, channels, 5, 6, dtype=torch.double).to(memory_format=of_input)
+    assert_same_step(efficient, plain, x)
 
 
 @pytest.mark.parametrize(

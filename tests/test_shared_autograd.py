@@ -234,6 +234,17 @@ def test_parameter_modified_in_place_raises_autograd_error_as_in_plain(name):
             loss.backward()
 
 
+def test_parameter_modified_within_the_backward_raises_as_in_plain(monkeypatch):
+    """By a hook of a late layer's gradient, before the layer group of the parameter has run."""
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
+    for engine in ("plain", "shared"):
+        block = _stage("block", engine).denseblock1
+        early, late = block.denselayer1.conv1.weight, block.denselayer2.conv2.weight
+        late.register_hook(lambda grad, weight=early: weight.detach().mul_(2).sum() * grad)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            block(_input(_stage("block")).requires_grad_()).sum().backward()
+
+
 def test_second_backward_without_retain_graph_raises_autograd_error():
     stage = _stage("transition1")
     loss = stage(_input(stage)).sum()

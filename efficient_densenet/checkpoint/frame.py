@@ -6,7 +6,6 @@ tensors that the recomputation saves are returned by index. It ends as soon as i
 closures, second derivatives and partial backwards need no code here, because autograd handles them.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -60,11 +59,13 @@ class CheckpointFrame:
         return len(self.saved_metadata) - 1
 
     def _unpack(self, index: int) -> Tensor:
-        """Return saved tensor number `index`. The function is recomputed once for each backward that unpacks."""
-        task = graph_task_id()
-        backward = task if task != -1 else -2 - threading.get_ident()
+        """Return saved tensor number `index`. The function is recomputed once for each backward that unpacks, and for
+        each reading of a node's attribute outside of a backward, which leaves nothing behind."""
+        backward = graph_task_id()
+        if backward == -1:
+            return self._recompute()[index]
         if index not in self.recomputed_tensors.get(backward, ()):
-            if task != -1 and backward not in self.recomputed_tensors:
+            if backward not in self.recomputed_tensors:
                 # Free the tensors that this backward does not unpack. The callback keeps the frame alive until then.
                 queue_backward_callback(partial(self.recomputed_tensors.pop, backward, None))
             self.recomputed_tensors[backward] = dict(enumerate(self._recompute()))

@@ -6,6 +6,7 @@ there is no memory to save, unless the shared engine's kernels are the faster on
 plan made here is handed on to the engine.
 """
 
+import sys
 import warnings
 from collections.abc import Sequence
 from enum import Enum
@@ -267,7 +268,10 @@ def _plan_by(
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, stacklevel=5)
+        frame, stacklevel = sys._getframe(), 1  # of the code that calls the model: the first outside of these packages
+        while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("efficient_densenet", "torch"):
+            frame, stacklevel = frame.f_back, stacklevel + 1
+        warnings.warn(message, stacklevel=stacklevel)
 
 
 def _ordinary_autograd(x: Tensor) -> bool:

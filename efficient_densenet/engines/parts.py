@@ -57,11 +57,6 @@ class LayerParts(NamedTuple):
         return self.conv1 if self.conv2 is None else self.conv2
 
     @property
-    def last(self) -> _ConvNd:
-        """The earlier name of `last_conv`."""
-        return self.last_conv
-
-    @property
     def dilation(self) -> int:
         """The dilation of the last convolution."""
         return self.last_conv.dilation[0]

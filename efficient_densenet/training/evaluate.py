@@ -18,7 +18,7 @@ def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> tu
     model, config = load_model(path)
     dataset = load_dataset(path, options, config)
     transform = replace(transform_for(dataset.test, False), mean=config.mean, std=config.std)
-    trainer = Trainer(model, transform, replace(options, sync_bn=False), context)
+    trainer = Trainer(model, transform, replace(options, sync_bn=False, cuda_graph=False), context)
     loss, error = trainer.evaluate(dataset.test.to(context.device))
     if not math.isfinite(loss):
         raise FloatingPointError(
@@ -32,10 +32,11 @@ def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> tu
 
 def load_dataset(path: Path, options: RunOptions, config: ModelConfig) -> Dataset:
     """The data set that the model in `path` was trained on, or that of --data if it has the same classes."""
-    data = options.data
+    data, name = options.data, options.dataset
     if data is None:
-        data = read_config(path if path.is_dir() else path.parent)["options"]["data"]
-    dataset = load(data, options.dataset, config.image_size, options.workers, options.stream, may_download=False)
+        trained = read_config(path if path.is_dir() else path.parent)["options"]
+        data, name = trained["data"], name or trained.get("dataset")
+    dataset = load(data, name, config.image_size, options.workers, options.stream, may_download=False)
     if dataset.classes != config.classes:
         raise ValueError(
             f"{dataset.name} has {describe_classes(dataset.classes)} in {dataset.channels} channels, but {path} was "

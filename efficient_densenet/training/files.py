@@ -1,5 +1,6 @@
 """Atomic file writes: to a temporary file that is flushed to disk and renamed, so that a reader never sees a part."""
 
+import contextlib
 import csv
 import io
 import json
@@ -25,13 +26,13 @@ def write_atomic(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _flush_directory(path.parent)
     except OSError as exc:
         temporary.unlink(missing_ok=True)
         raise OSError(
             f"{path} could not be written ({exc.strerror or exc}): its previous content is kept; "
             "free some space or give another --save, then continue with --resume"
         ) from exc
+    _flush_directory(path.parent)
 
 
 def check_writable(folder: Path) -> None:
@@ -122,8 +123,10 @@ def _not_readable(path: Path, exc: OSError) -> OSError:
 
 
 def _flush_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Flush the new name of a file, whose content is on disk already. Some file systems cannot."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -222,6 +222,11 @@ def _check(options: RunOptions) -> None:
         raise ValueError(
             "found --resume and --overwrite, but a run is either resumed or started over: give one of them"
         )
+    for name in ("resume", "overwrite", "weights", "freeze"):
+        if options.evaluate is not False and getattr(options, name):
+            raise ValueError(
+                f"found --evaluate and --{name}, but a model that is evaluated is not trained: give one of them"
+            )
     if options.accept_changed_data and not options.resume:
         raise ValueError(
             "found --accept_changed_data without --resume, but only a run that is resumed had other data: add --resume "

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from .._extras import need
+from ..memory import high_water_mark
 
 
 def say(line: str) -> None:
@@ -50,8 +50,7 @@ def peak_memory(device: torch.device, reserved: bool = False) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) if reserved else torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return high_water_mark(device) or 0
 
 
 def reset_peak_memory(device: torch.device) -> None:

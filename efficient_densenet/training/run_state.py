@@ -27,14 +27,15 @@ RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
 WRITTEN = (*RUN_FILES, "curves.png", LOG)
 
 PER_CALL = {
-    *("efficient", "engine", "device", "cuda_graph", "dataset"),
+    *("efficient", "engine", "device", "cuda_graph"),
     *("resume", "accept_changed_data", "overwrite", "evaluate"),
 }
 """Options that a resumed run takes from the present call; the engine only if it is given."""
 CHANGEABLE = PER_CALL | {
-    *("data", "save", "keep_bottleneck", "channels_last", "compile", "workers", "stream", "tensorboard"),
+    *("data", "dataset", "save", "keep_bottleneck", "channels_last", "compile", "workers", "stream", "tensorboard"),
 }
-"""Options that may change when a run is resumed: they change no number, or only its rounding."""
+"""Options that may change when a run is resumed: they change no number, or only its rounding. (With dropout,
+`channels_last` and `compile` draw other random numbers.)"""
 
 
 FileVersions = dict[str, tuple[int, int, int]]
@@ -186,6 +187,8 @@ def merge_options(state: dict[str, Any], given: dict[str, Any]) -> dict[str, Any
                 "or start over with --overwrite"
             )
     inherited = {name: value for name, value in started.items() if name not in PER_CALL}
+    if "data" in given:  # another directory, in which --dataset may name nothing
+        del inherited["dataset"]
     engine = {} if given.keys() & {"efficient", "engine"} else {"engine": started["engine"]}
     return inherited | engine | given
 

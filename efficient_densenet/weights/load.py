@@ -46,7 +46,8 @@ def load_weights(
 ) -> WeightsReport:
     """Load the tensors of `source` into `model`, whichever library named them, and report what was done with each.
 
-    If tensors are missing, unknown or of another shape, one error lists all of them, and the model is unchanged.
+    If tensors are missing, unknown, of another shape or of another kind (sparse, quantized, complex, without data), one
+    error lists all of them, and the model is unchanged.
 
     Args:
         model: a DenseNet of this package, or another model with one of the known layouts.
@@ -73,9 +74,13 @@ def load_weights(
     common = [name for name in theirs if name in ours and name not in skipped]
     not_loaded = [name for name in ours if name not in common]
 
-    new, adapted, mismatched = {}, [], []
+    new, adapted, mismatched, unusual = {}, [], [], []
     for name in common:
         key, old = theirs[name], state[ours[name]]
+        kind = _unusual_kind(loaded[key])
+        if kind:
+            unusual.append(f"{key} ({kind})")
+            continue
         tensor = _in_torch_layout(key, loaded[key])
         if name == _FIRST_CONV and adapt_input and _differs_in_channels(tensor, old):
             tensor = _adapt_channels(tensor, old.shape[1], adapt_input)
@@ -85,8 +90,8 @@ def load_weights(
         new[ours[name]] = tensor
     unexpected = [key for name, key in theirs.items() if name not in ours and name not in skipped]
     missing = [ours[n] for n in not_loaded if n not in skipped and not n.endswith("num_batches_tracked")]
-    if missing or unexpected or mismatched:
-        raise ValueError(_mismatch_message(source, missing, unexpected, mismatched))
+    if missing or unexpected or mismatched or unusual:
+        raise ValueError(_mismatch_message(source, missing, unexpected, mismatched, unusual))
     model.load_state_dict({**state, **new})
     return WeightsReport(
         used=[theirs[name] for name in common],
@@ -95,6 +100,20 @@ def load_weights(
         kept=[ours[name] for name in not_loaded],
         adapted=adapted,
     )
+
+
+def _unusual_kind(value: Any) -> str:
+    """Why a tensor cannot be copied into a parameter, whatever its shape; empty for the usual kind."""
+    if not isinstance(value, Tensor):
+        return ""
+    kinds = {
+        "nested": value.is_nested,
+        "sparse": value.layout is not torch.strided,
+        "quantized": value.is_quantized,
+        "complex": value.is_complex(),
+        "without data": value.is_meta,
+    }
+    return next((kind for kind, found in kinds.items() if found), "")
 
 
 def _in_torch_layout(key: str, value: Any) -> Any:
@@ -131,8 +150,15 @@ def _format_shape(value: Any) -> str:
     return "×".join(map(str, value.shape)) or "a number" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _mismatch_message(source: Source, missing: list[str], unexpected: list[str], mismatched: list[str]) -> str:
-    groups = {"missing": missing, "not in the model": unexpected, "of another shape": mismatched}
+def _mismatch_message(
+    source: Source, missing: list[str], unexpected: list[str], mismatched: list[str], unusual: list[str]
+) -> str:
+    groups = {
+        "missing": missing,
+        "not in the model": unexpected,
+        "of another shape": mismatched,
+        "not dense real tensors with data": unusual,
+    }
     listed = "; ".join(f"{group}: {join_names(names)}" for group, names in groups.items() if names)
     return (
         f"{source_name(source)} does not fit the model, which is unchanged. {listed}. To load the rest, list what to "

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..precision import accumulation_dtype
+from ..precision import accumulation_dtype, autocast_enabled
 
 
 def average_pool(images: Tensor) -> Tensor:
@@ -13,8 +13,15 @@ def average_pool(images: Tensor) -> Tensor:
         return F.avg_pool2d(images.unsqueeze(2), (1, 2)).squeeze(2)
     if images.dim() == 4:
         return F.avg_pool2d(images, 2)
-    # PyTorch has avg_pool3d in no half precision on a CPU, and autocast does not add it.
+    # PyTorch has avg_pool3d in no half precision on a CPU.
     return F.avg_pool3d(images.to(accumulation_dtype(images.dtype)), 2).to(images.dtype)
+
+
+def average_pool_dtype(images: Tensor) -> torch.dtype:
+    """The dtype of the output of PyTorch's own pooling here: under autocast on a CPU, that of volumes is float32."""
+    if images.dim() < 5 or not autocast_enabled(images):
+        return images.dtype
+    return F.avg_pool3d(images.new_zeros([1] * 5), 1).dtype
 
 
 def average_pool_backward(grad_output: Tensor, images: Tensor) -> Tensor:

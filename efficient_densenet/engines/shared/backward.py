@@ -32,7 +32,7 @@ class Backward:
         self, spec: StageSpec, shape: torch.Size, saved: SavedStage, grad_of_input: Tensor | None = None
     ) -> None:
         self.grad_of_input = grad_of_input
-        self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, saved.parameters
+        self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, list(saved.parameters)
         self.features = saved.features
         self.kernels = kernels_for(self.features)
         self.tensors = norm_convs(saved.parameters)
@@ -52,9 +52,10 @@ class Backward:
             self.scratch.clear()  # a transition may have needed more than layers will
         self.grad_segments = self.spec.segments(self.grad_accum)
 
-    def enter(self, group: LayerGroup, needs_grad: Sequence[bool]) -> None:
-        """Continue with a layer group; `needs_grad` is of what comes before it, then of each of its tensors."""
+    def enter(self, group: LayerGroup, parameters: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> None:
+        """Continue with a layer group and its parameters; `needs_grad` is of what comes before it, then of each."""
         self.group = group
+        self.parameters[group.tensors] = parameters
         self.tensors = norm_convs(converted_weights(self.parameters, self.spec.torch_dtype, group.tensors))
         self.needs_grad_input, *needs_grad = needs_grad
         self.needs_grad = [False] * len(self.parameters)

@@ -160,7 +160,7 @@ class SharedStage(torch.autograd.Function):
         elif len(ctx.groups) == 1:
             gradients = _gradients(ctx, grad_outputs, grad_input)
         else:
-            return None, None, None, None, *_first_of_groups(ctx, grad_outputs, grad_input)
+            return None, None, None, None, *_last_group(ctx, grad_outputs, grad_input)
         return None, None, None, None, *_release(ctx.groups[-1], gradients, ctx.handoffs, ctx.device)
 
 
@@ -188,11 +188,12 @@ def _differentiable_gradients(ctx: Any, grad_outputs: Sequence[Tensor | None], g
     return Gradients(_sum(grad, grad_input), grads)
 
 
-def _first_of_groups(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None) -> list[Tensor | None]:
+def _last_group(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None) -> list[Tensor | None]:
     """The gradients of the last layer group, with which the backward starts."""
     _, *tensors = ctx.saved_tensors
-    backward = Backward(ctx.spec, ctx.shape, SavedStage.unflatten(ctx.spec, tensors), grad_input)
-    backward.enter(ctx.groups[-1], _needs_grad(ctx, ctx.groups[-1], ctx.needs_input_grad[4:]))
+    saved, last = SavedStage.unflatten(ctx.spec, tensors), ctx.groups[-1]
+    backward = Backward(ctx.spec, ctx.shape, saved, grad_input)
+    backward.enter(last, saved.parameters[last.tensors], _needs_grad(ctx, last, ctx.needs_input_grad[4:]))
     with autocast_disabled(backward.features), scratch.reused(backward.scratch):
         backward.start(*_by_consumer_and_block(ctx.spec, grad_outputs))
         return _run_group(backward, ctx.handoffs)
@@ -208,11 +209,16 @@ def _by_consumer_and_block(
 
 
 class EarlierLayers(torch.autograd.Function):
-    """The backward of a layer group that is not the last; its forward has nothing to compute."""
+    """The backward of a layer group that is not the last; its forward has nothing to compute.
+
+    It saves the group's parameters, although `SharedStage` has them too, so that autograd notices one that has been
+    modified in place since, as by a hook of a later layer's gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: LayerGroup, handoffs: Handoffs, before: Tensor, *tensors: Tensor | None) -> Tensor:
         ctx.group, ctx.handoffs = group, handoffs
+        ctx.save_for_backward(*tensors)
         return before.new_zeros(())
 
     @staticmethod
@@ -226,7 +232,7 @@ class EarlierLayers(torch.autograd.Function):
             )
         if isinstance(backward, Gradients):
             return None, None, *_release(ctx.group, backward, ctx.handoffs, grad_output.device)
-        backward.enter(ctx.group, _needs_grad(ctx, ctx.group, ctx.needs_input_grad[2:]))
+        backward.enter(ctx.group, ctx.saved_tensors, _needs_grad(ctx, ctx.group, ctx.needs_input_grad[2:]))
         with autocast_disabled(backward.features), scratch.reused(backward.scratch):
             return None, None, *_run_group(backward, ctx.handoffs)
 

@@ -88,7 +88,7 @@ def _stage_backward(
 ) -> list[Tensor]:
     saved = SavedStage(features, statistics, count, bottlenecks, dropout_masks, parameters)
     backward = Backward(decode(spec), torch.Size(shape), saved)
-    backward.enter(LayerGroup(range(len(backward.spec.layers)), slice(0, len(parameters))), needs_grad)
+    backward.enter(LayerGroup(range(len(backward.spec.layers)), slice(0, len(parameters))), parameters, needs_grad)
     with autocast_disabled(features), scratch.reused(backward.scratch):
         backward.start(grad_consumer, grad_block)
         grads = [grad.contiguous() for grad in backward.run_group() if grad is not None]

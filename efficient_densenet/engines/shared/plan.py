@@ -6,9 +6,10 @@ from torch import Tensor
 from ..._torch_private import specialized
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
+from ..kernels.average_pooling import average_pool_dtype
 from ..memory_format import CHANNELS_LAST, memory_format_of
 from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
-from ..precision import compute_dtype
+from ..precision import as_dtype, compute_dtype
 from .running import NormUpdate
 from .spec import ConsumerSpec, LayerSpec, StageSpec, cached_spec
 
@@ -55,18 +56,28 @@ class StagePlan:
     def dropout_masks(self, x: Tensor) -> list[Tensor]:
         """For each layer with dropout, what dropout of ones keeps, in the plain layer's shape and order, so that the
         random stream is the plain layers'."""
-        size, memory_format = (x.shape[0], self.spec.growth_rate, *x.shape[2:]), self.spec.memory_format(x)
+        size = x.shape[0], self.spec.growth_rate, *x.shape[2:]
         masks = []
         with torch.no_grad():
             for layer in self.layers:
                 if layer.drop_rate:
+                    memory_format = self._output_memory_format(layer, x)
                     ones = torch.empty(size, dtype=self.spec.torch_dtype, device=x.device, memory_format=memory_format)
                     masks.append(layer.dropout(ones.fill_(1), layer.drop_rate) != 0)
         return masks
 
+    def _output_memory_format(self, layer: LayerParts, x: Tensor) -> torch.memory_format:
+        """The format of the plain layer's output: channels_last if the input or the weight of its convolution is."""
+        weight_is_channels_last = x.dim() in CHANNELS_LAST and layer.last_conv.weight.stride(1) == 1
+        return CHANNELS_LAST[x.dim()] if weight_is_channels_last else self.spec.memory_format(x)
+
     def finish(self, output: Tensor) -> Tensor:
         """What follows the consumer's convolution, such as another pooling, as ordinary autograd operations."""
-        return output if self.consumer is None or self.consumer.after is None else self.consumer.after(output)
+        if self.consumer is None:
+            return output
+        if self.consumer.pools:
+            output = as_dtype(output, average_pool_dtype(output))
+        return output if self.consumer.after is None else self.consumer.after(output)
 
 
 def _read_spec(
@@ -85,7 +96,7 @@ def _read_spec(
         channels_last=memory_format is not torch.contiguous_format,
         hands_on=hands_on,
         in_channels=norm.weight.shape[0],
-        growth_rate=block.layers[0].last_conv.out_channels if block.layers else 0,
+        growth_rate=int(block.layers[0].last_conv.out_channels) if block.layers else 0,
         newest_first=block.newest_first,
         new_features_only=block.new_features_only,
         return_features=return_features,
@@ -98,9 +109,10 @@ def _read_spec(
 
 
 def _read_layer(layer: LayerParts) -> LayerSpec:
-    norm2, drop_rate = layer.norm2, specialized(layer.drop_rate)
+    """As Python's own numbers: modules take NumPy's too, which are equal but which no operator takes."""
+    norm2, dilation, drop_rate = layer.norm2, int(layer.dilation), specialized(float(layer.drop_rate))
     if norm2 is None:
-        return LayerSpec(0, layer.dilation, drop_rate, False, False, 0.0)
-    settings = layer.dilation, drop_rate, layer.keep_bottleneck
-    eps = specialized(float(eps_of(norm2)))
-    return LayerSpec(layer.conv1.out_channels, *settings, uses_running_statistics(norm2), eps)
+        return LayerSpec(0, dilation, drop_rate, False, False, 0.0)
+    eps, keep_bottleneck = specialized(float(eps_of(norm2))), bool(layer.keep_bottleneck)
+    width = int(layer.conv1.out_channels)
+    return LayerSpec(width, dilation, drop_rate, keep_bottleneck, uses_running_statistics(norm2), eps)

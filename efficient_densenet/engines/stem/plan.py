@@ -1,7 +1,7 @@
 """The four modules of a stem, and their settings as they are in the forward."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -83,8 +83,8 @@ def read_spec(stem: Stem, x: Tensor) -> StemSpec:
         frozen=uses_running_statistics(norm),
         eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,
-        conv=Conv(conv.stride, conv.padding, conv.dilation, conv.groups),
-        pool=MaxPool(kernel_size, stride, padding, dilation, pool.ceil_mode),
+        conv=Conv(*map(_integers, (conv.stride, conv.padding, conv.dilation)), int(conv.groups)),
+        pool=MaxPool(kernel_size, stride, padding, dilation, bool(pool.ceil_mode)),
     )
 
 
@@ -96,7 +96,12 @@ def output_dtype(x: Tensor) -> torch.dtype:
 
 
 def _per_dim(setting: int | tuple[int, ...], dims: int) -> list[int]:
-    return list(setting) if isinstance(setting, tuple) else [setting] * dims
+    return _integers(setting) if isinstance(setting, tuple) else [int(setting)] * dims
+
+
+def _integers(setting: Iterable[int]) -> list[int]:
+    """As Python's own numbers: modules take NumPy's too, which no operator takes."""
+    return list(map(int, setting))
 
 
 class Conv(NamedTuple):

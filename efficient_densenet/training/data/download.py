@@ -13,23 +13,13 @@ TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN", "fashi
 def download(folder: Path, dataset: str) -> None:
     """Download `dataset` into `folder`, which is absent, empty, or has other files."""
     datasets = need("torchvision", extra="demos").datasets
-    existing = next(parent for parent in folder.absolute().parents if parent.is_dir())
-    try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=existing))
-    except OSError as exc:
-        raise OSError(
-            f"{folder} is absent or empty, and nothing can be downloaded into it ({exc.strerror}): give another --data"
-        ) from exc
+    temporary = _temporary_directory(folder)
     print(f"{folder} contains no images: downloading {TITLES[dataset]}", flush=True)
     try:
         _fetch(datasets, temporary, dataset)
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            for downloaded in temporary.iterdir():
-                downloaded.replace(folder / downloaded.name)
-        else:
-            temporary.chmod(0o755)
-            temporary.replace(folder)  # which replaces an empty directory
+        _move(temporary, folder)
+    except _NotWritableError:
+        raise
     except (OSError, RuntimeError) as exc:
         reason = " ".join(str(exc).split())
         raise ConnectionError(
@@ -39,6 +29,41 @@ def download(folder: Path, dataset: str) -> None:
         ) from exc
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+class _NotWritableError(OSError):
+    """Nothing can be written to the directory of the data set, whatever the network does."""
+
+    def __init__(self, folder: Path, cause: OSError) -> None:
+        super().__init__(
+            f"{folder} is absent or has no images, and nothing can be downloaded into it ({cause.strerror}): give "
+            "another --data"
+        )
+
+
+def _temporary_directory(folder: Path) -> Path:
+    """Beside `folder`, or in it where nothing can be written beside it."""
+    existing = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    for place in (existing, folder) if folder.is_dir() else (existing,):
+        try:
+            return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=place))
+        except OSError as exc:
+            cause = exc
+    raise _NotWritableError(folder, cause) from cause
+
+
+def _move(temporary: Path, folder: Path) -> None:
+    """Move what was downloaded into `folder`, which may be a file system of its own."""
+    try:
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            temporary.chmod(0o755)
+            temporary.replace(folder)
+            return
+        for downloaded in temporary.iterdir():
+            shutil.move(downloaded, folder / downloaded.name)
+    except OSError as exc:
+        raise _NotWritableError(folder, exc) from exc
 
 
 def _fetch(datasets: ModuleType, folder: Path, dataset: str) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..._extras import need
-from ..machine import check_memory
+from ..machine import check_memory, num_processors
 from ..schema import is_utf8
 from .decode import decode
 from .images import Images, ImageSet, StreamedImages, digest
@@ -59,7 +59,7 @@ def read_all(streamed: StreamedImages) -> Images:
     size = streamed.image_size
     images = torch.empty(len(streamed), 3, size, size, dtype=torch.uint8)
     tqdm = need("tqdm", extra="demos").tqdm
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(num_processors()) as threads:
         decoded = threads.map(lambda path: decode(path, size), streamed.paths)
         progress = tqdm(decoded, total=len(streamed), desc="reading", unit="image", leave=False, disable=None)
         for i, image in enumerate(progress):
@@ -71,7 +71,7 @@ def check_images(images: ImageSet, part: slice) -> None:
     """Raise if one of this part of streamed images cannot be decoded, which evaluating would find after hours."""
     if not isinstance(images, StreamedImages):
         return
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(num_processors()) as threads:
         decoded = threads.map(lambda path: decode(path, images.image_size).numel(), images.paths[part])
         for _ in need("tqdm", extra="demos").tqdm(decoded, desc="checking", unit="image", leave=False, disable=None):
             pass
