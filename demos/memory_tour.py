@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from efficient_densenet import DenseNet
+from efficient_densenet._extras import need
 from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.memory import tensor_peak
 from efficient_densenet.training import command
@@ -159,6 +160,7 @@ def tour() -> None:
 
     TOUR_QUICK=1 in the environment makes it a check of a few seconds, on a smaller network. There are no options.
     """
+    need("numpy", extra="demos")  # with which tensors are written to disk
     parameter_memory()
     size = f"{BATCH_SIZE} images of {IMAGE_SIZE}×{IMAGE_SIZE}"
     print(f"\nDenseNet-BC, blocks of {BLOCK_CONFIG} layers, {size}, float32, on the CPU")

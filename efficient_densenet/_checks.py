@@ -76,6 +76,13 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     check(name, value, choice(*allowed))
 
 
+def check_module(function: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a module."""
+    if not isinstance(value, torch.nn.Module):
+        hint = f", as in {function}({value.__name__}())" if callable(value) and hasattr(value, "__name__") else ""
+        raise TypeError(f"{function} needs a module, found {describe(value)}: give the model itself{hint}")
+
+
 def describe(value: Any) -> str:
     """The value, or what it is where it is too long for a sentence."""
     if isinstance(value, torch.Tensor):

@@ -9,8 +9,9 @@ def need(name: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as exc:
-        if exc.name != name:
+        package = name.partition(".")[0]
+        if exc.name not in (name, package):
             raise
         raise ModuleNotFoundError(
-            f"{name} is not installed, but is needed here: pip install 'efficient_densenet[{extra}]'", name=name
+            f"{package} is not installed, but is needed here: pip install 'efficient_densenet[{extra}]'", name=name
         ) from exc

@@ -8,7 +8,8 @@ from test_adapt_families import Block, tiramisu
 from third_party_models import GROWTH, START, FeaturesBlock, TakesFeatures, assert_same_training, build
 from torch import Tensor, nn
 
-from efficient_densenet import make_efficient
+from efficient_densenet import densenet121, make_efficient
+from efficient_densenet.checkpoint import checkpoint_wrapper
 
 
 class _ConvolutionsOnly(nn.Module):
@@ -117,3 +118,19 @@ def test_batched_gradients_are_refused_with_the_remedy():
         torch.autograd.functional.jacobian(block, x, vectorize=True)
     make_efficient(block, "checkpoint")
     assert torch.autograd.functional.jacobian(block, x, vectorize=True).isfinite().all()
+
+
+@pytest.mark.parametrize("function", [make_efficient, checkpoint_wrapper])
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("densenet121", ""),
+        (None, ""),
+        ({}, ""),
+        (nn.ReLU, r", as in \w+\(ReLU\(\)\)"),
+        (densenet121, r", as in \w+\(densenet121"),
+    ],
+)
+def test_anything_but_a_module_is_refused(function, value, hint):
+    with pytest.raises(TypeError, match=rf"^{function.__name__} needs a module, found .*: give the model itself{hint}"):
+        function(value)

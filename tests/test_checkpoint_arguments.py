@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_outcomes import assert_like_plain, assert_same_outcome, outcome, tensor
 from helpers import assert_close
+from torch import nn
 
 from efficient_densenet.checkpoint import (
     CheckpointFunction,
@@ -182,3 +183,11 @@ def test_a_dataclass_keeps_attributes_that_are_not_fields():
     assert (result.later, result.cached) == ("kept", "kept")
     result.x.sum().backward()
     assert_close(x.grad, x.detach().cos())
+
+
+@pytest.mark.parametrize("name", ["use_reentrant", "determinism_check"])
+def test_arguments_of_torch_s_checkpoint_are_refused_unless_the_function_takes_them(name):
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(TypeError, match=f"found {name}, an argument of torch.utils.checkpoint.checkpoint"):
+        checkpoint(nn.Linear(2, 2), x, **{name: False})
+    assert checkpoint(lambda x, **settings: x * settings[name], x, **{name: 3}).sum().item() == 6

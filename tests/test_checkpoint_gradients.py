@@ -170,8 +170,15 @@ def test_no_reference_cycle_in_checkpoint():
 def test_reading_a_saved_tensor_outside_a_backward_updates_nothing():
     net = network()
     output = checkpoint(net, tensor(5, 4).requires_grad_())
+    before = _live_tensors()
     assert output.grad_fn._saved_mat1 is not None
     assert net[1].num_batches_tracked == 1
+    assert _live_tensors() == before
+
+
+def _live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
 def test_a_parameter_changed_before_the_backward_raises_autograd_s_error():

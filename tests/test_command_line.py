@@ -100,7 +100,8 @@ def test_the_rest_is_refused_as_it_was_typed(words, message, tmp_path):
 def test_help_wins_wherever_it_stands(words, script, tmp_path):
     done = demo(script, *words.split(), cwd=tmp_path)
     assert done.returncode == 0
-    assert "NAME\n" in done.stdout + done.stderr
+    assert done.stdout.startswith("NAME\n")
+    assert "INFO" not in done.stdout + done.stderr
     assert "error:" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -394,3 +394,37 @@ def test_paths_that_are_no_utf8_are_used_and_shown_escaped(tmp_path):
     assert r"in run\udce9: model.pt" in done.stdout
     done = forked_demo("cp_demo.py", "--evaluate", "--save", os.fsdecode(b"run\xe9"), cwd=tmp_path)
     assert "test error" in done.stdout, done.stderr
+
+
+def test_a_download_into_a_file_system_of_its_own(tmp_path, monkeypatch):
+    """As a container mounts one: nothing else can take its place, and perhaps nothing can be written beside it."""
+    folder, made = tmp_path / "mounted", tempfile.mkdtemp
+    folder.mkdir()
+    replace = Path.replace
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix, dir: made(prefix=prefix, dir=_refuse_other(dir, folder)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: _refuse(to) if Path(to) == folder else replace(path, to))
+    monkeypatch.setattr("efficient_densenet.training.data.download._fetch", lambda _, to, name: write_cifar10(to))
+    assert load(str(folder)).name == "CIFAR-10"
+    assert [path.name for path in folder.iterdir()] == ["cifar-10-batches-py"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def _refuse_other(place: Path, folder: Path) -> Path:
+    return place if place == folder else _refuse(place)
+
+
+def test_what_cannot_be_moved_is_no_fault_of_the_network(tmp_path, monkeypatch):
+    monkeypatch.setattr("efficient_densenet.training.data.download._fetch", lambda _, to, name: write_cifar10(to))
+    monkeypatch.setattr(Path, "replace", lambda path, _: _refuse(path))
+    with pytest.raises(OSError, match=r"nothing can be downloaded into it \(Permission denied\)") as raised:
+        load(str(tmp_path / "cifar"))
+    assert not isinstance(raised.value, ConnectionError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_classes_without_a_split_are_recognized(tmp_path):
+    write_folder(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"but no train/: move the folders of the classes into .*train/train, and some"
+    ):
+        load(str(tmp_path / "train"))

@@ -129,6 +129,8 @@ def test_a_missing_extra_names_its_install_command(monkeypatch):
     monkeypatch.delitem(sys.modules, "no_such_package")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'efficient_densenet\[demos\]'"):
         need("no_such_package", extra="demos")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package is not installed"):
+        need("no_such_package.inside", extra="demos")
     assert need("json", extra="demos").__name__ == "json"
 
 

@@ -1,6 +1,8 @@
 """The state of a run is saved first: no drawing, no line and no closed stream costs an epoch."""
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 
@@ -88,3 +90,33 @@ def test_what_is_printed_to_closed_streams_lands_in_no_file(tmp_path):
     assert done.returncode == 1
     for path in (tmp_path / "run").iterdir():
         assert b"error" not in path.read_bytes() or path.suffix == ".pt"
+
+
+def test_a_file_is_written_where_directories_cannot_be_flushed(tmp_path, monkeypatch):
+    flush = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.write_atomic(tmp_path / "last.pt", b"new")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
+
+
+PEAKS = """
+import torch
+from efficient_densenet.memory import high_water_mark
+from efficient_densenet.training.report import peak_memory
+peak = peak_memory(torch.device("cpu"))
+print(peak, high_water_mark())
+"""
+
+
+def test_the_peak_memory_of_a_process_is_not_that_of_its_parent():
+    large = bytearray(b"1" * 2**30)
+    done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
+    del large
+    peak, own = map(int, done.stdout.split())
+    assert 0 < peak <= own < 2**30

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from forks import ForkedDemo, await_file, forked_demo
-from samples import RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
+from samples import RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_cifar100, write_folder
 
 from efficient_densenet.models.layers import DenseLayer
 from efficient_densenet.training.data import load
 from efficient_densenet.training.loop import Trainer
 from efficient_densenet.training.models import load_model
+from efficient_densenet.training.options import parse
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +301,7 @@ def test_a_run_finds_its_images_from_another_directory_and_never_downloads_them(
     assert "test error" in done.stdout, done.stderr
     (folder_run / "own").rename(folder_run / "moved")
     done = demo("cp_demo.py", *words, "--save", "run", cwd=folder_run)
-    refused(done, f"{folder_run / 'own'} is absent or empty, but the run was started with images there")
+    refused(done, f"{folder_run / 'own'} is absent or empty, but images are needed there")
     done = demo("cp_demo.py", *words, "--save", "run", "--data", "moved", "--stream", cwd=folder_run)
     assert "test error" in done.stdout, done.stderr
 
@@ -323,3 +324,37 @@ def test_the_fingerprint_depends_on_images_labels_and_splits(tmp_path):
     entries["labels"].reverse()
     path.write_bytes(pickle.dumps(entries, protocol=2))
     assert load(str(tmp_path)).fingerprint != before
+
+
+def test_a_resumed_or_evaluated_run_takes_the_data_set_that_it_was_started_with(tmp_path):
+    """Of two in one directory."""
+    write_cifar10(tmp_path / "sets")
+    write_cifar100(tmp_path / "sets", each=200)
+    words = ["--data", "sets", "--dataset", "cifar100", "--save", "run", "--valid_size", "20"]
+    done = demo("cp_demo.py", *TINY, *words, "--n_epochs", "1", cwd=tmp_path)
+    assert "100 classes" in done.stdout, done.stderr
+    for words in (["--resume"], ["--evaluate"], ["--evaluate", "--cuda_graph"]):
+        done = demo("cp_demo.py", *words, "--save", "run", cwd=tmp_path)
+        assert "test error" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("option", ["resume", "overwrite", "weights", "freeze"])
+def test_a_model_that_is_evaluated_is_not_trained(option):
+    value = {"weights": "cifar10", "freeze": "features"}.get(option, True)
+    with pytest.raises(
+        ValueError, match=f"found --evaluate and --{option}, but a model that is evaluated is not trained"
+    ):
+        parse({"evaluate": True, option: value}, "best")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--image_size 64", r"found --image_size 64, but the images of UCI handwritten digits have 32×32"),
+        ("--stream", "found --stream, but only an image folder is streamed, and not UCI handwritten digits"),
+        ("--dataset svhn", "found --dataset svhn without --data: give the directory"),
+    ],
+)
+def test_options_of_images_that_are_not_there_are_refused(words, message, tmp_path):
+    refused(demo("cp_demo.py", *TINY, *words.split(), "--save", "run", cwd=tmp_path), message)
+    assert list(tmp_path.iterdir()) == []

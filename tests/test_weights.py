@@ -324,3 +324,34 @@ def test_three_channels_are_not_adapted():
     assert torch.equal(model.features.conv0.weight, source.features.conv0.weight)
     with pytest.raises(ValueError, match=r"adapt_input is 'mean', but must be one of 'sum', 'repeat'"):
         load_weights(model, source.state_dict(), adapt_input="mean")
+
+
+@pytest.mark.filterwarnings("ignore")  # of kinds of tensors that PyTorch gives up
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("sparse", lambda tensor: tensor.to_sparse()),
+        ("without data", lambda tensor: tensor.to("meta")),
+        ("complex", lambda tensor: tensor.to(torch.complex128)),
+        ("quantized", lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8)),
+    ],
+)
+def test_a_tensor_of_another_kind_leaves_the_model_unchanged(kind, change):
+    model, state = small_model("bc"), _trained("bc").state_dict()
+    state["classifier.weight"] = change(state["classifier.weight"])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=rf"not dense real tensors with data: classifier.weight \({kind}\)"):
+        load_weights(model, state)
+    _unchanged(model, before)
+
+
+def test_a_name_to_skip_that_is_no_beginning_of_one_is_an_error():
+    model, state = small_model("bc"), _trained("bc").state_dict()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        ValueError, match=r"skip has 'clasifier', with which no name begins: did you mean 'classifier'\?"
+    ):
+        load_weights(model, state, skip="clasifier")
+    with pytest.raises(ValueError, match=r"skip has 'features.norm9', with which no name begins"):
+        load_weights(model, state, skip=("classifier", "features.norm9"))
+    _unchanged(model, before)

@@ -141,3 +141,10 @@ def test_weights_that_are_absent_or_damaged(digits, tmp_path, monkeypatch):
     (tmp_path / "digits" / "config.json").write_text(json.dumps({"options": {}}))
     with pytest.raises(ValueError, match=r"config.json is damaged \(KeyError\('model'\)\)"):
         weights_classes(MODEL, "digits")
+
+
+def test_without_a_clone_a_sentence_says_what_is_missing(tmp_path, monkeypatch):
+    """And not that it is damaged."""
+    monkeypatch.setattr(trained, "CHECKPOINTS", tmp_path)
+    with pytest.raises(ValueError, match=r"^\S+config.json cannot be read .* only a clone of the repository has it"):
+        create_model(MODEL, weights="digits")

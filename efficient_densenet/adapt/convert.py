@@ -4,6 +4,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from .._checks import check_module
 from .._mixins import add_mixin, remove_mixin
 from ..engines import dispatch
 from ..engines.dispatch import Engine
@@ -28,6 +29,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
         engine: True for the best one for each block, or a name, as for `DenseNet(efficient=...)`. Another call with
             another engine changes it, and verifies blocks that were altered since.
     """
+    check_module("make_efficient", model)
     parsed, report = dispatch.parse(engine), Report()
     _convert_tree("", model, parsed, report, set())
     for module in [*model.modules()][::-1]:  # those inside a sequence first

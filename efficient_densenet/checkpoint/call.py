@@ -1,6 +1,7 @@
 """`checkpoint`: recompute any function in the backward, with arguments and results of any structure."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -48,6 +49,12 @@ def checkpoint(
             `torch.utils.checkpoint`. `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes such a pair,
             with which the results of chosen operations are saved and not recomputed.
     """
+    for name in ("use_reentrant", "determinism_check"):
+        if name in kwargs and not _takes(function, name):
+            raise TypeError(
+                f"found {name}, an argument of torch.utils.checkpoint.checkpoint, which this function has no use for: "
+                "leave it out (nothing here is reentrant, and every recomputation is checked)"
+            )
     generators = tuple(generators)
     if generators and not preserve_rng_state:
         raise ValueError(
@@ -55,6 +62,15 @@ def checkpoint(
         )
     options = Options(preserve_rng_state, generators, offload, early_stop, context_fn)
     return checkpoint_call(function, args, kwargs, options, parameters)
+
+
+def _takes(function: Callable, name: str) -> bool:
+    """Whether `function` may have an argument of this name."""
+    try:
+        parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
+    except (TypeError, ValueError):  # a function in C may have no signature
+        return True
+    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def checkpoint_call(

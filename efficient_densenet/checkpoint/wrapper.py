@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .._checks import check_module
 from .._mixins import ModuleMixin, add_mixin, remove_mixin
 from ..norms.batch_norm import undo_update_once, update_once
 from .call import checkpoint_call
@@ -32,6 +33,7 @@ def checkpoint_wrapper(module: Module, offload_to_cpu: bool = False, context_fn:
     class of each batch norm inside, is replaced by a subclass. If `offload_to_cpu` is True, the inputs of the module
     are saved in CPU memory until the backward. `context_fn` is that of `checkpoint`.
     """
+    check_module("checkpoint_wrapper", module)
     if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             f"found a {type(module).__name__} whose forward is compiled or was set on the instance, which would "

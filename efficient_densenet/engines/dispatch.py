@@ -74,7 +74,7 @@ _warned: set[str] = set()
 
 def parse(efficient: bool | str | None) -> Engine | None:
     """The engine that a user's `efficient` names; None leaves the choice to the dispatcher."""
-    if efficient is True:
+    if efficient is True or efficient == describe(None):
         return None
     if efficient is False or efficient is None:
         return Engine.PLAIN
@@ -83,7 +83,7 @@ def parse(efficient: bool | str | None) -> Engine | None:
     except ValueError as exc:
         names = ", ".join(repr(engine.value) for engine in Engine)
         raise ValueError(
-            f"unknown engine {efficient!r}: use one of {names}, True for the best one or False for 'plain'"
+            f"unknown engine {efficient!r}: use one of {names}, True or 'best' for the best one, False for 'plain'"
         ) from exc
 
 

@@ -49,6 +49,11 @@ class DenseModel(nn.Module):
             raise ValueError(
                 f"found an input of shape {tuple(x.shape)}, but this model needs (N, {self.in_channels}, {sides})"
             )
+        if not x.is_floating_point():
+            raise TypeError(
+                f"found an input of {x.dtype}, but this model needs floating-point numbers: convert and normalize it, "
+                "as by x.float() / 255"
+            )
         if min(x.shape[2:]) < self.smallest_input:
             size, smallest = ("×".join(map(str, sizes)) for sizes in (x.shape[2:], [self.smallest_input] * self.dims))
             raise ValueError(

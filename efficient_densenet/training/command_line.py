@@ -10,11 +10,12 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 from .._extras import need
 from .arguments import parse_words, wants_help
 from .options import LETTERS, PAIR
+from .report import say
 
 EXPECTED = (ValueError, OSError, FloatingPointError, MemoryError, ModuleNotFoundError)
 """Errors that are reported as a sentence, without a traceback."""
@@ -36,7 +37,7 @@ def command(function: Callable, options: type | None = None, about: str | None =
     try:
         with _short_warnings():
             if wants_help(sys.argv[1:]):
-                need("fire", extra="demos").Fire(called, command=["--help"])
+                _show_help(called)
             by_name = {"pair": PAIR, "letters": LETTERS} if options else {}
             positional, named = parse_words(sys.argv[1:], called, **by_name)
             called(*positional, **named)
@@ -45,6 +46,16 @@ def command(function: Callable, options: type | None = None, about: str | None =
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+
+
+def _show_help(function: Callable) -> NoReturn:
+    """Fire's text on the standard output, so that it can be searched, without what Fire says of itself and of types."""
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text), contextlib.suppress(SystemExit):
+        need("fire", extra="demos").Fire(function, command=["--help"])
+    lines = [line for line in text.getvalue().splitlines() if not line.strip().startswith(("INFO:", "Type:"))]
+    say("\n".join(lines).strip())
+    sys.exit(0)
 
 
 def _open_standard_streams() -> None:

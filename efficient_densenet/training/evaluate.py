@@ -35,7 +35,8 @@ def load_dataset(path: Path, options: RunOptions, config: ModelConfig) -> Datase
     data, name = options.data, options.dataset
     if data is None:
         trained = read_config(path if path.is_dir() else path.parent)["options"]
-        data, name = trained["data"], name or trained.get("dataset")
+        data = trained["data"]
+        name = name or (trained.get("dataset") if data else None)  # earlier versions named one beside the digits
     dataset = load(data, name, config.image_size, options.workers, options.stream, may_download=False)
     if dataset.classes != config.classes:
         raise ValueError(

@@ -54,7 +54,7 @@ class PretrainedWeights:
         try:
             report = load_weights(model, self.state_dict, skip=skip, adapt_input=adapt_input)
         except ValueError as exc:
-            differences = str(exc).partition(". ")[2]
+            differences = str(exc).partition("unchanged: ")[2]
             raise ValueError(
                 f"the weights {self.name} are not of this network ({differences[:100]} …): name theirs with --model, "
                 "or with --depth and --growth_rate"

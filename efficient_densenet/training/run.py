@@ -15,7 +15,7 @@ from .._archive import to_archive
 from ..weights.trained import find_checkpoint
 from . import files, finetune, models, run_format, run_log, run_state
 from .cuda_graph import check_cuda_graph
-from .data import SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
+from .data import Dataset, SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
 from .evaluate import evaluate
@@ -63,6 +63,18 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         if context.is_main_process:
             check_dependencies(options.tensorboard)
         Run(options, context, folder, state, versions, pretrained).train()
+
+
+def _check_options_of_folders(options: RunOptions, dataset: Dataset) -> None:
+    """Raise for options that only the images of a folder have a use for, where there are others."""
+    size = dataset.image_size
+    if options.image_size not in (None, size) and options.weights is None:  # weights have a size for any images
+        raise ValueError(
+            f"found --image_size {options.image_size}, but the images of {dataset.name} have {size}×{size}, and only "
+            "those of an image folder are resized: leave it out"
+        )
+    if options.stream and not isinstance(dataset.train, StreamedImages):
+        raise ValueError(f"found --stream, but only an image folder is streamed, and not {dataset.name}: leave it out")
 
 
 def run_directory(options: RunOptions) -> Path:
@@ -156,6 +168,7 @@ class Run:
         dataset = load(options.data, options.dataset, size, options.workers, options.stream, may_download)
         if context.is_main_process:
             context.barrier()
+        _check_options_of_folders(options, dataset)
         dataset = dataset.with_validation(options.valid_size).to(context.device)
         if channels is not None:
             dataset = dataset.with_channels(channels)

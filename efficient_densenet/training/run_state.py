@@ -187,7 +187,7 @@ def merge_options(state: dict[str, Any], given: dict[str, Any]) -> dict[str, Any
                 "or start over with --overwrite"
             )
     inherited = {name: value for name, value in started.items() if name not in PER_CALL}
-    if "data" in given:  # another directory, in which --dataset may name nothing
+    if "data" in given or started["data"] is None:  # another directory may lack it; earlier versions named one always
         del inherited["dataset"]
     engine = {} if given.keys() & {"efficient", "engine"} else {"engine": started["engine"]}
     return inherited | engine | given

@@ -1,5 +1,6 @@
 """`load_weights`: load a file or a state dict of any known layout into a model, all of it or nothing."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,7 @@ def load_weights(
     skipped = {
         name for names in (theirs, ours) for name in names if _has_prefix(name, skip) or _has_prefix(names[name], skip)
     }
+    _check_prefixes(skip, [*theirs, *theirs.values(), *ours, *ours.values()])
     common = [name for name in theirs if name in ours and name not in skipped]
     not_loaded = [name for name in ours if name not in common]
 
@@ -138,6 +140,17 @@ def _adapt_channels(weight: Tensor, channels: int, mode: str) -> Tensor:
     return weight[:, indices] * (weight.shape[1] / channels)
 
 
+def _check_prefixes(prefixes: Sequence[str], names: Sequence[str]) -> None:
+    """Raise for one that no name begins with. Of counts of batches, files of earlier versions have none."""
+    for prefix in prefixes:
+        if prefix.endswith("num_batches_tracked") or any(_has_prefix(name, (prefix,)) for name in names):
+            continue
+        parts = {name[:end] for name in names for end in range(len(name) + 1) if name[end : end + 1] in (".", "")}
+        near = difflib.get_close_matches(prefix, parts, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"skip has {prefix!r}, with which no name begins: {hint}leave it out, or give another")
+
+
 def _has_prefix(name: str, prefixes: Sequence[str]) -> bool:
     return any(name == prefix or name.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)
 
@@ -161,6 +174,6 @@ def _mismatch_message(
     }
     listed = "; ".join(f"{group}: {join_names(names)}" for group, names in groups.items() if names)
     return (
-        f"{source_name(source)} does not fit the model, which is unchanged. {listed}. To load the rest, list what to "
-        "skip, as in skip=('classifier',); for another number of input channels, pass adapt_input"
+        f"{source_name(source)} does not fit the model, which is unchanged: {listed}. To load the rest, list what to "
+        "skip, as in load_weights(..., skip=('classifier',)); for another number of input channels, give adapt_input"
     )

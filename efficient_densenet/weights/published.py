@@ -37,7 +37,7 @@ class PublishedWeights(NamedTuple):
             reason = str(getattr(exc, "reason", exc)).splitlines()[0]
             raise OSError(
                 f"the weights {self.entry} could not be downloaded from {self.entry.url} ({reason}): connect to the "
-                "network, or pass a file to load_weights"
+                "network, or pass a file to load_weights, or as --weights to the demo"
             ) from None
 
 

@@ -26,7 +26,7 @@ def read_state_dict(source: Source) -> Mapping[str, Any]:
     content = source if isinstance(source, Mapping) else _read_file(Path(source))
     state_dict = _find_state_dict(content)
     if state_dict is None:
-        keys = f", but {join_names(list(map(str, content)))}" if isinstance(content, Mapping) else ""
+        keys = f", but {join_names(list(map(str, content)))}" if isinstance(content, Mapping) and content else ""
         raise ValueError(
             f"{source_name(source)} holds no tensors by name{keys}: give a model's state dict, or a dict with one "
             f"inside as {', '.join(map(repr, STATE_DICT_KEYS))}"

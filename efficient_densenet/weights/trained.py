@@ -51,8 +51,9 @@ class TrainedWeights(NamedTuple):
 
     def _config(self) -> dict[str, Any]:
         path = self.folder / "config.json"
+        content = self._read(path)
         try:
-            return json.loads(self._read(path))["model"]
+            return json.loads(content)["model"]
         except (ValueError, KeyError, TypeError) as exc:
             raise ValueError(f"{path} is damaged ({exc!r}): restore it from the repository") from exc
 

@@ -14,7 +14,8 @@ def download(folder: Path, dataset: str) -> None:
     """Download `dataset` into `folder`, which is absent, empty, or has other files."""
     datasets = need("torchvision", extra="demos").datasets
     temporary = _temporary_directory(folder)
-    print(f"{folder} contains no images: downloading {TITLES[dataset]}", flush=True)
+    state = "contains no images" if folder.exists() else "does not exist"
+    print(f"{folder} {state}: downloading {TITLES[dataset]} into it", flush=True)
     try:
         _fetch(datasets, temporary, dataset)
         _move(temporary, folder)
@@ -23,7 +24,7 @@ def download(folder: Path, dataset: str) -> None:
     except (OSError, RuntimeError) as exc:
         reason = " ".join(str(exc).split())
         raise ConnectionError(
-            f"{folder} contains no images and {TITLES[dataset]} could not be downloaded ({reason}): connect to the "
+            f"{folder} {state}, and {TITLES[dataset]} could not be downloaded ({reason}): connect to the "
             "network, or give --data a directory with torchvision's files or with train/ and test/ class folders, "
             "or leave --data out for the digits that ship with the package"
         ) from exc

@@ -102,6 +102,10 @@ def _image_files(folder: Path) -> Iterator[Path]:
                 yield path
 
 
+def has_images(folder: Path) -> bool:
+    return next(_image_files(folder), None) is not None
+
+
 def _raise_unless_missing(error: OSError) -> None:
     """A class may lack its folder in a split; a folder that cannot be read is an error, not a few images less."""
     if not isinstance(error, FileNotFoundError):

@@ -99,6 +99,10 @@ def load(
     directory has; if it is absent or empty, CIFAR-10 is downloaded.
     """
     if data is None:
+        if dataset is not None:
+            raise ValueError(
+                f"found --dataset {dataset} without --data: give the directory to read it from, or to download it into"
+            )
         train, test = random_split(digits.load_digits(), 359, SPLIT_SEED)
         return Dataset(digits.NAME, train, None, test, digits.CLASSES, horizontal_flip=False)
     try:
@@ -116,9 +120,7 @@ def _load(
         raise ValueError(f"{path} is a file, but --data needs a directory of images")
     if not path.exists() or not any(path.iterdir()):
         if not may_download:
-            raise ValueError(
-                f"{path} is absent or empty, but the run was started with images there: give their place with --data"
-            )
+            raise ValueError(f"{path} is absent or empty, but images are needed there: give their place with --data")
         download(path, dataset or "cifar10")
     elif dataset and may_download and not any(find(path) for find in _FINDERS):
         download(path, dataset)
@@ -152,6 +154,11 @@ def _recognize(path: Path, dataset: str | None, image_size: int, workers: int, s
         raise ValueError(
             f"{contains}, but --dataset {dataset} needs {TITLES[dataset]} there: leave --dataset out to take what is "
             "there, or give another --data"
+        )
+    if any(folder.has_images(entry) for entry in path.iterdir() if entry.is_dir()):
+        raise ValueError(
+            f"{contains}, but no train/: move the folders of the classes into {path / 'train'}, and some images of "
+            f"each class into folders of the same names in {path / 'test'}"
         )
     raise ValueError(
         f"{contains}, but a directory of images needs torchvision's CIFAR files, or train/ and test/ with a folder of "
