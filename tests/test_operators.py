@@ -32,8 +32,12 @@ STAGES: dict[str, dict[str, Any]] = {
     "transition, channels_last": {"consumer": "transition1", **CHANNELS_LAST},
     "transition of signals": {"consumer": "transition1", "dims": 1},
     "transition of volumes": {"consumer": "transition1", "dims": 3},
-    "transition that hands on its output": {"consumer": "transition1", "hands_on": True},
-    "transition of volumes that hands on its output": {"consumer": "transition1", "dims": 3, "hands_on": True},
+    "transition that hands on its output": {"consumer": "transition1", "keeps_channels_last": True},
+    "transition of volumes that hands on its output": {
+        "consumer": "transition1",
+        "dims": 3,
+        "keeps_channels_last": True,
+    },
     "transition and features, newest first": {
         "consumer": "transition1",
         "return_features": True,
@@ -80,7 +84,7 @@ def _stage(
     memory_format: torch.memory_format = torch.contiguous_format,
     autocast: bool = False,
     synchronized: bool = False,
-    hands_on: bool = False,
+    keeps_channels_last: bool = False,
     **overrides: Any,
 ) -> tuple[StagePlan, Tensor]:
     """The plan of a stage of two layers, and its input."""
@@ -101,7 +105,7 @@ def _stage(
     after = None if consumer is None else consumer_parts(features.get_submodule(consumer))
     x = torch.randn(2, 3, *SIDES[:dims], dtype=dtype).to(memory_format=memory_format).requires_grad_(input)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return StagePlan(block, after, x, return_features, hands_on=hands_on), x
+        return StagePlan(block, after, x, return_features, keeps_channels_last=keeps_channels_last), x
 
 
 def _calls(run: Any) -> list[tuple[Any, tuple]]:
@@ -271,7 +275,7 @@ def test_every_setting_of_a_stage_is_in_its_encoding():
     others = {
         "dtype": "float32",
         "channels_last": True,
-        "hands_on": True,
+        "keeps_channels_last": True,
         "in_channels": 5,
         "growth_rate": 7,
         "newest_first": True,

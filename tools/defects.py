@@ -263,9 +263,9 @@ DEFECTS = [
     Defect(
         "the memory format of every block's input is asked for",
         "engines/sequence.py",
-        "    output, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, hands_on)\n",
+        "    output, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, keeps_channels_last)\n",
         "    memory_format = memory_format or memory_format_of(x)\n"
-        "    output, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, hands_on)\n",
+        "    output, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, keeps_channels_last)\n",
         ("export", "second_order"),
     ),
     # Operators, compilers and second derivatives
@@ -1351,5 +1351,56 @@ DEFECTS = [
         "weights = torch.stack(num_batches_tracked).to(batch[0].dtype).reciprocal()",
         "weights = torch.tensor([1 / count.item() for count in num_batches_tracked], dtype=batch[0].dtype)",
         ("device_synchronization",),
+    ),
+    # What plain modules decide, and the shared engine must decide alike
+    Defect(
+        "a layer group uses a parameter that was modified within the backward",
+        FUNCTION,
+        "        ctx.save_for_backward(*tensors)\n        return before",
+        "        ctx.save_for_backward(*(None if tensor is None else tensor.detach().clone() for tensor in tensors))\n"
+        "        return before",
+        ("shared_autograd",),
+    ),
+    Defect(
+        "NumPy's numbers reach the operator",
+        SHARED + "plan.py",
+        "width = int(layer.conv1.out_channels)",
+        "width = layer.conv1.out_channels",
+        ("engines",),
+    ),
+    Defect(
+        "dropout draws in the order of the input's memory",
+        SHARED + "plan.py",
+        "CHANNELS_LAST[x.dim()] if weight_is_channels_last else",
+        "CHANNELS_LAST[x.dim()] if False else",
+        ("engines",),
+    ),
+    Defect(
+        "volumes stay in bf16 where plain's are float32",
+        SHARED + "plan.py",
+        "output = as_dtype(output, average_pool_dtype(output))",
+        "average_pool_dtype(output)",
+        ("dims",),
+    ),
+    Defect(
+        "a part of the weights is loaded before one that cannot be",
+        "weights/load.py",
+        "        if kind:\n",
+        "        if kind and False:\n",
+        ("weights",),
+    ),
+    Defect(
+        "a directory that cannot be flushed is taken for a file that was not written",
+        "training/files.py",
+        "with contextlib.suppress(OSError):",
+        "with contextlib.nullcontext():",
+        ("run_output",),
+    ),
+    Defect(
+        "a resumed run forgets which of several data sets it was started with",
+        "training/run_state.py",
+        '"data" in given or started["data"] is None',
+        "True",
+        ("runs",),
     ),
 ]

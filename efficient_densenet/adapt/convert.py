@@ -155,8 +155,8 @@ def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
 
 
 def _count_layers(block: nn.Module) -> int:
-    reading = block._conversion.reading if isinstance(block, ConvertedBlock) else None
-    return 1 if reading is not None and reading.is_layer else len(layers_in(block))
+    pattern = block._conversion.pattern if isinstance(block, ConvertedBlock) else None
+    return 1 if pattern is not None and pattern.is_layer else len(layers_in(block))
 
 
 def _why_not(engine: Engine, block: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Converted dense blocks: a mixin for the classes of other libraries' modules, and the trial that finds its reading."""
+"""Converted dense blocks: a mixin for the classes of other libraries' modules, and the trial that finds its pattern."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -21,10 +21,10 @@ from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import RunFirstHalf
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
+from .connection_pattern import ConnectionPattern
 from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
 from .layers import run_layers, run_whole_layers, skips_a_hook
-from .reading import Reading
-from .structure import in_channels_of, layers_in, read_block, readings_by_calls, readings_by_parts
+from .structure import in_channels_of, layers_in, patterns_by_calls, patterns_by_parts, read_block
 from .verify import Results, Run, VerificationError, describe_difference, trial
 
 
@@ -52,14 +52,14 @@ class Conversion:
     Attributes:
         engine: what was asked for.
         exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
-        reading: how the block's forward uses its layers; None where a trial did not find out.
+        pattern: how the block's forward uses its layers; None where a trial did not find out.
         reason: why the parts of its layers do not describe the block, or None where they do.
         verified: the block's state at the last trial; None before the first one.
     """
 
     engine: Engine | None = None
     exactly_once_norms: tuple[str, ...] | None = None
-    reading: Reading | None = None
+    pattern: ConnectionPattern | None = None
     reason: str | None = None
     verified: Fingerprint | None = None
 
@@ -96,14 +96,14 @@ class ConvertedBlock(KeepsSignature):
         This is for `make_efficient` alone. A forward compares states, and never runs a trial: other threads, processes
         or a checkpoint around it would see the trial's parameters and operations.
         """
-        if self._state_change() is None and self._conversion.reading is not None:
+        if self._state_change() is None and self._conversion.pattern is not None:
             return
-        reading = None
+        pattern = None
         try:
-            reading, reason = _find_reading(self, super().forward, may_be_layer=True)
+            pattern, reason = _find_pattern(self, super().forward, may_be_layer=True)
         except (NoPartsError, VerificationError) as failure:
             reason = f"found another block than was converted: {failure}"
-        self._conversion = replace(self._conversion, reading=reading, reason=reason, verified=fingerprint(self))
+        self._conversion = replace(self._conversion, pattern=pattern, reason=reason, verified=fingerprint(self))
 
     def _state_change(self) -> str | None:
         """What has changed since the last trial, or None."""
@@ -129,9 +129,9 @@ class ConvertedBlock(KeepsSignature):
             raise NoPartsError(
                 f"found that {change} since it was verified: call make_efficient again, which verifies it"
             )
-        if self._conversion.reason is not None or self._conversion.reading is None:
+        if self._conversion.reason is not None or self._conversion.pattern is None:
             raise NoPartsError(self._conversion.reason)
-        parts = read_block(self, self._conversion.reading)
+        parts = read_block(self, self._conversion.pattern)
         layers = [layer.module for layer in parts.layers]
         for child in self.children():
             if child not in layers and must_be_called(child) and self not in layers:
@@ -140,8 +140,8 @@ class ConvertedBlock(KeepsSignature):
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
-        reading = self._conversion.reading if self._state_change() is None else None
-        by_layers = _run_by_layers(self, super().forward, reading)
+        pattern = self._conversion.pattern if self._state_change() is None else None
+        by_layers = _run_by_layers(self, super().forward, pattern)
         if by_layers is not None:
             return by_layers(x, run_first_half)
         if run_first_half is recompute.run_first_half_official:
@@ -155,14 +155,14 @@ class ConvertedBlock(KeepsSignature):
 
 
 def _run_by_layers(
-    block: ConvertedBlock, forward: Callable, reading: Reading | None
+    block: ConvertedBlock, forward: Callable, pattern: ConnectionPattern | None
 ) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
     """The function that runs `block` layer by layer, or None where that would skip a module that must be called."""
-    if reading is None:
+    if pattern is None:
         return None
-    if reading.layer_call is not None:
-        inside = () if reading.is_layer else set(block.children()) - set(layers_in(block))
-        return None if any(map(must_be_called, inside)) else partial(run_whole_layers, block, forward, reading)
+    if pattern.layer_call is not None:
+        inside = () if pattern.is_layer else set(block.children()) - set(layers_in(block))
+        return None if any(map(must_be_called, inside)) else partial(run_whole_layers, block, forward, pattern)
     try:
         parts = block.dense_parts()
     except NoPartsError:
@@ -181,17 +181,17 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
         raise NoPartsError(f"found {clash} in a {type(block).__name__}, a name that converted blocks need themselves")
     exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
     try:
-        reading, reason = _find_reading(block, block.forward, may_be_layer)
+        pattern, reason = _find_pattern(block, block.forward, may_be_layer)
     except Exception:
         _restore_norms(block, exactly_once)
         raise
     add_mixin(block, ConvertedBlock)
-    cast(ConvertedBlock, block)._conversion = Conversion(engine, exactly_once, reading, reason, fingerprint(block))
+    cast(ConvertedBlock, block)._conversion = Conversion(engine, exactly_once, pattern, reason, fingerprint(block))
 
 
-def _find_reading(
+def _find_pattern(
     block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool
-) -> tuple[Reading, str | None]:
+) -> tuple[ConnectionPattern, str | None]:
     """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if so.
 
     Torch's norms are put under the exactly-once rule before the trial, so that a library's checkpointing, which updates
@@ -200,10 +200,10 @@ def _find_reading(
     """
     reason, by_parts = None, []
     try:
-        by_parts = readings_by_parts(block)
+        by_parts = patterns_by_parts(block)
     except NoPartsError as failure:
         reason = str(failure)
-    by_calls = readings_by_calls(block, may_be_layer)
+    by_calls = patterns_by_calls(block, may_be_layer)
     if reason is not None and not by_calls:
         raise NoPartsError(reason)
     custom_norms = [module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)]
@@ -220,32 +220,34 @@ def _find_reading(
         block_results = run(forward)
         for module in custom_norms:
             add_mixin(module, UsesTorchForward, innermost=True)
-        return _match(partial(_run_reading, block, forward), block_results, run, [*by_parts, *by_calls], reason)
+        return _match(partial(_run_pattern, block, forward), block_results, run, [*by_parts, *by_calls], reason)
 
 
 def _match(
-    forward: Callable[[Reading, Tensor], Tensor],
+    forward: Callable[[ConnectionPattern, Tensor], Tensor],
     block_results: Results,
     run: Run,
-    readings: Iterable[Reading],
+    patterns: Iterable[ConnectionPattern],
     reason: str | None,
-) -> tuple[Reading, str | None]:
-    """The reading by which `forward` reproduces the block's results, and why the parts of its layers do not, if so."""
+) -> tuple[ConnectionPattern, str | None]:
+    """The pattern by which `forward` reproduces the block's results, and why the parts of its layers do not, if so."""
     difference = None
-    for reading in readings:
-        found = describe_difference(block_results, run, partial(forward, reading))
-        if found is None and reading.layer_call is None:
-            return reading, None
+    for pattern in patterns:
+        found = describe_difference(block_results, run, partial(forward, pattern))
+        if found is None and pattern.layer_call is None:
+            return pattern, None
         if found is None:
-            return reading, reason or f"found that by the parts of its layers it {difference}"
+            return pattern, reason or f"found that by the parts of its layers it {difference}"
         difference = difference or found
     raise VerificationError(reason or difference)
 
 
-def _run_reading(block: nn.Module, forward: Callable[[Tensor], Tensor], reading: Reading, x: Tensor) -> Tensor:
-    if reading.layer_call is None:
-        return run_layers(read_block(block, reading), x)
-    return run_whole_layers(block, forward, reading, x)
+def _run_pattern(
+    block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: ConnectionPattern, x: Tensor
+) -> Tensor:
+    if pattern.layer_call is None:
+        return run_layers(read_block(block, pattern), x)
+    return run_whole_layers(block, forward, pattern, x)
 
 
 def restore_block(block: ConvertedBlock) -> None:

@@ -10,7 +10,7 @@ from ..engines import plain
 from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, LayerParts, activations_of
 from ..engines.plain import RunFirstHalf
-from .reading import LayerCall, Reading
+from .connection_pattern import ConnectionPattern, LayerCall
 from .structure import layers_in
 
 AnyLayer = TypeVar("AnyLayer")
@@ -66,7 +66,7 @@ class WholeLayer(nn.Module):
 def run_whole_layers(
     block: nn.Module,
     forward: Callable[[Tensor], Tensor],
-    reading: Reading,
+    pattern: ConnectionPattern,
     x: Tensor,
     run_first_half: RunFirstHalf = plain.run_first_half,
 ) -> Tensor:
@@ -74,14 +74,14 @@ def run_whole_layers(
 
     `forward` is the author's, for a block that is itself the layer.
     """
-    call = cast(LayerCall, reading.layer_call)
+    call = cast(LayerCall, pattern.layer_call)
 
     def run(layer: nn.Module, features: list[Tensor]) -> Tensor:
-        called = forward if reading.is_layer else layer
-        return run_first_half(WholeLayer(layer, called, call, reading.newest_first), features)
+        called = forward if pattern.is_layer else layer
+        return run_first_half(WholeLayer(layer, called, call, pattern.newest_first), features)
 
-    layers = [block] if reading.is_layer else layers_in(block)
-    return _grow(layers, run, x, reading.newest_first, reading.new_features_only)
+    layers = [block] if pattern.is_layer else layers_in(block)
+    return _grow(layers, run, x, pattern.newest_first, pattern.new_features_only)
 
 
 def _grow(

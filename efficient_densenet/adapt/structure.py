@@ -16,8 +16,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from .._mixins import base_class
 from .._torch_private import constant_to_compilers
 from ..engines.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader
+from .connection_pattern import ConnectionPattern, LayerCall
 from .fingerprint import names_read
-from .reading import LayerCall, Reading
 
 _DROPOUTS = {
     nn.Dropout.forward: F.dropout,
@@ -25,16 +25,16 @@ _DROPOUTS = {
     nn.Dropout2d.forward: F.dropout2d,
     nn.Dropout3d.forward: F.dropout3d,
 }
-_BY_STRUCTURE = Reading()
+_BY_STRUCTURE = ConnectionPattern()
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def readings_by_parts(block: nn.Module) -> list[Reading]:
+def patterns_by_parts(block: nn.Module) -> list[ConnectionPattern]:
     """The ways to read `block`, of which a trial chooses one; `NoPartsError` if there is none."""
     if block_reader(block) is not None:  # it knows the right one by itself
         parts = read_block(block)
-        return [Reading(parts.newest_first, parts.new_features_only)]
-    kinds = [Reading(), Reading(new_features_only=True), Reading(is_layer=True)]
+        return [ConnectionPattern(parts.newest_first, parts.new_features_only)]
+    kinds = [ConnectionPattern(), ConnectionPattern(new_features_only=True), ConnectionPattern(is_layer=True)]
     if len(layers_in(block)) < 2:  # any norm, activation and convolution would be a block of one layer
         del kinds[1]
     readable = [kind for kind in kinds if _can_read(block, kind)]
@@ -43,32 +43,32 @@ def readings_by_parts(block: nn.Module) -> list[Reading]:
     return [replace(kind, newest_first=newest_first) for kind in readable for newest_first in (False, True)]
 
 
-def _can_read(block: nn.Module, reading: Reading) -> bool:
+def _can_read(block: nn.Module, pattern: ConnectionPattern) -> bool:
     try:
-        read_block(block, reading)
+        read_block(block, pattern)
     except NoPartsError:
         return False
     return True
 
 
-def readings_by_calls(block: nn.Module, may_be_layer: bool) -> list[Reading]:
+def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPattern]:
     """The ways to call layers whole: those of `block`, if it looks like a dense block, or `block` as a layer."""
-    readings = []
+    patterns = []
     tensors = [*block.parameters(), *block.buffers()]
     if block_reader(block) is not None or _is_compiled(block) or any(map(_is_lazy, tensors)):
-        return readings
+        return patterns
     if not any(isinstance(module, _ConvNd) for module in block.modules()):
-        return readings
+        return patterns
     if looks_dense(block) and layers_in(block):
         calls = LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True)
-        readings += [
-            Reading(new_features_only=new_features_only, layer_call=call)
+        patterns += [
+            ConnectionPattern(new_features_only=new_features_only, layer_call=call)
             for call in calls
             for new_features_only in (False, True)
         ]
     if may_be_layer:
-        readings.append(Reading(is_layer=True, layer_call=LayerCall(returns_input=True)))
-    return [replace(reading, newest_first=newest_first) for reading in readings for newest_first in (False, True)]
+        patterns.append(ConnectionPattern(is_layer=True, layer_call=LayerCall(returns_input=True)))
+    return [replace(pattern, newest_first=newest_first) for pattern in patterns for newest_first in (False, True)]
 
 
 def layers_in_a_row(module: nn.Module) -> set[nn.Module]:
@@ -83,20 +83,20 @@ def layers_in_a_row(module: nn.Module) -> set[nn.Module]:
     return layers
 
 
-def read_block(block: nn.Module, reading: Reading = _BY_STRUCTURE) -> BlockParts:
+def read_block(block: nn.Module, pattern: ConnectionPattern = _BY_STRUCTURE) -> BlockParts:
     """The parts of `block`, from the reader that was registered for its class or else from its structure.
 
     Args:
         block: a module that may be a dense block; `NoPartsError` is raised if it is not.
-        reading: what structure does not show.
+        pattern: what structure does not show.
     """
     reader = block_reader(block)
     if reader is not None:
         return reader(block)
     if _is_compiled(block):
         raise NoPartsError("found a forward that is compiled or was set on the instance")
-    layers = [block] if reading.is_layer else layers_in(block)
-    parts = BlockParts(tuple(map(read_layer, layers)), reading.newest_first, reading.new_features_only)
+    layers = [block] if pattern.is_layer else layers_in(block)
+    parts = BlockParts(tuple(map(read_layer, layers)), pattern.newest_first, pattern.new_features_only)
     _check_widths(parts)
     return parts
 

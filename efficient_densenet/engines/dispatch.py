@@ -147,18 +147,18 @@ def run_stage(
     x: Tensor,
     parts: BlockParts | None = None,
     memory_format: torch.memory_format | None = None,
-    hands_on: bool = False,
+    keeps_channels_last: bool = False,
 ) -> tuple[Tensor, bool]:
     """The output of `consumer` on that of `block`, and True; if they cannot run as one, that of `block`, and False.
 
-    `memory_format` is what x is to have, where the stage before handed it on as it was. One that `hands_on` its own
-    output does so too.
+    `memory_format` is the plain network's of x, where the stage before has kept x in channels_last. With
+    `keeps_channels_last` this stage does so too.
     """
     plan = None if must_be_called(block) else plan_block(block, x, parts)
     joined = None if plan is None or plan.parts is None else joined_consumer(plan.parts, consumer)
     if plan is None or plan.parts is None or joined is None:
         return block(formatted(x, memory_format)), False
-    return shared.run(plan.parts, x, joined, memory_format, hands_on), True
+    return shared.run(plan.parts, x, joined, memory_format, keeps_channels_last), True
 
 
 def run_stage_with_features(

@@ -33,7 +33,9 @@ def run_sequence(
     blocks = [module for _, module in modules if is_block(module)]
     first_block = blocks[0] if blocks else None
     x, position, first_parts = _run_stem(modules, x, first_block, taps)
-    memory_format: torch.memory_format | None = None  # that of x, where a stage has handed it on in another
+    memory_format: torch.memory_format | None = (
+        None  # the plain network's of x, where a stage has kept x in channels_last
+    )
     while position < len(modules):
         name, module = modules[position]
         position += 1
@@ -46,8 +48,8 @@ def run_sequence(
                 x, consumed = _run_tapped_stage(name, module, consumer_name, consumer, x, parts, taps, outputs)
                 memory_format = None
             else:
-                hands_on = any(is_block(following) for _, following in modules[position + 1 : position + 2])
-                x, consumed, memory_format = _run_stage(module, consumer, x, parts, memory_format, hands_on)
+                keeps_channels_last = any(is_block(following) for _, following in modules[position + 1 : position + 2])
+                x, consumed, memory_format = _run_stage(module, consumer, x, parts, memory_format, keeps_channels_last)
             position += consumed
         else:
             x, memory_format = module(formatted(x, memory_format)), None
@@ -75,12 +77,12 @@ def _run_stage(
     x: Any,
     parts: BlockParts | None,
     memory_format: torch.memory_format | None,
-    hands_on: bool,
+    keeps_channels_last: bool,
 ) -> tuple[Any, bool, torch.memory_format | None]:
-    """The output of `block`, or of `consumer` on it, and whether that has run; and the memory format that the output is
-    to have, where it has been handed on in another."""
-    output, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, hands_on)
-    if not (consumed and hands_on):
+    """The output of `block`, or of `consumer` on it, and whether that has run; and the output's memory format in the
+    plain network, where it has been kept in channels_last."""
+    output, consumed = dispatch.run_stage(block, consumer, x, parts, memory_format, keeps_channels_last)
+    if not (consumed and keeps_channels_last):
         return output, consumed, None
     return output, consumed, memory_format or memory_format_of(x)
 

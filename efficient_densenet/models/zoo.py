@@ -78,7 +78,7 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
     named = find_weights(name, weights)  # raises for a wrong name before anything is built
     model = DenseNet(**(variants[name] | named.model_arguments | overrides))
     skip = _unused(model, name, named.model_arguments["num_classes"])
-    model.weights_report = load_weights(model, named.state_dict(), skip=skip, adapt_input=adapt_input)
+    model.weights_report = load_weights(model, named.source(), skip=skip, adapt_input=adapt_input)
     return model
 
 

@@ -96,7 +96,7 @@ def read_pretrained(
 def _read(weights: str, given: Mapping[str, Any]) -> PretrainedWeights:
     if weights in TRAINED:
         entry = TRAINED[weights]
-        return _from_run(weights, entry.state_dict(), {"model": entry.model, "depth": None, "growth_rate": None})
+        return _from_run(weights, entry.source(), {"model": entry.model, "depth": None, "growth_rate": None})
     if weights in NAMES:
         return _from_torchvision(weights, given.get("model"))
     path = Path(weights)
@@ -132,7 +132,7 @@ def _from_torchvision(name: str, model: str | None) -> PretrainedWeights:
     transforms: Any = entry.transforms()
     inputs = {"channels": 3} | {key: [255 * value for value in getattr(transforms, key)] for key in ("mean", "std")}
     size = {"model": model, "image_size": transforms.crop_size[0]}
-    return PretrainedWeights(f"{name} of torchvision", entry.state_dict(), size, inputs, entry.classes)
+    return PretrainedWeights(f"{name} of torchvision", entry.source(), size, inputs, entry.classes)
 
 
 def _with_size(options: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:

@@ -59,9 +59,15 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 class EpochProgress:
-    """The progress of one epoch. With `visible=False`, as in all processes but the main one, it shows nothing."""
+    """The progress of one epoch. With `visible=False`, as in all processes but the main one, it shows nothing.
 
-    def __init__(self, epoch: int, n_epochs: int, num_steps: int, initial_step: int, visible: bool) -> None:
+    `whole_process` says what the peak memory is of, in the place of a device's tensors.
+    """
+
+    def __init__(
+        self, epoch: int, n_epochs: int, num_steps: int, initial_step: int, visible: bool, whole_process: bool = False
+    ) -> None:
+        self.memory = "peak memory of the process" if whole_process else "peak memory"
         self.title, self.visible = f"epoch {epoch}/{n_epochs}", visible
         on_terminal = visible and sys.stderr.isatty()
         tqdm = need("tqdm", extra="demos").tqdm
@@ -92,5 +98,5 @@ class EpochProgress:
             say(
                 f"{self.title}: train loss {row['train_loss']:.3f}, error {row['train_error']:.2%}; {validation}"
                 f"{row['seconds']:.1f} s, {row['images_per_second']:,.0f} images/s, "
-                f"peak memory {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}"
+                f"{self.memory} {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}"
             )

@@ -272,7 +272,10 @@ class Run:
     def _epoch_progress(self) -> EpochProgress:
         steps = num_steps(len(self.dataset.train), self.options.batch_size)
         visible = self.context.is_main_process
-        return EpochProgress(self.position.epoch, self.options.n_epochs, steps, self.position.step, visible)
+        whole_process = self.context.device.type == "cpu"
+        return EpochProgress(
+            self.position.epoch, self.options.n_epochs, steps, self.position.step, visible, whole_process
+        )
 
     def _train_steps(self, progress: EpochProgress, started: float) -> None:
         position = self.position

@@ -29,7 +29,7 @@ class PublishedWeights(NamedTuple):
     def transforms(self) -> Callable[[Any], Tensor]:
         return self.entry.transforms()
 
-    def state_dict(self) -> Mapping[str, Tensor]:
+    def source(self) -> Mapping[str, Tensor]:
         """Download the weights, unless torch.hub has done so before."""
         try:
             return self.entry.get_state_dict(progress=True, check_hash=True, weights_only=True)

@@ -38,7 +38,7 @@ class TrainedWeights(NamedTuple):
         config = self._config()
         return ImageTransform(config["image_size"], tuple(config["mean"]), tuple(config["std"]))
 
-    def state_dict(self) -> Path:
+    def source(self) -> Path:
         """The file of the weights, whose sha256 is checked."""
         path = self.folder / "model.pt"
         found = hashlib.sha256(self._read(path)).hexdigest()
@@ -80,4 +80,4 @@ TRAINED = {
 
 def find_checkpoint(source: str) -> Path:
     """The file of the weights of this name, whose sha256 is checked, or else the path that `source` is."""
-    return TRAINED[source].state_dict() if source in TRAINED else Path(source)
+    return TRAINED[source].source() if source in TRAINED else Path(source)

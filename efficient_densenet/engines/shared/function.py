@@ -37,14 +37,14 @@ def run(
     x: Tensor,
     consumer: ConsumerParts | None = None,
     memory_format: torch.memory_format | None = None,
-    hands_on: bool = False,
+    keeps_channels_last: bool = False,
 ) -> Tensor:
     """The output of a block, or of `consumer` (a transition or a norm) on it.
 
-    It has the memory format that is given, or x's. The output of one that `hands_on` is read by another stage alone,
-    and stays in channels_last, in which it is computed.
+    It has the memory format that is given, or x's. With `keeps_channels_last`, for an output that only another stage
+    reads, it stays in channels_last, in which it is computed.
     """
-    plan = StagePlan(block, consumer, x, memory_format=memory_format, hands_on=hands_on)
+    plan = StagePlan(block, consumer, x, memory_format=memory_format, keeps_channels_last=keeps_channels_last)
     return plan.finish(apply(plan, x, *plan.tensors)[0])
 
 

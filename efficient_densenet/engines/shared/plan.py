@@ -31,11 +31,15 @@ class StagePlan:
         x: Tensor,
         return_features: bool = False,
         memory_format: torch.memory_format | None = None,
-        hands_on: bool = False,
+        keeps_channels_last: bool = False,
     ) -> None:
         self.layers, self.consumer = block.layers, consumer
-        hands_on = hands_on and consumer is not None and consumer.after is None and x.dim() in CHANNELS_LAST
-        self.spec = _read_spec(block, consumer, x, return_features, memory_format or memory_format_of(x), hands_on)
+        keeps_channels_last = (
+            keeps_channels_last and consumer is not None and consumer.after is None and x.dim() in CHANNELS_LAST
+        )
+        self.spec = _read_spec(
+            block, consumer, x, return_features, memory_format or memory_format_of(x), keeps_channels_last
+        )
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
@@ -86,7 +90,7 @@ def _read_spec(
     x: Tensor,
     return_features: bool,
     memory_format: torch.memory_format,
-    hands_on: bool,
+    keeps_channels_last: bool,
 ) -> StageSpec:
     norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
     group = sync_group(norm)
@@ -94,7 +98,7 @@ def _read_spec(
     return stage_spec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
         channels_last=memory_format is not torch.contiguous_format,
-        hands_on=hands_on,
+        keeps_channels_last=keeps_channels_last,
         in_channels=norm.weight.shape[0],
         growth_rate=int(block.layers[0].last_conv.out_channels) if block.layers else 0,
         newest_first=block.newest_first,

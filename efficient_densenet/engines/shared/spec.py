@@ -72,7 +72,7 @@ class StageSpec:
     Attributes:
         dtype: that of the convolutions, such as "float32".
         channels_last: the memory format of the outputs.
-        hands_on: that of the consumer's output is channels_last in any case, since another stage reads it.
+        keeps_channels_last: the consumer's output stays in channels_last, in which it is computed, for another stage.
         in_channels, growth_rate: the channels of the stage's input, and those that each layer adds.
         newest_first, new_features_only: as in `BlockParts`.
         return_features: the stage returns the block's output beside the consumer's.
@@ -96,7 +96,7 @@ class StageSpec:
 
     dtype: str
     channels_last: bool
-    hands_on: bool
+    keeps_channels_last: bool
     in_channels: int
     growth_rate: int
     newest_first: bool
@@ -156,7 +156,7 @@ class StageSpec:
         return CHANNELS_LAST[x.dim()] if self.channels_last else torch.contiguous_format
 
     def consumer_memory_format(self, x: Tensor) -> torch.memory_format:
-        return CHANNELS_LAST[x.dim()] if self.hands_on else self.memory_format(x)
+        return CHANNELS_LAST[x.dim()] if self.keeps_channels_last else self.memory_format(x)
 
     def channels_read(self, i: int) -> int:
         """How many channels layer i reads."""

@@ -83,7 +83,7 @@ def read_spec(stem: Stem, x: Tensor) -> StemSpec:
         frozen=uses_running_statistics(norm),
         eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,
-        conv=Conv(*map(_integers, (conv.stride, conv.padding, conv.dilation)), int(conv.groups)),
+        conv=Conv(_integers(conv.stride), _integers(conv.padding), _integers(conv.dilation), int(conv.groups)),
         pool=MaxPool(kernel_size, stride, padding, dilation, bool(pool.ceil_mode)),
     )
 

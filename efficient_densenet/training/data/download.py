@@ -1,5 +1,6 @@
 """Downloading a published data set into an absent directory, through torchvision; a failure leaves nothing behind."""
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -44,13 +45,14 @@ class _NotWritableError(OSError):
 
 def _temporary_directory(folder: Path) -> Path:
     """Beside `folder`, or in it where nothing can be written beside it."""
-    existing = next(parent for parent in folder.absolute().parents if parent.is_dir())
-    for place in (existing, folder) if folder.is_dir() else (existing,):
-        try:
-            return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=place))
-        except OSError as exc:
-            cause = exc
-    raise _NotWritableError(folder, cause) from cause
+    beside = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    prefix = f".{folder.name}."
+    try:
+        with contextlib.suppress(OSError):
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=folder if folder.is_dir() else beside))
+    except OSError as exc:
+        raise _NotWritableError(folder, exc) from exc
 
 
 def _move(temporary: Path, folder: Path) -> None:

@@ -17,7 +17,7 @@ class LayerCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class ConnectionPattern:
     """How a block's forward uses its layers.
 
     Attributes:
