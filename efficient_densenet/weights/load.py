@@ -79,7 +79,7 @@ def load_weights(
     new, adapted, mismatched, unusual = {}, [], [], []
     for name in common:
         key, old = theirs[name], state[ours[name]]
-        kind = _unusual_kind(loaded[key])
+        kind = _unusual_kind(loaded[key], old)
         if kind:
             unusual.append(f"{key} ({kind})")
             continue
@@ -104,8 +104,8 @@ def load_weights(
     )
 
 
-def _unusual_kind(value: Any) -> str:
-    """Why a tensor cannot be copied into a parameter, whatever its shape; empty for the usual kind."""
+def _unusual_kind(value: Any, old: Tensor) -> str:
+    """Why a tensor cannot be copied into the model's `old` one, whatever its shape; empty for the usual kind."""
     if not isinstance(value, Tensor):
         return ""
     kinds = {
@@ -113,7 +113,7 @@ def _unusual_kind(value: Any) -> str:
         "sparse": value.layout is not torch.strided,
         "quantized": value.is_quantized,
         "complex": value.is_complex(),
-        "without data": value.is_meta,
+        "without data": value.is_meta and not old.is_meta,
     }
     return next((kind for kind, found in kinds.items() if found), "")
 
