@@ -50,7 +50,7 @@ class Conversion:
     """The state of a converted block. It refers to no modules, so a copy or replica never refers to the original's.
 
     Attributes:
-        engine: what was asked for.
+        engine: the requested one.
         exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
         pattern: how the block's forward uses its layers; None where a trial did not find out.
         reason: why the parts of its layers do not describe the block, or None where they do.

@@ -1,6 +1,6 @@
 """Which engine runs a dense block: the engine names, and the only place that chooses between them.
 
-`efficient=True` leaves the choice to this module, which may fall back: it warns once per reason. An engine asked for
+`efficient=True` leaves the choice to this module, which may fall back: it warns once per reason. An engine requested
 by name runs or raises. In tracing and export every engine runs the plain modules. So it does without gradients, where
 there is no memory to save, unless the shared engine's kernels are the faster ones. A block is read once a forward: the
 plan made here is handed on to the engine.
@@ -43,7 +43,7 @@ class EngineBlock(Protocol):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that was asked for; None leaves the choice to the dispatcher."""
+        """The requested engine; None leaves the choice to the dispatcher."""
         ...
 
     @property

@@ -37,7 +37,7 @@ def is_frozen_batch_norm(module: nn.Module) -> bool:
     by what the class computes, which is tried once."""
     for parameter in module._parameters.values():
         if parameter is not None:
-            return False  # as the usual norm, told at once
+            return False  # the usual norm
     cls = type(module)
     if not any(base.__name__ in _CLASS_NAMES for base in cls.__mro__) or any(True for _ in module.parameters()):
         return False

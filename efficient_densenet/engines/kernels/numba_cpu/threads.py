@@ -5,7 +5,7 @@ from .intrinsics import call_address, compiled
 
 @compiled
 def this_thread(openmp):
-    """The thread's number and the number of threads, which may be fewer than were asked for."""
+    """The thread's number and the number of threads, which may be fewer than were requested."""
     return call_address(openmp.thread_number), call_address(openmp.num_threads)
 
 

@@ -58,7 +58,7 @@ def forward(
     dilation: int = 1,
     statistics: StatisticsOutput | None = None,
 ) -> Tensor:
-    """The output, (pixels, out_channels); writes its statistics, where they are asked for."""
+    """The output, (pixels, out_channels); writes its statistics, where they are requested."""
     values, weight = with_contiguous_rows(input.values), _channels_last(weight)
     (num_rows, channels), out_channels, has_statistics = values.shape, len(weight), statistics is not None
     tile = forward_tile(out_channels, weight.dtype)

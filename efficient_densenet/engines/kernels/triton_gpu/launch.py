@@ -67,8 +67,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None
         else:
             run, function, metadata, values, get_current_stream, _ = launcher
             x, y, z = (*grid, 1, 1)[:3]
-            no_hooks = None, None, None  # nor what they would be told
-            run(x, y, z, get_current_stream(device), function, metadata, *no_hooks, *passed, *values)
+            no_launch_hooks = None, None, None  # and no arguments for them
+            run(x, y, z, get_current_stream(device), function, metadata, *no_launch_hooks, *passed, *values)
 
 
 def _key_and_pointers(arguments: Sequence[Any]) -> tuple[list[Any], list[float | None]]:
