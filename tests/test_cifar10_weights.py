@@ -89,3 +89,14 @@ def test_fine_tuning_begins_with_them(tmp_path):
     assert tuned["classifier.weight"].shape == (2, 342)
     for name, tensor in given.items():
         assert torch.equal(tuned[name], tensor) or name.startswith("classifier"), name
+
+
+def test_the_page_states_how_ten_more_epochs_ended():
+    page, folder = (CHECKPOINTS / "README.md").read_text(), RUN / "ten_more_epochs"
+    *_, last = rows = read(folder / "results.csv")
+    assert len(rows) == 10
+    assert (
+        f"validation error of {float(last['valid_error']):.2%} and a test\nerror of {float(last['test_error']):.2%}"
+        in page
+    )
+    assert f"finished: test error {float(last['test_error']):.2%}" in (folder / "run_log.txt").read_text()
