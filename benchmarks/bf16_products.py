@@ -6,7 +6,6 @@ Ours multiply as the engine's kernels do: rows of pixels by the packed panels of
 file to benchmarks/results with a row for each size, in GFLOP/s.
 """
 
-import datetime
 import statistics
 import time
 from collections.abc import Callable
@@ -67,9 +66,7 @@ def _provenance(rounds: int) -> dict[str, Any]:
     return {
         "rounds": rounds,
         "device_name": device_name(torch.device("cpu")),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": rows.commit(),
+        **rows.provenance(),
     }
 
 

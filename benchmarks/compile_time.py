@@ -8,7 +8,6 @@ caches the results. A step is compiled with a cold cache; with that of a trivial
 step. The kernels of Numba are on disk by then. Writes a CSV file to benchmarks/results with a row for each engine.
 """
 
-import datetime
 import os
 import statistics
 import subprocess
@@ -70,9 +69,7 @@ def _row(engine: str, setting: Setting, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "device_name": answer["device_name"],
         "threads": setting.threads,
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": rows.commit(),
+        **rows.provenance(),
     }
     print(row)
     return row

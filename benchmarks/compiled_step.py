@@ -7,7 +7,6 @@ Two processes of one method differ by a few percent, which is what is to be meas
 Eager and compiled take one step each in turn. Writes a CSV file to benchmarks/results with a row for each of them.
 """
 
-import datetime
 import statistics
 from typing import Any
 
@@ -63,9 +62,7 @@ def _rows(setting: Setting, rounds: int) -> list[dict[str, Any]]:
             "allocator": allocator(),
             "device_name": answers[name]["device_name"],
             "threads": setting.threads,
-            "torch": torch.__version__,
-            "date": datetime.date.today().isoformat(),
-            "commit": rows.commit(),
+            **rows.provenance(),
         }
         for name in METHODS
     ]

@@ -10,7 +10,6 @@ with one of them the measured times stand beside the estimates. `--folder` write
 writes the tables of a document again.
 """
 
-import datetime
 import re
 import shlex
 from collections.abc import Iterable
@@ -257,9 +256,7 @@ def _record(setting: Setting, counts: dict[str, Counts], row: Row) -> dict[str, 
         "gigabytes": f"{counted.bytes / 1e9:.3f}" if counted else "",
         "traffic_over_plain": f"{counted.bytes / counts['plain'].bytes:.3f}" if counted else "",
         "tensor_peak_mib": f"{counted.tensor_peak / 2**20:.1f}" if counted else "",
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": results.commit(),
+        **results.provenance(),
     }
 
 

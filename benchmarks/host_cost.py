@@ -7,7 +7,6 @@ Plain and the shared engine take one step each in turn, on one thread, so that a
 round. Writes a CSV file to benchmarks/results with a row for each set of kernels.
 """
 
-import datetime
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -75,9 +74,7 @@ def _measure(kernels: str, model: str, batch_size: int, image_size: int, rounds:
         "shared_over_plain": round(statistics.median(ratios), 3),
         "rounds": rounds,
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": rows.commit(),
+        **rows.provenance(),
     }
     print(row)
     return row

@@ -8,7 +8,6 @@ Markdown table, and writes a CSV file to benchmarks/results with a row for each 
 """
 
 import contextlib
-import datetime
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -146,9 +145,7 @@ def _rows(
             "device": images.device.type,
             "device_name": device_name(images.device),
             "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "date": datetime.date.today().isoformat(),
-            "commit": results.commit(),
+            **results.provenance(),
         }
         for name in methods
     ]

@@ -6,7 +6,6 @@
 Prints a Markdown table, and writes robustness_<name of the checkpoint>.csv to benchmarks/results.
 """
 
-import datetime
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -72,9 +71,7 @@ def _row(checkpoint: str, way: str, logits: Tensor, plain: Tensor, labels: Tenso
         "test_error": f"{(logits.argmax(1) != labels).double().mean().item():.4f}",
         "other_classes": int((logits.argmax(1) != plain.argmax(1)).sum()),
         "largest_difference": f"{((logits - plain).abs().max() / plain.abs().max()).item():.1e}",
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": results.commit(),
+        **results.provenance(),
     }
 
 

@@ -74,9 +74,7 @@ def _row(setting: Setting, method: str, measurement: Measurement, plain: Measure
         "device": setting.device.split(":")[0],
         "device_name": measurement.device_name or plain.device_name,
         "threads": setting.threads,
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
+        **provenance(),
     }
     return {name: str(values[name]) for name in COLUMNS}
 
@@ -94,6 +92,11 @@ def _quartiles(name: str, values: list[float], digits: int) -> Row:
     quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     texts = [f"{value:.{digits}f}" for value in quartiles] or ["", "", ""]
     return dict(zip((f"{name}_q1", f"{name}_median", f"{name}_q3"), texts, strict=True))
+
+
+def provenance() -> Row:
+    """Return what every row of a file of measurements ends with: PyTorch's version, the date, and the commit."""
+    return {"torch": torch.__version__, "date": datetime.date.today().isoformat(), "commit": commit()}
 
 
 def commit() -> str:

@@ -17,7 +17,8 @@ from torch import Tensor
 from efficient_densenet import DenseNet
 from efficient_densenet.training import finetune
 from efficient_densenet.training.options import parse
-from efficient_densenet.training.run import Run, run_directory
+from efficient_densenet.training.run import Run
+from efficient_densenet.training.run_state import run_directory
 from efficient_densenet.training.signals import TrainingInterrupted
 from efficient_densenet.weights.published import NAMES, PUBLISHED
 from efficient_densenet.weights.trained import TRAINED, TrainedWeights

@@ -33,9 +33,8 @@ def run_sequence(
     blocks = [module for _, module in modules if is_block(module)]
     first_block = blocks[0] if blocks else None
     x, position, first_parts = _run_stem(modules, x, first_block, taps)
-    memory_format: torch.memory_format | None = (
-        None  # the plain network's of x, where a stage has kept x in channels_last
-    )
+    # The plain network's memory format of x, where a stage has kept x in channels_last.
+    memory_format: torch.memory_format | None = None
     while position < len(modules):
         name, module = modules[position]
         position += 1

@@ -70,9 +70,9 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
     allowed = list(inspect.signature(cls).parameters)
     unknown = [key for key in overrides if key not in allowed]
     if unknown:
-        hint = "give weights='DEFAULT'; " if unknown[0] == "pretrained" else ""
-        takes = ", ".join([*allowed, "weights", "adapt_input"])
-        raise TypeError(f"unknown argument {unknown[0]!r} for {name}: {hint}{cls.__name__} takes {takes}")
+        hint = "give weights=...; " if unknown[0] == "pretrained" else ""
+        takes = f"{cls.__name__} takes {', '.join(allowed)}, and the zoo weights and adapt_input"
+        raise TypeError(f"unknown argument {unknown[0]!r} for {name}: {hint}{takes}")
     if weights is None:
         return cls(**(variants[name] | overrides))
     named = find_weights(name, weights)  # raises for a wrong name before anything is built

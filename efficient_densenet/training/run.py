@@ -15,7 +15,15 @@ from .._archive import to_archive
 from ..weights.trained import find_checkpoint
 from . import files, finetune, models, run_format, run_log, run_state
 from .cuda_graph import check_cuda_graph
-from .data import Dataset, SplitDataset, StreamedImages, UndecodableImage, check_buffers, check_images, load
+from .data import (
+    SplitDataset,
+    StreamedImages,
+    UndecodableImage,
+    check_buffers,
+    check_images,
+    check_options_of_folders,
+    load,
+)
 from .data.augment import transform_for
 from .distributed import DistributedContext, init_distributed
 from .evaluate import evaluate
@@ -38,7 +46,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
     options = parse(given, efficient_engine)
     with init_distributed(options.device) as context:
         options = replace(options, seed=context.from_main_process(options.seed))  # which may have drawn it
-        folder = run_directory(options)
+        folder = run_state.run_directory(options)
         check_options(options.workers, options.lr)
         if options.evaluate is not False:
             evaluate(folder if options.evaluate is True else find_checkpoint(options.evaluate), options, context)
@@ -63,29 +71,6 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         if context.is_main_process:
             check_dependencies(options.tensorboard)
         Run(options, context, folder, state, versions, pretrained).train()
-
-
-def _check_options_of_folders(options: RunOptions, dataset: Dataset) -> None:
-    """Raise for options that only the images of a folder have a use for, where there are others."""
-    size = dataset.image_size
-    if options.image_size not in (None, size) and options.weights is None:  # weights have a size for any images
-        raise ValueError(
-            f"found --image_size {options.image_size}, but the images of {dataset.name} have {size}×{size}, and only "
-            "those of an image folder are resized: leave it out"
-        )
-    if options.stream and not isinstance(dataset.train, StreamedImages):
-        raise ValueError(f"found --stream, but only an image folder is streamed, and not {dataset.name}: leave it out")
-
-
-def run_directory(options: RunOptions) -> Path:
-    if options.save is not None:
-        return Path(options.save)
-    data = "digits" if options.data is None else Path(options.data).absolute().name
-    model = options.model or f"densenet_bc_{options.depth}_{options.growth_rate}"
-    if options.weights is not None:
-        model = finetune.directory_name(options.weights)
-    engine = "" if options.engine == "best" else f"_{options.engine}"
-    return Path("checkpoints") / f"{data}_{model}{engine}"
 
 
 class Run:
@@ -168,7 +153,7 @@ class Run:
         dataset = load(options.data, options.dataset, size, options.workers, options.stream, may_download)
         if context.is_main_process:
             context.barrier()
-        _check_options_of_folders(options, dataset)
+        check_options_of_folders(dataset, None if options.weights else options.image_size, options.stream)
         dataset = dataset.with_validation(options.valid_size).to(context.device)
         if channels is not None:
             dataset = dataset.with_channels(channels)

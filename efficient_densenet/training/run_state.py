@@ -14,7 +14,7 @@ from torch import nn
 
 from .._archive import to_archive
 from ..weights.trained import TRAINED
-from . import files, run_format
+from . import files, finetune, run_format
 from .data import SplitDataset
 from .loop import Trainer, TrainingPosition
 from .models import CONFIG, WEIGHTS, ModelConfig, check_weights, read_config
@@ -36,6 +36,17 @@ CHANGEABLE = PER_CALL | {
 }
 """Options that may change when a run is resumed: they change no number, or only its rounding. (With dropout,
 `channels_last` and `compile` draw other random numbers.)"""
+
+
+def run_directory(options: RunOptions) -> Path:
+    if options.save is not None:
+        return Path(options.save)
+    data = "digits" if options.data is None else Path(options.data).absolute().name
+    model = options.model or f"densenet_bc_{options.depth}_{options.growth_rate}"
+    if options.weights is not None:
+        model = finetune.directory_name(options.weights)
+    engine = "" if options.engine == "best" else f"_{options.engine}"
+    return Path("checkpoints") / f"{data}_{model}{engine}"
 
 
 FileVersions = dict[str, tuple[int, int, int]]

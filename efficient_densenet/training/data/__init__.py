@@ -4,7 +4,7 @@ from .decode import UndecodableImage
 from .folder import check_images
 from .images import Images, ImageSet, StreamedImages
 from .prefetch import check_buffers
-from .sources import DATASETS, Dataset, SplitDataset, load
+from .sources import DATASETS, Dataset, SplitDataset, check_options_of_folders, load
 
 __all__ = [
     "DATASETS",
@@ -16,5 +16,6 @@ __all__ = [
     "UndecodableImage",
     "check_buffers",
     "check_images",
+    "check_options_of_folders",
     "load",
 ]

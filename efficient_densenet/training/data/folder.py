@@ -103,7 +103,8 @@ def _image_files(folder: Path) -> Iterator[Path]:
 
 
 def has_images(folder: Path) -> bool:
-    return next(_image_files(folder), None) is not None
+    """Whether there are images in the folder itself: what is below may be a whole file system."""
+    return any(path.suffix.lower() in SUFFIXES for path in folder.glob("*"))
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -10,7 +10,7 @@ import torch
 from ..._extras import need
 from . import cifar, digits, folder, idx
 from .download import TITLES, download
-from .images import Images, ImageSet, digest, random_split
+from .images import Images, ImageSet, StreamedImages, digest, random_split
 
 DATASETS = tuple(TITLES)
 SPLIT_SEED = 0
@@ -111,6 +111,18 @@ def load(
         raise PermissionError(
             f"{exc.filename or data} cannot be read: change its permissions, or give another --data"
         ) from exc
+
+
+def check_options_of_folders(dataset: Dataset, image_size: int | None, stream: bool | None) -> None:
+    """Raise for options that only the images of a folder have a use for, where there are others."""
+    size = dataset.image_size
+    if image_size not in (None, size):
+        raise ValueError(
+            f"found --image_size {image_size}, but the images of {dataset.name} have {size}×{size}, and only those of "
+            "an image folder are resized: leave it out"
+        )
+    if stream and not isinstance(dataset.train, StreamedImages):
+        raise ValueError(f"found --stream, but only an image folder is streamed, and not {dataset.name}: leave it out")
 
 
 def _load(
