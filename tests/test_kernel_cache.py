@@ -2,11 +2,13 @@
 
 import functools
 import importlib
+import itertools
 import os
 import random
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -25,22 +27,22 @@ from efficient_densenet.engines.kernels.numba_cpu import openmp
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, compilation, numba_kernels, disk_cache, intrinsics, processor = (
+operations, compilation, numba_kernels, disk_cache, intrinsics, memory, processor = (
     importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
-    for name in ("operations", "compilation", "kernels", "disk_cache", "intrinsics", "processor")
+    for name in ("operations", "compilation", "kernels", "disk_cache", "intrinsics", "memory", "processor")
 )
 check = functools.partial(check, operations)
 KERNEL = numba_kernels.batch_norm_grad_input  # the smallest
 NAME = "batch_norm_grad_input"
 
 
-def load(dtype=torch.float32):
-    """How often the kernel was found on disk, once it has computed the right numbers."""
-    compiled = compilation.compile_kernel.__wrapped__(KERNEL, dtype)
+def load(dtype=torch.float32, name=NAME):
+    """Whether the kernel was found on disk, once it has computed the right numbers."""
+    compiled = compilation.compile_kernel.__wrapped__(getattr(numba_kernels, name), dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "_address", lambda kernel, dtype: compiled.address)
-        check(NAME, Case((2, 5, 7), 9, 16) if dtype == torch.float32 else Case((2, 5, 7), 9, 16).in_float64())
-    return compiled.cache_hits
+        check(name, Case((2, 5, 7), 9, 16) if dtype == torch.float32 else Case((2, 5, 7), 9, 16).in_float64())
+    return compiled.from_disk
 
 
 def load_in_another_process(dtype=torch.float32):
@@ -68,7 +70,7 @@ def cache(filled, tmp_path, monkeypatch):
     """A copy of `filled` that is used: the directory of the files."""
     shutil.copytree(filled, tmp_path / "cache")
     use_directory(tmp_path / "cache", monkeypatch)
-    (directory,) = (tmp_path / "cache").glob("*/*")
+    (directory,) = (tmp_path / "cache").iterdir()
     return directory
 
 
@@ -129,34 +131,22 @@ def test_damaged_files_are_compiled_again_and_replaced(cache, damage):
     assert load_in_another_process() == 1
 
 
-def test_any_flipped_bit_and_any_length_is_noticed(cache, monkeypatch):
-    file = file_of(cache)
-    whole = file.read_bytes()
-    unpickled = []
-    monkeypatch.setattr(disk_cache.pickle, "loads", unpickled.append)
-    target = numba.core.registry.cpu_target.target_context
-    signature = KERNEL.signature(*[torch.empty(0).numpy().dtype] * 3)
-    rng = random.Random(0)
+def test_any_flipped_bit_and_any_length_is_noticed(cache):
+    whole = file_of(cache).read_bytes()
+    key = b"of a kernel"
+    content = whole[disk_cache._CHECKSUM_BYTES :]
+    disk_cache.store("any", key, content)
+    (file,) = cache.glob("any-*")
+    whole, rng = file.read_bytes(), random.Random(0)
     for _ in range(200):
         file.write_bytes(whole)
         flip_bit(file, rng.randrange(8 * len(whole)))
-        assert disk_cache.open_cache(KERNEL.function).load_overload(signature, target) is None
+        assert disk_cache.load("any", key) is None
         file.write_bytes(whole[: rng.randrange(len(whole))])
-        assert disk_cache.open_cache(KERNEL.function).load_overload(signature, target) is None
-    assert not unpickled
+        assert disk_cache.load("any", key) is None
     file.write_bytes(whole)
-    disk_cache.open_cache(KERNEL.function).load_overload(signature, target)
-    assert len(unpickled) == 1
-
-
-def test_a_file_that_no_longer_unpickles_is_replaced(cache, monkeypatch):
-    """As after an update of a library whose version is not part of the key."""
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_cache, "dumps", lambda data: b"no pickle")
-        file_of(cache).unlink()
-        assert load() == 0
-    assert load() == 0
-    assert load_in_another_process() == 1
+    assert disk_cache.load("any", key) == content
+    assert disk_cache.load("any", b"of another") is None
 
 
 def test_the_fast_kernels_stay_when_their_files_are_damaged(cache, monkeypatch):
@@ -169,7 +159,7 @@ def test_the_fast_kernels_stay_when_their_files_are_damaged(cache, monkeypatch):
     )
     os.truncate(file_of(cache), 100)
     assert kernels._has_numba.__wrapped__()
-    assert [each.cache_hits for each in compiled] == [0, 1]
+    assert [each.from_disk for each in compiled] == [False, True]
 
 
 def test_files_and_their_directory_are_the_users_alone(cache):
@@ -191,7 +181,7 @@ def test_a_directory_that_others_may_write_is_not_used(cache, mode):
 def test_a_directory_of_another_user_is_not_used(cache, monkeypatch):
     owner = os.geteuid()
     monkeypatch.setattr(disk_cache.os, "geteuid", lambda: owner + 1)
-    directory = cache.rename(cache.with_name(f"kernels-{owner + 1}"))
+    directory = cache.rename(cache.with_name(f"efficient_densenet-{owner + 1}"))
     with pytest.warns(UserWarning, match=f"of user {owner}, where one is needed that user {owner + 1} alone"):
         assert load() == 0
     assert len(list(directory.iterdir())) == 2
@@ -223,8 +213,28 @@ def test_the_directory_above_may_be_shared(cache):
 def test_kernels_are_compiled_where_no_directory_is_writable(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     use_directory(tmp_path / "file" / "cache", monkeypatch)
-    implementation = disk_cache.FunctionCache._impl_class
-    monkeypatch.setattr(implementation, "_locator_classes", implementation._locator_classes[:1])  # CACHE_DIR's
+    assert load() == load() == 0
+
+
+def test_the_users_cache_directory_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert [load(), load()] == [False, True]
+    assert len(list((tmp_path / "xdg").glob("*/*.kernel"))) == 1
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [load(), load()] == [False, True]
+    assert len(list((tmp_path / ".cache").glob("*/*.kernel"))) == 1
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_kernels_are_compiled_for_a_user_without_a_home(monkeypatch):
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", "")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(disk_cache.Path, "home", no_home)
     assert load() == load() == 0
 
 
@@ -268,7 +278,7 @@ def test_processes_that_compile_at_once_and_one_is_killed_while_it_writes(cache,
 def test_versions_that_share_a_directory_keep_each_others_files(cache, monkeypatch):
     """So many files of a kernel stay, those used last."""
     with monkeypatch.context() as patch:
-        patch.setattr(disk_cache, "_hash_of_sources", lambda: "other sources")
+        patch.setattr(compilation, "_hash_of_sources", lambda: "other sources")
         assert [load(), load()] == [0, 1]
     assert load() == 1
     files = list(cache.iterdir())
@@ -288,22 +298,22 @@ def test_versions_that_share_a_directory_keep_each_others_files(cache, monkeypat
 
 
 def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):
-    folder = Path(disk_cache.__file__).parent
+    folder = Path(compilation.__file__).parent
     copied = [Path(shutil.copy(source, tmp_path)) for source in folder.glob("*.py")]
-    monkeypatch.setattr(disk_cache.importlib.resources, "files", lambda package: tmp_path)
-    hashes = [disk_cache._hash_of_sources.__wrapped__()]
-    assert hashes[0] == disk_cache._hash_of_sources()
+    monkeypatch.setattr(compilation.importlib.resources, "files", lambda package: tmp_path)
+    hashes = [compilation._hash_of_sources.__wrapped__()]
+    assert hashes[0] == compilation._hash_of_sources()
     for file in copied:
         with file.open("a") as source:
             source.write("# changed\n")
-        hashes.append(disk_cache._hash_of_sources.__wrapped__())
+        hashes.append(compilation._hash_of_sources.__wrapped__())
     assert len(copied) > 10
     assert len(set(hashes)) == len(hashes)
 
 
 def test_the_key_depends_on_the_features_of_the_processor_that_are_used(cache, monkeypatch):
     assert load() == 1
-    monkeypatch.setattr(disk_cache, "features", lambda: ("another",))
+    monkeypatch.setattr(compilation, "features", lambda: ("another",))
     assert load() == 0
     assert load() == 1
 
@@ -312,7 +322,7 @@ COMPILES = """
 import torch
 from efficient_densenet.engines.kernels.numba_cpu import compilation, kernels
 assert kernels.__file__.startswith(FOLDER), kernels.__file__
-print(compilation.compile_kernel(kernels.batch_norm_grad_input, torch.float32).cache_hits)
+print(int(compilation.compile_kernel(kernels.batch_norm_grad_input, torch.float32).from_disk))
 """
 
 
@@ -324,13 +334,13 @@ def test_the_next_process_uses_the_repaired_file_until_a_source_changes(tmp_path
 
     def cache_hits():
         command = [sys.executable, "-W", "error", "-c", f"FOLDER = {str(tmp_path)!r}\n{COMPILES}"]
-        environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
         environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), *sys.path))
         completed = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
         return int(completed.stdout)
 
     assert cache_hits() == 0
-    (file,) = folder.glob("__pycache__/*/*.kernel")
+    (file,) = tmp_path.glob("cache/*/*.kernel")
     os.truncate(file, 1000)
     assert cache_hits() == 0
     assert cache_hits() == 1
@@ -341,7 +351,7 @@ def test_the_next_process_uses_the_repaired_file_until_a_source_changes(tmp_path
 
 
 def training_step():
-    """The times that a kernel was found on disk or not, once a training step has had the right numbers."""
+    """Whether no, each or some kernel was on disk (10, 11, 12), once a training step has had the right numbers."""
     compiled = []
 
     def compile_kernel(kernel, dtype, operand=None):
@@ -354,15 +364,15 @@ def training_step():
     operations.compile_kernel = compile_kernel
     plain = small_model("bc", efficient=False)
     assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
-    hits = {each.cache_hits for each in compiled}
-    return {frozenset({0}): 10, frozenset({1}): 11, frozenset({0, 1}): 12}[frozenset(hits)]
+    found = {each.from_disk for each in compiled}
+    return 12 if len(found) == 2 else 10 + found.pop()
 
 
 @pytest.mark.exhaustive
 def test_training_with_every_file_damaged(tmp_path, monkeypatch):
     use_directory(tmp_path, monkeypatch)
     assert Child(training_step, timeout=300).wait() == 10
-    (directory,) = tmp_path.glob("*/*")
+    (directory,) = tmp_path.iterdir()
     rng, files = random.Random(0), sorted(directory.iterdir())
     assert len(files) >= 8
     assert Child(training_step).wait() == 11
@@ -374,20 +384,148 @@ def test_training_with_every_file_damaged(tmp_path, monkeypatch):
     assert Child(training_step).wait() == 11
 
 
-def scaled(factor, then=None):
-    """A compiled function that encloses a number, and a function if there is one."""
-    if then is None:
-        return intrinsics.compiled(lambda x: x * factor)
-    return intrinsics.compiled(lambda x: then(x) * factor)
+KERNELS = "batch_norm_grad_input", "batch_statistics"
 
 
-def test_functions_that_enclose_different_values_have_different_names():
-    """Numba names machine code by them: what several processes compiled is linked into one."""
-    buffers = [intrinsics.stack_buffer(count) for count in (16, 32, 16)]
-    inner = [scaled(2), scaled(3), scaled(2)]
-    for made in (inner, [scaled(1, then) for then in inner], [scaled(1, then) for then in buffers]):
-        first, other, again = (function.py_func.__qualname__ for function in made)
-        assert first == again != other
+def load_kernels(dtype):
+    return sum(load(dtype, name) for name in KERNELS)
+
+
+def scrambling_kernel(factor):
+    """A kernel that calls a function which is too long to be inlined, and whose name says nothing of the factor."""
+    rounds = [f"    x = (x ^ (x >> 7)) * {factor}" for _ in range(100)]
+    kernel = ["def kernel(address, x, zero):", "    elements(address, 0, 1, zero)[0] = scramble(x)"]
+    functions = {"elements": memory.elements, "__name__": __name__}
+    exec(compile("\n".join(["def scramble(x):", *rounds, "    return x % 90", *kernel]), __file__, "exec"), functions)
+    functions["scramble"] = intrinsics.compiled(functions["scramble"])
+    functions["kernel"].__name__ = f"scramble_by_{factor}"
+    return compilation.subroutine(2)(functions["kernel"])
+
+
+def scramble(factor, from_disk):
+    compiled = compilation.compile_kernel(scrambling_kernel(factor), torch.float32)
+    assert compiled.from_disk == from_disk
+    result = torch.empty(1)
+    compiled.ctypes(result.data_ptr(), 12345, 0.0)
+    return int(result.item())
+
+
+def test_kernels_that_processes_compiled_apart_run_together(tmp_path, monkeypatch):
+    """Forks count compilations and types alike, so that functions of their kernels have one name and different code."""
+    use_directory(tmp_path, monkeypatch)
+    results = {factor: in_child(lambda factor=factor: scramble(factor, from_disk=False)) for factor in (3, 5)}
+    assert len({*results.values()} - {99}) == 2
+    functions, missing = functions_of(tmp_path)
+    assert any(len(codes) > 1 for codes in functions.values())
+    assert not missing & functions.keys()
+    for order in ((3, 5), (5, 3)):
+        assert (
+            in_child(
+                lambda order=order: [scramble(each, from_disk=True) for each in order] != [*map(results.get, order)]
+            )
+            == 0
+        )
+
+
+def functions_of(directory):
+    """The machine codes that the object files of a cache have under each name, and the names that they lack."""
+    functions, missing = {}, set()
+    for file in directory.rglob("*.kernel"):
+        for name, section, code in symbols(file.read_bytes()[disk_cache._CHECKSUM_BYTES :].partition(b"\0")[2]):
+            if section:
+                functions.setdefault(name, set()).add(code)
+            else:
+                missing.add(name)
+    return functions, missing - {""}
+
+
+def symbols(elf):
+    """Name, section and content of each symbol of an ELF object file of 64 bits."""
+    assert elf[:6] == b"\x7fELF\2\1"
+    (offset,), (count,) = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<H", elf, 0x3C)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", elf, offset + 64 * i) for i in range(count)]
+    (table,) = (section for section in sections if section[1] == 2)
+    names = sections[table[6]][4]
+    for start in range(table[4], table[4] + table[5], 24):
+        name, _, _, section, value, size = struct.unpack_from("<IBBHQQ", elf, start)
+        code = elf[sections[section][4] + value :][:size] if section < count else b""
+        yield elf[names + name :].partition(b"\0")[0].decode(), section, code
+
+
+STEPS = """
+import sys, hashlib, torch
+from efficient_densenet import DenseNet
+torch.set_num_threads(1)
+for name in sys.argv[1:]:
+    for small_inputs, bn_size, training in ((True, 4, True), (False, 0, True), (True, 4, False)):
+        torch.manual_seed(0)
+        dtype = getattr(torch, "float32" if name == "autocast" else name)
+        arguments = dict(num_init_features=6, small_inputs=small_inputs, bn_size=bn_size, efficient="shared")
+        model = DenseNet(4, (3, 2), **arguments).to(dtype).train(training)
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
+            output = model(torch.randn(2, 3, 32, 32, dtype=dtype))
+        output.float().square().sum().backward()
+        hashed = hashlib.sha256(output.detach().double().numpy().tobytes())
+        for tensor in (*(p.grad for p in model.parameters()), *model.buffers()):
+            assert torch.isfinite(tensor).all(), (name, small_inputs, bn_size, training)
+            hashed.update(tensor.detach().double().numpy().tobytes())
+        print(name, hashed.hexdigest())
+"""
+
+
+class Steps:
+    """A process that trains in these dtypes, with kernels of a directory."""
+
+    def __init__(self, directory, *dtypes):
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(directory)}
+        command = [sys.executable, "-c", STEPS, *dtypes]
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def lines(self):
+        """What it has printed at its end."""
+        output, _ = self.process.communicate(timeout=600)
+        assert self.process.returncode == 0
+        return sorted(output.splitlines())
+
+
+DTYPES = "float32", "bfloat16", "float64"
+
+
+@pytest.fixture(scope="module")
+def steps_with_empty_caches(tmp_path_factory):
+    """Of each dtype by itself."""
+    names = *DTYPES, "autocast"
+    return {name: Steps(tmp_path_factory.mktemp("empty"), name).lines() for name in names}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", [*itertools.permutations(DTYPES), ("float32", "autocast", "float64")])
+def test_steps_do_not_depend_on_who_compiled_what_before(order, steps_with_empty_caches, tmp_path):
+    expected = sorted(line for name in order for line in steps_with_empty_caches[name])
+    assert sorted(line for name in order for line in Steps(tmp_path, name).lines()) == expected
+    for together in (order, order[::-1]):
+        assert Steps(tmp_path, *together).lines() == expected
+    functions, missing = functions_of(tmp_path)
+    assert not missing & functions.keys()
+
+
+@pytest.mark.exhaustive
+def test_four_processes_fill_an_empty_cache_at_once(steps_with_empty_caches, tmp_path):
+    names = [*DTYPES, "autocast"]
+    processes = [Steps(tmp_path, name) for name in names]
+    assert [process.lines() for process in processes] == [steps_with_empty_caches[name] for name in names]
+    expected = sorted(line for name in names for line in steps_with_empty_caches[name])
+    assert Steps(tmp_path, *names).lines() == expected
+
+
+@pytest.mark.exhaustive
+def test_four_processes_fill_an_empty_cache_at_once_twenty_times(tmp_path, monkeypatch):
+    dtypes = torch.float32, torch.float64
+    for i in range(20):
+        use_directory(tmp_path / str(i), monkeypatch)
+        children = [Child(functools.partial(load_kernels, dtype)) for dtype in dtypes * 2]
+        assert {child.wait() for child in children} <= set(range(len(KERNELS) + 1))
+        assert in_child(lambda: sum(map(load_kernels, dtypes))) == len(dtypes) * len(KERNELS)
 
 
 SUM_OF_ONES = """
@@ -403,7 +541,7 @@ for name in sys.argv[1:]:
     a[:] = b[:] = np.array([one]).view(np.uint32)
     kernel.ctypes(48, 48, 32, a.ctypes.data, 256, 1, b.ctypes.data, 256, 0, c.ctypes.data, 256, np.float32(0))
     assert (c[:48, :48] == (32 if name == "gemm" else 64)).all(), (name, c[:2, :20])
-    print(kernel.cache_hits)
+    print(int(kernel.from_disk))
 """
 
 

@@ -570,13 +570,6 @@ DEFECTS = [
         ("numba_kernels",),
     ),
     Defect(
-        "numba: functions that enclose different values have one name",
-        NUMBA + "intrinsics.py",
-        "    if function.__closure__:\n",
-        "    if False:\n",
-        ("kernel_cache",),
-    ),
-    Defect(
         "numba: K-blocks after the first overwrite",
         NUMBA + "gemm.py",
         "min(_K_BLOCK, k - start), accumulate or start > 0",
@@ -806,8 +799,18 @@ DEFECTS = [
     Defect(
         "kernels: files on disk without their checksum",
         NUMBA + "disk_cache.py",
-        "if checksum != _checksum(key, data):",
-        "if not data:",
+        "if checksum != _checksum(key, content):",
+        "if not content:",
+        ("kernel_cache",),
+    ),
+    Defect(
+        "kernels: one linker for all object files",
+        NUMBA + "compilation.py",
+        """        machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+        self._linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)  # owns the machine code
+        self._linker""",
+        """        self._linker = _target().codegen()._engine._ee
+        self._linker""",
         ("kernel_cache",),
     ),
     Defect(

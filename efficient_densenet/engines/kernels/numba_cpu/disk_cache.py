@@ -1,32 +1,21 @@
-"""Compiled kernels on disk: a file for each, which is used only if it is whole and no other user may write it.
+"""Files of compiled kernels, each of which is used only if it is whole and no other user may write it.
 
-Numba chooses the place (`NUMBA_CACHE_DIR`, `__pycache__`, or the user's cache directory) and says what a compiled
-kernel consists of. Numba's own files are pickles without a checksum: damage raises errors for ever, and a file in
-another's place ends the process. Here a file is a checksum of the key and the content, then the content. The key holds
-everything that the machine code depends on. `KernelCache` needs `numba.core.caching` as Numba 0.57 to 0.68 have it.
+They lie in a directory of the user's own: inside `NUMBA_CACHE_DIR` where that is set, otherwise in the user's cache
+directory. A file is a checksum of the key and the content, then the content. The key holds everything that the content
+depends on.
 """
 
 import contextlib
 import functools
 import hashlib
-import importlib.resources
 import os
-import pickle
 import stat
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import llvmlite
-import numba
-from numba.core.caching import FunctionCache, NullCache
-from numba.core.serialize import dumps
-
-from .processor import features
+from numba import config
 
 FILES_PER_KERNEL = 16
 """So many files of a kernel stay, those used last: for each dtype, kind of processor and version that shares them."""
@@ -35,72 +24,54 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _ABANDONED_AFTER = 3600  # seconds: no process writes a temporary file for so long
 
 
-def open_cache(function: Callable) -> "KernelCache | NullCache":
-    """The function's cache, or one that holds nothing where Numba can write nowhere or other users can."""
-    try:
-        cache = KernelCache(function)
-    except RuntimeError:  # Numba finds no directory that it can write
-        return NullCache()
-    return NullCache() if cache.directory is None else cache
-
-
-class KernelCache(FunctionCache):
-    """One function's compiled kernels. A file that cannot be used counts as missing, and is replaced as a whole."""
-
-    def __init__(self, function: Callable) -> None:
-        super().__init__(function)
-        self.function = function
-        self.directory = _private_directory(os.path.abspath(self.cache_path))
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        target_context.refresh()
-        key = self._key(sig, target_context.codegen())
-        content = _read(self._file(key))
-        checksum, data = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
-        if checksum != _checksum(key, data):
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(self._file(key))
-        try:
-            return self._impl.rebuild(target_context, pickle.loads(data))
-        except Exception:  # whatever differs from when it was written
-            return None
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        if not self._impl.check_cachable(data):
-            return
-        key, content = self._key(sig, data.codegen), dumps(self._impl.reduce(data))
-        with contextlib.suppress(OSError):  # the disk is full, for example: the next process compiles again
-            _replace(self._file(key), _checksum(key, content) + content)
-            _remove_old_files(self._file(key).parent, self.function.__name__)
-
-    def _key(self, sig: Any, codegen: Any) -> bytes:
-        versions = numba.__version__, llvmlite.__version__, sys.implementation.cache_tag, sys.abiflags
-        name = self.function.__module__, self.function.__qualname__
-        return repr((versions, _hash_of_sources(), name, str(sig), codegen.magic_tuple(), features())).encode()
-
-    def _file(self, key: bytes) -> Path:
-        assert self.directory is not None
-        return self.directory / f"{self.function.__name__}-{hashlib.sha256(key).hexdigest()[:32]}.kernel"
-
-
-@functools.cache
-def _hash_of_sources() -> str:
-    """Of all files of this folder: a kernel calls functions from many of them."""
-    folder = importlib.resources.files(__name__.rpartition(".")[0])
-    sources = sorted((file.name, file.read_bytes()) for file in folder.iterdir() if file.name.endswith(".py"))
-    return hashlib.sha256(repr(sources).encode()).hexdigest()
-
-
-def _checksum(key: bytes, data: bytes) -> bytes:
-    return hashlib.sha256(hashlib.sha256(key).digest() + data).digest()
-
-
-@functools.cache
-def _private_directory(cache_path: str) -> Path | None:
-    """This user's own directory in Numba's, which others may be able to write; None where it cannot be had."""
-    directory = Path(cache_path, f"kernels-{os.geteuid()}")
+def load(name: str, key: bytes) -> bytes | None:
+    """What was stored for this key of the kernel `name`; None where there is no file that can be used."""
+    directory = _private_directory(_directory())
+    if directory is None:
+        return None
+    file = _file(directory, name, key)
+    stored = _read(file)
+    checksum, content = stored[:_CHECKSUM_BYTES], stored[_CHECKSUM_BYTES:]
+    if checksum != _checksum(key, content):
+        return None
     with contextlib.suppress(OSError):
+        os.utime(file)
+    return content
+
+
+def store(name: str, key: bytes, content: bytes) -> None:
+    """Write the file, as a whole. Where it cannot be written, the next process compiles again."""
+    directory = _private_directory(_directory())
+    if directory is not None:
+        with contextlib.suppress(OSError):
+            _replace(_file(directory, name, key), _checksum(key, content) + content)
+            _remove_old_files(directory, name)
+
+
+def _directory() -> Path | None:
+    """This user's own directory, inside one that others may be able to write; None for a user without a home."""
+    try:
+        caches = config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(os.path.abspath(caches), f"efficient_densenet-{os.geteuid()}")
+
+
+def _file(directory: Path, name: str, key: bytes) -> Path:
+    return directory / f"{name}-{hashlib.sha256(key).hexdigest()[:32]}.kernel"
+
+
+def _checksum(key: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
+
+
+@functools.cache
+def _private_directory(directory: Path | None) -> Path | None:
+    """The directory, made where it is missing; None where it cannot be had or other users may write it."""
+    if directory is None:
+        return None
+    with contextlib.suppress(OSError):
+        directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
     try:
         status = directory.lstat()

@@ -4,11 +4,6 @@ Also how all functions of the kernels are compiled: with NumPy's division, with 
 to fused ones, and without wrappers for Python.
 """
 
-import hashlib
-from collections.abc import Callable
-from types import FunctionType
-from typing import Any
-
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -20,31 +15,8 @@ COMPILE_OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}}
 _NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 inlined = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS, inline="always")
-
-
-def compiled(function: Callable) -> Callable:
-    """Decorates what kernels call.
-
-    Numba names machine code by the function's name and a count of compilations in the process. Kernels that were
-    compiled in several processes and loaded from disk into one could so hold functions of one name that enclose
-    different values, of which the linker would keep one. What a function encloses is therefore a part of its name.
-    """
-    if function.__closure__:
-        enclosed = repr(_enclosed_values(function))
-        function.__qualname__ += f"_{hashlib.sha256(enclosed.encode()).hexdigest()[:16]}"
-    return njit(function, **COMPILE_OPTIONS, **_NO_WRAPPERS)
-
-
-def _enclosed_values(function: Callable) -> list[Any]:
-    """What a function encloses, as values whose `repr` tells them apart and is the same in every process."""
-    return [_description(cell.cell_contents) for cell in function.__closure__ or ()]
-
-
-def _description(value: Any) -> Any:
-    definition = getattr(value, "py_func", getattr(value, "_defn", value))  # of a compiled function, of an intrinsic
-    if isinstance(definition, FunctionType):
-        return definition.__module__, definition.__qualname__, _enclosed_values(definition)
-    return value
+compiled = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS)
+"""Decorates what kernels call."""
 
 
 @intrinsic
