@@ -368,7 +368,7 @@ def test_broken_numba_warns(monkeypatch):
     def fail(*args, **kwargs):
         raise TypeError("no such argument")
 
-    monkeypatch.setattr(compilation, "_CachedCFunc", fail)
+    monkeypatch.setattr(compilation, "CompiledKernel", fail)
     monkeypatch.setattr(numba_kernels, "compile_kernel", compilation.compile_kernel.__wrapped__)
     with pytest.warns(UserWarning, match="Numba cannot run here .no such argument.*slower"):
         assert not kernels._has_numba.__wrapped__()

@@ -19,6 +19,7 @@ import numba
 import numpy as np
 import torch
 from numba import from_dtype, types
+from numba.core import config
 from numba.core.registry import cpu_target
 from numba.core.typing.ctypes_utils import to_ctypes
 from numba.core.typing.templates import Signature
@@ -88,7 +89,8 @@ class CompiledKernel:
     @property
     def ctypes(self) -> Callable[..., None]:
         """The kernel as a function of Python."""
-        return ctypes.CFUNCTYPE(None, *map(to_ctypes, self._signature.args))(self.address)
+        arguments: list[Any] = [to_ctypes(argument) for argument in self._signature.args]
+        return ctypes.CFUNCTYPE(None, *arguments)(self.address)
 
 
 @functools.cache
@@ -120,7 +122,7 @@ def _compile(function: Callable, signature: Signature) -> ObjectFile:
 def _key(function: Callable, signature: Signature) -> bytes:
     """All that the object file depends on."""
     target = _target().codegen().magic_tuple(), features()
-    options = [getattr(numba.config, name) for name in ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK")]
+    options = [getattr(config, name) for name in ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK")]
     versions = numba.__version__, llvmlite.__version__, _hash_of_sources()
     return repr((function.__module__, function.__qualname__, str(signature), target, options, versions)).encode()
 

@@ -15,8 +15,6 @@ import time
 import warnings
 from pathlib import Path
 
-from numba import config
-
 FILES_PER_KERNEL = 16
 """So many files of a kernel stay, those used last: for each dtype, kind of processor and version that shares them."""
 
@@ -51,7 +49,7 @@ def store(name: str, key: bytes, content: bytes) -> None:
 def _directory() -> Path | None:
     """This user's own directory, inside one that others may be able to write; None for a user without a home."""
     try:
-        caches = config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        caches = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
         return None
     return Path(os.path.abspath(caches), f"efficient_densenet-{os.geteuid()}")
