@@ -5,7 +5,6 @@ generators of random numbers, over several steps of training, in evaluation, and
 """
 
 import copy
-import itertools
 import random
 import warnings
 
@@ -28,13 +27,6 @@ SIDE = 6
 def x_of(requires_grad: bool = True) -> Tensor:
     torch.manual_seed(7)
     return torch.randn(3, START, SIDE, SIDE - 1, dtype=torch.double, requires_grad=requires_grad)
-
-
-def compact(value):
-    """A value that compares equal for equal states."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return str(value)
 
 
 def step(model: nn.Module, requires_grad: bool = True) -> dict:
@@ -88,9 +80,13 @@ def assert_same_steps(ours: nn.Module, plain: nn.Module, num_steps: int = 2) -> 
 
 
 def converted(layer, num_layers: int = 2, **options) -> tuple[nn.Module, nn.Module, str]:
-    """A block of such layers, converted; its plain copy; and the name of the engine, or "" where nothing was converted."""
+    """A block of such layers, converted; its plain copy; and the name of the engine, "" where nothing was converted."""
     torch.manual_seed(3)
-    block = Block(layer) if not isinstance(layer, type) else FeaturesBlock([layer(START + i * GROWTH) for i in range(num_layers)])
+    block = (
+        Block(layer)
+        if not isinstance(layer, type)
+        else FeaturesBlock([layer(START + i * GROWTH) for i in range(num_layers)])
+    )
     block = block.double()
     for parameter in block.parameters():
         if parameter.dim() == 1:
@@ -197,6 +193,38 @@ def test_clamps_that_the_trial_s_values_do_not_reach_stay(layer):
     with torch.no_grad():
         for each in (block, plain):
             each.denselayer1.conv2.weight *= 40
+    assert_same_steps(block, plain)
+
+
+class ClampsTheBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-100, 100)
+
+
+@pytest.mark.parametrize("layer", [tiramisu, SqueezeAndExcite])
+def test_a_clamp_of_the_block_s_own_forward_stays(layer):
+    report = make_efficient(ClampsTheBlock(layer))
+    assert not report.changed
+    assert layer is not tiramisu or "runs other operations (clamp)" in report.unchanged[""]
+
+
+class CountsByHand(LayerHalves):
+    """Updates the statistics of a norm without calling it, exactly as the norm would."""
+
+    def forward(self, *features: Tensor) -> Tensor:
+        x, bn = torch.cat(features, 1), self.norm1
+        if self.training:
+            bn.num_batches_tracked.add_(1)
+        y = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+        return self.second_half(self.conv1(F.relu(y)))
+
+
+def test_statistics_updated_by_hand_update_once_with_a_hook_on_the_layer():
+    block, plain, engine = converted(CountsByHand)
+    assert engine == "shared"
+    assert_same_steps(block, plain)
+    for each in (block, plain):
+        each.denselayer2.register_forward_hook(lambda *_: None)
     assert_same_steps(block, plain)
 
 
@@ -332,7 +360,11 @@ class ChecksPoints(LayerHalves):
 
     def forward(self, *features: Tensor) -> Tensor:
         y = torch.cat(features, 1)
-        y = torch.utils.checkpoint.checkpoint(self.first_half, y, use_reentrant=True) if y.requires_grad else self.first_half(y)
+        y = (
+            torch.utils.checkpoint.checkpoint(self.first_half, y, use_reentrant=True)
+            if y.requires_grad
+            else self.first_half(y)
+        )
         return self.second_half(y).tanh()
 
 
@@ -349,7 +381,9 @@ def test_layers_that_checkpoint_inside_by_reentrant_checkpointing_train():
         assert_close(actual, expected)
 
 
-@pytest.mark.parametrize(("layer", "engine"), [(SqueezeAndExcite, True), (ClampsItsOutput, True), (tiramisu, "checkpoint")])
+@pytest.mark.parametrize(
+    ("layer", "engine"), [(SqueezeAndExcite, True), (ClampsItsOutput, True), (tiramisu, "checkpoint")]
+)
 def test_the_caller_may_change_the_input_in_place_afterwards(layer, engine):
     gradients = []
     torch.manual_seed(0)
@@ -376,6 +410,23 @@ def test_norms_keep_their_class_where_nothing_recomputes_them():
     make_efficient(model)
     model(image_batch("torchvision")).sum().backward()
     assert all(type(norm) is nn.BatchNorm2d for norm in norms)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", [True, "checkpoint"])
+def test_training_aware_quantization_finds_all_norms_after_conversion_or_names_the_remedy(engine):
+    quantization = pytest.importorskip("torch.ao.quantization")
+    prepare = pytest.importorskip("torch.ao.quantization.quantize_fx").prepare_qat_fx
+    model, x = build("torchvision").float(), image_batch("torchvision").float()
+    mapping = quantization.get_default_qat_qconfig_mapping("fbgemm")
+    keys = prepare(copy.deepcopy(model).train(), mapping, (x,)).state_dict().keys()
+    make_efficient(model, engine)
+    model(x).sum().backward()
+    if engine == "checkpoint":
+        with pytest.raises(RuntimeError, match=r"call restore\(model\) first, then prepare the model"):
+            prepare(model, mapping, (x,))
+        restore(model)
+    assert prepare(model, mapping, (x,)).state_dict().keys() == keys
 
 
 class DrawsFromItsGenerator(Layer):
@@ -405,3 +456,33 @@ def test_a_generator_of_the_model_is_left_as_it_was():
     assert_same_steps(block, plain)
     assert converted(DrawsFromAGlobalGenerator)[2] == ""
     assert torch.equal(_generator.get_state(), before)
+
+
+_random, _numpy = random.Random(1), numpy.random.default_rng(1)
+
+
+class DrawsFromARandomOfItsOwn(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * (0.5 + _random.random()) if self.training else y
+
+
+class DrawsFromNumPysNewGenerator(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * (0.5 + _numpy.random()) if self.training else y
+
+
+class ChangesAWeight(Layer):
+    """Keeps a weight small, as a constraint in the forward does."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.conv2.weight.data.mul_(0.9)
+        return y
+
+
+@pytest.mark.parametrize("layer", [DrawsFromARandomOfItsOwn, DrawsFromNumPysNewGenerator, ChangesAWeight])
+def test_what_must_not_be_repeated_is_left_alone(layer):
+    before = _random.getstate(), str(_numpy.bit_generator.state)
+    block, _, engine = converted(layer)
+    assert engine == ""
+    assert (_random.getstate(), str(_numpy.bit_generator.state)) == before
+    assert type(block) is FeaturesBlock

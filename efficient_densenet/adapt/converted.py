@@ -25,7 +25,7 @@ from .connection_pattern import ConnectionPattern
 from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
 from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
 from .structure import custom_norms_in, in_channels_of, layers_in, patterns_by_calls, patterns_by_parts, read_block
-from .trial import SideEffectError, Trial, VerificationError, trial
+from .trial import MAIN_MODES, SideEffectError, Trial, VerificationError, trial
 from .verify import Results, describe_difference
 
 
@@ -56,6 +56,7 @@ class Conversion:
         pattern: how the block's forward uses its layers; None where a trial did not find out.
         reason: why the parts of its layers do not describe the block, or None where they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
+        as_a_whole: whether the author's forward may be recomputed as it is, where layer by layer would skip a hook.
         verified: the block's state at the last trial; None before the first one.
     """
 
@@ -64,6 +65,7 @@ class Conversion:
     pattern: ConnectionPattern | None = None
     reason: str | None = None
     recomputes: bool = False
+    as_a_whole: bool = True
     verified: Fingerprint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,6 +82,7 @@ class ConvertedBlock(KeepsSignature):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Tracers see the author's forward; they may pass a proxy in the place of a tensor.
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            self._check_not_quantized(*args)
             return super().forward(*args, **kwargs)
         plan = None if self._conversion.verified is None else dispatch.plan_block(self, args[0])
         if plan is None or plan.engine is Engine.PLAIN:
@@ -162,10 +165,27 @@ class ConvertedBlock(KeepsSignature):
         by_layers = _run_by_layers(self, super().forward, self._conversion.pattern)
         if by_layers is not None:
             return by_layers(x, run_first_half)
+        if not (recomputes and self._conversion.as_a_whole):
+            return super().forward(x)
         x = unshared(x, run_first_half)
         if run_first_half is recompute.run_first_half_official:
             return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
-        return checkpoint_call(super().forward, (x,), {}) if recomputes else super().forward(x)
+        return checkpoint_call(super().forward, (x,), {})
+
+    def _check_not_quantized(self, *args: Any) -> None:
+        """Raise RuntimeError for the tracer of FX quantization, which would not find norms under the exactly-once rule.
+
+        It fuses modules by their very classes, and silently leaves out those of others.
+        """
+        before = self._conversion.exactly_once_norms
+        for_quantization = any(type(getattr(each, "tracer", None)).__name__ == "QuantizationTracer" for each in args)
+        if for_quantization and before is not None:
+            names = (name for name, module in self.named_modules() if isinstance(module, UpdatesOnce))
+            if any(name not in before for name in names):
+                raise RuntimeError(
+                    "quantization finds norms by torch's own classes, and those of a block that is recomputed have "
+                    "others: call restore(model) first, then prepare the model"
+                )
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls it before anything else
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
@@ -264,13 +284,15 @@ def _match(
     difference, recomputes = None, any(result.recomputes for result in block_results)
     for pattern in patterns:
         by_parts = pattern.layer_call is None
-        found = describe_difference(block_results, run, partial(_run_pattern, block, forward, pattern, True), by_parts)
+        found = describe_difference(block_results, run, partial(_run_pattern, block, forward, pattern, True))
         if found is None:
             found_reason = None if by_parts else reason or f"found that by the parts of its layers it {difference}"
-            return Conversion(pattern=pattern, reason=found_reason, recomputes=recomputes)
+            trained = [result for result in block_results if result.mode is MAIN_MODES[1]]
+            as_a_whole = describe_difference(trained, run, partial(_recompute_whole, block, forward)) is None
+            return Conversion(None, None, pattern, found_reason, recomputes, as_a_whole)
         if not by_parts:
             called = partial(_run_pattern, block, forward, pattern, False)
-            if describe_difference(block_results, run, called, by_parts) is None:
+            if describe_difference(block_results, run, called) is None:
                 raise SideEffectError(f"has layers that must not be recomputed: it {found}")
         difference = difference or found
     raise VerificationError(reason or difference)
@@ -285,6 +307,11 @@ def _run_pattern(
     if pattern.layer_call is None:
         return run_layers(read_block(block, pattern), x, run_first_half)
     return run_whole_layers(block, forward, pattern, x, run_first_half)
+
+
+def _recompute_whole(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The output of `forward`, the author's, recomputed where the engines would."""
+    return forward(x) if recompute.why_not_recompute(block) is not None else checkpoint_call(forward, (x,), {})
 
 
 def restore_block(block: ConvertedBlock) -> None:

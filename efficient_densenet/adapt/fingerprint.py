@@ -220,7 +220,8 @@ def _outside(value: Any, place: Place, depth: int = 2) -> Any:
 
 
 def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
-    return tuple((name, _value(name, attributes[name])) for name in sorted(attributes.keys() - ignored))
+    names = (name for name in sorted(attributes.keys() - ignored) if not name.startswith(_OF_SHARDED_MODULES))
+    return tuple((name, _value(name, attributes[name])) for name in names)
 
 
 def _value(name: str, value: Any) -> Any:
@@ -270,6 +271,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "keep_bottleneck",  # which is read at every forward
     "_is_replica",  # what nn.DataParallel makes of a module
 }
+_OF_SHARDED_MODULES = "__composable_api_state_key"
 _OF_EVERY_CLASS = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__static_attributes__", "__firstlineno__"}
 )

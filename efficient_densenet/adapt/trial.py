@@ -12,7 +12,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -98,9 +98,9 @@ class Trial:
         self.own_dtype = torch.float32 if own_dtype == torch.float64 else own_dtype
         self.custom_norms, self.generators = custom_norms_in(module), generators_of(module)
 
-    def run(self, forward: Forward) -> Iterator[Result]:
-        """The results of `forward` and its backward in each of `MODES`, one after another."""
-        return (self._run(forward, mode) for mode in MODES)
+    def run(self, forward: Forward, modes: Iterable[Mode] = MODES) -> Iterator[Result]:
+        """The results of `forward` and its backward in each mode, one after another."""
+        return (self._run(forward, mode) for mode in modes)
 
     def _run(self, forward: Forward, mode: Mode) -> Result:
         """Run `forward` from a fixed seed, and undo all changes of the modules and of all generators."""

@@ -12,15 +12,17 @@ Results = Sequence[Result]
 """The results of a block's own forward in each mode."""
 
 
-def describe_difference(block_results: Results, trial: Trial, forward: Forward, by_parts: bool = True) -> str | None:
+def describe_difference(block_results: Results, trial: Trial, forward: Forward) -> str | None:
     """In what the block differs from the dense block that `forward` computes, or None if they agree.
 
-    A forward `by_parts` must also run the same operations: an operation that changes nothing on a trial's input, as
-    clamping to a range or asking for a value may do, says that the parts do not describe the block.
+    They must also run the same operations: one that changes nothing on a trial's input, as clamping to a range or
+    asking for a value may do, says that `forward` does not describe the block.
     """
     try:
-        for expected, actual in zip(block_results, trial.run(forward), strict=True):
-            difference = _difference(actual, expected, by_parts)
+        for expected, actual in zip(
+            block_results, trial.run(forward, [each.mode for each in block_results]), strict=True
+        ):
+            difference = _difference(actual, expected)
             if difference is not None:
                 return difference
     except VerificationError as failure:
@@ -28,10 +30,10 @@ def describe_difference(block_results: Results, trial: Trial, forward: Forward, 
     return None
 
 
-def _difference(actual: Result, expected: Result, by_parts: bool) -> str | None:
+def _difference(actual: Result, expected: Result) -> str | None:
     """In what the result of a dense block differs from that of the author's forward, or None."""
     agree = [_agree(actual[i], expected[i]) for i in (1, 2, 3)]
-    operations = _operations_beyond(expected, actual) if by_parts else []
+    operations = _operations_beyond(expected, actual)
     if all(agree) and not operations:
         return None
     if not agree[0] and _is_tensor(actual.values[0]) and _is_tensor(expected.values[0]):
