@@ -147,10 +147,10 @@ class ConvertedBlock(KeepsSignature):
         return self._conversion.reason if self._conversion.pattern is None else None
 
     def dense_parts(self) -> BlockParts:
-        reason = self.why_not_recompute() or self._conversion.reason
-        if reason is not None:
+        pattern, reason = self._conversion.pattern, self.why_not_recompute() or self._conversion.reason
+        if reason is not None or pattern is None:
             raise NoPartsError(reason)
-        parts = read_block(self, self._conversion.pattern)
+        parts = read_block(self, pattern)
         layers = [layer.module for layer in parts.layers]
         for child in self.children():
             if child not in layers and must_be_called(child) and self not in layers:

@@ -43,7 +43,7 @@ class DropRate(NamedTuple):
     value: float
 
 
-class TensorNames(frozenset[str]):
+class TensorNames(tuple[str, ...]):
     """The names of the parameters and buffers of one of torch's modules. Some may go, as sharded ones do; one that
     comes, as `weight_orig`, says that the weight is computed from it."""
 
@@ -118,8 +118,9 @@ def _change(old: State, new: State, names_read: frozenset[str] | None) -> str | 
         verified_for_any = isinstance(before, DropRate) and before.value != 0 and isinstance(after, DropRate)
         unread = before is _MISSING and names_read is not None and key not in names_read
         if isinstance(before, TensorNames) and isinstance(after, TensorNames):
-            if not after <= before:
-                return f"{min(after - before)} of a {old.name} was added"
+            added = [name for name in after if name not in before]
+            if added:
+                return f"{added[0]} of a {old.name} was added"
             continue
         if before != after and not verified_for_any and not unread:
             return f"{key} of a {old.name} {_difference(before, after)}"
@@ -161,6 +162,8 @@ def _state(module: nn.Module) -> State:
         return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
     if is_known(cls):  # what a module of torch holds is read, or the module called, at every forward
         parameters = module._parameters or vars(module).get("_former_parameters", ())
+        if not (parameters or module._buffers):
+            return State(cls.__name__, _NO_TENSORS)
         return State(cls.__name__, (("names of tensors", TensorNames((*parameters, *module._buffers))),))
     attributes = vars(module)
     if "_former_parameters" in attributes:  # a replica of nn.DataParallel holds its parameters as attributes
@@ -263,6 +266,7 @@ def _without_identities(value: Any) -> Any:
     return value
 
 
+_NO_TENSORS: Values = (("names of tensors", TensorNames()),)
 _MISSING = object()
 _MANY = 100
 _SMALL_ARRAY = 1 << 12  # bytes: a larger array is compared by identity

@@ -32,7 +32,11 @@ def describe_difference(block_results: Results, trial: Trial, forward: Forward) 
 
 def _difference(actual: Result, expected: Result) -> str | None:
     """In what the result of a dense block differs from that of the author's forward, or None."""
-    agree = [_agree(actual[i], expected[i]) for i in (1, 2, 3)]
+    agree = [
+        _agree(actual.values, expected.values),
+        _agree(actual.gradients, expected.gradients),
+        _agree(actual.states, expected.states),
+    ]
     operations = _operations_beyond(expected, actual)
     if all(agree) and not operations:
         return None
