@@ -91,7 +91,7 @@ class _AlmostDense(nn.Module):
 REASONS = {
     "scaled": "has other values in evaluation mode",
     "order": "has other values in evaluation mode",
-    "detached": "has other values in evaluation mode",
+    "detached": "has other gradients in evaluation mode",
     "stochastic depth": "has other random numbers or running statistics in training mode",
     "two outputs": "returns a tuple, where a dense block returns a tensor",
     "without the first output": r"returns \(14, 3, 3\) for a trial input, where a dense block .* returns \(18, 3, 3\)",
@@ -150,7 +150,8 @@ def test_computed_weights():
     block = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)]).double()
     torch.nn.utils.parametrizations.spectral_norm(block.denselayer1.conv1)
     state = copy.deepcopy(block.state_dict())
-    assert make_efficient(block).changed[0].engine.startswith("checkpoint (found a parametrization")
+    assert make_efficient(block).changed[0].engine.startswith("plain (found a parametrization")
+    assert make_efficient(block.eval()).changed[0].engine.startswith("checkpoint (found a parametrization")
     assert all(torch.equal(value, state[key]) for key, value in block.state_dict().items())
     old = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
     torch.nn.utils.weight_norm(old.denselayer2.conv2)

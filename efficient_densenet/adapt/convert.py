@@ -17,7 +17,7 @@ from .sequences import ConvertedSequence, has_converted_blocks, stages_of
 from .stages import BlocksInARow, is_block
 from .structure import first_conv, has_forward, layers_in, layers_in_a_row, looks_dense
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
-from .verify import SideEffectError, VerificationError
+from .trial import SideEffectError, VerificationError
 
 
 def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
@@ -142,7 +142,11 @@ def _out_channels(parts: BlockParts) -> int:
 def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
     """The report's entry for a converted block."""
     reason = _why_not(engine or Engine.SHARED, block)
-    used = engine or (Engine.SHARED if reason is None else Engine.CHECKPOINT)
+    used = engine or Engine.SHARED
+    if engine is None and reason is not None:
+        used = Engine.CHECKPOINT if _why_not(Engine.CHECKPOINT, block) is None else Engine.PLAIN
+    if isinstance(block, ConvertedBlock):
+        block.update_norms_once(used)
     text = used.value
     if reason is not None:
         text += f" ({reason})" if engine is None else f", which will raise: {reason}"

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._mixins import ModuleMixin, add_mixin, base_class, remove_mixin
@@ -18,14 +18,15 @@ from ..checkpoint.hooks import undo_fire_once
 from ..engines import dispatch, plain, recompute
 from ..engines.dispatch import Engine
 from ..engines.eligibility import must_be_called
-from ..engines.parts import BlockParts, NoPartsError, is_norm
+from ..engines.parts import BlockParts, NoPartsError
 from ..engines.plain import RunFirstHalf
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ConnectionPattern
 from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
-from .layers import run_layers, run_whole_layers, skips_a_hook
-from .structure import in_channels_of, layers_in, patterns_by_calls, patterns_by_parts, read_block
-from .verify import Results, Run, VerificationError, describe_difference, trial
+from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
+from .structure import custom_norms_in, in_channels_of, layers_in, patterns_by_calls, patterns_by_parts, read_block
+from .trial import MAIN_MODES, SideEffectError, Trial, VerificationError, trial
+from .verify import Results, describe_difference
 
 
 class KeepsSignature(ModuleMixin):
@@ -54,6 +55,8 @@ class Conversion:
         exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
         pattern: how the block's forward uses its layers; None where a trial did not find out.
         reason: why the parts of its layers do not describe the block, or None where they do.
+        recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
+        as_a_whole: whether the author's forward may be recomputed as it is, where layer by layer would skip a hook.
         verified: the block's state at the last trial; None before the first one.
     """
 
@@ -61,6 +64,8 @@ class Conversion:
     exactly_once_norms: tuple[str, ...] | None = None
     pattern: ConnectionPattern | None = None
     reason: str | None = None
+    recomputes: bool = False
+    as_a_whole: bool = True
     verified: Fingerprint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,6 +82,7 @@ class ConvertedBlock(KeepsSignature):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Tracers see the author's forward; they may pass a proxy in the place of a tensor.
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            self._check_not_quantized(*args)
             return super().forward(*args, **kwargs)
         plan = None if self._conversion.verified is None else dispatch.plan_block(self, args[0])
         if plan is None or plan.engine is Engine.PLAIN:
@@ -96,14 +102,23 @@ class ConvertedBlock(KeepsSignature):
         This is for `make_efficient` alone. A forward compares states, and never runs a trial: other threads, processes
         or a checkpoint around it would see the trial's parameters and operations.
         """
-        if self._state_change() is None and self._conversion.pattern is not None:
+        if self.why_not_recompute() is None:
             return
-        pattern = None
+        _restore_norms(self, self._conversion.exactly_once_norms or ())
         try:
-            pattern, reason = _find_pattern(self, super().forward, may_be_layer=True)
+            found = _find_pattern(self, super().forward, may_be_layer=True)
         except (NoPartsError, VerificationError) as failure:
-            reason = f"found another block than was converted: {failure}"
-        self._conversion = replace(self._conversion, pattern=pattern, reason=reason, verified=fingerprint(self))
+            found = Conversion(reason=f"found another block than was converted: {failure}")
+        kept = {"engine": self._conversion.engine, "exactly_once_norms": self._conversion.exactly_once_norms}
+        self._conversion = replace(found, verified=fingerprint(self), **kept)
+
+    def update_norms_once(self, engine: Engine) -> None:
+        """Put the norms inside under the exactly-once rule where `engine` or the author's forward recomputes them. The
+        shared engine does without, so that the norms have the classes that tools such as quantization look for."""
+        if engine in (Engine.CHECKPOINT, Engine.OFFICIAL) or self._conversion.recomputes:
+            _update_norms_once(self)
+        elif self._conversion.exactly_once_norms is not None:
+            _restore_norms(self, self._conversion.exactly_once_norms, keep_torch_forward=True)
 
     def _state_change(self) -> str | None:
         """What has changed since the last trial, or None."""
@@ -123,15 +138,19 @@ class ConvertedBlock(KeepsSignature):
             self._conversion = replace(self._conversion, verified=fingerprint(self))
         return change
 
-    def dense_parts(self) -> BlockParts:
+    def why_not_recompute(self) -> str | None:
+        """Why no engine may run the block, or None: what is not verified may do in its forward what must not be
+        repeated."""
         change = self._state_change()
         if change is not None:
-            raise NoPartsError(
-                f"found that {change} since it was verified: call make_efficient again, which verifies it"
-            )
-        if self._conversion.reason is not None or self._conversion.pattern is None:
-            raise NoPartsError(self._conversion.reason)
-        parts = read_block(self, self._conversion.pattern)
+            return f"found that {change} since it was verified: call make_efficient again, which verifies it"
+        return self._conversion.reason if self._conversion.pattern is None else None
+
+    def dense_parts(self) -> BlockParts:
+        pattern, reason = self._conversion.pattern, self.why_not_recompute() or self._conversion.reason
+        if reason is not None or pattern is None:
+            raise NoPartsError(reason)
+        parts = read_block(self, pattern)
         layers = [layer.module for layer in parts.layers]
         for child in self.children():
             if child not in layers and must_be_called(child) and self not in layers:
@@ -140,15 +159,33 @@ class ConvertedBlock(KeepsSignature):
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
-        pattern = self._conversion.pattern if self._state_change() is None else None
-        by_layers = _run_by_layers(self, super().forward, pattern)
+        recomputes = run_first_half is not plain.run_first_half
+        if recomputes and not torch.compiler.is_compiling():  # a compiler recomputes without side effects
+            _update_norms_once(self)
+        by_layers = _run_by_layers(self, super().forward, self._conversion.pattern)
         if by_layers is not None:
             return by_layers(x, run_first_half)
+        if not (recomputes and self._conversion.as_a_whole):
+            return super().forward(x)
+        x = unshared(x, run_first_half)
         if run_first_half is recompute.run_first_half_official:
             return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
-        if run_first_half is plain.run_first_half:
-            return super().forward(x)
         return checkpoint_call(super().forward, (x,), {})
+
+    def _check_not_quantized(self, *args: Any) -> None:
+        """Raise RuntimeError for the tracer of FX quantization, which would not find norms under the exactly-once rule.
+
+        It fuses modules by their very classes, and silently leaves out those of others.
+        """
+        before = self._conversion.exactly_once_norms
+        for_quantization = any(type(getattr(each, "tracer", None)).__name__ == "QuantizationTracer" for each in args)
+        if for_quantization and before is not None:
+            names = (name for name, module in self.named_modules() if isinstance(module, UpdatesOnce))
+            if any(name not in before for name in names):
+                raise RuntimeError(
+                    "quantization finds norms by torch's own classes, and those of a block that is recomputed have "
+                    "others: call restore(model) first, then prepare the model"
+                )
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls it before anything else
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
@@ -180,22 +217,18 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
     if clash is not None:
         raise NoPartsError(f"found {clash} in a {type(block).__name__}, a name that converted blocks need themselves")
     exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
-    try:
-        pattern, reason = _find_pattern(block, block.forward, may_be_layer)
-    except Exception:
-        _restore_norms(block, exactly_once)
-        raise
+    conversion = _find_pattern(block, block.forward, may_be_layer)
     add_mixin(block, ConvertedBlock)
-    cast(ConvertedBlock, block)._conversion = Conversion(engine, exactly_once, pattern, reason, fingerprint(block))
+    cast(ConvertedBlock, block)._conversion = replace(
+        conversion, engine=engine, exactly_once_norms=exactly_once, verified=fingerprint(block)
+    )
 
 
-def _find_pattern(
-    block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool
-) -> tuple[ConnectionPattern, str | None]:
+def _find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
     """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if so.
 
-    Torch's norms are put under the exactly-once rule before the trial, so that a library's checkpointing, which updates
-    them twice, does not count as a difference. Norms with a forward of their own run it in the trial of the block's own
+    Torch's norms are under the exactly-once rule in the trial, so that a library's checkpointing, which updates them
+    twice, does not count as a difference. Norms with a forward of their own run it in the trial of the block's own
     forward, and torch's forward from then on.
     """
     reason, by_parts = None, []
@@ -206,48 +239,79 @@ def _find_pattern(
     by_calls = patterns_by_calls(block, may_be_layer)
     if reason is not None and not by_calls:
         raise NoPartsError(reason)
-    custom_norms = [module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)]
+    custom_norms = custom_norms_in(block)
     for module in custom_norms:
-        own = vars(module).keys() - _OF_EVERY_BATCH_NORM
-        if own:
-            raise VerificationError(
-                f"holds a {type(module).__name__} with attributes of its own: {', '.join(sorted(own))}"
-            )
+        _check_has_torch_state(module)
+    before = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
+    found = None
+    try:
+        _update_norms_once(block)
+        with trial(block, in_channels_of(block)) as run:
+            block_results = list(run.run(forward))
+            for module in custom_norms:
+                add_mixin(module, UsesTorchForward, innermost=True)
+            found = _match(block, forward, block_results, run, [*by_parts, *by_calls], reason)
+            return found
+    finally:
+        _restore_norms(block, before, keep_torch_forward=found is not None)
+
+
+def _check_has_torch_state(norm: nn.Module) -> None:
+    """Raise `VerificationError` for a norm with a forward of its own which may read more than torch's."""
+    tensors = norm._parameters.keys() | norm._buffers.keys() | norm._modules.keys()
+    own = (vars(norm).keys() | tensors) - _OF_EVERY_BATCH_NORM
+    if own:
+        raise VerificationError(f"holds a {type(norm).__name__} with attributes of its own: {', '.join(sorted(own))}")
+
+
+def _update_norms_once(block: nn.Module) -> None:
+    """Put the norms in `block` under the exactly-once rule. (`update_once` would change the names of their classes.)"""
     for module in block.modules():
-        if isinstance(module, _NormBase) and not isinstance(module, UpdatesOnce) and module not in custom_norms:
-            add_mixin(module, UpdatesOnce, innermost=True)  # update_once would change the name of the class
-    with trial(block, in_channels_of(block)) as run:
-        block_results = run(forward)
-        for module in custom_norms:
-            add_mixin(module, UsesTorchForward, innermost=True)
-        return _match(partial(_run_pattern, block, forward), block_results, run, [*by_parts, *by_calls], reason)
+        is_torch_s = isinstance(module, _NormBase) and not isinstance(module, (UpdatesOnce, _LazyNormBase))
+        if is_torch_s and not custom_norms_in(module):
+            add_mixin(module, UpdatesOnce, innermost=True)
 
 
 def _match(
-    forward: Callable[[ConnectionPattern, Tensor], Tensor],
+    block: nn.Module,
+    forward: Callable[[Tensor], Tensor],
     block_results: Results,
-    run: Run,
+    run: Trial,
     patterns: Iterable[ConnectionPattern],
     reason: str | None,
-) -> tuple[ConnectionPattern, str | None]:
-    """The pattern by which `forward` reproduces the block's results, and why the parts of its layers do not, if so."""
-    difference = None
+) -> Conversion:
+    """The pattern by which an engine reproduces the block's results, and why the parts of its layers do not, if so."""
+    difference, recomputes = None, any(result.recomputes for result in block_results)
     for pattern in patterns:
-        found = describe_difference(block_results, run, partial(forward, pattern))
-        if found is None and pattern.layer_call is None:
-            return pattern, None
+        by_parts = pattern.layer_call is None
+        found = describe_difference(block_results, run, partial(_run_pattern, block, forward, pattern, True))
         if found is None:
-            return pattern, reason or f"found that by the parts of its layers it {difference}"
+            found_reason = None if by_parts else reason or f"found that by the parts of its layers it {difference}"
+            trained = [result for result in block_results if result.mode is MAIN_MODES[1]]
+            as_a_whole = describe_difference(trained, run, partial(_recompute_whole, block, forward)) is None
+            return Conversion(None, None, pattern, found_reason, recomputes, as_a_whole)
+        if not by_parts:
+            called = partial(_run_pattern, block, forward, pattern, False)
+            if describe_difference(block_results, run, called) is None:
+                raise SideEffectError(f"has layers that must not be recomputed: it {found}")
         difference = difference or found
     raise VerificationError(reason or difference)
 
 
 def _run_pattern(
-    block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: ConnectionPattern, x: Tensor
+    block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: ConnectionPattern, recomputed: bool, x: Tensor
 ) -> Tensor:
+    """The output of `block` by `pattern`; what has gradients to compute is `recomputed` where the engines would."""
+    recomputed = recomputed and torch.is_grad_enabled() and recompute.why_not_recompute(block) is None
+    run_first_half = recompute.run_first_half_checkpoint if recomputed else plain.run_first_half
     if pattern.layer_call is None:
-        return run_layers(read_block(block, pattern), x)
-    return run_whole_layers(block, forward, pattern, x)
+        return run_layers(read_block(block, pattern), x, run_first_half)
+    return run_whole_layers(block, forward, pattern, x, run_first_half)
+
+
+def _recompute_whole(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The output of `forward`, the author's, recomputed where the engines would."""
+    return forward(x) if recompute.why_not_recompute(block) is not None else checkpoint_call(forward, (x,), {})
 
 
 def restore_block(block: ConvertedBlock) -> None:
@@ -261,15 +325,22 @@ def restore_block(block: ConvertedBlock) -> None:
     vars(block).pop("_conversion", None)
 
 
-def _restore_norms(block: nn.Module, exactly_once: tuple[str, ...]) -> None:
+def _restore_norms(block: nn.Module, exactly_once: tuple[str, ...], keep_torch_forward: bool = False) -> None:
     """Give the norms in `block` their classes back, except those named in `exactly_once`."""
     for name, module in block.named_modules():
         if isinstance(module, UsesTorchForward):
-            remove_mixin(module, UsesTorchForward)
+            if not keep_torch_forward:
+                remove_mixin(module, UsesTorchForward)
         elif isinstance(module, UpdatesOnce) and name not in exactly_once:
             undo_update_once(module)
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NAMES_OF_CONVERTED_BLOCKS = "engine", "set_engine", "run_layers", "can_join_stage"
-_OF_EVERY_BATCH_NORM = vars(nn.BatchNorm2d(1)).keys()
+_OF_EVERY_BATCH_NORM = {
+    *vars(nn.BatchNorm2d(1)),
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+}

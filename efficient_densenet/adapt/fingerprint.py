@@ -4,11 +4,10 @@ A trial verifies a block as it is. An attribute that was neutral then (a scale o
 changed later, and the block's forward computes something else from then on: so its state then is remembered.
 """
 
-from abc import ABC
 from collections.abc import Iterator, Mapping
 from functools import cache
-from types import CodeType, FunctionType
-from typing import Any, Generic, NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .._mixins import base_class
+from ..norms.batch_norm import TORCH_CLASSES
+from ..norms.frozen import is_frozen_batch_norm
+from .outside import Place, is_known, names_in, places_outside
 
 Values = tuple[tuple[str, Any], ...]
 
@@ -35,9 +37,15 @@ class Identity(NamedTuple):
 
 
 class DropRate(NamedTuple):
-    """A probability of dropout. If it was not 0 in the trial, the place of the dropout is verified for any."""
+    """A probability of dropout. If it was not 0 in the trial, the place of the dropout is verified for any: the trial
+    tries several, those of one block all different."""
 
     value: float
+
+
+class TensorNames(tuple[str, ...]):
+    """The names of the parameters and buffers of one of torch's modules. Some may go, as sharded ones do; one that
+    comes, as `weight_orig`, says that the weight is computed from it."""
 
 
 class Fingerprint(NamedTuple):
@@ -58,18 +66,16 @@ def fingerprint(block: nn.Module) -> Fingerprint:
     by identity and version.
     """
     modules = list(_modules(block))
-    classes = dict.fromkeys(base_class(type(module)) for module in modules)
-    own = dict.fromkeys(each for cls in classes for each in cls.__mro__ if not _is_known(each))
-    return Fingerprint(
-        tuple(map(_state, modules)), tuple(State(cls.__name__, _values(vars(cls), _OF_EVERY_CLASS)) for cls in own)
-    )
+    classes = dict.fromkeys(map(author_class, modules))
+    own = dict.fromkeys(each for cls in classes for each in cls.__mro__ if not is_known(each))
+    return Fingerprint(tuple(map(_state, modules)), tuple(map(_class_state, own)))
 
 
 def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | float | str], ...], ...]:
     """The names and values of the numbers, flags and texts that each author's module in `block` holds."""
     return tuple(
         tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, int, float, str)))
-        if not _is_known(base_class(type(module)))
+        if not is_known(author_class(module))
         else ()
         for module in block.modules()
     )
@@ -91,10 +97,13 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
         return None
     if not before.classes:
         after = after.without_identities()
-    if [state.name for state in before.modules] != [state.name for state in after.modules]:
-        return "its modules are others"
+    if len(before.modules) != len(after.modules):
+        return "it has other modules"
+    for old, new in zip(before.modules, after.modules, strict=True):
+        if old.name != new.name:
+            return f"a {old.name} has become a {new.name}"
     for module, old, new in zip(_modules(block), before.modules, after.modules, strict=True):
-        change = _change(old, new, names_read(base_class(type(module))))
+        change = _change(old, new, names_read(author_class(module)))
         if change is not None:
             return change
     changes = (_change(old, new, None) for old, new in zip(before.classes, after.classes, strict=False))
@@ -108,6 +117,11 @@ def _change(old: State, new: State, names_read: frozenset[str] | None) -> str | 
         before, after = old_values.get(key, _MISSING), new_values.get(key, _MISSING)
         verified_for_any = isinstance(before, DropRate) and before.value != 0 and isinstance(after, DropRate)
         unread = before is _MISSING and names_read is not None and key not in names_read
+        if isinstance(before, TensorNames) and isinstance(after, TensorNames):
+            added = [name for name in after if name not in before]
+            if added:
+                return f"{added[0]} of a {old.name} was added"
+            continue
         if before != after and not verified_for_any and not unread:
             return f"{key} of a {old.name} {_difference(before, after)}"
     return None
@@ -116,17 +130,8 @@ def _change(old: State, new: State, names_read: frozenset[str] | None) -> str | 
 @cache
 def names_read(cls: type) -> frozenset[str]:
     """The names and texts in the methods of an author's class."""
-    functions = (value for each in cls.__mro__ if not _is_known(each) for value in vars(each).values())
-    return frozenset(name for f in functions if isinstance(f, FunctionType) for name in _names_in(f.__code__))
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from _names_in(constant)
+    functions = (value for each in cls.__mro__ if not is_known(each) for value in vars(each).values())
+    return frozenset(name for f in functions if isinstance(f, FunctionType) for name in names_in(f.__code__))
 
 
 def _difference(old: Any, new: Any) -> str:
@@ -144,48 +149,86 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _modules(child)
 
 
-def _state(module: nn.Module) -> State:
+def author_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` as its author wrote it: without mixins, and torch's own for a norm that was put under the
+    exactly-once rule."""
     cls = base_class(type(module))
+    return TORCH_CLASSES.get(cls, cls)
+
+
+def _state(module: nn.Module) -> State:
+    cls = author_class(module)
     if isinstance(module, _DropoutNd):
         return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
-    if _is_known(cls):  # what a module of torch holds is read, or the module called, at every forward
-        return State(cls.__name__, ())
+    if is_known(cls):  # what a module of torch holds is read, or the module called, at every forward
+        parameters = module._parameters or vars(module).get("_former_parameters", ())
+        if not (parameters or module._buffers):
+            return State(cls.__name__, _NO_TENSORS)
+        return State(cls.__name__, (("names of tensors", TensorNames((*parameters, *module._buffers))),))
     attributes = vars(module)
     if "_former_parameters" in attributes:  # a replica of nn.DataParallel holds its parameters as attributes
-        parameters = attributes["_former_parameters"].keys() | {"_former_parameters"}
-        attributes = {name: value for name, value in attributes.items() if name not in parameters}
+        replicated = attributes["_former_parameters"].keys() | {"_former_parameters"}
+        attributes = {name: value for name, value in attributes.items() if name not in replicated}
     absent = (("set of absent tensors", tuple(name for name, value in _tensors(module) if value is None)),)
-    # Flags are small, and on the CPU where reading them does not wait.
-    buffers = {} if isinstance(module, _NormBase) else module._buffers  # but not the number of batches
-    flags = tuple((name, _frozen(value)) for name, value in buffers.items() if _is_flag(value))
-    return State(cls.__name__, _values(attributes, _OF_EVERY_MODULE) + absent + flags)
+    buffers = tuple((name, _frozen(value)) for name, value in buffers_taken_as_given(module) if value is not None)
+    return State(cls.__name__, _values(attributes, _OF_EVERY_MODULE) + absent + buffers)
+
+
+def buffers_taken_as_given(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    """The buffers of an author's module that a trial verifies for their values only. Those of norms are read by the
+    engines at every forward, and those of torch's other modules by these themselves."""
+    if not module._buffers or isinstance(module, _NormBase) or is_frozen_batch_norm(module):
+        return []
+    if (author_class(module).__module__ or "").startswith("torch."):
+        return []
+    return list(module._buffers.items())
+
+
+def drop_rates(module: nn.Module) -> list[str]:
+    """The names of the attributes of `module` that are rates of dropout, which are verified for any value."""
+    if isinstance(module, _DropoutNd):
+        return ["p"] if module.p else []
+    if is_known(author_class(module)):
+        return []
+    return [name for name, value in vars(module).items() if value and isinstance(_value(name, value), DropRate)]
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
     return [*module._parameters.items(), *module._buffers.items()]
 
 
-def _is_flag(value: Tensor | None) -> bool:
-    return value is not None and not value.is_floating_point() and _is_small(value)
-
-
 def _is_small(value: Tensor) -> bool:
+    """Whether reading the values is fast and does not wait for a device."""
     return (
         value.device.type == "cpu" and value.layout == torch.strided and type(value) is Tensor and value.numel() <= 16
     )
 
 
-def _is_known(cls: type) -> bool:
-    """Whether this is a class of torch or Python, and not of an author, whose classes may have no module's name."""
-    return cls in (object, ABC, Generic) or (cls.__module__ or "").startswith("torch.nn.modules.")
+def _class_state(cls: type) -> State:
+    """The values of a class's own attributes, which are compared exactly, and what its methods read outside."""
+    own = tuple((name, _frozen(value)) for name, value in sorted(vars(cls).items()) if name not in _OF_EVERY_CLASS)
+    return State(
+        cls.__name__, own + tuple((place.name, _outside(place.value(), place)) for place in places_outside(cls))
+    )
+
+
+def _outside(value: Any, place: Place, depth: int = 2) -> Any:
+    """A global or enclosed value as far as it is simple; of an object, the attributes that a method may name."""
+    if value is None or isinstance(value, (bool, int, float, str, list, tuple, set, frozenset, dict, Tensor)):
+        return _frozen(value, 3)
+    if isinstance(value, FunctionType):
+        return Identity(id(value))
+    attributes = getattr(value, "__dict__", {}) if depth and not isinstance(value, type) else {}
+    return tuple((name, _outside(attributes[name], place, depth - 1)) for name in place.names if name in attributes)
 
 
 def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
-    return tuple((name, _value(name, attributes[name])) for name in sorted(attributes.keys() - ignored))
+    names = (name for name in sorted(attributes.keys() - ignored) if not name.startswith(_OF_SHARDED_MODULES))
+    return tuple((name, _value(name, attributes[name])) for name in names)
 
 
 def _value(name: str, value: Any) -> Any:
-    return DropRate(value) if type(value) is float and "drop" in name else _frozen(value)
+    return DropRate(value) if type(value) is float and "drop" in name and 0 <= value <= 1 else _frozen(value)
 
 
 def _frozen(value: Any, depth: int = 6) -> Any:
@@ -216,13 +259,14 @@ def _frozen(value: Any, depth: int = 6) -> Any:
 def _without_identities(value: Any) -> Any:
     if isinstance(value, Identity):
         return None
-    if isinstance(value, DropRate):
+    if isinstance(value, (DropRate, TensorNames)):
         return value
     if isinstance(value, (tuple, frozenset)):
         return type(value)(map(_without_identities, value))
     return value
 
 
+_NO_TENSORS: Values = (("names of tensors", TensorNames()),)
 _MISSING = object()
 _MANY = 100
 _SMALL_ARRAY = 1 << 12  # bytes: a larger array is compared by identity
@@ -231,6 +275,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "keep_bottleneck",  # which is read at every forward
     "_is_replica",  # what nn.DataParallel makes of a module
 }
+_OF_SHARDED_MODULES = "__composable_api_state_key"
 _OF_EVERY_CLASS = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__static_attributes__", "__firstlineno__"}
 )

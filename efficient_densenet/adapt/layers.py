@@ -6,7 +6,8 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..engines import plain
+from ..checkpoint.call import checkpoint_call
+from ..engines import plain, recompute
 from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, LayerParts, activations_of
 from ..engines.plain import RunFirstHalf
@@ -31,6 +32,7 @@ class FirstHalf(nn.Module):
 
 def run_layers(block: BlockParts, x: Tensor, run_first_half: RunFirstHalf = plain.run_first_half) -> Tensor:
     """The output of a block; `run_first_half` runs the first half of each layer."""
+    x = unshared(x, run_first_half)
 
     def run(layer: LayerParts, features: list[Tensor]) -> Tensor:
         output = run_first_half(FirstHalf(layer), features)
@@ -48,7 +50,7 @@ class WholeLayer(nn.Module):
     def __init__(self, layer: nn.Module, forward: Callable, call: LayerCall, newest_first: bool) -> None:
         super().__init__()
         self.layer, self.run, self.call, self.newest_first = layer, forward, call, newest_first
-        self.norm1 = _IDENTITY  # the norms inside are under the exactly-once rule already
+        self.norm1 = _IDENTITY  # the block has put the norms inside under the exactly-once rule
         self.training = layer.training
 
     def first_half(self, *features: Tensor) -> Tensor:
@@ -74,7 +76,9 @@ def run_whole_layers(
 
     `forward` is the author's, for a block that is itself the layer.
     """
-    call = cast(LayerCall, pattern.layer_call)
+    call, x = cast(LayerCall, pattern.layer_call), unshared(x, run_first_half)
+    if run_first_half is recompute.run_first_half_checkpoint:
+        run_first_half = _recompute
 
     def run(layer: nn.Module, features: list[Tensor]) -> Tensor:
         called = forward if pattern.is_layer else layer
@@ -82,6 +86,18 @@ def run_whole_layers(
 
     layers = [block] if pattern.is_layer else layers_in(block)
     return _grow(layers, run, x, pattern.newest_first, pattern.new_features_only)
+
+
+def _recompute(layer: plain.Layer, features: list[Tensor]) -> Tensor:
+    """Run a layer of any kind, to be recomputed. Its forward may ask for the grad mode, or checkpoint parts of itself
+    with torch's reentrant checkpointing: so it runs with gradients, and autograd differentiates its operations."""
+    return checkpoint_call(layer.first_half, tuple(features), {})
+
+
+def unshared(x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
+    """The block's input, for layers that are recomputed a copy: plain layers concatenate it at once, and so the caller
+    may change it in place afterwards."""
+    return x if run_first_half is plain.run_first_half else x.clone()
 
 
 def _grow(

@@ -35,6 +35,9 @@ class BlocksInARow(nn.Sequential):
             x = cast(ConvertedBlock, block).run_layers(x, run_first_half)
         return x
 
+    def why_not_recompute(self) -> str | None:
+        return next(filter(None, (cast(ConvertedBlock, block).why_not_recompute() for block in self)), None)
+
 
 def is_block(module: nn.Module) -> TypeGuard[ConvertedBlock | BlocksInARow]:
     return isinstance(module, (ConvertedBlock, BlocksInARow))

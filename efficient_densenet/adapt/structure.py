@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._mixins import base_class
 from .._torch_private import constant_to_compilers
-from ..engines.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader
+from ..engines.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader, is_norm
 from .connection_pattern import ConnectionPattern, LayerCall
 from .fingerprint import names_read
 
@@ -26,6 +26,7 @@ _DROPOUTS = {
     nn.Dropout3d.forward: F.dropout3d,
 }
 _BY_STRUCTURE = ConnectionPattern()
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -130,6 +131,11 @@ def first_conv(module: nn.Module) -> _ConvNd:
     return next(each for each in module.modules() if isinstance(each, _ConvNd))
 
 
+def custom_norms_in(block: nn.Module) -> set[nn.Module]:
+    """The batch norms in `block` with a forward of their authors."""
+    return {module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)}
+
+
 def has_forward(module: nn.Module) -> bool:
     """Whether `module` can be called: an nn.ModuleList and an nn.ModuleDict only hold others."""
     return type(module).forward is not nn.Module.forward
@@ -219,10 +225,10 @@ def _dropout(layer: nn.Module, module: _DropoutNd | None = None) -> tuple[float,
             raise NoPartsError(f"found a {type(module).__name__} inside a layer, with a forward of its own")
         return (module.p if module.training else 0.0), dropout
     values = [getattr(layer, name, None) for name in _drop_names(type(layer))]
-    rates = {value for value in values if type(value) is float} - {0.0}
+    rates = [value for value in values if type(value) is float and value]
     if len(rates) > 1:
         raise NoPartsError(f"found a {type(layer).__name__} with several rates of dropout")
-    return (rates.pop() if rates and layer.training else 0.0), F.dropout
+    return (rates[0] if rates and layer.training else 0.0), F.dropout
 
 
 @constant_to_compilers

@@ -21,7 +21,8 @@ from ..engines.parts import ConsumerParts, NoPartsError, composed, halves, is_no
 from .converted import KeepsSignature
 from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
 from .structure import leaf_modules, read_layer
-from .verify import VerificationError, describe_difference, trial
+from .trial import VerificationError, trial
+from .verify import describe_difference
 
 TRIAL_SIZE = 5
 """Pixels a side: enough to pool, and odd, so that pooling which rounds up differs."""
@@ -97,7 +98,7 @@ def _find_pool(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> str | 
         return None
     try:
         with trial(module, cast(_ConvNd, parts.conv).in_channels, TRIAL_SIZE) as run:
-            results = run(forward)
+            results = list(run.run(forward))
             for pool in ("", *_POOL_FUNCTIONS):
                 if describe_difference(results, run, partial(_run, module, pool)) is None:
                     return pool

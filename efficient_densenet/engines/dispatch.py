@@ -55,6 +55,10 @@ class EngineBlock(Protocol):
         """The block's output computed layer by layer, the first half of each by `run_first_half`."""
         ...
 
+    def why_not_recompute(self) -> str | None:
+        """Why no engine but plain may run the block, or None."""
+        ...
+
 
 class BlockPlan(NamedTuple):
     """The engine that runs a block on one input, and the block's parts if that is the shared engine."""
@@ -241,7 +245,8 @@ def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPl
     if plan is not None:
         return plan
     if torch.compiler.is_compiling():
-        return BlockPlan(_compiled_engine(Engine.CHECKPOINT))
+        may_recompute = as_engine_block(block).why_not_recompute() is None
+        return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
     plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
     _warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan
@@ -261,7 +266,7 @@ def _plan_by(
     if engine is Engine.SHARED:
         parts, reason = shared_eligibility(block, x, parts)
     else:
-        parts, reason = None, recompute.why_not_recompute(block)
+        parts, reason = None, as_engine_block(block).why_not_recompute() or recompute.why_not_recompute(block)
     return (BlockPlan(engine, parts), None) if reason is None else (None, reason)
 
 

@@ -114,6 +114,9 @@ class DenseBlock(nn.Module):
             features.append(layer(features, run_first_half))
         return torch.cat(features[1:] if self.new_features_only else features, 1)
 
+    def why_not_recompute(self) -> None:
+        """Nothing is in the way of recomputing these layers, whose own forward the engines run."""
+
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls it first
         raise NotImplementedError("torch.jit.script cannot compile a dense block: use torch.export or torch.jit.trace")
 

@@ -76,6 +76,8 @@ _UPDATES_ONCE = {
     nn.BatchNorm3d: CpBatchNorm3d,
     nn.SyncBatchNorm: CpSyncBatchNorm,
 }
+TORCH_CLASSES: dict[type[nn.Module], type[nn.Module]] = {ours: original for original, ours in _UPDATES_ONCE.items()}
+"""Torch's class for each of the `Cp…` classes."""
 
 
 def convert_batchnorm(module: Module) -> Module:
@@ -121,7 +123,7 @@ def update_once(module: nn.Module) -> bool:
 
 def undo_update_once(module: nn.Module) -> None:
     """Undo `update_once`."""
-    if type(module) in _UPDATES_ONCE.values():
+    if type(module) in TORCH_CLASSES:
         module.__class__ = torch_class(module)
     else:
         remove_mixin(module, UpdatesOnce)
@@ -129,7 +131,7 @@ def undo_update_once(module: nn.Module) -> None:
 
 def torch_class(module: nn.Module) -> type[nn.Module]:
     """Torch's class for a norm of one of the `Cp…` classes; for any other module, its own class."""
-    return next((original for original, ours in _UPDATES_ONCE.items() if ours is type(module)), type(module))
+    return TORCH_CLASSES.get(type(module), type(module))
 
 
 def _in_recomputation() -> bool:

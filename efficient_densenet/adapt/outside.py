@@ -1,0 +1,99 @@
+"""What the methods of authors' classes read outside of their modules: global variables, and what closures hold.
+
+A trial takes these values as given, so they are part of a block's fingerprint, as far as they are simple.
+"""
+
+from abc import ABC
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Generic, NamedTuple
+
+from torch import nn
+
+
+class Place(NamedTuple):
+    """Where a value is found again at every forward: in the globals of a function, or in a cell of its closure.
+
+    `names` are those in the function's code; of an object, it may read the attributes that are called so.
+    """
+
+    name: str
+    variables: dict[str, Any] | None
+    cell: Any
+    names: tuple[str, ...]
+
+    def value(self) -> Any:
+        if self.variables is not None:
+            return self.variables.get(self.name)
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # not set yet
+            return None
+
+
+@cache
+def places_outside(cls: type) -> tuple[Place, ...]:
+    """Where the methods of `cls` itself, and the functions that they call, may read values outside of modules."""
+    places: dict[tuple[int, str], Place] = {}
+    for value in vars(cls).values():
+        for function in _functions_in(value):
+            _collect(function, places, depth=3)
+    return tuple(places.values())
+
+
+def values_outside(cls: type) -> list[Any]:
+    """The values at `places_outside(cls)`, of any kind."""
+    return [] if is_known(cls) else [place.value() for place in places_outside(cls)]
+
+
+def is_known(cls: type) -> bool:
+    """Whether this is a class of torch or Python, and not of an author, whose classes may have no module's name."""
+    return cls in (object, ABC, Generic) or (cls.__module__ or "").startswith("torch.nn.modules.")
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names and texts in a function's code, and in those of the functions inside."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    """The functions that a class's attribute is, or that a property, a method of the class or a decorator holds."""
+    inner = [getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__")]
+    yield from (each for each in (value, *inner) if isinstance(each, FunctionType))
+
+
+def _collect(function: FunctionType, places: dict[tuple[int, str], Place], depth: int) -> None:
+    names = tuple(dict.fromkeys(names_in(function.__code__)))
+    found = [Place(name, function.__globals__, None, names) for name in names if name in function.__globals__]
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    found += [Place(name, None, cell, names) for name, cell in cells]
+    for place in found:
+        value, key = place.value(), (id(place.variables or place.cell), place.name)
+        if key in places or isinstance(value, (type, nn.Module)) or _is_of_a_library(value):
+            continue
+        places[key] = place
+        if depth:
+            for called in _functions_in(value):
+                _collect(called, places, depth - 1)
+
+
+def _is_of_a_library(value: Any) -> bool:
+    """Whether this is a module, or a function of a module, that holds no state of an author's."""
+    if not isinstance(value, (ModuleType, FunctionType)):
+        return False
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return (name or "").partition(".")[0] in {
+        "torch",
+        "numpy",
+        "math",
+        "functools",
+        "typing",
+        "collections",
+        "warnings",
+    }

@@ -1,0 +1,89 @@
+"""The generators of random numbers that a block may draw from, beside PyTorch's default ones.
+
+A recomputation restores the states of PyTorch's default generators only. A trial finds out whether a block draws from
+others, and leaves all of them as they were.
+"""
+
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .outside import values_outside
+
+
+class Generators:
+    """The states of some generators, to be compared and restored."""
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._states: dict[int, tuple[Any, Any]] = {}
+        for generator in generators:
+            self.add(generator)
+
+    def add(self, generator: Any) -> None:
+        """Watch one more, such as one that an operation is about to draw from."""
+        if id(generator) not in self._states and generator is not torch.default_generator:
+            self._states[id(generator)] = generator, _accessors(generator)[0]()
+
+    def changed(self) -> str | None:
+        """Which one has drawn numbers since it was added, such as "NumPy's generator", or None."""
+        return next((_name(each) for each, state in self._states.values() if _has_changed(each, state)), None)
+
+    def restore(self) -> None:
+        for generator, state in self._states.values():
+            if _has_changed(generator, state):
+                _accessors(generator)[1](state)
+
+
+def generators_of(block: nn.Module) -> list[Any]:
+    """Python's and NumPy's global generators, and those that modules hold or their methods refer to."""
+    values = [value for module in block.modules() for value in vars(module).values()]
+    for cls in {cls for module in block.modules() for cls in type(module).__mro__}:
+        values += [*vars(cls).values(), *values_outside(cls)]
+    return [*_global_generators(), *filter(_is_generator, _leaves(values))]
+
+
+def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
+    value = list(value.values()) if isinstance(value, dict) else value
+    if depth and isinstance(value, (list, tuple)) and len(value) <= (_MANY if depth < 4 else len(value)):
+        for each in value:
+            yield from _leaves(each, depth - 1)
+    else:
+        yield value
+
+
+def _global_generators() -> list[Any]:
+    return [random, *([sys.modules["numpy"].random] if "numpy" in sys.modules else [])]
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    return (type(value).__module__ or "").startswith("numpy.random") and hasattr(value, "random")
+
+
+def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """The functions that return and that set the state of a generator of any kind."""
+    if hasattr(generator, "getstate"):
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "get_state"):
+        return generator.get_state, generator.set_state
+    return lambda: generator.bit_generator.state, lambda state: setattr(generator.bit_generator, "state", state)
+
+
+def _has_changed(generator: Any, state: Any) -> bool:
+    now = _accessors(generator)[0]()
+    return not torch.equal(now, state) if isinstance(now, torch.Tensor) else pickle.dumps(now) != pickle.dumps(state)
+
+
+def _name(generator: Any) -> str:
+    if generator is random:
+        return "Python's generator"
+    return "NumPy's generator" if generator in _global_generators() else f"a {type(generator).__name__} of its own"
+
+
+_MANY = 100

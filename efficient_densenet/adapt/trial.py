@@ -1,0 +1,340 @@
+"""Run forwards of a module on a few random pixels, and leave the module and all else as it was.
+
+The module has random values in place of its parameters and of the tensors of its norms, so that no weight that happens
+to be zero or small hides a difference. It is run in the modes in which a forward may take another branch: training or
+not, gradients or not, of the input or of the parameters, in the model's own dtype under autocast, with other sizes and
+other rates of dropout.
+"""
+
+import gc
+import random
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .._torch_private import memory_key
+from ..engines.eligibility import HOOKS
+from .fingerprint import buffers_taken_as_given, change_since, drop_rates, fingerprint
+from .operations import Recorder
+from .randomness import Generators, generators_of
+from .structure import custom_norms_in, first_conv
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class VerificationError(Exception):
+    """Raised for a block that is not a dense block; the message says in what it differs from one."""
+
+
+class SideEffectError(VerificationError):
+    """Raised for a block whose forward does more than compute its output, so that it must not be recomputed either."""
+
+
+class Mode(NamedTuple):
+    """In which mode, and on which input, a forward is tried.
+
+    Attributes:
+        name: for messages.
+        training: the mode of the modules.
+        grad_mode: the context in which the forward runs.
+        input_requires_grad, parameters_require_grad: which gradients are computed.
+        drop_rate: what the rates of dropout that are not 0 become, each a little different; None to leave them.
+        autocast: True for autocast, and the dtype of the module's own parameters.
+        extra_size: what is added to the number of images, and to the pixels a side.
+    """
+
+    name: str
+    training: bool
+    grad_mode: Callable[[], AbstractContextManager] = torch.enable_grad
+    input_requires_grad: bool = True
+    parameters_require_grad: bool = True
+    drop_rate: float | None = None
+    autocast: bool = False
+    extra_size: int = 0
+
+
+MAIN_MODES = Mode("evaluation mode", False), Mode("training mode", True)
+MODES = (
+    *MAIN_MODES,
+    Mode("training mode with an input that requires no gradient", True, input_requires_grad=False, drop_rate=0.97),
+    Mode("training mode under autocast without gradients", True, torch.no_grad, True, False, 0.0, True, extra_size=1),
+    Mode("inference mode", False, torch.inference_mode, input_requires_grad=False, extra_size=2),
+)
+
+
+class Result(NamedTuple):
+    """What a run produces.
+
+    Attributes:
+        mode: the mode of the run.
+        values: the output, whether it requires a gradient, and the input after the run.
+        gradients: of the input and of each parameter; None where there is none.
+        states: random states and buffers.
+        operations: how often each one ran in the forward.
+        recomputes: whether batch norms ran in the backward too, as in a library's own checkpointing.
+    """
+
+    mode: Mode
+    values: list[Any]
+    gradients: list[Tensor | None]
+    states: list[Any]
+    operations: Counter[str]
+    recomputes: bool
+
+
+class Trial:
+    """Runs forwards in a module that `trial` has prepared."""
+
+    def __init__(self, module: nn.Module, shape: tuple[int, ...], own_dtype: torch.dtype) -> None:
+        self.module, self.shape = module, shape
+        self.own_dtype = torch.float32 if own_dtype == torch.float64 else own_dtype
+        self.custom_norms, self.generators = custom_norms_in(module), generators_of(module)
+
+    def run(self, forward: Forward, modes: Iterable[Mode] = MODES) -> Iterator[Result]:
+        """The results of `forward` and its backward in each mode, one after another."""
+        return (self._run(forward, mode) for mode in modes)
+
+    def _run(self, forward: Forward, mode: Mode) -> Result:
+        """Run `forward` from a fixed seed, and undo all changes of the modules and of all generators."""
+        before = [(module, dict(vars(module))) for module in self.module.modules()]
+        _seed()
+        generators = Generators(self.generators)
+        tensors = _TrialTensors(self.module, mode, self.own_dtype)
+        try:
+            with mode.grad_mode():
+                return self._result(forward, mode, tensors, generators)
+        except VerificationError:
+            raise
+        except Exception as exc:
+            if mode not in MAIN_MODES:  # where the author's forward fails, others are to fail alike
+                return Result(mode, [type(exc)], [], [], Counter(), False)
+            lines = str(exc).strip().splitlines() or [""]
+            raise VerificationError(f"could not be run on a trial input: {type(exc).__name__}: {lines[0]}") from exc
+        finally:
+            for module, values in before:
+                vars(module).clear()
+                vars(module).update(values)
+            generators.restore()
+
+    def _result(self, forward: Forward, mode: Mode, tensors: "_TrialTensors", generators: Generators) -> Result:
+        x = self._input(mode)
+        state = fingerprint(self.module)
+        autocast = torch.autocast(x.device.type, torch.bfloat16) if mode.autocast else ExitStack()
+        with Recorder(generators) as recorder, autocast:
+            output = forward(x)
+        if not isinstance(output, Tensor):
+            raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
+        values, states = [output.detach(), output.requires_grad, x.detach()], _random_states(x.device)
+        forwards_of_norms = _run_backward(output, generators) if output.requires_grad else 0
+        tensors.check_unchanged(recorder.written)
+        change = change_since(state, self.module)
+        if change is not None:
+            raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
+        drawn_from = generators.changed()
+        if drawn_from is not None:
+            raise SideEffectError(f"draws random numbers from {drawn_from}, which a recomputation would draw anew")
+        reference = weakref.ref(output)
+        del output
+        _check_released(reference)
+        states += [*_random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
+        gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
+        return Result(mode, values, gradients, states, recorder.counts, forwards_of_norms > 0)
+
+    def _input(self, mode: Mode) -> Tensor:
+        parameter = next(self.module.parameters())
+        images, channels, *sides = self.shape
+        x = torch.randn(images + mode.extra_size, channels, *(side + mode.extra_size for side in sides), device="cpu")
+        return x.to(parameter.device, parameter.dtype).requires_grad_(mode.input_requires_grad)
+
+
+def _run_backward(output: Tensor, generators: Generators) -> int:
+    """Run a backward, and return how often it ran the forward of a batch norm."""
+    grad_output = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
+    with Recorder(generators) as recorder:
+        output.backward(grad_output.view_as(output))
+    return recorder.forwards_of_norms
+
+
+class _TrialTensors:
+    """The parameters and copies of the buffers of a module, in which a forward runs."""
+
+    def __init__(self, module: nn.Module, mode: Mode, own_dtype: torch.dtype) -> None:
+        self.module, self.dtype = module, own_dtype if mode.autocast else None
+        self.requires_grad = mode.parameters_require_grad
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.buffers: dict[int, Tensor] = {}
+        modules = list(module.modules())
+        rates = [(each, name) for each in modules for name in drop_rates(each)]
+        for i, (each, name) in enumerate(rates):
+            if mode.drop_rate is not None:
+                vars(each)[name] = mode.drop_rate and mode.drop_rate + 0.3 * (0.5 - mode.drop_rate) * i / len(rates)
+        for each in modules:
+            vars(each)["_parameters"] = {name: self._parameter(value) for name, value in each._parameters.items()}
+            vars(each)["_buffers"] = {name: self._buffer(value) for name, value in each._buffers.items()}
+            each.training = mode.training
+
+    def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self.parameters:
+            requires_grad = self.requires_grad and tensor.is_floating_point()
+            self.parameters[id(tensor)] = nn.Parameter(tensor.detach().to(self._dtype_of(tensor)), requires_grad)
+        return self.parameters[id(tensor)]
+
+    def _buffer(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self.buffers:
+            self.buffers[id(tensor)] = tensor.to(self._dtype_of(tensor), copy=True)
+        return self.buffers[id(tensor)]
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def check_unchanged(self, written: set[int]) -> None:
+        """Raise `SideEffectError` if a forward has written to a parameter or a buffer, as recomputing would again.
+
+        Buffers of norms are under the exactly-once rule, and those of parametrizations are never recomputed."""
+        parametrizations = [module._modules.get("parametrizations") for module in self.module.modules()]
+        known = {module for each in parametrizations if each is not None for module in each.modules()}
+        for module in self.module.modules():
+            buffers = {} if isinstance(module, _NormBase) or module in known else module._buffers
+            for kind, tensors in (("parameter", module._parameters), ("buffer", buffers)):
+                for name, tensor in tensors.items():
+                    if tensor is not None and memory_key(tensor) in written:
+                        raise SideEffectError(
+                            f"changes the {kind} {name} of a {type(module).__name__} in its forward, which recomputing "
+                            "would do again"
+                        )
+
+    def buffers_to_compare(self, mode: Mode, custom_norms: set[nn.Module]) -> list[Tensor | None]:
+        """All buffers, but in unusual modes not those of norms with a forward of their own, which may update then, or
+        not; the engines update always."""
+        modules = (each for each in self.module.modules() if mode in MAIN_MODES or each not in custom_norms)
+        return [buffer for each in modules for buffer in each._buffers.values()]
+
+
+@contextmanager
+def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]:
+    """Prepare `module` for a trial on an input of `in_channels` channels and of `size` pixels a side."""
+    if any(map(_has_computed_weights, module.modules())):
+        raise VerificationError(
+            "holds weights that are no parameters, as torch.nn.utils.weight_norm, spectral_norm and prune make them"
+        )
+    conv = first_conv(module)
+    own_dtype = next(conv.parameters()).dtype  # not conv.weight, which a parametrization would compute
+    with _isolated(module), _random_tensors(module):
+        yield Trial(module, (2, in_channels, *([size] * len(conv.kernel_size))), own_dtype)
+
+
+def _has_computed_weights(module: nn.Module) -> bool:
+    tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return any(value.requires_grad or f"{name}_orig" in module._parameters for name, value in tensors.items())
+
+
+def _check_released(output: "weakref.ReferenceType[Tensor]") -> None:
+    """Raise `SideEffectError` if somebody else holds a forward's output, such as a list of skip connections."""
+    if output() is not None:
+        gc.collect()
+    if output() is not None:
+        raise SideEffectError("hands its output to another object in its forward, which an engine would not")
+
+
+@contextmanager
+def _isolated(block: nn.Module) -> Iterator[None]:
+    """Disable hooks, warnings and autocast, and enable autograd; restore hooks, modes and random states afterwards."""
+    modules = list(block.modules())
+    before = [{name: vars(module)[name] for name in (*HOOKS, "training")} for module in modules]
+    devices = {parameter.device for parameter in block.parameters() if parameter.device.type == "cuda"}
+    generators = Generators(generators_of(block))
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for device in {"cpu", *(device.type for device in devices)}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            for module in modules:
+                vars(module).update({name: {} for name in HOOKS})
+            yield
+        finally:
+            generators.restore()
+            for module, values in zip(modules, before, strict=True):
+                vars(module).update(values)
+
+
+@contextmanager
+def _random_tensors(block: nn.Module) -> Iterator[None]:
+    """Replace the parameters, and the buffers of norms, by random tensors, shared where the originals are shared. Other
+    buffers keep their values, which a forward may ask for."""
+    torch.manual_seed(0)
+    replacements: dict[int, Tensor] = {}
+    before = [(module, module._parameters, module._buffers) for module in block.modules()]
+
+    def replacement(tensor: Tensor | None, random_like: Callable[[Tensor], Tensor]) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in replacements:
+            replacements[id(tensor)] = random_like(tensor)
+        return replacements[id(tensor)]
+
+    try:
+        for module, parameters, buffers in before:
+            given = {name for name, _ in buffers_taken_as_given(module)}
+            vars(module)["_parameters"] = {name: replacement(value, _random_like) for name, value in parameters.items()}
+            vars(module)["_buffers"] = {
+                name: replacement(value, _same_values if name in given else _positive_like)
+                for name, value in buffers.items()
+            }
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            vars(module).update(_parameters=parameters, _buffers=buffers)
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    """Random values in the shape of `tensor`. Vectors are so large that a clipped activation after a norm shows."""
+    values = _normal_like(tensor)
+    return values * 4 if tensor.dim() < 2 else values / (8 * tensor[0].numel() ** 0.5)
+
+
+def _positive_like(tensor: Tensor) -> Tensor:
+    """Random values as those of a variance."""
+    return _normal_like(tensor).abs() + 0.5 if tensor.is_floating_point() else _same_values(tensor)
+
+
+def _same_values(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return _positive_like(tensor) if tensor.is_floating_point() else torch.zeros_like(tensor, device="cpu")
+    values = tensor.detach().clone()
+    return values.to(_trial_dtype(values.device)) if values.is_floating_point() else values
+
+
+def _normal_like(tensor: Tensor) -> Tensor:
+    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    return torch.randn(tensor.shape, device="cpu").to(device, _trial_dtype(device))
+
+
+def _trial_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:  # which some stochastic depth draws from
+        sys.modules["numpy"].random.seed(0)
+
+
+def _random_states(device: torch.device) -> list[Any]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

@@ -1,0 +1,488 @@
+"""No conversion changes what a model computes: whatever odd thing a layer does, converted and plain agree.
+
+Compared are outputs, the gradients of the input and of every parameter (None too), buffers, and the states of all
+generators of random numbers, over several steps of training, in evaluation, and after later changes of state.
+"""
+
+import copy
+import random
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from helpers import assert_close
+from test_adapt_families import Block, SqueezeAndExcite, tiramisu
+from third_party_models import GROWTH, START, FeaturesBlock, LayerHalves, TakesFeatures, build, image_batch
+from torch import Tensor, nn
+
+from efficient_densenet import make_efficient, restore
+from efficient_densenet.engines import dispatch
+
+SIDE = 6
+
+
+def x_of(requires_grad: bool = True) -> Tensor:
+    torch.manual_seed(7)
+    return torch.randn(3, START, SIDE, SIDE - 1, dtype=torch.double, requires_grad=requires_grad)
+
+
+def step(model: nn.Module, requires_grad: bool = True) -> dict:
+    """All that a step of training leaves behind, and what evaluation and an ungraded forward return then."""
+    seed()
+    model.train().zero_grad()
+    x = x_of(requires_grad)
+    output = model(x)
+    (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
+    results = {"output": output.detach(), "grad of x": x.grad, **states(model)}
+    results |= {f"grad of {name}": p.grad for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 1e-3 * parameter.grad
+        results["without gradients"] = model(x_of(False))
+        results["evaluation"] = model.eval()(x_of(False))
+    results |= {f"{name} afterwards": value for name, value in states(model).items()}
+    return results
+
+
+def seed() -> None:
+    torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+
+
+def states(model: nn.Module) -> dict:
+    own = [each.get_state() for module in model.modules() for each in vars(module).values() if is_generator(each)]
+    numbers = {"torch": torch.get_rng_state(), "Python": random.getstate(), "NumPy": str(numpy.random.get_state())}
+    return numbers | dict(enumerate(own)) | {name: b.detach().clone() for name, b in model.named_buffers()}
+
+
+def is_generator(value: object) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+def assert_same_steps(ours: nn.Module, plain: nn.Module, num_steps: int = 2) -> None:
+    """Both do the same, whether the input requires a gradient or not."""
+    for requires_grad in [True] * num_steps + [False]:
+        results = []
+        for each in (ours, plain):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                results.append(step(each, requires_grad))
+        actual, expected = results
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            if isinstance(value, Tensor) and isinstance(actual[name], Tensor):
+                assert_close(actual[name], value)
+            else:
+                assert actual[name] == value, name
+
+
+def converted(layer, num_layers: int = 2, **options) -> tuple[nn.Module, nn.Module, str]:
+    """A block of such layers, converted; its plain copy; and the name of the engine, "" where nothing was converted."""
+    torch.manual_seed(3)
+    block = (
+        Block(layer)
+        if not isinstance(layer, type)
+        else FeaturesBlock([layer(START + i * GROWTH) for i in range(num_layers)])
+    )
+    block = block.double()
+    for parameter in block.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 0.5, 0.3)
+    plain = copy.deepcopy(block)
+    seed()
+    report = make_efficient(block, **options)
+    return block, plain, report.changed[0].engine.partition(" ")[0] if report else ""
+
+
+class Layer(LayerHalves):
+    """A layer whose subclasses do something odd in `odd`."""
+
+    def forward(self, *features: Tensor) -> Tensor:
+        return self.odd(self.second_half(self.first_half(*features)))
+
+    def odd(self, y: Tensor) -> Tensor:
+        return y
+
+
+class DrawsFromPython(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * (2.0 if self.training and random.random() < 0.5 else 1.0)
+
+
+class DrawsFromNumPy(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * (2.0 if self.training and numpy.random.rand() < 0.5 else 1.0)
+
+
+@pytest.mark.parametrize("layer", [DrawsFromPython, DrawsFromNumPy])
+def test_layers_that_draw_from_python_or_numpy_are_left_alone(layer):
+    block, plain, engine = converted(layer)
+    assert engine == ""
+    assert_same_steps(block, plain)
+
+
+class ReadsABuffer(Layer):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("alpha", torch.tensor(0.3))
+
+    def odd(self, y: Tensor) -> Tensor:
+        return y if self.alpha >= 0.5 else y * self.alpha
+
+
+def test_a_buffer_s_value_counts_and_so_does_its_change():
+    block, plain, engine = converted(ReadsABuffer)
+    assert engine == "checkpoint"
+    assert_same_steps(block, plain)
+    for each in (block, plain):
+        each.denselayer2.alpha.fill_(0.9)
+    dispatch._warned.clear()
+    with pytest.warns(UserWarning, match="to 'plain': found that alpha of a ReadsABuffer has changed"):
+        block(x_of())
+    plain(x_of())
+    assert_same_steps(block, plain)
+
+
+class DetachesAWeight(LayerHalves):
+    def forward(self, *features: Tensor) -> Tensor:
+        y = F.relu(self.norm2(self.first_half(*features)))
+        return F.conv2d(y, self.conv2.weight.detach(), padding=1)
+
+
+class _Ninth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad / 9
+
+
+class ScalesAGradient(LayerHalves):
+    def forward(self, *features: Tensor) -> Tensor:
+        y = F.relu(self.norm2(self.first_half(*features)))
+        return F.conv2d(y, _Ninth.apply(self.conv2.weight), padding=1)
+
+
+@pytest.mark.parametrize("layer", [DetachesAWeight, ScalesAGradient])
+def test_gradients_of_parameters_are_the_author_s(layer):
+    block, plain, engine = converted(layer)
+    assert engine == "checkpoint"
+    assert_same_steps(block, plain)
+
+
+class ClampsItsOutput(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y.clamp(-3, 3)
+
+
+class ClampsAWeight(LayerHalves):
+    def forward(self, *features: Tensor) -> Tensor:
+        y = F.relu(self.norm2(self.first_half(*features)))
+        return F.conv2d(y, self.conv2.weight.clamp(-1, 1), padding=1)
+
+
+@pytest.mark.parametrize("layer", [ClampsItsOutput, ClampsAWeight])
+def test_clamps_that_the_trial_s_values_do_not_reach_stay(layer):
+    block, plain, engine = converted(layer)
+    assert engine == "checkpoint"
+    with torch.no_grad():
+        for each in (block, plain):
+            each.denselayer1.conv2.weight *= 40
+    assert_same_steps(block, plain)
+
+
+class ClampsTheBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-100, 100)
+
+
+@pytest.mark.parametrize("layer", [tiramisu, SqueezeAndExcite])
+def test_a_clamp_of_the_block_s_own_forward_stays(layer):
+    report = make_efficient(ClampsTheBlock(layer))
+    assert not report.changed
+    assert layer is not tiramisu or "runs other operations (clamp)" in report.unchanged[""]
+
+
+class CountsByHand(LayerHalves):
+    """Updates the statistics of a norm without calling it, exactly as the norm would."""
+
+    def forward(self, *features: Tensor) -> Tensor:
+        x, bn = torch.cat(features, 1), self.norm1
+        if self.training:
+            bn.num_batches_tracked.add_(1)
+        y = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+        return self.second_half(self.conv1(F.relu(y)))
+
+
+def test_statistics_updated_by_hand_update_once_with_a_hook_on_the_layer():
+    block, plain, engine = converted(CountsByHand)
+    assert engine == "shared"
+    assert_same_steps(block, plain)
+    for each in (block, plain):
+        each.denselayer2.register_forward_hook(lambda *_: None)
+    assert_same_steps(block, plain)
+
+
+class NormalizesByAFunction(LayerHalves):
+    def forward(self, *features: Tensor) -> Tensor:
+        x, bn = torch.cat(features, 1), self.norm1
+        y = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+        return self.second_half(self.conv1(F.relu(y)))
+
+
+def test_statistics_updated_by_a_function_update_once():
+    block, plain, engine = converted(NormalizesByAFunction)
+    assert engine == ""
+    assert_same_steps(block, plain)
+
+
+class AsksForGradMode(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * 2 if torch.is_grad_enabled() else y
+
+
+class AsksForTheInputsGradient(LayerHalves):
+    def forward(self, *features: Tensor) -> Tensor:
+        y = self.second_half(self.first_half(*features))
+        return y * 2 if features[0].requires_grad else y
+
+
+class AsksForTheOutputsGradient(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y.square() if y.requires_grad else y
+
+
+@pytest.mark.parametrize("layer", [AsksForGradMode, AsksForTheInputsGradient, AsksForTheOutputsGradient])
+def test_layers_that_ask_for_gradients_take_the_author_s_branch(layer):
+    block, plain, _ = converted(layer)
+    assert_same_steps(block, plain)
+
+
+class Counts(nn.ReLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Observes(nn.ReLU):
+    """Keeps a moving average of what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        return super().forward(x)
+
+
+def _counts(block: nn.Module) -> None:
+    block.denselayer1.relu1 = Counts()
+
+
+def _observes(block: nn.Module) -> None:
+    block.denselayer2.relu1 = Observes()
+
+
+def _spectral_norm(block: nn.Module) -> None:
+    torch.manual_seed(1)
+    torch.nn.utils.spectral_norm(block.denselayer1.conv1)
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
+@pytest.mark.parametrize("layer", [TakesFeatures, ClampsItsOutput])
+@pytest.mark.parametrize("change", [_counts, _observes, _spectral_norm])
+def test_what_was_put_in_after_conversion_runs_plain_once(change, layer):
+    block, plain, _ = converted(layer)
+    for each in (block, plain):
+        change(each.double())
+        each.double()
+    dispatch._warned.clear()
+    with pytest.warns(UserWarning, match="to 'plain': found that .* since it was verified: call make_efficient again"):
+        block(x_of())
+    plain(x_of())
+    assert_same_steps(block, plain)
+
+
+class TwoRates(LayerHalves):
+    """Has two equal rates of dropout, and uses one."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, drop_rate=0.2)
+        self.drop_path_rate = 0.2
+
+    def forward(self, *features: Tensor) -> Tensor:
+        y = self.conv2(self.relu2(self.norm2(self.first_half(*features))))
+        if self.drop_path_rate > 1:
+            return y
+        return F.dropout(y, self.drop_rate, self.training)
+
+
+class CapsItsRate(LayerHalves):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, drop_rate=0.2)
+
+    def forward(self, *features: Tensor) -> Tensor:
+        y = self.conv2(self.relu2(self.norm2(self.first_half(*features))))
+        return F.dropout(y, min(self.drop_rate, 0.4), self.training)
+
+
+class ModuleBesideARate(TwoRates):
+    """Its nn.Dropout has the rate that is used, and is not called."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.dropout = nn.Dropout(0.2)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.7, 0.95])
+@pytest.mark.parametrize("layer", [TwoRates, CapsItsRate, ModuleBesideARate, TakesFeatures])
+def test_a_rate_of_dropout_changed_later_is_the_author_s(layer, rate):
+    block, plain, engine = converted(layer)
+    assert engine == ("shared" if layer is TakesFeatures else "checkpoint")
+    for each in (block, plain):
+        each.denselayer1.drop_rate = each.denselayer2.drop_rate = rate
+    assert_same_steps(block, plain)
+
+
+class ChecksPoints(LayerHalves):
+    """Checkpoints a part of itself by torch's reentrant checkpointing, and is no layer in parts."""
+
+    def forward(self, *features: Tensor) -> Tensor:
+        y = torch.cat(features, 1)
+        y = (
+            torch.utils.checkpoint.checkpoint(self.first_half, y, use_reentrant=True)
+            if y.requires_grad
+            else self.first_half(y)
+        )
+        return self.second_half(y).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+def test_layers_that_checkpoint_inside_by_reentrant_checkpointing_train():
+    block, plain, engine = converted(ChecksPoints)
+    assert engine == "checkpoint"
+    block(x_of()).square().sum().backward()
+    make_efficient(plain, False)  # puts its norms under the exactly-once rule
+    plain(x_of()).square().sum().backward()
+    for actual, expected in zip(block.parameters(), plain.parameters(), strict=True):
+        assert_close(actual.grad, expected.grad)
+    for actual, expected in zip(block.buffers(), plain.buffers(), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("layer", "engine"), [(SqueezeAndExcite, True), (ClampsItsOutput, True), (tiramisu, "checkpoint")]
+)
+def test_the_caller_may_change_the_input_in_place_afterwards(layer, engine):
+    gradients = []
+    torch.manual_seed(0)
+    block = Block(layer).double()
+    for each in (copy.deepcopy(block), block):
+        if each is block:
+            make_efficient(block, engine)
+        torch.manual_seed(0)
+        leaf = x_of()
+        x = leaf * 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output = each(x)
+        x.zero_()
+        output.square().sum().backward()
+        gradients.append([leaf.grad, *(parameter.grad for parameter in each.parameters())])
+    for actual, expected in zip(*gradients, strict=True):
+        assert_close(actual, expected)
+
+
+def test_norms_keep_their_class_where_nothing_recomputes_them():
+    model = build("torchvision")
+    norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d]
+    make_efficient(model)
+    model(image_batch("torchvision")).sum().backward()
+    assert all(type(norm) is nn.BatchNorm2d for norm in norms)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", [True, "checkpoint"])
+def test_training_aware_quantization_finds_all_norms_after_conversion_or_names_the_remedy(engine):
+    quantization = pytest.importorskip("torch.ao.quantization")
+    prepare = pytest.importorskip("torch.ao.quantization.quantize_fx").prepare_qat_fx
+    model, x = build("torchvision").float(), image_batch("torchvision").float()
+    mapping = quantization.get_default_qat_qconfig_mapping("fbgemm")
+    keys = prepare(copy.deepcopy(model).train(), mapping, (x,)).state_dict().keys()
+    make_efficient(model, engine)
+    model(x).sum().backward()
+    if engine == "checkpoint":
+        with pytest.raises(RuntimeError, match=r"call restore\(model\) first, then prepare the model"):
+            prepare(model, mapping, (x,))
+        restore(model)
+    assert prepare(model, mapping, (x,)).state_dict().keys() == keys
+
+
+class DrawsFromItsGenerator(Layer):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.generator = torch.Generator().manual_seed(5)
+
+    def odd(self, y: Tensor) -> Tensor:
+        return y + torch.rand(y.shape, generator=self.generator, dtype=y.dtype) if self.training else y
+
+
+_generator = torch.Generator()
+
+
+class DrawsFromAGlobalGenerator(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y + torch.rand(y.shape, generator=_generator, dtype=y.dtype) if self.training else y
+
+
+def test_a_generator_of_the_model_is_left_as_it_was():
+    before = _generator.get_state()
+    block, plain, engine = converted(DrawsFromItsGenerator)
+    assert engine == ""
+    for ours, reference in zip(block.children(), plain.children(), strict=True):
+        assert torch.equal(ours.generator.get_state(), torch.Generator().manual_seed(5).get_state())
+        reference.generator = torch.Generator().manual_seed(5)  # a deep copy shares it
+    assert_same_steps(block, plain)
+    assert converted(DrawsFromAGlobalGenerator)[2] == ""
+    assert torch.equal(_generator.get_state(), before)
+
+
+_random, _numpy = random.Random(1), numpy.random.default_rng(1)
+
+
+class DrawsFromARandomOfItsOwn(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * (0.5 + _random.random()) if self.training else y
+
+
+class DrawsFromNumPysNewGenerator(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * (0.5 + _numpy.random()) if self.training else y
+
+
+class ChangesAWeight(Layer):
+    """Keeps a weight small, as a constraint in the forward does."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.conv2.weight.data.mul_(0.9)
+        return y
+
+
+@pytest.mark.parametrize("layer", [DrawsFromARandomOfItsOwn, DrawsFromNumPysNewGenerator, ChangesAWeight])
+def test_what_must_not_be_repeated_is_left_alone(layer):
+    before = _random.getstate(), str(_numpy.bit_generator.state)
+    block, _, engine = converted(layer)
+    assert engine == ""
+    assert (_random.getstate(), str(_numpy.bit_generator.state)) == before
+    assert type(block) is FeaturesBlock
