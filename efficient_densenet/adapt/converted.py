@@ -17,7 +17,7 @@ from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engines import dispatch, plain, recompute
 from ..engines.dispatch import Engine
-from ..engines.eligibility import must_be_called
+from ..engines.eligibility import must_be_called, why_replaced
 from ..engines.parts import BlockParts, NoPartsError, is_norm
 from ..engines.plain import RunFirstHalf
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
@@ -126,8 +126,9 @@ class ConvertedBlock(KeepsSignature):
     def dense_parts(self) -> BlockParts:
         change = self._state_change()
         if change is not None:
+            replaced = next(filter(None, map(why_replaced, [*self.modules()][1:])), None)
             raise NoPartsError(
-                f"found that {change} since it was verified: call make_efficient again, which verifies it"
+                replaced or f"found that {change} since it was verified: call make_efficient again, which verifies it"
             )
         if self._conversion.reason is not None or self._conversion.pattern is None:
             raise NoPartsError(self._conversion.reason)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from .._mixins import base_class
+from .._mixins import author_class
 
 Values = tuple[tuple[str, Any], ...]
 
@@ -58,7 +58,7 @@ def fingerprint(block: nn.Module) -> Fingerprint:
     by identity and version.
     """
     modules = list(_modules(block))
-    classes = dict.fromkeys(base_class(type(module)) for module in modules)
+    classes = dict.fromkeys(map(author_class, modules))
     own = dict.fromkeys(each for cls in classes for each in cls.__mro__ if not _is_known(each))
     return Fingerprint(
         tuple(map(_state, modules)), tuple(State(cls.__name__, _values(vars(cls), _OF_EVERY_CLASS)) for cls in own)
@@ -69,7 +69,7 @@ def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | fl
     """The names and values of the numbers, flags and texts that each author's module in `block` holds."""
     return tuple(
         tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, int, float, str)))
-        if not _is_known(base_class(type(module)))
+        if not _is_known(author_class(module))
         else ()
         for module in block.modules()
     )
@@ -91,10 +91,12 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
         return None
     if not before.classes:
         after = after.without_identities()
-    if [state.name for state in before.modules] != [state.name for state in after.modules]:
-        return "its modules are others"
+    names, new_names = ([state.name for state in each.modules] for each in (before, after))
+    if names != new_names:
+        other = ((name, new) for name, new in zip(names, new_names, strict=False) if name != new)
+        return next((f"{new} is in the place of {name}" for name, new in other), "it has more or fewer modules")
     for module, old, new in zip(_modules(block), before.modules, after.modules, strict=True):
-        change = _change(old, new, names_read(base_class(type(module))))
+        change = _change(old, new, names_read(author_class(module)))
         if change is not None:
             return change
     changes = (_change(old, new, None) for old, new in zip(before.classes, after.classes, strict=False))
@@ -145,7 +147,7 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _state(module: nn.Module) -> State:
-    cls = base_class(type(module))
+    cls = author_class(module)
     if isinstance(module, _DropoutNd):
         return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
     if _is_known(cls):  # what a module of torch holds is read, or the module called, at every forward
@@ -181,7 +183,8 @@ def _is_known(cls: type) -> bool:
 
 
 def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
-    return tuple((name, _value(name, attributes[name])) for name in sorted(attributes.keys() - ignored))
+    names = (name for name in sorted(attributes.keys() - ignored) if not name.startswith(_OF_FULLY_SHARD))
+    return tuple((name, _value(name, attributes[name])) for name in names)
 
 
 def _value(name: str, value: Any) -> Any:
@@ -225,6 +228,7 @@ def _without_identities(value: Any) -> Any:
 
 _MISSING = object()
 _MANY = 100
+_OF_FULLY_SHARD = "__composable_api_state_key"
 _SMALL_ARRAY = 1 << 12  # bytes: a larger array is compared by identity
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "_conversion",  # of the conversion itself

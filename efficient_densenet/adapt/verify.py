@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from .._torch_private import is_flattened_by_fsdp1
 from ..engines.eligibility import HOOKS
 from .fingerprint import Fingerprint, change_since, fingerprint
 from .structure import first_conv
@@ -43,6 +44,10 @@ def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Run]:
     if any(map(_has_computed_weights, module.modules())):
         raise VerificationError(
             "holds weights that are no parameters, as torch.nn.utils.weight_norm, spectral_norm and prune make them"
+        )
+    if any(map(is_flattened_by_fsdp1, module.modules())):
+        raise VerificationError(
+            "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
         )
     conv = first_conv(module)
     with _isolated(module), _random_parameters_and_buffers(module):
