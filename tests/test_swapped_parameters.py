@@ -7,7 +7,7 @@ from checkpoint_outcomes import tensor
 from helpers import assert_close, small_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.utils import weight_norm
+from torch.nn.utils import spectral_norm, weight_norm
 
 from efficient_densenet.checkpoint import CheckpointFunction, checkpoint
 
@@ -71,6 +71,15 @@ def test_weights_that_hooks_swap_train_as_in_plain(change, engine):
         pytest.xfail("torch.utils.checkpoint hands the backward the weight of the recomputation, not the restored one")
     for actual, expected in zip(_train(change, engine), _train(change, False), strict=True):
         assert_close(actual, expected)
+
+
+@ignore_fallback
+def test_a_spectral_norm_whose_hook_changes_its_state_is_not_recomputed():
+    for actual, expected in zip(_train(spectral_norm, True), _train(spectral_norm, False), strict=True):
+        assert_close(actual, expected)
+    for engine in ("official", "checkpoint"):
+        with pytest.raises(RuntimeError, match="found a spectral_norm of a Conv2d that changes its own state"):
+            _train(spectral_norm, engine)
 
 
 def test_a_hook_that_undoes_what_another_has_changed_is_called_in_a_recomputation():

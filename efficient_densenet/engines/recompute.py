@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -28,6 +29,8 @@ def run_first_half_checkpoint(layer: Layer, features: list[Tensor]) -> Tensor:
 def why_not_recompute(block: nn.Module) -> str | None:
     """Why the layers of `block` cannot be recomputed, or None."""
     for module in block.modules():
+        if module.training and any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+            return f"found a spectral_norm of a {type(module).__name__} that changes its own state when it is run"
         parametrizations = module._modules.get("parametrizations")
         if parametrizations is None:
             continue
