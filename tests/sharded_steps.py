@@ -61,12 +61,12 @@ MODELS = {"ours": _ours, "converted": _converted, "converted last": _converted}
 """A model "converted last" is converted after it has been sharded."""
 
 
-def _fully_shard(model: nn.Module, unit: str) -> nn.Module:
+def _fully_shard(model: nn.Module, unit: str, reshard: bool = True) -> nn.Module:
     groups = [[module] for module in model.modules() if UNITS[unit] and isinstance(module, UNITS[unit])]
     if unit == "stage":  # a block and the transition after it as one group of parameters
         groups = [[each for (each,) in groups[i : i + 2]] for i in range(0, len(groups), 2)]
     for group in groups:
-        fully_shard(group if len(group) > 1 else group[0])
+        fully_shard(group if len(group) > 1 else group[0], reshard_after_forward=reshard)
     return fully_shard(model)
 
 
@@ -78,6 +78,7 @@ def _fsdp1(model: nn.Module, unit: str, use_orig_params: bool) -> nn.Module:
 
 SHARDINGS: dict[str, Callable[[nn.Module, str], nn.Module]] = {
     "fully_shard": _fully_shard,
+    "fully_shard, not resharded": functools.partial(_fully_shard, reshard=False),
     "FSDP1": functools.partial(_fsdp1, use_orig_params=True),
     "FSDP1, flat": functools.partial(_fsdp1, use_orig_params=False),
 }

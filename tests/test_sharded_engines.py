@@ -46,10 +46,10 @@ def _outcomes(cases: list[str], processes: int, folder: Path) -> list[dict[str, 
 def _is_right(case: str, outcome: str) -> bool:
     model, sharding, unit, engine = case.split(" | ")
     runs_shared = unit in ("root", "stage", "block")
-    if model != "ours" and (engine == "plain" or (model == "converted last" and sharding != "fully_shard")):
+    if model != "ours" and (engine == "plain" or (model == "converted last" and sharding.startswith("FSDP1"))):
         return outcome == "equal, by the author's forward"  # a model that FSDP1 has sharded is not converted
     if engine == "shared" and not runs_shared:
-        sharder = "fully_shard" if sharding == "fully_shard" else "FullyShardedDataParallel"
+        sharder = "FullyShardedDataParallel" if sharding.startswith("FSDP1") else "fully_shard"
         refusal = f"forward 0: RuntimeError: engine 'shared' cannot run here: found parameters that {sharder} shards on"
         return outcome.startswith(refusal) and "shard blocks, stages or the whole model instead" in outcome
     runs = engine if engine != "best" else "shared" if runs_shared else "checkpoint"
