@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ._torch_private import class_before_fully_shard
+
 if TYPE_CHECKING:
     ModuleMixin = nn.Module
 else:
@@ -46,6 +48,16 @@ def original_class(module: nn.Module, *known: type) -> type[nn.Module]:
 def base_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class to which mixins were added to make `cls`, or `cls` itself."""
     return vars(cls).get("_class_before_mixins", cls)
+
+
+def author_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` without our mixins and without what `fully_shard` has put before or between them."""
+    return _author_class(type(module))
+
+
+@cache
+def _author_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return class_before_fully_shard(base_class(class_before_fully_shard(cls)))
 
 
 def _mixins(module: nn.Module) -> tuple[type, ...]:

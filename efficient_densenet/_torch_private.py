@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
 Function = TypeVar("Function", bound=Callable)
+_FSDP = "torch.distributed.fsdp"
 
 
 def in_backward() -> bool:
@@ -163,6 +164,26 @@ def observe_selection(forward: Any, recomputation: Any, observe: Callable[[Any, 
 def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
     """Return True if FSDP (either version) shards the parameters of `module` and replaces them while it runs."""
     return vars(module).get("_is_fsdp_managed_module", False)
+
+
+def sharding_of(module: torch.nn.Module) -> str | None:
+    """Return what shards the parameters of exactly this module: "fully_shard", "FullyShardedDataParallel" or None."""
+    names = {cls.__name__ for cls in type(module).__mro__ if (cls.__module__ or "").startswith(_FSDP)}
+    return "fully_shard" if "FSDPModule" in names else "FullyShardedDataParallel" if names else None
+
+
+def is_flattened_by_fsdp1(module: torch.nn.Module) -> bool:
+    """Return True if `FullyShardedDataParallel` wraps this module, or holds its parameters as parts of a flat one."""
+    if sharding_of(module) == "FullyShardedDataParallel":
+        return True
+    parameters = (type(parameter) for parameter in module._parameters.values() if parameter is not None)
+    return is_managed_by_fsdp(module) and not all(map(has_torch_dispatch, parameters))  # those of FSDP2 are DTensors
+
+
+def class_before_fully_shard(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return the class from which `fully_shard` made `cls`, or `cls` itself."""
+    made = (cls.__module__ or "").startswith(_FSDP) and cls.__bases__[0].__name__ == "FSDPModule"
+    return cls.__bases__[1] if made else cls
 
 
 def process_group_named(name: str) -> torch.distributed.ProcessGroup:

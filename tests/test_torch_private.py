@@ -16,6 +16,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_che
 from efficient_densenet._torch_private import (
     below_autograd,
     bypass_saved_tensor_hooks,
+    class_before_fully_shard,
     constant_to_compilers,
     early_stop_enabled,
     foreach_add_,
@@ -31,6 +32,7 @@ from efficient_densenet._torch_private import (
     in_backward,
     is_accumulate_grad,
     is_batched_gradient,
+    is_flattened_by_fsdp1,
     is_managed_by_fsdp,
     is_part_of_leaf,
     leaf_of,
@@ -40,6 +42,7 @@ from efficient_densenet._torch_private import (
     parametrization_cache_enabled,
     process_group_named,
     queue_backward_callback,
+    sharding_of,
     skipped_by_compilers,
     specialized,
     tensor_hooks,
@@ -233,16 +236,26 @@ def test_observe_selection():
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning", "ignore::FutureWarning")
-def test_is_managed_by_fsdp():
+def test_what_fsdp_makes_of_modules():
     plain, modules = nn.Linear(2, 2), [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         fully_shard(modules[0])
-        FullyShardedDataParallel(modules[1], use_orig_params=True, device_id=torch.device("cpu"))
+        wrapper = FullyShardedDataParallel(modules[1], use_orig_params=True, device_id=torch.device("cpu"))
     finally:
         dist.destroy_process_group()
     assert [is_managed_by_fsdp(module[0]) for module in modules] == [True, True]
     assert not is_managed_by_fsdp(plain)
+    wrapped = [*modules, wrapper]
+    assert [sharding_of(module) for module in wrapped] == ["fully_shard", None, "FullyShardedDataParallel"]
+    assert sharding_of(modules[0][0]) is None
+    assert [is_flattened_by_fsdp1(module) for module in (*wrapped, modules[0][0], modules[1][0], plain)] == [
+        *(False, False, True),
+        *(False, True, False),
+    ]
+    assert class_before_fully_shard(type(modules[0])) is nn.Sequential
+    assert class_before_fully_shard(type(wrapper)) is type(wrapper)
+    assert class_before_fully_shard(nn.Linear) is nn.Linear
 
 
 def test_process_group_named():

@@ -17,7 +17,7 @@ from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engines import dispatch, plain, recompute
 from ..engines.dispatch import Engine
-from ..engines.eligibility import must_be_called
+from ..engines.eligibility import must_be_called, why_sharded
 from ..engines.parts import BlockParts, NoPartsError
 from ..engines.plain import RunFirstHalf
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
@@ -143,7 +143,8 @@ class ConvertedBlock(KeepsSignature):
         repeated."""
         change = self._state_change()
         if change is not None:
-            return f"found that {change} since it was verified: call make_efficient again, which verifies it"
+            again = f"found that {change} since it was verified: call make_efficient again, which verifies it"
+            return next(filter(None, map(why_sharded, [*self.modules()][1:])), again)
         return self._conversion.reason if self._conversion.pattern is None else None
 
     def dense_parts(self) -> BlockParts:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from .._mixins import base_class
+from .._mixins import author_class
 from ..norms.batch_norm import TORCH_CLASSES
 from ..norms.frozen import is_frozen_batch_norm
 from .outside import Place, is_known, names_in, places_outside
@@ -66,7 +66,7 @@ def fingerprint(block: nn.Module) -> Fingerprint:
     by identity and version.
     """
     modules = list(_modules(block))
-    classes = dict.fromkeys(map(author_class, modules))
+    classes = dict.fromkeys(map(class_as_written, modules))
     own = dict.fromkeys(each for cls in classes for each in cls.__mro__ if not is_known(each))
     return Fingerprint(tuple(map(_state, modules)), tuple(map(_class_state, own)))
 
@@ -75,7 +75,7 @@ def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | fl
     """The names and values of the numbers, flags and texts that each author's module in `block` holds."""
     return tuple(
         tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, int, float, str)))
-        if not is_known(author_class(module))
+        if not is_known(class_as_written(module))
         else ()
         for module in block.modules()
     )
@@ -103,7 +103,7 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
         if old.name != new.name:
             return f"a {old.name} has become a {new.name}"
     for module, old, new in zip(_modules(block), before.modules, after.modules, strict=True):
-        change = _change(old, new, names_read(author_class(module)))
+        change = _change(old, new, names_read(class_as_written(module)))
         if change is not None:
             return change
     changes = (_change(old, new, None) for old, new in zip(before.classes, after.classes, strict=False))
@@ -149,15 +149,14 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _modules(child)
 
 
-def author_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` as its author wrote it: without mixins, and torch's own for a norm that was put under the
-    exactly-once rule."""
-    cls = base_class(type(module))
+def class_as_written(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` as its author wrote it: torch's own for a norm that was put under the exactly-once rule."""
+    cls = author_class(module)
     return TORCH_CLASSES.get(cls, cls)
 
 
 def _state(module: nn.Module) -> State:
-    cls = author_class(module)
+    cls = class_as_written(module)
     if isinstance(module, _DropoutNd):
         return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
     if is_known(cls):  # what a module of torch holds is read, or the module called, at every forward
@@ -179,7 +178,7 @@ def buffers_taken_as_given(module: nn.Module) -> list[tuple[str, Tensor | None]]
     engines at every forward, and those of torch's other modules by these themselves."""
     if not module._buffers or isinstance(module, _NormBase) or is_frozen_batch_norm(module):
         return []
-    if (author_class(module).__module__ or "").startswith("torch."):
+    if (class_as_written(module).__module__ or "").startswith("torch."):
         return []
     return list(module._buffers.items())
 
@@ -188,7 +187,7 @@ def drop_rates(module: nn.Module) -> list[str]:
     """The names of the attributes of `module` that are rates of dropout, which are verified for any value."""
     if isinstance(module, _DropoutNd):
         return ["p"] if module.p else []
-    if is_known(author_class(module)):
+    if is_known(class_as_written(module)):
         return []
     return [name for name, value in vars(module).items() if value and isinstance(_value(name, value), DropRate)]
 
@@ -223,7 +222,7 @@ def _outside(value: Any, place: Place, depth: int = 2) -> Any:
 
 
 def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
-    names = (name for name in sorted(attributes.keys() - ignored) if not name.startswith(_OF_SHARDED_MODULES))
+    names = (name for name in sorted(attributes.keys() - ignored) if not name.startswith(_OF_FULLY_SHARD))
     return tuple((name, _value(name, attributes[name])) for name in names)
 
 
@@ -269,13 +268,13 @@ def _without_identities(value: Any) -> Any:
 _NO_TENSORS: Values = (("names of tensors", TensorNames()),)
 _MISSING = object()
 _MANY = 100
+_OF_FULLY_SHARD = "__composable_api_state_key"
 _SMALL_ARRAY = 1 << 12  # bytes: a larger array is compared by identity
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "_conversion",  # of the conversion itself
     "keep_bottleneck",  # which is read at every forward
     "_is_replica",  # what nn.DataParallel makes of a module
 }
-_OF_SHARDED_MODULES = "__composable_api_state_key"
 _OF_EVERY_CLASS = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__static_attributes__", "__firstlineno__"}
 )

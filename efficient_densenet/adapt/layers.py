@@ -6,8 +6,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.call import checkpoint_call
-from ..engines import plain, recompute
+from ..engines import plain
 from ..engines.eligibility import must_be_called
 from ..engines.parts import BlockParts, LayerParts, activations_of
 from ..engines.plain import RunFirstHalf
@@ -77,8 +76,6 @@ def run_whole_layers(
     `forward` is the author's, for a block that is itself the layer.
     """
     call, x = cast(LayerCall, pattern.layer_call), unshared(x, run_first_half)
-    if run_first_half is recompute.run_first_half_checkpoint:
-        run_first_half = _recompute
 
     def run(layer: nn.Module, features: list[Tensor]) -> Tensor:
         called = forward if pattern.is_layer else layer
@@ -86,12 +83,6 @@ def run_whole_layers(
 
     layers = [block] if pattern.is_layer else layers_in(block)
     return _grow(layers, run, x, pattern.newest_first, pattern.new_features_only)
-
-
-def _recompute(layer: plain.Layer, features: list[Tensor]) -> Tensor:
-    """Run a layer of any kind, to be recomputed. Its forward may ask for the grad mode, or checkpoint parts of itself
-    with torch's reentrant checkpointing: so it runs with gradients, and autograd differentiates its operations."""
-    return checkpoint_call(layer.first_half, tuple(features), {})
 
 
 def unshared(x: Tensor, run_first_half: RunFirstHalf) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .._torch_private import memory_key
+from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engines.eligibility import HOOKS
 from .fingerprint import buffers_taken_as_given, change_since, drop_rates, fingerprint
 from .operations import Recorder
@@ -228,6 +228,10 @@ def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]
     if any(map(_has_computed_weights, module.modules())):
         raise VerificationError(
             "holds weights that are no parameters, as torch.nn.utils.weight_norm, spectral_norm and prune make them"
+        )
+    if any(map(is_flattened_by_fsdp1, module.modules())):
+        raise VerificationError(
+            "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
         )
     conv = first_conv(module)
     own_dtype = next(conv.parameters()).dtype  # not conv.weight, which a parametrization would compute

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._recompute_mode import is_inside_checkpoint
 from .._torch_private import early_stop_enabled, graph_task_id, is_part_of_leaf, memory_key, queue_backward_callback
 from ..norms.batch_norm import update_once
+from .hooks import hooks_take_part
 from .inputs import SavedInputs
 from .recomputation import Options, Recomputation, TensorMetadata, function_name, metadata_of
 from .trees import flatten_arguments, unflatten_arguments
@@ -80,7 +81,7 @@ class CheckpointFrame:
         with self.saved_inputs.restored() as inputs:
             leaves = [inputs[leaf] if isinstance(leaf, _InputIndex) else leaf for leaf in self.leaves]
             args, kwargs = unflatten_arguments(leaves, self.spec)
-            needed = len(self.saved_metadata) if self.early_stop else None
+            needed = len(self.saved_metadata) if self.early_stop and not hooks_take_part(self.modules) else None
             recording = _Recording(partial(self._version, input_keys=set(map(memory_key, inputs))), needed)
             with torch.enable_grad(), recording.hooks():
                 result = self.recomputation.recompute(partial(recording.run, self.function), *args, **kwargs)
@@ -137,7 +138,8 @@ class _Recording:
     def _pack(self, tensor: Tensor) -> Tensor:
         if not self.is_complete():
             self.versions.append(self.version_of(tensor))
-            self.tensors.append(tensor.detach() if tensor.requires_grad else tensor)
+            # A leaf itself, as autograd saves it: a hook may set other data for the time of the forward.
+            self.tensors.append(tensor if tensor.is_leaf else tensor.detach())
         if self.is_complete():
             raise _RecomputationComplete
         return self.tensors[-1]

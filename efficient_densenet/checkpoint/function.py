@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch_private import tensor_hooks
 from .inputs import with_class_and_attributes
-from .parameters import modules_of
+from .parameters import check_parameters_listed, modules_of
 from .recomputation import DEFAULTS, Recomputation, function_name, tensors_in
 
 
@@ -21,8 +21,8 @@ class CheckpointFunction(torch.autograd.Function):
     gradients reach the parameters once, through the outer graph, and the replicas of `nn.DataParallel` do not block
     each other.
 
-    `function` returns a tensor or a tuple of tensors. This class has less Python overhead than `checkpoint`, but a
-    parameter that is not listed silently gets no gradient.
+    `function` returns a tensor or a tuple of tensors. A backward raises where `function` uses parameters that are not
+    listed, or that somebody, such as FSDP, swaps for others while it runs: for those there is `checkpoint`.
     """
 
     @staticmethod
@@ -59,6 +59,7 @@ class CheckpointFunction(torch.autograd.Function):
             result = ctx.recomputation.recompute(ctx.function, *inputs)
         ctx.recomputation.check_result(result)
         outputs = tensors_in(result)
+        check_parameters_listed(ctx.recomputation.name, outputs, inputs, parameters, _REMEDY)
         pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
         targets = [t for t, needed in zip([*inputs, *parameters], needs_grad, strict=True) if needed]
         if not pairs or not targets:
@@ -74,6 +75,9 @@ class CheckpointFunction(torch.autograd.Function):
                 )
             )
         return None, None, *(next(grads) if needed else None for needed in needs_grad)
+
+
+_REMEDY = "list them, or use checkpoint if they are swapped while it runs, as FSDP swaps those that it shards"
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Forward hooks inside a checkpointed function fire once, unless the recomputation needs them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._recompute_mode import is_in_user_context, is_recomputing
-from .._torch_private import memory_key, without_dispatch_modes
+from .._torch_private import is_managed_by_fsdp, memory_key, without_dispatch_modes
 from .trees import flatten
 
 
@@ -63,6 +63,15 @@ def undo_fire_once(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = _unwrapped(hook)
+
+
+def hooks_take_part(modules: Iterable[nn.Module]) -> bool:
+    """Return True if a forward hook may take part in the computation, as one that undoes what a pre-hook has changed.
+
+    It must be called in the recomputation too, which then has to run to the end. FSDP's hooks know recomputations.
+    """
+    hooked = (module for module in modules if module._forward_hooks and not is_managed_by_fsdp(module))
+    return any(getattr(hook, "affects_computation", True) for each in hooked for hook in each._forward_hooks.values())
 
 
 def _unwrapped(hook: Any) -> Callable:

@@ -75,7 +75,11 @@ def parameters_of(*modules: nn.Module) -> list[Tensor]:
 
 
 def check_parameters_listed(
-    name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    name: str,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    remedy: str = "list them, or their modules, in checkpoint(..., parameters=[...])",
 ) -> None:
     """Raise RuntimeError if `outputs` depend on leaf tensors that are neither inputs nor listed parameters."""
     unlisted = _unlisted_leaves(outputs, [*inputs, *parameters])
@@ -83,8 +87,7 @@ def check_parameters_listed(
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in unlisted[:3])
         raise RuntimeError(
             f"{name} uses {len(unlisted)} tensor(s) that require a gradient and are neither arguments nor listed (of "
-            f"shape {shapes}{', …' if len(unlisted) > 3 else ''}): list them, or their modules, in "
-            "checkpoint(..., parameters=[...])"
+            f"shape {shapes}{', …' if len(unlisted) > 3 else ''}): {remedy}"
         )
 
 
@@ -112,7 +115,8 @@ def _unlisted_leaves(outputs: Iterable[Tensor], listed: Sequence[Tensor]) -> lis
 @functools.cache
 def _graph_references() -> int:
     """Return the reference count of a leaf tensor that only a graph, and a dict as above, references."""
-    grad_fn: Any = (torch.ones(1, requires_grad=True) * 1).grad_fn
+    with torch.enable_grad():
+        grad_fn: Any = (torch.ones(1, requires_grad=True) * 1).grad_fn
     node = grad_fn.next_functions[0][0]
     references = {0: leaf_of(node)}
     return sys.getrefcount(references[0])

@@ -120,8 +120,8 @@ class Recomputation:
                 module.training = not training
 
 
-def _parameter_ids(module: nn.Module) -> list[int]:
-    return [id(parameter) for parameter in module._parameters.values()]
+def _parameter_ids(module: nn.Module) -> dict[str, int]:
+    return {name: id(parameter) for name, parameter in module._parameters.items()}
 
 
 def function_name(function: Callable) -> str:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .._torch_private import has_global_module_hooks
+from .._mixins import author_class
+from .._torch_private import has_global_module_hooks, sharding_of
 from ..norms.batch_norm import torch_class
 from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
@@ -71,7 +72,8 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
     for module in _modules_inside(layer.module):
         if must_be_called(module):
             name = type(module).__name__
-            return f"found a hook on, or a new forward of, a {name} inside a layer, which it would not call"
+            hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which it would not call"
+            return why_sharded(module) or hooked
         if "parametrizations" in module._modules:
             return f"found a parametrization of a {type(module).__name__} inside a layer"
     for norm in layer.norms:
@@ -106,7 +108,22 @@ def _modules_inside(module: nn.Module) -> list[nn.Module]:
 def _wrong_class(module: nn.Module, usual: type[nn.Module]) -> str:
     # The name of torch's own class: with that of ours, put there by a recomputation, the warning would be a second one.
     name = torch_class(module).__name__
-    return f"found a {name} inside a layer, where the shared engine takes {usual.__name__}"
+    remedy = "; engine 'checkpoint' runs it" if isinstance(module, nn.SyncBatchNorm) else ""
+    found = f"found a {name} inside a layer, where the shared engine takes {usual.__name__}{remedy}"
+    return why_sharded(module) or found
+
+
+def why_sharded(module: nn.Module) -> str | None:
+    """What shards the parameters of exactly this module inside a block, and what to shard instead, or None."""
+    sharding = sharding_of(module)
+    if sharding is None:
+        return None
+    wrapped = getattr(module, "_fsdp_wrapped_module", module)  # of FullyShardedDataParallel
+    name = author_class(wrapped).__name__
+    return (
+        f"found parameters that {sharding} shards on each {name} inside a block: shard blocks, stages or the whole "
+        "model instead"
+    )
 
 
 def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._mixins import original_class
+from .._torch_private import class_before_fully_shard
 from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce, UsesTorchForward
 from ..norms.frozen import is_frozen_batch_norm
 from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
@@ -210,7 +211,7 @@ def activations_of(norm: Norm) -> tuple[nn.Module, ...]:
 
 
 def _class(module: nn.Module) -> type[nn.Module]:
-    return original_class(module, UpdatesOnce)
+    return class_before_fully_shard(original_class(module, UpdatesOnce))
 
 
 def weight_and_bias(module: Any) -> tuple[Any, Any]:

@@ -1,31 +1,36 @@
 """The per-layer checkpointing engines: the backward recomputes each layer's concatenation, first norm and ReLU."""
 
+from contextlib import nullcontext
+
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._torch_private import parametrization_cache_enabled
-from ..checkpoint import CheckpointFunction
-from ..checkpoint.hooks import fire_once
-from ..checkpoint.parameters import parameters_of
+from ..checkpoint.call import checkpoint_call
+from ..checkpoint.hooks import hooks_take_part
 from ..norms.batch_norm import update_once
 from .plain import Layer
 
 
 def run_first_half_official(layer: Layer, features: list[Tensor]) -> Tensor:
     update_once(layer.norm1)
-    return torch_checkpoint(layer.first_half, *features, use_reentrant=False)
+    to_the_end = not torch.compiler.is_compiling() and hooks_take_part(layer.modules())
+    with set_checkpoint_early_stop(False) if to_the_end else nullcontext():
+        return torch_checkpoint(layer.first_half, *features, use_reentrant=False)
 
 
 def run_first_half_checkpoint(layer: Layer, features: list[Tensor]) -> Tensor:
-    for module in layer.modules():
-        update_once(module)
-        fire_once(module)
-    return CheckpointFunction.apply(layer.first_half, len(features), *features, *parameters_of(layer))
+    return checkpoint_call(layer.first_half, tuple(features), {})
 
 
 def why_not_recompute(block: nn.Module) -> str | None:
     """Why the layers of `block` cannot be recomputed, or None."""
     for module in block.modules():
+        if module.training and any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+            return f"found a spectral_norm of a {type(module).__name__} that changes its own state when it is run"
         parametrizations = module._modules.get("parametrizations")
         if parametrizations is None:
             continue

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._mixins import original_class
 from ..engines import dispatch, plain
+from ..engines.eligibility import why_sharded
 from ..engines.parts import (
     BlockParts,
     ConsumerParts,
@@ -136,7 +137,8 @@ class Transition(nn.Sequential):
 def _layer_parts(module: nn.Module) -> LayerParts:
     if type(module) is not DenseLayer and original_class(module) is not DenseLayer:
         raise NoPartsError(
-            f"found a layer of class {type(module).__name__}, which may do other things than a dense layer"
+            why_sharded(module)
+            or f"found a layer of class {type(module).__name__}, which may do other things than a dense layer"
         )
     layer, modules = cast(DenseLayer, module), cast("dict[str, Any]", module._modules)
     norm1, conv1, norm2, conv2, activations = modules["norm1"], modules["conv1"], None, None, (modules["relu1"],)

@@ -5,7 +5,6 @@ exactly-once rule is to update the running statistics in the forward and never w
 It needs no help from the code that does the checkpointing, so it holds for every implementation of it.
 """
 
-import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -37,7 +36,8 @@ class UpdatesOnce(_NormMixin):
         # Recompute with a shallow copy that has clones of the buffers. `self` never changes, not even for a moment that
         # another thread could see, and the recomputation saves as many tensors as the forward, which
         # torch.utils.checkpoint requires.
-        copied = copy.copy(self)
+        copied = object.__new__(type(self))  # copy.copy would call the __new__ of a class that fully_shard made
+        copied.__dict__.update(vars(self))
         with without_dispatch_modes():  # selective checkpointing requires the operations of the forward, and no others
             copied._buffers = {name: b if b is None else b.clone() for name, b in self._buffers.items()}
         return super(UpdatesOnce, copied).forward(input)
