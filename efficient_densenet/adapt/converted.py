@@ -336,7 +336,9 @@ def _restore_norms(block: nn.Module, exactly_once: tuple[str, ...], keep_torch_f
             undo_update_once(module)
 
 
-_NAMES_OF_CONVERTED_BLOCKS = "engine", "set_engine", "run_layers", "can_join_stage"
+_NAMES_OF_CONVERTED_BLOCKS = tuple(
+    name for name in vars(ConvertedBlock) if not name.startswith("_") and name != "forward"
+)
 _OF_EVERY_BATCH_NORM = {
     *vars(nn.BatchNorm2d(1)),
     "weight",
