@@ -18,8 +18,9 @@ import torch
 from options import run_command
 from worker import device_name
 
-from efficient_densenet.engines.kernels.numba_cpu import amx, gemm, gemm_amx, processor
-from efficient_densenet.engines.kernels.numba_cpu.compilation import compile_kernel
+from efficient_densenet.kernels.numba_cpu.compiled import amx, gemm, gemm_amx
+from efficient_densenet.kernels.numba_cpu.host import processor
+from efficient_densenet.kernels.numba_cpu.host.compilation import compile_kernel
 
 SIZES = {
     "densenet_bc_100_12": [(1024, 48, 150), (1024, 48, 300), (1024, 108, 48)],

@@ -12,8 +12,7 @@ import rows as results
 import torch
 from checkpointing_costs import measure_costs
 from checkpointing_probes import PROBES, WRAPPERS, answer
-
-from efficient_densenet.training.command_line import command
+from training.command_line import command
 
 
 def probe_behaviours() -> list[dict[str, str]]:

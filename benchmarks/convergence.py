@@ -18,9 +18,9 @@ import fire
 import plot
 import rows as results
 from settings import as_list
+from training.files import write_atomic
 
 from efficient_densenet._extras import need
-from efficient_densenet.training.files import write_atomic
 
 STUDY = "convergence"
 """The name of the runs: of their folder in benchmarks/results, of that in checkpoints, and of the figure."""

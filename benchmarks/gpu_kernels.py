@@ -158,7 +158,7 @@ KERNELS: dict[str, KernelModel] = {
         {"grad_values": WRITE, "indices": READ, "grad_output": READ, "values": READ}
     ),
 }
-"""The kernels of `efficient_densenet.engines.kernels.triton_gpu`."""
+"""The kernels of `efficient_densenet.kernels.triton_gpu`."""
 
 
 def model_of(name: str) -> KernelModel:

@@ -16,7 +16,7 @@ from settings import LAYOUTS, Setting, architecture
 from torch import Tensor
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines import kernels as kernel_sets
+from efficient_densenet import kernels as kernel_sets
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

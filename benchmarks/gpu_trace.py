@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from efficient_densenet._tensors import CHANNELS_LAST, memory_format_of
 from efficient_densenet._torch_private import without_dispatch_modes
-from efficient_densenet.engines.memory_format import CHANNELS_LAST, memory_format_of
 
 ALLOCATION_BYTES = 512
 """PyTorch's allocator for CUDA rounds sizes up to a multiple of this."""
@@ -178,9 +178,10 @@ class _Memory:
 
 def triton_modules() -> list[ModuleType]:
     """The modules of the Triton kernels, and of the host's side of them."""
-    package = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu")
-    names = [each.name for each in pkgutil.iter_modules(package.__path__)]
-    return [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    package = importlib.import_module("efficient_densenet.kernels.triton_gpu")
+    return [
+        importlib.import_module(each.name) for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from options import run_command
 from settings import architecture, as_list
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines import kernels as kernel_sets
+from efficient_densenet import kernels as kernel_sets
 
 DEVICES = {"numba": "cpu", "portable": "cpu", "triton": "cuda"}
 """The sets of kernels, and where each is measured."""

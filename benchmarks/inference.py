@@ -22,7 +22,7 @@ from torch import Tensor
 from worker import allocator, device_name
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines import dispatch
+from efficient_densenet.engine import choose
 from efficient_densenet.memory import tensor_peak
 
 BATCH_SIZES = {"densenet_bc_100_12": 64, "densenet121": 16}
@@ -118,7 +118,7 @@ def shared_engine_runs(wanted: bool) -> contextlib.AbstractContextManager:
     """A context in which the shared engine runs whether its kernels are the faster ones or not, if that is wanted."""
     if not wanted:
         return contextlib.nullcontext()
-    return mock.patch.object(dispatch, "_has_faster_forward", return_value=True)
+    return mock.patch.object(choose, "_has_faster_forward", return_value=True)
 
 
 def _rows(

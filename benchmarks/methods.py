@@ -10,8 +10,7 @@ import torch
 from settings import architecture
 from torch import nn
 
-from efficient_densenet import DenseNet, make_efficient
-from efficient_densenet.engines import kernels
+from efficient_densenet import DenseNet, kernels, make_efficient
 
 
 class Method(NamedTuple):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from efficient_densenet.training.command_line import EXPECTED, command
+from training.command_line import EXPECTED, command
 
 
 def run_command(function: Callable) -> None:

@@ -17,14 +17,14 @@ from inference import shared_engine_runs
 from options import run_command
 from settings import as_list
 from torch import Tensor, nn
+from training.data.augment import Transform
+from training.evaluate import load_dataset
+from training.models import ModelConfig, load_model
+from training.options import RunOptions
 
 from efficient_densenet._extras import need
 from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.models.layers import DenseBlock
-from efficient_densenet.training.data.augment import Transform
-from efficient_densenet.training.evaluate import load_dataset
-from efficient_densenet.training.models import ModelConfig, load_model
-from efficient_densenet.training.options import RunOptions
 
 BATCH_SIZE = 100
 

@@ -19,12 +19,12 @@ from comparison import OUT_OF_MEMORY
 from methods import METHODS
 from settings import LAYOUTS, Setting, architecture
 from torch import Tensor
+from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward
 
-from efficient_densenet.engines.dispatch import Engine
-from efficient_densenet.engines.kernels import kernel_set_name
-from efficient_densenet.engines.precision import compute_dtype
+from efficient_densenet._tensors import compute_dtype
+from efficient_densenet.engine.choose import Engine
+from efficient_densenet.kernels import kernel_set_name
 from efficient_densenet.memory import Peaks, high_water_mark, measure, tensor_peak
-from efficient_densenet.training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT_STEP = 0.3  # seconds

@@ -27,12 +27,12 @@ if (Path(__file__).resolve().parents[1] / "efficient_densenet").is_dir():  # in 
 
 import torch
 import torch.nn.functional as F
+from training import command
 
 from efficient_densenet import DenseNet
 from efficient_densenet._extras import need
 from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.memory import tensor_peak
-from efficient_densenet.training import command
 
 QUICK = os.environ.get("TOUR_QUICK", "") not in ("", "0")
 BLOCK_CONFIG, BATCH_SIZE, IMAGE_SIZE = ((2, 2, 2), 8, 16) if QUICK else ((6, 6, 6), 64, 32)

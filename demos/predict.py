@@ -18,7 +18,7 @@ if __name__ == "__main__":  # Ctrl-C ends it with a line, even while modules are
 if (Path(__file__).resolve().parents[1] / "efficient_densenet").is_dir():  # in a clone, its package comes first
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from efficient_densenet.training import command, predict
+from training import command, predict
 
 if __name__ == "__main__":
     command(predict)

@@ -5,8 +5,7 @@ import warnings
 
 import torch
 from samples import global_batch, tiny_trainer
-
-from efficient_densenet.training.distributed import init_distributed
+from training.distributed import init_distributed
 
 if __name__ == "__main__":
     engines, path = sys.argv[1].split(","), sys.argv[2]

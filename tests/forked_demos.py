@@ -16,10 +16,10 @@ import warnings
 import matplotlib.figure  # noqa: F401
 import torch._dynamo
 import torch.distributed.run
+import training  # noqa: F401
 from samples import DEMOS
 
-import efficient_densenet.training  # noqa: F401
-from efficient_densenet.engines import kernels
+from efficient_densenet import kernels
 
 
 def serve() -> None:

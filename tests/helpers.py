@@ -2,19 +2,19 @@
 
 import copy
 import importlib
+import importlib.util
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, create_model
-from efficient_densenet.engines import kernels
-from efficient_densenet.engines.eligibility import joined_consumer
-from efficient_densenet.engines.kernels import row_tiles
-from efficient_densenet.engines.parts import parts_of
-from efficient_densenet.engines.shared import groups
-from efficient_densenet.engines.shared.plan import StagePlan
+from efficient_densenet import DenseNet, create_model, kernels
+from efficient_densenet.engine.parts import parts_of
+from efficient_densenet.engine.refuse import joined_consumer
+from efficient_densenet.engine.stage import groups
+from efficient_densenet.engine.stage.read_spec import StagePlan
+from efficient_densenet.kernels import row_tiles
 
 FAMILIES = {
     "basic": {"name": "densenet_40_12", "block_config": (2, 1, 2), "growth_rate": 3, "num_init_features": 4},
@@ -130,7 +130,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
     if name == "compiled":
         if not kernels.numba_supports(torch.empty(1)):
             pytest.skip("needs Numba and a PyTorch with GNU OpenMP")
-        monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.operations"), "TILE", tile)
+        monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.host.operations"), "TILE", tile)
     else:
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
         monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile)
@@ -139,3 +139,10 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
 
 
 KERNELS = [("portable", 1), ("portable", 3000), ("portable", 1 << 22), ("compiled", 7), ("compiled", 256)]
+
+
+def kernel_modules(package: str, *names: str) -> list:
+    """Modules of the kernels of `numba_cpu` or `triton_gpu` by their names, of whichever side."""
+    sides = {"numba_cpu": ("host", "compiled"), "triton_gpu": ("host", "device")}[package]
+    paths = [f"{kernels.__name__}.{package}.{side}.{name}" for name in names for side in sides]
+    return [importlib.import_module(path) for path in paths if importlib.util.find_spec(path)]

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.kernels.interface import (
+from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,
     BatchNormBackward,

@@ -6,10 +6,10 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from efficient_densenet.engines import kernels
-from efficient_densenet.engines.shared import operators as shared
-from efficient_densenet.engines.shared import running
-from efficient_densenet.engines.stem import operators as stem
+from efficient_densenet import kernels
+from efficient_densenet.engine.stage import operators as shared
+from efficient_densenet.engine.stage import running_statistics as running
+from efficient_densenet.engine.stem import operators as stem
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach"}
 _LAUNCHES = {"convolution_backward": 2}
@@ -26,7 +26,7 @@ class CountingLaunches(TorchDispatchMode):
     def __init__(self, monkeypatch):
         super().__init__()
         self.counts = Counter()
-        launch = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.launch")
+        launch = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.launch")
         monkeypatch.setattr(launch, "launch", self._record)
         monkeypatch.setattr(kernels, "triton_supports", lambda values: values.dtype != torch.double)
         ops = torch.ops.efficient_densenet

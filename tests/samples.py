@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from training.data.augment import Transform
+from training.distributed import DistributedContext
+from training.loop import Trainer
+from training.options import parse
 
 from efficient_densenet import DenseNet
-from efficient_densenet.training.data.augment import Transform
-from efficient_densenet.training.distributed import DistributedContext
-from efficient_densenet.training.loop import Trainer
-from efficient_densenet.training.options import parse
 
 DEMOS = Path(__file__).parents[1] / "demos"
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

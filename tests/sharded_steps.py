@@ -24,7 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from efficient_densenet import DenseNet, make_efficient
-from efficient_densenet.engines import dispatch
+from efficient_densenet.engine import choose
 from efficient_densenet.models.layers import DenseBlock, DenseLayer, Transition
 
 STEPS, TOLERANCE = 3, 1e-10
@@ -139,18 +139,18 @@ def _expected(name: str, sharding: str, unit: str) -> list[Tensor | None]:
 @contextmanager
 def _recorded(engines: set[str]) -> Iterator[None]:
     """Add the engine of each plan that the dispatcher makes to `engines`."""
-    plan_block = dispatch.plan_block
+    plan_block = choose.plan_block
 
-    def recording(*args: Any) -> dispatch.BlockPlan:
+    def recording(*args: Any) -> choose.BlockPlan:
         plan = plan_block(*args)
-        engines.add(plan.engine.value)
+        choose.add(plan.engine.value)
         return plan
 
-    dispatch.plan_block = recording
+    choose.plan_block = recording
     try:
         yield
     finally:
-        dispatch.plan_block = plan_block
+        choose.plan_block = plan_block
 
 
 def _side(name: str) -> int:

@@ -24,7 +24,7 @@ from third_party_models import (
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, convert_batchnorm, make_efficient, restore
-from efficient_densenet.engines import dispatch as engines
+from efficient_densenet.engine import choose
 from efficient_densenet.memory import saved_bytes
 from efficient_densenet.norms.batch_norm import UpdatesOnce
 
@@ -151,7 +151,7 @@ def test_a_hook_inside_a_layer_is_called(inside):
             counts[i] += 1
 
         each.get_submodule(f"features.denseblock2.denselayer2{inside}").register_forward_hook(count)
-    engines._warned.clear()
+    choose._warned.clear()
     with pytest.warns(UserWarning, match="falling back from engine 'shared' to 'checkpoint': found a hook"):
         assert_same_training(model, plain, image_batch("torchvision"))
     assert counts == [3, 3]
@@ -255,7 +255,7 @@ def test_a_second_call_changes_the_engine():
     report = make_efficient(model, "checkpoint")
     assert [change.engine for change in report.changed] == ["checkpoint"] * 3
     assert not report.transitions  # the shared engine alone runs them
-    assert model.features.denseblock1.engine is engines.Engine.CHECKPOINT
+    assert model.features.denseblock1.engine is choose.Engine.CHECKPOINT
     assert [change.engine for change in make_efficient(model, False).changed] == ["plain"] * 3
     assert [change.engine for change in make_efficient(model).changed] == ["shared"] * 3
     assert list(map(type, model.modules())) == classes

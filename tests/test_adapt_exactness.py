@@ -19,7 +19,7 @@ from third_party_models import GROWTH, START, FeaturesBlock, LayerHalves, TakesF
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
-from efficient_densenet.engines import dispatch
+from efficient_densenet.engine import choose
 
 SIDE = 6
 
@@ -139,7 +139,7 @@ def test_a_buffer_s_value_counts_and_so_does_its_change():
     assert_same_steps(block, plain)
     for each in (block, plain):
         each.denselayer2.alpha.fill_(0.9)
-    dispatch._warned.clear()
+    choose._warned.clear()
     with pytest.warns(UserWarning, match="to 'plain': found that alpha of a ReadsABuffer has changed"):
         block(x_of())
     plain(x_of())
@@ -307,7 +307,7 @@ def test_what_was_put_in_after_conversion_runs_plain_once(change, layer):
     for each in (block, plain):
         change(each.double())
         each.double()
-    dispatch._warned.clear()
+    choose._warned.clear()
     with pytest.warns(UserWarning, match="to 'plain': found that .* since it was verified: call make_efficient again"):
         block(x_of())
     plain(x_of())

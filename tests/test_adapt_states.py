@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
 from efficient_densenet.adapt.fingerprint import fingerprint
-from efficient_densenet.engines import dispatch
+from efficient_densenet.engine import choose
 
 
 class _Options:
@@ -63,7 +63,7 @@ def test_a_tensor_changed_in_place_after_the_trial_is_noticed():
     assert make_efficient(block).changed[0].engine.startswith("checkpoint (found that by the parts of its layers")
     for each in (block, plain):
         each.denselayer2.factor.fill_(0.5)
-    dispatch._warned.clear()
+    choose._warned.clear()
     with pytest.warns(UserWarning, match="to 'plain': found that factor of a _Layer has changed"):
         assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
 
@@ -85,7 +85,7 @@ def test_the_warning_and_the_second_report_say_what_changed():
     block, plain = _block()
     make_efficient(block)
     block.denselayer2.scale = plain.denselayer2.scale = 0.5
-    dispatch._warned.clear()
+    choose._warned.clear()
     x = torch.randn(3, START, 6, 5, dtype=torch.double)
     with pytest.warns(UserWarning, match="'plain': found that scale of a _Layer was 1.0 and is 0.5 since"):
         assert_same_training(block, plain, x)
@@ -111,7 +111,7 @@ def test_a_class_of_any_module_is_watched(name):
     assert [change.engine for change in make_efficient(block).changed] == ["shared"]
     for each in (block, plain):
         each.denselayer1.gain = 0.5
-    dispatch._warned.clear()
+    choose._warned.clear()
     with pytest.warns(UserWarning, match="gain of a _Generated was added"):
         assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, register_block, restore
 from efficient_densenet.adapt import BlockParts, LayerParts
-from efficient_densenet.engines import dispatch as engines
+from efficient_densenet.engine import choose
 
 
 def test_a_block_altered_after_conversion():
@@ -172,7 +172,7 @@ def test_other_norms_run_through_the_checkpoint_engine(norm):
         block.eval(), plain.eval()
     name = type(plain.denselayer1.norm1).__name__
     assert report.changed[0].engine.startswith(f"checkpoint (found a {name} inside a layer")
-    engines._warned.clear()
+    choose._warned.clear()
     x = torch.randn(3, START, 6, 5, dtype=torch.double)
     with pytest.warns(UserWarning, match=f"to 'checkpoint': found a {name}"):
         assert_same_training(block, plain, x)

@@ -8,7 +8,7 @@ import rows as results
 import torch
 from inference import METHODS, forward_of
 
-from efficient_densenet.engines.shared import operators
+from efficient_densenet.engine.stage import operators
 
 MODEL = "densenet_bc_16_4"
 

@@ -1,7 +1,6 @@
 """The Numba kernels on bfloat16 matrices: arithmetic in float32, by each product that processors have for bfloat16."""
 
 import functools
-import importlib
 import math
 import os
 import statistics
@@ -12,19 +11,18 @@ import numpy as np
 import pytest
 import torch
 from grids import grid
+from helpers import kernel_modules
 from kernel_operations import OPERATIONS, Case, has_pooling_window
 
-from efficient_densenet import DenseNet
-from efficient_densenet.engines import kernels
-from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.kernels.numba_cpu import openmp
+from efficient_densenet import DenseNet, kernels
+from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.numba_cpu.host import openmp
 
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-amx, operations, memory, products, gemm, gemm_amx, processor = (
-    importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
-    for name in ("amx", "operations", "memory", "products", "gemm", "gemm_amx", "processor")
+amx, operations, memory, products, gemm, gemm_amx, processor = kernel_modules(
+    "numba_cpu", "amx", "operations", "memory", "products", "gemm", "gemm_amx", "processor"
 )
 import amx_model  # noqa: E402  (it needs Numba)
 
@@ -205,7 +203,7 @@ def test_non_finite_values_propagate_as_in_portable(operation):
 GUARDED = """
 import ctypes, math, mmap
 import torch
-from efficient_densenet.engines.kernels.numba_cpu import operations
+from efficient_densenet.kernels.numba_cpu import operations
 from kernel_operations import OPERATIONS, Case
 
 libc = ctypes.CDLL(None)

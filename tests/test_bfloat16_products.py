@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import importlib
 import itertools
 import os
 import subprocess
@@ -11,15 +10,15 @@ import sys
 import numpy as np
 import pytest
 import torch
+from helpers import kernel_modules
 
-from efficient_densenet.engines.kernels.numba_cpu import openmp
+from efficient_densenet.kernels.numba_cpu.host import openmp
 
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-amx, gemm, gemm_amx, processor, products = (
-    importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
-    for name in ("amx", "gemm", "gemm_amx", "processor", "products")
+amx, gemm, gemm_amx, processor, products = kernel_modules(
+    "numba_cpu", "amx", "gemm", "gemm_amx", "processor", "products"
 )
 import amx_model  # noqa: E402  (it needs Numba)
 
@@ -87,7 +86,7 @@ def test_products_of_any_size(product, transposed, packed, accumulate):
 
 ASSEMBLES = """
 from numba import cfunc, types
-from efficient_densenet.engines.kernels.numba_cpu.gemm_amx import gemm_amx
+from efficient_densenet.kernels.numba_cpu.compiled.gemm_amx import gemm_amx
 function = cfunc(types.void(*[types.intp] * 11, types.float32))(gemm_amx.function)
 print(function._library.get_asm_str())
 """
@@ -171,8 +170,8 @@ TARGETS = [
 ]
 PRODUCT = """
 import torch
-from efficient_densenet.engines.kernels.numba_cpu import gemm, products
-from efficient_densenet.engines.kernels.numba_cpu.compilation import compile_kernel
+from efficient_densenet.kernels.numba_cpu import gemm, products
+from efficient_densenet.kernels.numba_cpu.host.compilation import compile_kernel
 product = products.product_of(torch.bfloat16)
 compile_kernel(product.gemm, torch.float32)
 print(product.gemm.function.__name__)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from samples import DEMOS, RUN, demo, refused
+from training.files import load_torch
+from training.models import read_config
 
 from efficient_densenet import DenseNet, load_weights
 from efficient_densenet._archive import to_archive
-from efficient_densenet.training.files import load_torch
-from efficient_densenet.training.models import read_config
 
 IMAGE = str(DEMOS / "pictures" / "digit_3.png")
 DAMAGED = "is truncated, damaged or contains more than tensors and plain data"

@@ -9,11 +9,10 @@ import sys
 
 import pytest
 import torch
+import training
 from forks import await_file
 from samples import DEMOS, RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_folder
-
-import efficient_densenet.training
-from efficient_densenet.training.options import parse
+from training.options import parse
 
 SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
 
@@ -22,7 +21,7 @@ SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
 def typed(monkeypatch, tmp_path):
     """A function from the words after cp_demo.py to the options that they stand for; nothing is trained."""
     seen = []
-    monkeypatch.setattr(efficient_densenet.training, "train", lambda given: seen.append(given))
+    monkeypatch.setattr(training, "train", lambda given: seen.append(given))
 
     def run(words: str) -> dict:
         done = demo("cp_demo.py", *words.split(), cwd=tmp_path)
@@ -183,7 +182,7 @@ def test_ctrl_c_before_the_first_step_ends_with_a_line(tmp_path, monkeypatch):
     def load(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("efficient_densenet.training.run.load", load)
+    monkeypatch.setattr("training.run.load", load)
     done = demo("cp_demo.py", *RUN, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 

@@ -25,11 +25,11 @@ from test_parts import CONSUMERS, Block, _assert_same, _randomized, _shared
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines import dispatch
-from efficient_densenet.engines.eligibility import joined_consumer
-from efficient_densenet.engines.parts import parts_of
-from efficient_densenet.engines.shared import function as shared
-from efficient_densenet.engines.shared import groups
+from efficient_densenet.engine import choose
+from efficient_densenet.engine.parts import parts_of
+from efficient_densenet.engine.refuse import joined_consumer
+from efficient_densenet.engine.stage import function as shared
+from efficient_densenet.engine.stage import groups
 
 WHERE = {"every": "", "first": "conv1", "last": "conv2", "transition": "transition"}
 
@@ -227,4 +227,4 @@ def test_a_bias_of_another_dtype_in_a_layer_falls_back():
     block = model.features.denseblock1
     block.denselayer1.conv1.bias = nn.Parameter(torch.zeros(block.denselayer1.conv1.out_channels))
     x = torch.randn(2, 4, 5, 5, dtype=torch.double, requires_grad=True)
-    assert "found float32, float64 in a Conv2d" in (dispatch.why_not(dispatch.Engine.SHARED, block, x) or "")
+    assert "found float32, float64 in a Conv2d" in (choose.why_not(choose.Engine.SHARED, block, x) or "")

@@ -12,11 +12,10 @@ import pytest
 import torch
 from samples import RUN, demo, refused
 from test_training import SINGLE, _few, _trainer
-
-from efficient_densenet.training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward, check_cuda_graph
-from efficient_densenet.training.loop import Trainer
-from efficient_densenet.training.options import parse
-from efficient_densenet.training.report import peak_memory
+from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward, check_cuda_graph
+from training.loop import Trainer
+from training.options import parse
+from training.report import peak_memory
 
 
 class StubGraph:

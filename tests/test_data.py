@@ -21,8 +21,7 @@ import pytest
 import torch
 from forks import forked_demo
 from samples import CIFAR10_CLASSES, TINY, demo, refused, write_cifar10, write_cifar100, write_folder
-
-from efficient_densenet.training.data import Images, StreamedImages, digits, load
+from training.data import Images, StreamedImages, digits, load
 
 
 def test_the_digits_are_all_there_with_their_source():
@@ -31,7 +30,7 @@ def test_the_digits_are_all_there_with_their_source():
     assert loaded.images.dtype == torch.uint8
     assert loaded.images.max() == 255
     assert loaded.labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    folder = resources.files("efficient_densenet.training")
+    folder = resources.files("training")
     checksum = hashlib.sha256((folder / "digits.csv.gz").read_bytes()).hexdigest()
     assert checksum in (folder / "digits_source.txt").read_text()
 
@@ -350,7 +349,7 @@ def test_a_named_data_set_is_downloaded_beside_other_files(tmp_path, monkeypatch
         fetched.append(dataset)
         write_cifar10(folder)
 
-    monkeypatch.setattr("efficient_densenet.training.data.download._fetch", fetch)
+    monkeypatch.setattr("training.data.download._fetch", fetch)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"contains notes.txt, but .* or a --dataset to download beside what is there"):
         load(str(tmp_path))
@@ -403,7 +402,7 @@ def test_a_download_into_a_file_system_of_its_own(tmp_path, monkeypatch):
     replace = Path.replace
     monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix, dir: made(prefix=prefix, dir=_refuse_other(dir, folder)))
     monkeypatch.setattr(Path, "replace", lambda path, to: _refuse(to) if Path(to) == folder else replace(path, to))
-    monkeypatch.setattr("efficient_densenet.training.data.download._fetch", lambda _, to, name: write_cifar10(to))
+    monkeypatch.setattr("training.data.download._fetch", lambda _, to, name: write_cifar10(to))
     assert load(str(folder)).name == "CIFAR-10"
     assert [path.name for path in folder.iterdir()] == ["cifar-10-batches-py"]
     assert list(tmp_path.iterdir()) == [folder]
@@ -414,7 +413,7 @@ def _refuse_other(place: Path, folder: Path) -> Path:
 
 
 def test_what_cannot_be_moved_is_no_fault_of_the_network(tmp_path, monkeypatch):
-    monkeypatch.setattr("efficient_densenet.training.data.download._fetch", lambda _, to, name: write_cifar10(to))
+    monkeypatch.setattr("training.data.download._fetch", lambda _, to, name: write_cifar10(to))
     monkeypatch.setattr(Path, "replace", lambda path, _: _refuse(path))
     with pytest.raises(OSError, match=r"nothing can be downloaded into it \(Permission denied\)") as raised:
         load(str(tmp_path / "cifar"))

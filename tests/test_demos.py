@@ -17,8 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from samples import CIFAR10_CLASSES, DEMOS, TINY, demo, refused, write_folder
-
-from efficient_densenet.training.options import Options
+from training.options import Options
 
 ROOT = DEMOS.parent
 DIGITS = ROOT / "checkpoints" / "digits"

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines.kernels import row_tiles
-from efficient_densenet.engines.shared import operators as shared
-from efficient_densenet.engines.shared import running
-from efficient_densenet.engines.shared.statistics import BackwardStatistics, ForwardStatistics
-from efficient_densenet.engines.stem import operators as stem
+from efficient_densenet.engine.stage import operators as shared
+from efficient_densenet.engine.stage import running_statistics as running
+from efficient_densenet.engine.stage.statistics import BackwardStatistics, ForwardStatistics
+from efficient_densenet.engine.stem import operators as stem
+from efficient_densenet.kernels import row_tiles
 
 OPERATORS = torch.ops.efficient_densenet
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, Transition
-from efficient_densenet.engines import dispatch as engines
-from efficient_densenet.engines.shared import function as shared
+from efficient_densenet.engine import choose
+from efficient_densenet.engine.stage import function as shared
 from efficient_densenet.memory import tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
@@ -276,7 +276,7 @@ def test_unsuitable_inputs_raise(dims, shape, message):
 def test_why_not_names_modules_and_inputs_of_other_dimensions():
     block = _small(3).features.denseblock1
     block.denselayer1.conv1 = nn.Conv2d(4, 12, 1, bias=False).double()
-    reason = engines.why_not(engines.Engine.SHARED, block, torch.randn(2, 4, 3, 3, 3, dtype=torch.double))
+    reason = choose.why_not(choose.Engine.SHARED, block, torch.randn(2, 4, 3, 3, 3, dtype=torch.double))
     assert reason == "found a Conv2d inside a layer, where the shared engine takes Conv3d"
-    reason = engines.why_not(engines.Engine.SHARED, block, torch.randn(2, 4, 3, 3, 3, 3, dtype=torch.double))
+    reason = choose.why_not(choose.Engine.SHARED, block, torch.randn(2, 4, 3, 3, 3, 3, dtype=torch.double))
     assert reason == "found an input of 6 dimensions, where the shared engine takes 3 to 5"

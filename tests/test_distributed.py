@@ -15,9 +15,8 @@ from forks import await_file, fork_processes
 from helpers import assert_close
 from samples import DEMOS, TINY, demo, global_batch, tiny_trainer, write_cifar10
 from torch import nn
-
-from efficient_densenet.training.data.augment import generator_for
-from efficient_densenet.training.distributed import DistributedContext
+from training.data.augment import generator_for
+from training.distributed import DistributedContext
 
 ENGINES = ("plain", "official", "checkpoint", "shared", "best")
 SINGLE = DistributedContext(0, 1, torch.device("cpu"))

@@ -32,14 +32,14 @@ import robustness
 import run as benchmark
 import table
 import torch
+import training
 from PIL import Image
 from samples import CIFAR10_CLASSES, demo, write_folder
 from torch import nn
+from training.options import Options, parse
 
-import efficient_densenet.training
 from efficient_densenet import DenseNet, densenet121
 from efficient_densenet.adapt import Report
-from efficient_densenet.training.options import Options, parse
 
 ROOT = Path(__file__).parents[1]
 FOLDERS_OF_PAGES = ".", "docs", "checkpoints"
@@ -222,7 +222,7 @@ def check_demo(script: str, words: list[str], folder: Path, monkeypatch: pytest.
         seen.append(parse(given, efficient_engine))
 
     with monkeypatch.context() as patched:
-        patched.setattr(efficient_densenet.training, "train", train)
+        patched.setattr(training, "train", train)
         done = demo(script, *words, cwd=folder)
     assert done.returncode == 0, (script, words, done.stderr)
     assert len(seen) == 1, words
@@ -352,7 +352,7 @@ def test_files_that_are_named_exist(page):
     for path in re.findall(r"`((?:[\w.]+/)+[\w.]*)`", prose(page)):
         if path.split("/")[0] in ("train", "test", "val", "conv2_block1_1_conv", ".venv", "gpleiss", "csrhddlam"):
             continue
-        homes = ROOT, ROOT / "efficient_densenet", ROOT / "efficient_densenet/engines/kernels"
+        homes = ROOT, ROOT / "efficient_densenet", ROOT / "efficient_densenet/kernels"
         assert any((home / path).exists() for home in homes), f"{page}: {path}"
 
 

@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from training.models import describe_engines
 
-from efficient_densenet import DenseNet
-from efficient_densenet.engines import dispatch, kernels
-from efficient_densenet.training.models import describe_engines
+from efficient_densenet import DenseNet, kernels
+from efficient_densenet.engine import choose
 
 
 def _model(efficient: bool | str = True, **overrides) -> DenseNet:
@@ -80,4 +80,4 @@ def test_a_compiled_model_reports_what_the_dispatcher_chooses_for_it(engine, mon
     reported = describe_engines(model, 2, 8, compiled=True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     block = model.get_submodule("features.denseblock1")
-    assert reported.split(" ")[0] == dispatch.plan_block(block, torch.randn(2, 4, 8, 8)).engine.value
+    assert reported.split(" ")[0] == choose.plan_block(block, torch.randn(2, 4, 8, 8)).engine.value

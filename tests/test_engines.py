@@ -27,7 +27,7 @@ from helpers import (
 from torch import nn
 
 from efficient_densenet import DenseBlock, DenseNet
-from efficient_densenet.engines import dispatch as engines
+from efficient_densenet.engine import choose
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_dropout_draws_plain_s_numbers_in_any_memory_format(engine, channels, of
     """It draws them in the order of the elements in memory."""
     plain = DenseBlock(3, channels, 4, bn_size, drop_rate=0.3, efficient=False).double().to(memory_format=of_weights)
     efficient = copy.deepcopy(plain)
-    efficient.engine = engines.Engine(engine)
+    efficient.engine = choose.Engine(engine)
     x = torch.randn(2, channels, 5, 6, dtype=torch.double).to(memory_format=of_input)
     assert_same_step(efficient, plain, x)
 
@@ -180,7 +180,7 @@ def test_parameter_hooks_fire_once(engine):
     assert all(p._backward_hooks for p in efficient.parameters())
 
 
-@pytest.mark.parametrize("engine", engines.Engine)
+@pytest.mark.parametrize("engine", choose.Engine)
 def test_set_engine_does_not_change_the_state_dict(engine):
     model = small_model("bc")
     before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -190,7 +190,7 @@ def test_set_engine_does_not_change_the_state_dict(engine):
     assert all(before[name][0] == id(after[name]) for name in after)
 
 
-@pytest.mark.parametrize("engine", [True, *engines.Engine])
+@pytest.mark.parametrize("engine", [True, *choose.Engine])
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), "torch.save"])
 def test_copies_compute_with_their_own_weights(engine, copier, tmp_path):
     model = small_model("bc").set_engine(engine)
@@ -209,7 +209,7 @@ def test_copies_compute_with_their_own_weights(engine, copier, tmp_path):
     assert copied.engine == model.engine
 
 
-@pytest.mark.parametrize("engine", [True, *engines.Engine])
+@pytest.mark.parametrize("engine", [True, *choose.Engine])
 def test_no_grad_runs_plain_without_a_warning(engine):
     model = small_model("bc").set_engine(engine)
     x = random_images("bc")
@@ -264,7 +264,7 @@ def test_unknown_engine_raises_and_lists_the_engines():
 
 
 def test_best_falls_back_with_one_warning_per_reason(monkeypatch):
-    monkeypatch.setattr(engines, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     model = small_model("bc", efficient=True).eval()
     parameters = dict(model.named_parameters())
 
@@ -293,7 +293,7 @@ def test_named_engine_raises_where_it_cannot_run(engine):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # raised by torch on entering a dual level
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_forward_mode_falls_back(monkeypatch):
-    monkeypatch.setattr(engines, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     model = small_model("bc", efficient=True).eval()
     x = random_images("bc")
     with torch.autograd.forward_ad.dual_level():

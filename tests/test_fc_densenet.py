@@ -16,11 +16,11 @@ from helpers import (
     freeze_norms,
 )
 from torch import Tensor, nn
+from training.options import parse
 
 from efficient_densenet import FCDenseNet, create_model, fc_densenet56, fc_densenet103, list_models, make_efficient
-from efficient_densenet.engines.parts import is_norm
+from efficient_densenet.engine.parts import is_norm
 from efficient_densenet.memory import tensor_peak
-from efficient_densenet.training.options import parse
 
 SMALL = {"growth_rate": 3, "block_config": (2, 1, 2, 1, 2), "num_init_features": 4, "num_classes": 5}
 

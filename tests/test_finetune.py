@@ -13,13 +13,13 @@ import torchvision
 from helpers import assert_close
 from samples import DEMOS, TINY, demo, refused, same_run, write_folder
 from torch import Tensor
+from training import finetune
+from training.options import parse
+from training.run import Run
+from training.run_state import run_directory
+from training.signals import TrainingInterrupted
 
 from efficient_densenet import DenseNet
-from efficient_densenet.training import finetune
-from efficient_densenet.training.options import parse
-from efficient_densenet.training.run import Run
-from efficient_densenet.training.run_state import run_directory
-from efficient_densenet.training.signals import TrainingInterrupted
 from efficient_densenet.weights.published import NAMES, PUBLISHED
 from efficient_densenet.weights.trained import TRAINED, TrainedWeights
 

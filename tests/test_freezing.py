@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same_buffers, assert_same_gradients
 from torch import Tensor
+from training.data.augment import Transform, generator_for
+from training.distributed import DistributedContext
+from training.freezing import freeze_parameters, set_training_modes
+from training.loop import Trainer
+from training.memory_estimate import estimate_memory
+from training.options import parse
 
 from efficient_densenet import DenseNet
-from efficient_densenet.training.data.augment import Transform, generator_for
-from efficient_densenet.training.distributed import DistributedContext
-from efficient_densenet.training.freezing import freeze_parameters, set_training_modes
-from efficient_densenet.training.loop import Trainer
-from efficient_densenet.training.memory_estimate import estimate_memory
-from efficient_densenet.training.options import parse
 
 TRAINED: dict[str | None, tuple[str, ...]] = {
     "features": ("classifier",),

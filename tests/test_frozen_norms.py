@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d as TorchvisionNorm
 
 from efficient_densenet import DenseNet, make_efficient
-from efficient_densenet.engines import dispatch
-from efficient_densenet.engines.eligibility import joined_consumer
-from efficient_densenet.engines.parts import is_norm, parts_of
+from efficient_densenet.engine import choose
+from efficient_densenet.engine.parts import is_norm, parts_of
+from efficient_densenet.engine.refuse import joined_consumer
 from efficient_densenet.memory import tensor_peak
 from efficient_densenet.norms.frozen import eps_of, is_frozen_batch_norm
 
@@ -155,7 +155,7 @@ def test_norms_of_another_eps_are_told_apart():
     block, transition = model.features.denseblock1, model.features.transition1
     assert joined_consumer(parts_of(block), transition) is None
     mixed = _replace_norms(small_model("bc", efficient="shared"), CLASSES["constant in forward"], "denselayer2.norm1")
-    reason = dispatch.why_not(dispatch.Engine.SHARED, mixed.features.denseblock1, torch.randn(1, 4, 3, 3).double())
+    reason = choose.why_not(choose.Engine.SHARED, mixed.features.denseblock1, torch.randn(1, 4, 3, 3).double())
     assert reason is not None
     assert "eps" in reason
 
@@ -163,7 +163,7 @@ def test_norms_of_another_eps_are_told_apart():
 def test_a_frozen_norm_among_norms_with_batch_statistics_is_told_apart():
     model = _replace_norms(small_model("bc", efficient="shared"), TorchvisionNorm, "denseblock1.denselayer1.norm1")
     model.train()
-    reason = dispatch.why_not(dispatch.Engine.SHARED, model.features.denseblock1, torch.randn(2, 4, 3, 3).double())
+    reason = choose.why_not(choose.Engine.SHARED, model.features.denseblock1, torch.randn(2, 4, 3, 3).double())
     assert reason is not None
     assert "training mode" in reason
 

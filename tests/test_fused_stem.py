@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 
-from efficient_densenet import DenseNet
-from efficient_densenet.engines import dispatch, kernels
-from efficient_densenet.engines.stem import fused
-from efficient_densenet.engines.stem.plan import Conv, MaxPool, StemSpec
+from efficient_densenet import DenseNet, kernels
+from efficient_densenet.engine import choose
+from efficient_densenet.engine.stem import fused
+from efficient_densenet.engine.stem.plan import Conv, MaxPool, StemSpec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 pytest.importorskip("triton", reason="needs Triton")
-triton_stem = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.stem")
+triton_stem = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.stem")
 
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,7 +41,7 @@ def fused_stems(monkeypatch) -> list[bool]:
             asked.append(can_fuse(*arguments))
         return asked[-1]
 
-    monkeypatch.setattr("efficient_densenet.engines.stem.operators.can_fuse", everywhere)
+    monkeypatch.setattr("efficient_densenet.engine.stem.operators.can_fuse", everywhere)
     return asked
 
 
@@ -55,7 +55,7 @@ def few_tiles(monkeypatch):
 def _stem_step(model: DenseNet, x: Tensor) -> list[Tensor]:
     """The stem's output, and the gradients of x and of its parameters."""
     x = x.detach().requires_grad_()
-    result = dispatch.run_stem(list(model.features), model.features.denseblock1, x)
+    result = choose.run_stem(list(model.features), model.features.denseblock1, x)
     output = model.features[:4](x) if result is None else result[0]
     generator = torch.Generator().manual_seed(3)
     grad = torch.randn(output.shape, generator=generator).to(output)
@@ -105,7 +105,7 @@ def test_the_gradient_of_the_images_lies_as_they_do(memory_format, weight_format
         small_model("imagenet", efficient="shared", block_config=(2,)).float().to(DEVICE, memory_format=weight_format)
     )
     x = torch.randn(2, 3, 23, 40, device=DEVICE).contiguous(memory_format=memory_format).requires_grad_()
-    output, _ = dispatch.run_stem(list(model.features), model.features.denseblock1, x)
+    output, _ = choose.run_stem(list(model.features), model.features.denseblock1, x)
     (grad,) = torch.autograd.grad(output.sum(), x)
     assert fused_stems == [True, True]
     assert grad.stride() == torch.empty_like(x).stride()

@@ -18,7 +18,7 @@ from settings import Setting
 from test_benchmarks import _restore_threads_and_precision  # noqa: F401 (a fixture)
 from torch.autograd import DeviceType
 
-from efficient_densenet.engines import kernels
+from efficient_densenet import kernels
 
 ROOT = Path(__file__).parents[1]
 TINY = Setting("densenet_bc_10_4", 2, 8, "float32", "contiguous", "cpu", 1)

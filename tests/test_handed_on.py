@@ -6,9 +6,9 @@ from helpers import assert_close, assert_same_step, random_images, small_model, 
 from torch import Tensor
 
 from efficient_densenet import DenseNet, make_efficient
-from efficient_densenet.engines.dispatch import Engine
-from efficient_densenet.engines.memory_format import memory_format_of
-from efficient_densenet.engines.shared import operators
+from efficient_densenet._tensors import memory_format_of
+from efficient_densenet.engine.choose import Engine
+from efficient_densenet.engine.stage import operators
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 

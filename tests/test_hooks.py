@@ -15,7 +15,7 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from efficient_densenet.engines import dispatch as engines
+from efficient_densenet.engine import choose
 
 NAMES = ["", "features", "features.denseblock1", "features.denseblock3", "features.transition1", "features.norm5"]
 HOOK_TYPES = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
@@ -150,7 +150,7 @@ def test_training_step_within_forward_and_backward_hooks():
 
 
 def test_global_module_hook_falls_back_with_a_warning_or_raises(monkeypatch):
-    monkeypatch.setattr(engines, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     model = small_model("bc", efficient=True)
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))

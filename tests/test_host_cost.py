@@ -9,12 +9,11 @@ from checkpoint_outcomes import CountingOperations
 from helpers import use_kernels
 from kernel_operations import OPERATIONS, Case
 
-from efficient_densenet import DenseBlock
-from efficient_densenet.engines import kernels
-from efficient_densenet.engines.kernels import portable, scratch
-from efficient_densenet.engines.kernels.interface import GradAccumulator
-from efficient_densenet.engines.kernels.numba_cpu import openmp
-from efficient_densenet.engines.shared import operators
+from efficient_densenet import DenseBlock, kernels
+from efficient_densenet.engine.stage import operators
+from efficient_densenet.kernels import portable, scratch
+from efficient_densenet.kernels.interface import GradAccumulator
+from efficient_densenet.kernels.numba_cpu.host import openmp
 
 ALLOCATIONS = {torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
 ONE_TILE = {"portable": 1 << 22, "compiled": 256}

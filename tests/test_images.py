@@ -13,10 +13,9 @@ import pytest
 import torch
 from PIL import Image
 from samples import write_folder
-
-from efficient_densenet.training.data import Images, load, prefetch
-from efficient_densenet.training.data.augment import Transform, generator_for, transform_for
-from efficient_densenet.training.data.decode import decode
+from training.data import Images, load, prefetch
+from training.data.augment import Transform, generator_for, transform_for
+from training.data.decode import decode
 
 
 def test_streamed_images_equal_those_in_memory(tmp_path):
@@ -171,7 +170,7 @@ def test_nothing_is_decoded_once_it_is_cancelled(tmp_path):
 DECODING = """
 import multiprocessing, sys, time
 import torch
-from efficient_densenet.training.data import load
+from training.data import load
 batches = load(sys.argv[1], stream=True).train.fetch(torch.arange(24).split(2))
 next(batches)
 print(*(each.pid for each in multiprocessing.active_children()), flush=True)

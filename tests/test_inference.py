@@ -82,7 +82,7 @@ def test_other_kernels_run_plain_modules(monkeypatch):
 @pytest.mark.parametrize("operand", [torch.bfloat16, torch.float32])
 def test_bfloat16_runs_the_engine_where_the_processor_multiplies_it(monkeypatch, operand):
     model, x = small_model("bc").float().eval(), random_images("bc").float()
-    products = importlib.import_module("efficient_densenet.engines.kernels.numba_cpu.products")
+    products = importlib.import_module("efficient_densenet.kernels.numba_cpu.host.products")
     monkeypatch.setattr(products, "product_of", lambda dtype: products.Product(operand, None))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert num_stages(model, x) == (blocks_of("bc") if operand is torch.bfloat16 else 0)

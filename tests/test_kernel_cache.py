@@ -1,7 +1,6 @@
 """Compiled kernels on disk: whatever happened to the files, the right kernels run, and the next process finds them."""
 
 import functools
-import importlib
 import itertools
 import os
 import random
@@ -17,19 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 from children import Child, in_child
-from helpers import assert_same_step, random_images, small_model, with_engine
+from helpers import assert_same_step, kernel_modules, random_images, small_model, with_engine
 from kernel_operations import Case, check
 
 import efficient_densenet
-from efficient_densenet.engines import kernels
-from efficient_densenet.engines.kernels.numba_cpu import openmp
+from efficient_densenet import kernels
+from efficient_densenet.kernels.numba_cpu.host import openmp
 
 pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, compilation, numba_kernels, disk_cache, intrinsics, memory = (
-    importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
-    for name in ("operations", "compilation", "kernels", "disk_cache", "intrinsics", "memory")
+operations, compilation, numba_kernels, disk_cache, intrinsics, memory = kernel_modules(
+    "numba_cpu", "operations", "compilation", "kernels", "disk_cache", "intrinsics", "memory"
 )
 check = functools.partial(check, operations)
 KERNEL = numba_kernels.batch_norm_grad_input  # the smallest
@@ -320,7 +318,8 @@ def test_the_key_depends_on_the_features_of_the_processor_that_are_used(cache, m
 
 COMPILES = """
 import torch
-from efficient_densenet.engines.kernels.numba_cpu import compilation, kernels
+from efficient_densenet.kernels.numba_cpu.compiled import kernels
+from efficient_densenet.kernels.numba_cpu.host import compilation
 assert kernels.__file__.startswith(FOLDER), kernels.__file__
 print(int(compilation.compile_kernel(kernels.batch_norm_grad_input, torch.float32).from_disk))
 """
@@ -330,7 +329,7 @@ print(int(compilation.compile_kernel(kernels.batch_norm_grad_input, torch.float3
 def test_the_next_process_uses_the_repaired_file_until_a_source_changes(tmp_path):
     package = Path(efficient_densenet.__file__).parent
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    folder = tmp_path / package.name / "engines" / "kernels" / "numba_cpu"
+    folder = tmp_path / package.name / "kernels" / "numba_cpu" / "compiled"
 
     def cache_hits():
         command = [sys.executable, "-W", "error", "-c", f"FOLDER = {str(tmp_path)!r}\n{COMPILES}"]

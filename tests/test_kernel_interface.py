@@ -5,10 +5,10 @@ import inspect
 
 import pytest
 
-from efficient_densenet.engines.kernels.interface import Kernels
+from efficient_densenet.kernels.interface import Kernels
 
 MEMBERS = {name: member for name, member in vars(Kernels).items() if inspect.isfunction(member) and name[0] != "_"}
-IMPLEMENTATIONS = {"portable": "torch", "numba_cpu.operations": "numba", "triton_gpu.operations": "triton"}
+IMPLEMENTATIONS = {"portable": "torch", "numba_cpu.host.operations": "numba", "triton_gpu.host.operations": "triton"}
 
 
 def _parameters(function):
@@ -19,5 +19,5 @@ def _parameters(function):
 @pytest.mark.parametrize("member", MEMBERS)
 def test_each_kernel_has_the_interface_s_parameters(member, implementation):
     pytest.importorskip(IMPLEMENTATIONS[implementation])
-    kernels = importlib.import_module(f"efficient_densenet.engines.kernels.{implementation}")
+    kernels = importlib.import_module(f"efficient_densenet.kernels.{implementation}")
     assert _parameters(getattr(kernels, member)) == _parameters(MEMBERS[member])

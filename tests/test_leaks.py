@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import MEMORY_EFFICIENT, small_model
 
-from efficient_densenet.engines.shared import groups
+from efficient_densenet.engine.stage import groups
 
 MIB = 2**20
 

@@ -2,8 +2,7 @@
 
 import pytest
 from samples import TINY, demo, refused, write_folder
-
-from efficient_densenet.training import machine
+from training import machine
 
 
 @pytest.fixture

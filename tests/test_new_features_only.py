@@ -17,11 +17,11 @@ from test_parts import CONSUMERS, GROWTH, Block, _block_parts, _randomized
 from torch import Tensor, nn
 
 from efficient_densenet import DenseBlock
-from efficient_densenet.engines import dispatch, parts
-from efficient_densenet.engines.eligibility import joined_consumer
-from efficient_densenet.engines.shared import function as shared
-from efficient_densenet.engines.shared import groups
-from efficient_densenet.engines.shared.plan import StagePlan
+from efficient_densenet.engine import choose, parts
+from efficient_densenet.engine.refuse import joined_consumer
+from efficient_densenet.engine.stage import function as shared
+from efficient_densenet.engine.stage import groups
+from efficient_densenet.engine.stage.read_spec import StagePlan
 
 NEW = 3 * GROWTH
 
@@ -123,7 +123,7 @@ def test_a_dense_block_of_this_package(engine, bn_size):
     whole.load_state_dict(plain.state_dict())
     assert (plain.num_output_features, whole.num_output_features) == (12, 17)
     efficient = copy.deepcopy(plain)
-    efficient.engine = dispatch.parse(engine)
+    efficient.engine = choose.parse(engine)
     x, results = torch.randn(2, 5, 6, 7, dtype=torch.double), []
     for block in (efficient, plain, nn.Sequential(whole, _Last(12))):
         torch.manual_seed(2)
@@ -151,9 +151,9 @@ def test_a_block_of_this_package_before_a_norm_of_its_new_channels_runs_alone():
     block = DenseBlock(2, 5, 3, efficient="shared", new_features_only=True).double()
     consumer = nn.BatchNorm2d(6).double()
     x = torch.randn(2, 5, 6, 7, dtype=torch.double)
-    output, joined = dispatch.run_stage(block, consumer, x)
+    output, joined = choose.run_stage(block, consumer, x)
     assert not joined
     assert output.shape[1] == 6
-    normalized, features = dispatch.run_stage_with_features(block, consumer, x)
+    normalized, features = choose.run_stage_with_features(block, consumer, x)
     assert_close(features, output)
     assert normalized.shape == features.shape

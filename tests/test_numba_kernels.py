@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib
 import importlib.util
 import math
 import os
@@ -14,23 +13,21 @@ import numpy as np
 import pytest
 import torch
 from grids import grid
-from helpers import assert_close, assert_same_step, random_images, small_model, with_engine
+from helpers import assert_close, assert_same_step, kernel_modules, random_images, small_model, with_engine
 from kernel_operations import OPERATIONS, Case, check, has_pooling_window, overwrite_applies
 
-from efficient_densenet import DenseBlock
-from efficient_densenet.engines import dispatch as engines
-from efficient_densenet.engines import kernels
-from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.kernels.interface import Conv1x1, StatisticsOutput
-from efficient_densenet.engines.kernels.numba_cpu import openmp
+from efficient_densenet import DenseBlock, kernels
+from efficient_densenet.engine import choose
+from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.interface import Conv1x1, StatisticsOutput
+from efficient_densenet.kernels.numba_cpu.host import openmp
 from efficient_densenet.memory import tensor_peak
 
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, compilation, numba_kernels, gemm, micro_kernel, memory = (
-    importlib.import_module(f"efficient_densenet.engines.kernels.numba_cpu.{name}")
-    for name in ("operations", "compilation", "kernels", "gemm", "micro_kernel", "memory")
+operations, compilation, numba_kernels, gemm, micro_kernel, memory = kernel_modules(
+    "numba_cpu", "operations", "compilation", "kernels", "gemm", "micro_kernel", "memory"
 )
 check = functools.partial(check, operations)
 
@@ -115,8 +112,8 @@ def test_gemm_of_any_size_with_and_without_avx512(avx512, dtype):
 GUARDED = """
 import ctypes, itertools, mmap, sys
 import torch
-from efficient_densenet.engines.kernels import scratch
-from efficient_densenet.engines.kernels.numba_cpu import operations, tiling
+from efficient_densenet.kernels import scratch
+from efficient_densenet.kernels.numba_cpu import operations, tiling
 from kernel_operations import OPERATIONS, Case
 
 libc = ctypes.CDLL(None)
@@ -248,7 +245,7 @@ def test_halos_stay_small():
 FEWER_THREADS = """
 import torch
 from helpers import assert_same_step, random_images, small_model, with_engine
-from efficient_densenet.engines.kernels.numba_cpu import openmp
+from efficient_densenet.kernels.numba_cpu import openmp
 torch.set_num_threads(4)
 requested, run = [], openmp.run
 openmp.run = lambda kernel, threads, record: requested.append(threads) or run(kernel, threads, record)
@@ -387,7 +384,7 @@ def test_features_in_float32_and_convolutions_in_a_lower_precision(dtype):
         torch.manual_seed(seed)
         plain, x = DenseBlock(3, 8, 4, efficient=False), torch.randn(4, 8, 9, 7)
         efficient, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-        efficient.engine = engines.parse("shared")
+        efficient.engine = choose.parse("shared")
         assert kernels.kernels_for(x) is operations
         expected = _gradients(exact, x.double())
         with torch.autocast("cpu", dtype):

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from efficient_densenet.engines.parts import ConsumerParts, consumer_parts, parts_of
-from efficient_densenet.engines.shared import function, operators, spec
-from efficient_densenet.engines.shared.forward import StageInputs
-from efficient_densenet.engines.shared.plan import StagePlan
-from efficient_densenet.engines.stem import Stem, plan
-from efficient_densenet.engines.stem import function as stem_function
+from efficient_densenet.engine.parts import ConsumerParts, consumer_parts, parts_of
+from efficient_densenet.engine.stage import function, operators, spec
+from efficient_densenet.engine.stage.forward import StageInputs
+from efficient_densenet.engine.stage.read_spec import StagePlan
+from efficient_densenet.engine.stem import Stem, plan
+from efficient_densenet.engine.stem import function as stem_function
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")  # raised by opcheck

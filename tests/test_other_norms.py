@@ -10,7 +10,7 @@ from helpers import assert_same_buffers, assert_same_step, random_images, small_
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines import dispatch as engines
+from efficient_densenet.engine import choose
 
 
 class ChannelNorm(nn.Module):
@@ -67,7 +67,7 @@ def _compare_training(plain: DenseNet) -> list[str]:
     )
 )
 def test_inside_layers_they_run_by_recomputation_with_one_warning(name, where, monkeypatch):
-    monkeypatch.setattr(engines, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     (message,) = _compare_training(_model_with_norms(name, where, drop_rate=0.2))
     assert message.startswith("falling back from engine 'shared' to 'checkpoint': found a ")
     if not name.startswith("BatchNorm2d"):
@@ -82,7 +82,7 @@ def test_inside_layers_they_run_by_recomputation_with_one_warning(name, where, m
     )
 )
 def test_after_a_block_they_run_alone_without_a_warning(name, where, monkeypatch):
-    monkeypatch.setattr(engines, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     assert _compare_training(_model_with_norms(name, where)) == []
 
 
@@ -105,7 +105,7 @@ def test_in_eval_mode_without_gradients_there_is_no_warning(name):
 
 @pytest.mark.parametrize("dims", [1, 3])
 def test_group_norms_of_other_dimensions(dims, monkeypatch):
-    monkeypatch.setattr(engines, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     plain = small_model("bc", efficient=False, dims=dims)
     for layer in (m for block in (1, 3) for m in plain.get_submodule(f"features.denseblock{block}").children()):
         layer.norm1 = nn.GroupNorm(1, layer.norm1.num_features).double()

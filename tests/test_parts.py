@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from efficient_densenet import convert_batchnorm
 from efficient_densenet._mixins import add_mixin
-from efficient_densenet.engines import dispatch, parts
-from efficient_densenet.engines.eligibility import joined_consumer
-from efficient_densenet.engines.parts import BlockParts, ConsumerParts, LayerParts
-from efficient_densenet.engines.shared import function as shared
+from efficient_densenet.engine import choose, parts
+from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
+from efficient_densenet.engine.refuse import joined_consumer
+from efficient_densenet.engine.stage import function as shared
 
 GROWTH = 3
 
@@ -109,7 +109,7 @@ def _plain(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tens
 
 
 def _shared(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
-    assert dispatch.why_not(dispatch.Engine.SHARED, block, x) is None
+    assert choose.why_not(choose.Engine.SHARED, block, x) is None
     read = parts.parts_of(block)
     if consumer is None:
         return [shared.run(read, x)]
@@ -192,17 +192,17 @@ def test_a_norm_with_an_activation_under_the_exactly_once_rule(monkeypatch):
     (block,) = _randomized(convert_batchnorm(FusedBlock()))
     _assert_same(_shared, block, None)
     block[1].first[0].act = nn.ELU()
-    reason = dispatch.why_not(dispatch.Engine.SHARED, block, torch.randn(2, 4, 5, 5, dtype=torch.double))
+    reason = choose.why_not(choose.Engine.SHARED, block, torch.randn(2, 4, 5, 5, dtype=torch.double))
     assert reason == "found a ELU inside a layer, where the shared engine takes ReLU"
 
 
 class RunByEngines:
     """Mixin: a block that the engines run."""
 
-    engine = dispatch.Engine.SHARED
+    engine = choose.Engine.SHARED
 
     def forward(self, x: Tensor) -> Tensor:
-        return dispatch.run_block(self, x, dispatch.plan_block(self, x))
+        return choose.run_block(self, x, choose.plan_block(self, x))
 
     def run_layers(self, x: Tensor, run_first_half) -> Tensor:
         return super().forward(x)
@@ -247,19 +247,19 @@ def test_a_block_with_a_mixin_has_its_own_values_without_gradients():
 class UnknownBlock(nn.Sequential):
     """A block without a registered reader."""
 
-    engine = dispatch.Engine.SHARED
+    engine = choose.Engine.SHARED
 
 
 def test_unknown_blocks_and_consumers_are_not_eligible():
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    assert dispatch.why_not(dispatch.Engine.SHARED, UnknownBlock(Layer(4, True, True, 0.0)), x).startswith(
+    assert choose.why_not(choose.Engine.SHARED, UnknownBlock(Layer(4, True, True, 0.0)), x).startswith(
         "found a block of class UnknownBlock"
     )
     empty = Block()
     del empty[:]
-    assert dispatch.why_not(dispatch.Engine.SHARED, empty, x) == "found a block without layers"
+    assert choose.why_not(choose.Engine.SHARED, empty, x) == "found a block without layers"
     with pytest.raises(RuntimeError, match=r"cannot run here: found a block of class UnknownBlock.*use another engine"):
-        dispatch.plan_block(UnknownBlock(Layer(4, True, True, 0.0)), x)
+        choose.plan_block(UnknownBlock(Layer(4, True, True, 0.0)), x)
     assert joined_consumer(parts.parts_of(Block()), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(13))) is None
     assert parts.consumer_parts(nn.BatchNorm2d(13)) is not None
     assert parts.consumer_parts(NormAct(13)) is None

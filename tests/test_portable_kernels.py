@@ -7,10 +7,10 @@ from checkpoint_outcomes import CountingOperations
 from helpers import use_kernels
 from kernel_operations import Case
 
-from efficient_densenet import DenseBlock
-from efficient_densenet.engines import kernels
-from efficient_densenet.engines.kernels import batch_norm, convolution, portable, row_tiles
-from efficient_densenet.engines.kernels.interface import (
+from efficient_densenet import DenseBlock, kernels
+from efficient_densenet.engine.stage import backward
+from efficient_densenet.kernels import batch_norm, convolution, portable, row_tiles
+from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,
     BatchNormBackward,
@@ -18,7 +18,6 @@ from efficient_densenet.engines.kernels.interface import (
     GradAccumulator,
     StatisticsOutput,
 )
-from efficient_densenet.engines.shared import backward
 
 IM2COL = torch.ops.aten._slow_conv2d_forward.default, torch.ops.aten._slow_conv2d_backward.output_mask
 

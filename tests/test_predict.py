@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 from samples import DEMOS, demo, refused
+from training import predict
 
 from efficient_densenet import DenseNet
-from efficient_densenet.training import predict
 from efficient_densenet.weights.trained import TRAINED, TrainedWeights
 
 DIGITS = DEMOS.parent / "checkpoints" / "digits"

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from training.data.digits import load_digits
 
 from efficient_densenet import create_model
-from efficient_densenet.engines.kernels.interface import BatchNormBackward
-from efficient_densenet.engines.shared.statistics import BackwardStatistics
-from efficient_densenet.training.data.digits import load_digits
+from efficient_densenet.engine.stage.statistics import BackwardStatistics
+from efficient_densenet.kernels.interface import BatchNormBackward
 
 ARCHIVE = Path(__file__).parents[1] / "../shared/data/cifar10-jpeg.tar.xz"
 STEPS, BATCH = 60, 8

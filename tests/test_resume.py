@@ -8,9 +8,8 @@ import pytest
 import torch
 from forks import forked_demo
 from samples import RUN, demo, read_rows, refused, same_run
-
-from efficient_densenet.training.models import read_config
-from efficient_densenet.training.run_state import read_to_resume
+from training.models import read_config
+from training.run_state import read_to_resume
 
 WORDS = (*RUN, "--n_epochs", "1", "--seed", "7", "--drop_rate", "0.1")
 

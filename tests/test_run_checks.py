@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from samples import TINY, demo, read_rows, refused, write_folder
-
-from efficient_densenet.training.data import UndecodableImage
-from efficient_densenet.training.loop import Trainer
-from efficient_densenet.training.run import Run
-from efficient_densenet.training.signals import TrainingInterrupted
+from training.data import UndecodableImage
+from training.loop import Trainer
+from training.run import Run
+from training.signals import TrainingInterrupted
 
 WORDS = (*TINY, "--data", "own", "--batch_size", "5", "--image_size", "8", "--device", "cpu", "--save", "run")
 RESUME = ("cp_demo.py", "--save", "run", "--resume")

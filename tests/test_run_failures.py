@@ -6,8 +6,7 @@ import signal
 import torch
 from forks import ForkedDemo, await_file, forked_demo
 from samples import RUN, demo, refused
-
-from efficient_densenet.training.loop import Trainer
+from training.loop import Trainer
 
 
 def test_a_full_disk_is_reported_and_the_old_checkpoint_kept(tmp_path):

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from samples import DEMOS, RUN, demo, refused
+from training import run_format
+from training.loop import SGD_ARGUMENTS
+from training.models import check_weights
+from training.run import Run
+from training.signals import TrainingInterrupted
 
 from efficient_densenet import DenseNet
-from efficient_densenet.training import run_format
-from efficient_densenet.training.loop import SGD_ARGUMENTS
-from efficient_densenet.training.models import check_weights
-from efficient_densenet.training.run import Run
-from efficient_densenet.training.signals import TrainingInterrupted
 
 IMAGE = str(DEMOS / "pictures" / "digit_3.png")
 MISSING, EXTRA = "missing", "extra"

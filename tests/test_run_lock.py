@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from forks import ForkedDemo, await_file, forked_demo
 from samples import TINY, demo, refused, same_run, write_cifar10, write_folder
-
-from efficient_densenet.training import files, run_lock
+from training import files, run_lock
 
 WORDS = [*TINY, "--data", "cifar", "--batch_size", "45", "--recipe", "one_cycle", "--device", "cpu", "--n_epochs", "6"]
 

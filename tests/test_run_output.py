@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 from samples import DEMOS, RUN, demo, read_rows
-
-from efficient_densenet.training import files, results, run
-from efficient_densenet.training.report import EpochProgress
+from training import files, results, run
+from training.report import EpochProgress
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def test_a_file_is_written_where_directories_cannot_be_flushed(tmp_path, monkeyp
 PEAKS = """
 import torch
 from efficient_densenet.memory import high_water_mark
-from efficient_densenet.training.report import peak_memory
+from training.report import peak_memory
 peak = peak_memory(torch.device("cpu"))
 print(peak, high_water_mark())
 """

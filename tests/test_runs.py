@@ -17,12 +17,12 @@ import pytest
 import torch
 from forks import ForkedDemo, await_file, forked_demo
 from samples import RUN, TINY, demo, read_rows, refused, same_run, write_cifar10, write_cifar100, write_folder
+from training.data import load
+from training.loop import Trainer
+from training.models import load_model
+from training.options import parse
 
 from efficient_densenet.models.layers import DenseLayer
-from efficient_densenet.training.data import load
-from efficient_densenet.training.loop import Trainer
-from efficient_densenet.training.models import load_model
-from efficient_densenet.training.options import parse
 
 
 @pytest.fixture(scope="module")

@@ -28,13 +28,13 @@ from third_party_models import assert_same_training, build, image_batch, plain_r
 from torch import Tensor, nn
 
 from efficient_densenet import FCDenseNet, features, make_efficient
-from efficient_densenet.engines import dispatch
-from efficient_densenet.engines.parts import consumer_parts, parts_of
-from efficient_densenet.engines.shared import function, groups
-from efficient_densenet.engines.shared.plan import StagePlan
-from efficient_densenet.engines.stem import Stem
-from efficient_densenet.engines.stem import function as stem_function
-from efficient_densenet.engines.stem.plan import read_spec
+from efficient_densenet.engine import choose
+from efficient_densenet.engine.parts import consumer_parts, parts_of
+from efficient_densenet.engine.stage import function, groups
+from efficient_densenet.engine.stage.read_spec import StagePlan
+from efficient_densenet.engine.stem import Stem
+from efficient_densenet.engine.stem import function as stem_function
+from efficient_densenet.engine.stem.plan import read_spec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 
@@ -373,7 +373,7 @@ def _quietly(run: Callable[[], Any]) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
 def test_torch_func_falls_back_with_one_warning(transform, monkeypatch):
     """With norms in eval mode: `vmap` of one that updates its statistics in place is PyTorch's error."""
-    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     plain = small_model("bc", efficient=False).eval()
     ours, x = with_engine(plain, True), random_images("bc", batch=3)
 

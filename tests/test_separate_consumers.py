@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engines import dispatch, parts
-from efficient_densenet.engines.eligibility import separate_consumer
-from efficient_densenet.engines.shared import function as shared
-from efficient_densenet.engines.shared import groups
-from efficient_densenet.engines.shared.statistics import ForwardStatistics
+from efficient_densenet.engine import choose, parts
+from efficient_densenet.engine.refuse import separate_consumer
+from efficient_densenet.engine.stage import function as shared
+from efficient_densenet.engine.stage import groups
+from efficient_densenet.engine.stage.statistics import ForwardStatistics
 from efficient_densenet.memory import tensor_peak
 
 ALONE = {name: make for name, make in CONSUMERS.items() if name != "none"}
@@ -47,7 +47,7 @@ def stored(monkeypatch) -> list[int]:
 
 
 def _run_consumer(consumer: nn.Module, x: Tensor) -> Tensor:
-    output = dispatch.run_consumer(consumer, x)
+    output = choose.run_consumer(consumer, x)
     assert output is not None
     return output
 
@@ -293,7 +293,7 @@ def test_nothing_outlives_the_graph():
 
 
 def _none_where(consumer: nn.Module, x: Tensor) -> None:
-    assert dispatch.run_consumer(consumer, x) is None
+    assert choose.run_consumer(consumer, x) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
@@ -326,7 +326,7 @@ def test_where_it_cannot_run():
         _none_where(transition, x)
     finally:
         handle.remove()
-    assert dispatch.run_consumer(transition, x) is not None
+    assert choose.run_consumer(transition, x) is not None
 
 
 class _Recording(nn.Module):
@@ -337,7 +337,7 @@ class _Recording(nn.Module):
         self.consumer, self.outputs = consumer, []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.outputs.append(dispatch.run_consumer(self.consumer, x))
+        self.outputs.append(choose.run_consumer(self.consumer, x))
         return self.consumer(x)
 
 
@@ -384,7 +384,7 @@ def _peak(separately: bool, engine: str = "shared") -> int:
 
     def step() -> None:
         for name, module in model.features.named_children() if separately else ():
-            output = None if name.startswith(("conv", "dense")) else dispatch.run_consumer(module, step.x)
+            output = None if name.startswith(("conv", "dense")) else choose.run_consumer(module, step.x)
             step.x = module(step.x) if output is None else output
         (step.x if separately else model.features(x)).sum().backward()
 

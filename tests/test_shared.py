@@ -27,10 +27,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
-from efficient_densenet.engines import dispatch as engines
-from efficient_densenet.engines.kernels import row_tiles
-from efficient_densenet.engines.shared import function as shared
-from efficient_densenet.engines.shared import groups
+from efficient_densenet.engine import choose
+from efficient_densenet.engine.stage import function as shared
+from efficient_densenet.engine.stage import groups
+from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 
@@ -71,7 +71,7 @@ def test_bottleneck_widths_may_differ_within_a_block(widths, kernels, monkeypatc
             layer.norm2, layer.conv2 = nn.BatchNorm2d(width), nn.Conv2d(width, 3, 3, padding=1, bias=False)
         plain.add_module(f"denselayer{i + 1}", layer)
     efficient = copy.deepcopy(plain.double())
-    efficient.engine = engines.parse("shared")
+    efficient.engine = choose.parse("shared")
     x = torch.randn(4, 6, 9, 7, dtype=torch.double)
     if kernels[0] == "portable":
         assert len(list(row_tiles.tiles(x.movedim(1, -1).flatten(0, 2), x.dtype))) > 1
@@ -95,7 +95,7 @@ def test_memory_format_is_preserved(memory_format, alone):
 def test_strided_input_and_gradient():
     plain = small_model("bc", efficient=False).features.denseblock1
     efficient = copy.deepcopy(plain)
-    efficient.engine = engines.Engine.SHARED
+    efficient.engine = choose.Engine.SHARED
     base, grads = torch.randn(3, 8, 12, 10, dtype=torch.double), []
     for module in (efficient, plain):
         x = base.clone().requires_grad_()
@@ -288,7 +288,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("change", UNSUPPORTED)
 def test_unsupported_block_falls_back_with_a_warning_or_raises(change, monkeypatch):
-    monkeypatch.setattr(engines, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     plain = small_model("bc", efficient=False)
     for block in (plain.features.denseblock1, plain.features.denseblock3):
         change(block.denselayer2)
@@ -370,7 +370,7 @@ def test_low_precision_error_is_at_most_twice_that_of_plain(family, precision):
 
 
 def test_unsupported_mixed_precision_falls_back_with_a_warning_or_raises(monkeypatch):
-    monkeypatch.setattr(engines, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     model = small_model("bc", efficient=True).float()
     model.features.denseblock2.denselayer1.norm1.double()
     x = torch.randn(2, 5, 3, 3)
@@ -397,7 +397,7 @@ def test_run_stage_with_features_returns_output_and_features():
     plain = small_model("bc", efficient=False)
     block, transition = plain.features.denseblock1, plain.features.transition1
     x, results = torch.randn(3, 4, 6, 5, dtype=torch.double), []
-    for run in (engines.run_stage_with_features, lambda block, transition, x: (transition(y := block(x)), y)):
+    for run in (choose.run_stage_with_features, lambda block, transition, x: (transition(y := block(x)), y)):
         for weights in ((1, 0), (0, 1), (2, 3)):
             plain.zero_grad()
             leaf = x.clone().requires_grad_()

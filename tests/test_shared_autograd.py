@@ -20,12 +20,11 @@ from helpers import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import DenseBlock, DenseLayer
-from efficient_densenet.engines import dispatch as engines
-from efficient_densenet.engines import kernels
-from efficient_densenet.engines.kernels import scratch
-from efficient_densenet.engines.shared import backward as backward_module
-from efficient_densenet.engines.shared import forward, groups
+from efficient_densenet import DenseBlock, DenseLayer, kernels
+from efficient_densenet.engine import choose
+from efficient_densenet.engine.stage import backward as backward_module
+from efficient_densenet.engine.stage import forward, groups
+from efficient_densenet.kernels import scratch
 
 MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last]
 CONSUMERS = ["block", "transition1", "norm5"]
@@ -100,7 +99,7 @@ def test_output_gradients_of_any_strides(consumer, memory_format, grad):
     efficient = _stage(consumer)
     plain = copy.deepcopy(efficient)
     for block in (module for module in plain if isinstance(module, DenseBlock)):
-        block.engine = engines.Engine.PLAIN
+        block.engine = choose.Engine.PLAIN
     x, results = _input(efficient).to(memory_format=memory_format), []
     for stage in (efficient, plain):
         torch.manual_seed(1)
@@ -123,7 +122,7 @@ def test_output_gradients_of_any_strides(consumer, memory_format, grad):
 def test_sides_of_one_pixel_and_expanded_inputs(shape):
     efficient = _stage("block")
     plain = copy.deepcopy(efficient)
-    plain.denseblock1.engine = engines.Engine.PLAIN
+    plain.denseblock1.engine = choose.Engine.PLAIN
     x = torch.randn(shape, dtype=torch.double)
     for leaf in (x, x.to(memory_format=torch.channels_last)):
         assert_same_step(efficient, plain, leaf)
@@ -195,7 +194,7 @@ def test_torch_checkpoint_around_the_features(use_reentrant):
 def test_input_created_in_inference_mode():
     plain = _stage("block", engine="plain")
     efficient = copy.deepcopy(plain)
-    efficient.denseblock1.engine = engines.Engine.SHARED
+    efficient.denseblock1.engine = choose.Engine.SHARED
     with torch.inference_mode():
         x = _input(plain)
         assert_close(efficient(x).clone(), plain(x).clone())
@@ -211,7 +210,7 @@ def test_inputs_and_outputs_may_be_modified_in_place_as_in_plain(consumer, memor
     efficient = _stage(consumer)
     plain = copy.deepcopy(efficient)
     for block in (module for module in plain if isinstance(module, DenseBlock)):
-        block.engine = engines.Engine.PLAIN
+        block.engine = choose.Engine.PLAIN
     x = _input(efficient)
     for stage in (efficient, plain):
         copied = x.to(memory_format=memory_format, copy=True)
@@ -379,12 +378,12 @@ def test_empty_batch_matches_plain(training):
 
 def _assert_raises_as_plain(stage: nn.Module, x: Tensor, message: str) -> None:
     block = stage.denseblock1
-    for engine in (engines.Engine.PLAIN, None):
+    for engine in (choose.Engine.PLAIN, None):
         block.engine = engine
         with pytest.raises((RuntimeError, ValueError)) as raised:
             stage(x)
         assert "engine" not in str(raised.value)
-    block.engine = engines.Engine.SHARED
+    block.engine = choose.Engine.SHARED
     with pytest.raises(RuntimeError, match=f"engine 'shared' cannot run here: {message}"):
         stage(x)
 
@@ -413,7 +412,7 @@ def test_layer_with_another_growth_rate_falls_back():
     efficient = copy.deepcopy(plain)
     efficient.denseblock1.engine = None
     assert_same_step(efficient, plain, _input(plain))
-    efficient.denseblock1.engine = engines.Engine.SHARED
+    efficient.denseblock1.engine = choose.Engine.SHARED
     with pytest.raises(RuntimeError, match="found a layer from 10 channels to 5"):
         efficient(_input(plain))
 
@@ -490,7 +489,7 @@ def test_drop_rate_of_one():
 
 
 def test_norms_without_a_bias_fall_back(monkeypatch):
-    monkeypatch.setattr(engines, "_warned", set())
+    monkeypatch.setattr(choose, "_warned", set())
     plain = small_model("bc", efficient=False)
     plain.features.denseblock1.denselayer2.norm1.register_parameter("bias", None)
     plain.features.norm5.register_parameter("bias", None)

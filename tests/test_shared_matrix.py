@@ -21,7 +21,7 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from efficient_densenet.engines.shared import groups
+from efficient_densenet.engine.stage import groups
 
 SMALL_SIZES = [(4, 4), (5, 11), (9, 7)]  # with the first, the last stage has one pixel
 SIZES = {"basic": SMALL_SIZES, "bc": SMALL_SIZES, "imagenet": [(29, 29), (61, 37)]}

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model
 from efficient_densenet.checkpoint import checkpoint_wrapper
-from efficient_densenet.engines import dispatch as engines
-from efficient_densenet.engines.kernels import row_tiles
-from efficient_densenet.engines.stem import Stem
-from efficient_densenet.engines.stem import function as stem_function
-from efficient_densenet.engines.stem.plan import read_spec
+from efficient_densenet.engine import choose
+from efficient_densenet.engine.stem import Stem
+from efficient_densenet.engine.stem import function as stem_function
+from efficient_densenet.engine.stem.plan import read_spec
+from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import saved_bytes, tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
@@ -45,7 +45,7 @@ def _input(*size: int, batch: int = 3) -> Tensor:
 
 def _run_stem(model: DenseNet, x: Tensor) -> tuple[Tensor, int]:
     """The stem's output and how many modules ran as one node; the input and 0 where it cannot."""
-    result = engines.run_stem(list(model.features), model.features.denseblock1, x)
+    result = choose.run_stem(list(model.features), model.features.denseblock1, x)
     return (x, 0) if result is None else (result[0], 4)
 
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import assert_close, assert_same_gradients
+from training.data import Images, load
+from training.data.augment import transform_for
+from training.distributed import DistributedContext
+from training.loop import Trainer, TrainingPosition, batches
+from training.memory_estimate import estimate_memory, out_of_memory_advice
+from training.options import parse
+from training.recipes import one_cycle, step
 
 from efficient_densenet import DenseNet
 from efficient_densenet.models.layers import DenseLayer
-from efficient_densenet.training.data import Images, load
-from efficient_densenet.training.data.augment import transform_for
-from efficient_densenet.training.distributed import DistributedContext
-from efficient_densenet.training.loop import Trainer, TrainingPosition, batches
-from efficient_densenet.training.memory_estimate import estimate_memory, out_of_memory_advice
-from efficient_densenet.training.options import parse
-from efficient_densenet.training.recipes import one_cycle, step
 
 SINGLE = DistributedContext(0, 1, torch.device("cpu"))
 

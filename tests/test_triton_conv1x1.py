@@ -1,20 +1,17 @@
 """The Triton 1×1 convolutions in TF32, by rounding as in the kernels, and in slices of their output channels."""
 
-import importlib
 import math
 
 import pytest
 import torch
+from helpers import kernel_modules
 from kernel_operations import OPERATIONS, Case, check
 
-from efficient_densenet.engines.kernels import portable
+from efficient_densenet.kernels import portable
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = triton.language
-operations, operands, tiles = (
-    importlib.import_module(f"efficient_densenet.engines.kernels.triton_gpu.{name}")
-    for name in ("operations", "operands", "tiles")
-)
+operations, operands, tiles = kernel_modules("triton_gpu", "operations", "operands", "tiles")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONVOLUTIONS = ["conv1x1_forward", "conv1x1_backward"]

@@ -13,8 +13,8 @@ from kernel_operations import OPERATIONS, Case, check
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
 from triton_resources import ARCHITECTURES, LIMITS, Compilation, compile_all
 
-from efficient_densenet.engines.kernels import portable
-from efficient_densenet.engines.kernels.interface import (
+from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,
     GradAccumulator,
@@ -22,9 +22,9 @@ from efficient_densenet.engines.kernels.interface import (
 )
 
 pytest.importorskip("triton", reason="needs Triton")
-triton_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.operations")
-conv3x3 = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.conv3x3")
-tiles = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.tiles")
+triton_kernels = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
+conv3x3 = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.conv3x3")
+tiles = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.tiles")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONV3X3 = ["conv3x3_forward", "conv3x3_forward_with_statistics", "conv3x3_backward"]

@@ -18,13 +18,12 @@ from kernel_operations import OPERATIONS, Case, check, has_pooling_window, overw
 from torch import nn
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 
-from efficient_densenet import DenseLayer
-from efficient_densenet.engines import kernels
-from efficient_densenet.engines.kernels import portable, row_tiles
+from efficient_densenet import DenseLayer, kernels
+from efficient_densenet.kernels import portable, row_tiles
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-triton_kernels = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.operations")
-conv1x1 = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.conv1x1")
+triton_kernels = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
+conv1x1 = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.conv1x1")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
@@ -237,7 +236,7 @@ def test_kernels_for_chooses_by_device_and_dtype(monkeypatch):
 
 def test_nothing_imports_triton_before_a_gpu_needs_it():
     code = (
-        "import sys, torch; before = 'triton' in sys.modules; import efficient_densenet.engines.shared.function;"
+        "import sys, torch; before = 'triton' in sys.modules; import efficient_densenet.engine.stage.function;"
         "assert before or 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 tl = triton.language
 GPUTarget = importlib.import_module("triton.backends.compiler").GPUTarget
 JITFunction = importlib.import_module("triton.runtime.jit").JITFunction
-launching = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.launch")
+launching = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.launch")
 
 LANGUAGE = language_attributes()  # as this module is imported: before any test
 

@@ -51,7 +51,7 @@ def test_running_statistics_and_weights_take_launches_of_a_stage_and_not_of_a_no
 
 def test_gradients_of_layer_groups_are_not_copied(monkeypatch):
     """autograd copies what anyone else refers to."""
-    monkeypatch.setattr("efficient_densenet.engines.shared.groups.LAYER_GROUP_BYTES", 1)
+    monkeypatch.setattr("efficient_densenet.engine.stage.groups.LAYER_GROUP_BYTES", 1)
     few, many = (step_launches(num_layers, torch.float32, monkeypatch)[1] for num_layers in (2, 3))
     assert (many - few)["copy_"] == 0
     assert (many - few).total() <= LAYER_LAUNCHES[4][1] + 3  # a stage has a few scalars for each of its groups

@@ -3,14 +3,14 @@
 The launches are those of the host code, with the tiles that it chooses for each device.
 """
 
-import importlib
 from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import kernel_modules
 from triton_resources import ARCHITECTURES, LIMITS, Compilation, Resources, compile_all
 
-from efficient_densenet.engines.kernels.interface import (
+from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,
     BatchNormBackward,
@@ -19,10 +19,7 @@ from efficient_densenet.engines.kernels.interface import (
 )
 
 pytest.importorskip("triton", reason="needs Triton")
-conv1x1, launch, tiles = (
-    importlib.import_module(f"efficient_densenet.engines.kernels.triton_gpu.{name}")
-    for name in ("conv1x1", "launch", "tiles")
-)
+conv1x1, launch, tiles = kernel_modules("triton_gpu", "conv1x1", "launch", "tiles")
 
 MODELS = {"BC-100-12": (48, 216), "densenet121": (128, 512), "densenet161": (192, 768)}
 """Output and input channels of a 1×1 convolution of each."""

@@ -13,12 +13,12 @@ from torch import Tensor
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 from triton_resources import ARCHITECTURES, POINTERS, Compilation, compile_all
 
-from efficient_densenet.engines.kernels.interface import BatchNormAffine, StatisticsOutput
-from efficient_densenet.engines.stem.plan import MaxPool
+from efficient_densenet.engine.stem.plan import MaxPool
+from efficient_densenet.kernels.interface import BatchNormAffine, StatisticsOutput
 
 pytest.importorskip("triton", reason="needs Triton")
-triton_stem = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.stem")
-VECTORS = importlib.import_module("efficient_densenet.engines.kernels.triton_gpu.device_functions").VECTORS
+triton_stem = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.stem")
+VECTORS = importlib.import_module("efficient_densenet.kernels.triton_gpu.device.device_functions").VECTORS
 TILE = triton_stem._TILE
 
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from efficient_densenet.engines.kernels.triton_gpu.tiles import (
+from efficient_densenet.kernels.triton_gpu.host.tiles import (
     DeviceLimits,
     Precision,
     backward_tile,

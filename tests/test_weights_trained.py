@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 from samples import DEMOS, demo
+from training.data import load
+from training.data.augment import Transform
+from training.data.decode import decode
+from training.models import load_model, read_config
 
 from efficient_densenet import create_model, densenet121, weights_classes, weights_transforms
 from efficient_densenet.models import zoo
-from efficient_densenet.training.data import load
-from efficient_densenet.training.data.augment import Transform
-from efficient_densenet.training.data.decode import decode
-from efficient_densenet.training.models import load_model, read_config
 from efficient_densenet.weights import trained
 from efficient_densenet.weights.trained import CHECKPOINTS, TRAINED, TrainedWeights
 from efficient_densenet.weights.transforms import ImageTransform

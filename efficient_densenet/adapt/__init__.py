@@ -5,7 +5,7 @@ parts say. The model stays the same object, with the same parameters, names and 
 becomes a subclass of the same name. `restore(model)` undoes the conversion.
 """
 
-from ..engines.parts import BlockParts, LayerParts, register_block
+from ..engine.parts import BlockParts, LayerParts, register_block
 from .convert import make_efficient, restore
 from .report import Changed, Report
 

@@ -6,10 +6,10 @@ from torch import nn
 
 from .._checks import check_module
 from .._mixins import add_mixin, remove_mixin
-from ..engines import dispatch
-from ..engines.dispatch import Engine
-from ..engines.eligibility import joined_consumer
-from ..engines.parts import BlockParts, NoPartsError, parts_of
+from ..engine import choose
+from ..engine.choose import Engine
+from ..engine.parts import BlockParts, NoPartsError, parts_of
+from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
 from .converted import ConvertedBlock, convert_block, restore_block
 from .report import Changed, Report, saved_values_per_pixel
@@ -30,7 +30,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
             another engine changes it, and verifies blocks that were altered since.
     """
     check_module("make_efficient", model)
-    parsed, report = dispatch.parse(engine), Report()
+    parsed, report = choose.parse(engine), Report()
     _convert_tree("", model, parsed, report, set())
     for module in [*model.modules()][::-1]:  # those inside a sequence first
         if has_converted_blocks(module):
@@ -167,7 +167,7 @@ def _why_not(engine: Engine, block: nn.Module) -> str | None:
     """Why `engine` cannot run `block` on a small input of the parameters' dtype and device."""
     conv = first_conv(block)
     parameter = next(conv.parameters())  # not conv.weight, which a parametrization would compute
-    return dispatch.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size))))
+    return choose.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size))))
 
 
 def _report_stages(model: nn.Module, report: Report, engine: Engine | None) -> None:

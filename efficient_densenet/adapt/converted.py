@@ -15,11 +15,11 @@ from .._mixins import ModuleMixin, add_mixin, base_class, remove_mixin
 from .._torch_private import constant_to_compilers, may_read_converted_modules
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
-from ..engines import dispatch, plain, recompute
-from ..engines.dispatch import Engine
-from ..engines.eligibility import must_be_called, why_sharded
-from ..engines.parts import BlockParts, NoPartsError
-from ..engines.plain import RunFirstHalf
+from ..engine import choose, layerwise
+from ..engine.choose import Engine
+from ..engine.layerwise import RunFirstHalf
+from ..engine.parts import BlockParts, NoPartsError
+from ..engine.refuse import must_be_called, why_sharded
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ConnectionPattern
 from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
@@ -84,10 +84,10 @@ class ConvertedBlock(KeepsSignature):
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             self._check_not_quantized(*args)
             return super().forward(*args, **kwargs)
-        plan = None if self._conversion.verified is None else dispatch.plan_block(self, args[0])
+        plan = None if self._conversion.verified is None else choose.plan_block(self, args[0])
         if plan is None or plan.engine is Engine.PLAIN:
             return super().forward(*args)
-        return dispatch.run_block(self, args[0], plan)
+        return choose.run_block(self, args[0], plan)
 
     @property
     def engine(self) -> Engine | None:
@@ -160,7 +160,7 @@ class ConvertedBlock(KeepsSignature):
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
-        recomputes = run_first_half is not plain.run_first_half
+        recomputes = run_first_half is not layerwise.run_first_half_plain
         if recomputes and not torch.compiler.is_compiling():  # a compiler recomputes without side effects
             _update_norms_once(self)
         by_layers = _run_by_layers(self, super().forward, self._conversion.pattern)
@@ -169,7 +169,7 @@ class ConvertedBlock(KeepsSignature):
         if not (recomputes and self._conversion.as_a_whole):
             return super().forward(x)
         x = unshared(x, run_first_half)
-        if run_first_half is recompute.run_first_half_official:
+        if run_first_half is layerwise.run_first_half_official:
             return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
         return checkpoint_call(super().forward, (x,), {})
 
@@ -303,8 +303,8 @@ def _run_pattern(
     block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: ConnectionPattern, recomputed: bool, x: Tensor
 ) -> Tensor:
     """The output of `block` by `pattern`; what has gradients to compute is `recomputed` where the engines would."""
-    recomputed = recomputed and torch.is_grad_enabled() and recompute.why_not_recompute(block) is None
-    run_first_half = recompute.run_first_half_checkpoint if recomputed else plain.run_first_half
+    recomputed = recomputed and torch.is_grad_enabled() and layerwise.why_not_recompute(block) is None
+    run_first_half = layerwise.run_first_half_checkpoint if recomputed else layerwise.run_first_half_plain
     if pattern.layer_call is None:
         return run_layers(read_block(block, pattern), x, run_first_half)
     return run_whole_layers(block, forward, pattern, x, run_first_half)
@@ -312,7 +312,7 @@ def _run_pattern(
 
 def _recompute_whole(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The output of `forward`, the author's, recomputed where the engines would."""
-    return forward(x) if recompute.why_not_recompute(block) is not None else checkpoint_call(forward, (x,), {})
+    return forward(x) if layerwise.why_not_recompute(block) is not None else checkpoint_call(forward, (x,), {})
 
 
 def restore_block(block: ConvertedBlock) -> None:

@@ -6,10 +6,10 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..engines import plain
-from ..engines.eligibility import must_be_called
-from ..engines.parts import BlockParts, LayerParts, activations_of
-from ..engines.plain import RunFirstHalf
+from ..engine import layerwise
+from ..engine.layerwise import RunFirstHalf
+from ..engine.parts import BlockParts, LayerParts, activations_of
+from ..engine.refuse import must_be_called
 from .connection_pattern import ConnectionPattern, LayerCall
 from .structure import layers_in
 
@@ -29,7 +29,7 @@ class FirstHalf(nn.Module):
         return self.conv1(self.relu1(self.norm1(torch.cat(features, 1))))
 
 
-def run_layers(block: BlockParts, x: Tensor, run_first_half: RunFirstHalf = plain.run_first_half) -> Tensor:
+def run_layers(block: BlockParts, x: Tensor, run_first_half: RunFirstHalf = layerwise.run_first_half_plain) -> Tensor:
     """The output of a block; `run_first_half` runs the first half of each layer."""
     x = unshared(x, run_first_half)
 
@@ -69,7 +69,7 @@ def run_whole_layers(
     forward: Callable[[Tensor], Tensor],
     pattern: ConnectionPattern,
     x: Tensor,
-    run_first_half: RunFirstHalf = plain.run_first_half,
+    run_first_half: RunFirstHalf = layerwise.run_first_half_plain,
 ) -> Tensor:
     """The output of a block whose layers are called whole, each by `run_first_half`.
 
@@ -88,7 +88,7 @@ def run_whole_layers(
 def unshared(x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
     """The block's input, for layers that are recomputed a copy: plain layers concatenate it at once, and so the caller
     may change it in place afterwards."""
-    return x if run_first_half is plain.run_first_half else x.clone()
+    return x if run_first_half is layerwise.run_first_half_plain else x.clone()
 
 
 def _grow(

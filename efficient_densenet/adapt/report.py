@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..engines.dispatch import Engine
-from ..engines.parts import BlockParts
+from ..engine.choose import Engine
+from ..engine.parts import BlockParts
 
 
 @dataclass(frozen=True)

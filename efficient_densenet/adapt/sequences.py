@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from .._torch_private import may_read_converted_modules
-from ..engines import dispatch
-from ..engines.eligibility import must_be_called
-from ..engines.sequence import run_sequence
+from ..engine import choose
+from ..engine.network import run_sequence
+from ..engine.refuse import must_be_called
 from .converted import ConvertedBlock, KeepsSignature
 from .stages import is_block, stages
 
@@ -24,7 +24,7 @@ class ConvertedSequence(KeepsSignature, _SequentialMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         takes_tensor = not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and may_read_converted_modules()
-        if not takes_tensor or not dispatch.may_run_engines(self, args[0]):
+        if not takes_tensor or not choose.may_run_engines(self, args[0]):
             return super().forward(*args, **kwargs)
         return run_sequence(stages_of(self), args[0], is_block)[0]
 

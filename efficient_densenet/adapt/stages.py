@@ -11,10 +11,10 @@ from typing import TypeGuard, cast
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..engines.dispatch import Engine
-from ..engines.eligibility import must_be_called, normalize_alike
-from ..engines.parts import BlockParts, LayerParts, NoPartsError, halves, is_norm
-from ..engines.plain import RunFirstHalf
+from ..engine.choose import Engine
+from ..engine.layerwise import RunFirstHalf
+from ..engine.parts import BlockParts, LayerParts, NoPartsError, halves, is_norm
+from ..engine.refuse import must_be_called, normalize_alike
 from .converted import ConvertedBlock
 
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._mixins import base_class
 from .._torch_private import constant_to_compilers
-from ..engines.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader, is_norm
+from ..engine.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader, is_norm
 from .connection_pattern import ConnectionPattern, LayerCall
 from .fingerprint import names_read
 

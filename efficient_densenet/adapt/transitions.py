@@ -16,8 +16,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._mixins import add_mixin, remove_mixin
 from .._torch_private import constant_to_compilers, may_read_converted_modules
-from ..engines import dispatch
-from ..engines.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
+from ..engine import choose
+from ..engine.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
 from .converted import KeepsSignature
 from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
 from .structure import leaf_modules, read_layer
@@ -50,7 +50,7 @@ class ConvertedTransition(KeepsSignature):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = None
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            output = dispatch.run_consumer(self, args[0])
+            output = choose.run_consumer(self, args[0])
         return super().forward(*args, **kwargs) if output is None else output
 
     def consumer_parts(self) -> ConsumerParts | None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
-from ..engines.eligibility import HOOKS
+from ..engine.refuse import HOOKS
 from .fingerprint import buffers_taken_as_given, change_since, drop_rates, fingerprint
 from .operations import Recorder
 from .randomness import Generators, generators_of

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ..engines import dispatch
+from ..engine import choose
 from .dimensions import modules_for
 from .layers import DenseBlock
 
@@ -26,7 +26,7 @@ class DenseModel(nn.Module):
 
     def set_engine(self: Model, efficient: bool | str) -> Model:
         """Run every dense block by this engine from now on; nothing else about the model changes."""
-        engine = dispatch.parse(efficient)
+        engine = choose.parse(efficient)
         for module in self.modules():
             if isinstance(module, DenseBlock):
                 module.engine = engine
@@ -35,7 +35,7 @@ class DenseModel(nn.Module):
     @property
     def engine(self) -> str:
         """The engine's name, or "best" where the dispatcher chooses."""
-        return dispatch.describe(next(m.engine for m in self.modules() if isinstance(m, DenseBlock)))
+        return choose.describe(next(m.engine for m in self.modules() if isinstance(m, DenseBlock)))
 
     def _check_input(self, x: Tensor) -> None:
         # A tracer would record the sizes of its example as the only ones allowed.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_between, check_integer
-from ..engines import dispatch
+from ..engine import choose
 from .base import DenseModel
 from .dimensions import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, modules_for
 from .layers import DenseBlock
@@ -153,8 +153,8 @@ class TransitionUp(nn.Module):
 
 def _run_down(block: nn.Module, transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """The output of the transition on that of the block, and the latter."""
-    if dispatch.as_engine_block(block).can_join_stage:
-        return dispatch.run_stage_with_features(block, transition, x)
+    if choose.as_engine_block(block).can_join_stage:
+        return choose.run_stage_with_features(block, transition, x)
     features = block(x)
     return transition(features), features
 

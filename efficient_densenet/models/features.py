@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_choice
-from ..engines.parts import Norm
-from ..engines.sequence import run_sequence
+from ..engine.network import run_sequence
+from ..engine.parts import Norm
 from .backbone import FeatureInfo
 from .dimensions import CONVOLUTIONS, Modules, modules_for
 from .layers import DenseBlock, Transition

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._mixins import original_class
-from ..engines import dispatch, plain
-from ..engines.eligibility import why_sharded
-from ..engines.parts import (
+from ..engine import choose, layerwise
+from ..engine.layerwise import RunFirstHalf
+from ..engine.parts import (
     BlockParts,
     ConsumerParts,
     LayerParts,
@@ -19,7 +19,7 @@ from ..engines.parts import (
     register_block,
     register_consumer,
 )
-from ..engines.plain import RunFirstHalf
+from ..engine.refuse import why_sharded
 from .dimensions import modules_for
 
 
@@ -57,7 +57,7 @@ class DenseLayer(nn.Module):
     def forward(
         self,
         features: Tensor | Sequence[Tensor],
-        run_first_half: RunFirstHalf = plain.run_first_half,
+        run_first_half: RunFirstHalf = layerwise.run_first_half_plain,
     ) -> Tensor:
         features = [features] if isinstance(features, Tensor) else list(features)
         x = run_first_half(self, features)
@@ -93,7 +93,7 @@ class DenseBlock(nn.Module):
         new_features_only: bool = False,
     ) -> None:
         super().__init__()
-        self.engine, self.new_features_only = dispatch.parse(efficient), new_features_only
+        self.engine, self.new_features_only = choose.parse(efficient), new_features_only
         self.num_output_features = num_layers * growth_rate + (0 if new_features_only else num_input_features)
         for i in range(num_layers):
             channels = num_input_features + i * growth_rate
@@ -101,7 +101,7 @@ class DenseBlock(nn.Module):
             self.add_module(f"denselayer{i + 1}", layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        return dispatch.run_block(self, x, dispatch.plan_block(self, x))
+        return choose.run_block(self, x, choose.plan_block(self, x))
 
     @property
     def can_join_stage(self) -> bool:

@@ -1,0 +1,134 @@
+"""The devices and processes of a run: one of each, replicas on several GPUs, or the process group of torchrun."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from efficient_densenet.norms.sync_batch_norm import synchronize_norms
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """The rank of this process, the number of processes, and the device of this process."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    norm_group: dist.ProcessGroup | None = None
+    """A process group of its own for batch norms, so that their collectives never interleave with the gradients'."""
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that this process uses; a device "cuda" without an index means all visible ones."""
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.device_count() if self.device.index is None and self.world_size == 1 else 1
+
+    def rank_slice(self, batch_size: int) -> slice:
+        """The part of a global batch that this process computes."""
+        return slice(self.rank * batch_size // self.world_size, (self.rank + 1) * batch_size // self.world_size)
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all processes."""
+        if self.world_size == 1:
+            return list(values)
+        device = self.device if self.device.type == "cuda" else "cpu"
+        sums = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    def from_main_process(self, number: int) -> int:
+        """The main process's number, in every process."""
+        if self.world_size == 1:
+            return number
+        tensor = torch.tensor(number, device=self.device if self.device.type == "cuda" else "cpu")
+        dist.broadcast(tensor, 0)
+        return int(tensor)
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def wrap_model(self, model: nn.Module, sync_bn: bool) -> nn.Module:
+        """The module to call in training, which reduces gradients over all processes or GPUs."""
+        if self.world_size > 1:
+            if sync_bn:
+                synchronize_norms(model, self.norm_group)
+            return nn.parallel.DistributedDataParallel(model)
+        return nn.DataParallel(model) if self.num_gpus > 1 else model
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Give every process the running statistics of rank 0."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
+    def describe(self) -> str:
+        if self.world_size > 1:
+            return f"{self.world_size} processes, this one on {self.device}"
+        return f"{self.num_gpus} GPUs" if self.num_gpus > 1 else str(self.device)
+
+
+def gradient_sync(model: Callable, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """All-reduce gradients in the backward of the last micro-batch of an update, and only accumulate them before."""
+    no_sync = getattr(model, "no_sync", None)  # of DistributedDataParallel, compiled or not
+    return contextlib.nullcontext() if last or no_sync is None else no_sync()
+
+
+@contextlib.contextmanager
+def init_distributed(device: str | None) -> Iterator[DistributedContext]:
+    """The context of this process; under torchrun a process group is initialized for the time of the `with`."""
+    chosen = _parse_device(device)
+    if not dist.is_torchelastic_launched():
+        yield DistributedContext(0, 1, chosen)
+        return
+    if chosen.type == "cuda":
+        chosen = _local_gpu()
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield DistributedContext(
+            dist.get_rank(), dist.get_world_size(), chosen, cast(dist.ProcessGroup, dist.new_group())
+        )
+    except RuntimeError as exc:
+        if not isinstance(exc, dist.DistError) and "gloo" not in str(exc) and "closed by peer" not in str(exc):
+            raise
+        raise ConnectionError(
+            f"lost another process ({str(exc).splitlines()[0]}): its own error, above or below, is the cause; "
+            "fix that, then continue with --resume"
+        ) from exc
+    finally:
+        dist.destroy_process_group()
+
+
+def _local_gpu() -> torch.device:
+    """The GPU of this process, by its local rank; made the current one."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"found {torch.cuda.device_count()} GPUs, but torchrun started "
+            f"{os.environ['LOCAL_WORLD_SIZE']} processes here: give a lower --nproc_per_node, or --device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _parse_device(name: str | None) -> torch.device:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # raises on a device that is absent, or has no values, such as meta
+    except (RuntimeError, AssertionError) as exc:
+        reason = str(exc).splitlines()[0].partition(". ")[0]
+        raise ValueError(f"device is {name!r}, but cannot be used here ({reason}): try cpu") from exc
+    return device

@@ -1,0 +1,102 @@
+"""Progress of a run: a bar for each epoch on a terminal, a line for each epoch elsewhere."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from efficient_densenet._extras import need
+from efficient_densenet.memory import high_water_mark
+
+
+def say(line: str) -> None:
+    """Print a line. Where nobody reads any more, as after `| head`, it is lost, and the run goes on."""
+    with contextlib.suppress(OSError, ValueError):
+        print_or_raise(line)
+
+
+def print_or_raise(line: str) -> None:
+    """Print a line now. Where that fails, it is discarded too: the interpreter would try again as it ends, and fail."""
+    try:
+        print(line, flush=True)
+    except (OSError, ValueError):  # a broken pipe, a full disk; a stream that was closed
+        with contextlib.suppress(OSError, ValueError):
+            discarded = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(discarded, sys.stdout.fileno())
+            os.close(discarded)
+        raise
+
+
+@contextlib.contextmanager
+def may_fail(what: str) -> Iterator[None]:
+    """Report what is raised in writing curves, events or the log, for which no epoch is given up."""
+    try:
+        yield
+    except Exception as exc:
+        say(f"note: {what} could not be written ({type(exc).__name__}: {' '.join(str(exc).split())})")
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.{1 if num_bytes < 10 * 2**20 else 0}f} MiB"
+
+
+def peak_memory(device: torch.device, reserved: bool = False) -> int:
+    """CUDA: the peak bytes of tensors since the last reset; CPU: the peak resident memory of the process.
+
+    With `reserved` what CUDA's allocator has reserved: it does not count what a CUDA graph uses when it is replayed.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) if reserved else torch.cuda.max_memory_allocated(device)
+    return high_water_mark(device) or 0
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+class EpochProgress:
+    """The progress of one epoch. With `visible=False`, as in all processes but the main one, it shows nothing.
+
+    `whole_process` says what the peak memory is of, in the place of a device's tensors.
+    """
+
+    def __init__(
+        self, epoch: int, n_epochs: int, num_steps: int, initial_step: int, visible: bool, whole_process: bool = False
+    ) -> None:
+        self.memory = "peak memory of the process" if whole_process else "peak memory"
+        self.title, self.visible = f"epoch {epoch}/{n_epochs}", visible
+        on_terminal = visible and sys.stderr.isatty()
+        tqdm = need("tqdm", extra="demos").tqdm
+        self.bar = tqdm(
+            total=num_steps, initial=initial_step, desc=self.title, unit="step", leave=False, disable=not on_terminal
+        )
+
+    def step(self, loss: float, error: float, images_per_second: float, peak_bytes: int) -> None:
+        self.bar.set_postfix_str(
+            f"loss {loss:.3f}, error {error:.2%}, {images_per_second:,.0f} images/s, peak {mib(peak_bytes)}",
+            refresh=False,
+        )
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            self.bar.update()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.bar.close()
+
+    def finish(self, row: dict[str, Any]) -> None:
+        self.close()
+        if self.visible:
+            validation = (
+                ""
+                if row["valid_loss"] == ""
+                else f"validation loss {row['valid_loss']:.3f}, error {row['valid_error']:.2%}; "
+            )
+            say(
+                f"{self.title}: train loss {row['train_loss']:.3f}, error {row['train_error']:.2%}; {validation}"
+                f"{row['seconds']:.1f} s, {row['images_per_second']:,.0f} images/s, "
+                f"{self.memory} {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}"
+            )

@@ -1,0 +1,86 @@
+"""The results of a run as files: results.csv, curves.png and TensorBoard's events."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from efficient_densenet._extras import need
+
+from . import files
+
+COLUMNS = (
+    "epoch",
+    "train_loss",
+    "train_error",
+    "valid_loss",
+    "valid_error",
+    "test_error",
+    "seconds",
+    "images_per_second",
+    "peak_memory_mib",
+    "lr",
+)
+"""`test_error` is empty but in the last row: only the best epoch's model is tested, at the end of the run. Without
+validation images `valid_loss` and `valid_error` are empty."""
+
+Row = dict[str, Any]
+
+
+def save_csv(folder: Path, rows: list[Row]) -> None:
+    files.write_atomic(folder / "results.csv", files.to_csv([{c: row[c] for c in COLUMNS} for row in rows]))
+
+
+def check_dependencies(tensorboard: bool) -> None:
+    """Raise if what only the end of a run needs, or of an epoch, is not installed."""
+    for name in ("tqdm", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        need(name.partition(".")[0], extra="demos")
+        need(name, extra="demos")
+    if tensorboard:
+        need("tensorboard", extra="tensorboard")
+
+
+def plot_curves(folder: Path, rows: list[Row], title: str) -> None:
+    need("matplotlib", extra="demos")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    epochs = [row["epoch"] for row in rows]
+    for axes, metric, unit in zip(figure.subplots(1, 2), ("loss", "error"), ("nats", "% of the images"), strict=True):
+        scale = 100 if metric == "error" else 1
+        for split, color in (("train", "tab:blue"), ("valid", "tab:orange")):
+            if rows[0][f"{split}_{metric}"] == "":
+                continue  # there were no images to validate by
+            values = [scale * row[f"{split}_{metric}"] for row in rows]
+            axes.plot(epochs, values, color=color, label=split, marker="." if len(rows) < 40 else None)
+        axes.set(xlabel="epoch", ylabel=f"{metric}, {unit}", yscale="log" if metric == "loss" else "linear")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    test_error = rows[-1]["test_error"]
+    figure.suptitle(title if test_error == "" else f"{title}: test error {test_error:.2%}")
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    files.write_atomic(folder / "curves.png", png.getvalue())
+
+
+class TensorBoardWriter:
+    """Writes rows as TensorBoard scalars; does nothing unless `enabled`."""
+
+    def __init__(self, folder: Path, enabled: bool, next_epoch: int) -> None:
+        self.writer = None
+        if enabled:
+            need("tensorboard", extra="tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=next_epoch)
+
+    def add(self, row: Row) -> None:
+        if self.writer is None:
+            return
+        for column in COLUMNS[1:]:
+            if row[column] != "":
+                self.writer.add_scalar(column, row[column], row["epoch"])
+        self.writer.flush()

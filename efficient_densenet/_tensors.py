@@ -1,0 +1,57 @@
+"""Tensors as the engines and kernels take them: dtype under autocast, accumulation dtype, memory format."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._torch_private import constant_to_compilers
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a convolution of `x` has: autocast's, which leaves float64 alone, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if autocast_enabled(x) and x.dtype != torch.float64 else x.dtype
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of sums and statistics of values in `dtype`."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, in a tenth of the time where there is nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def autocast_enabled(x: Tensor) -> bool:
+    device = x.device.type
+    return _is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def autocast_disabled(x: Tensor) -> contextlib.AbstractContextManager:
+    """Turn autocast off on the device of `x`: inside an engine the dtypes are explicit."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if _is_autocast_available(device) else contextlib.nullcontext()
+
+
+@constant_to_compilers
+def _is_autocast_available(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of a tensor's dimensions; signals (3 dimensions) have no such format."""
+
+
+def formatted(x: Any, memory_format: torch.memory_format | None) -> Any:
+    """x in a memory format, None being its own, which may be anything."""
+    return x if memory_format is None else x.contiguous(memory_format=memory_format)
+
+
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    channels_last = CHANNELS_LAST.get(x.dim())
+    if channels_last is None or x.is_contiguous() or not x.is_contiguous(memory_format=channels_last):
+        return torch.contiguous_format
+    return channels_last

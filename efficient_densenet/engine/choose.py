@@ -1,0 +1,292 @@
+"""Which engine runs a dense block: the engine names, and the only place that chooses between them.
+
+`efficient=True` leaves the choice to this module, which may fall back: it warns once per reason. An engine requested
+by name runs or raises. In tracing and export every engine runs the plain modules. So it does without gradients, where
+there is no memory to save, unless the shared engine's kernels are the faster ones. A block is read once a forward: the
+plan made here is handed on to the engine.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx import Proxy
+
+from .. import kernels
+from .._tensors import compute_dtype, formatted
+from .._torch_private import compiled_checkpoint_updates_once, functorch_is_active, is_exporting
+from ..checkpoint.parameters import parameters_of
+from . import layerwise, stem
+from .layerwise import RunFirstHalf
+from .parts import BlockParts
+from .refuse import joined_consumer, must_be_called, separate_consumer, shared_eligibility
+from .stage import function as shared
+
+
+class Engine(str, Enum):
+    """The ways to run a dense block."""
+
+    PLAIN = "plain"
+    OFFICIAL = "official"
+    CHECKPOINT = "checkpoint"
+    SHARED = "shared"
+
+
+class EngineBlock(Protocol):
+    """What the dispatcher reads of a dense block beside its modules: the models' `DenseBlock` and adapt's
+    `ConvertedBlock` have it."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """The requested engine; None leaves the choice to the dispatcher."""
+        ...
+
+    @property
+    def can_join_stage(self) -> bool:
+        """Whether an engine may run the block without calling it."""
+        ...
+
+    def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
+        """The block's output computed layer by layer, the first half of each by `run_first_half`."""
+        ...
+
+    def why_not_recompute(self) -> str | None:
+        """Why no engine but plain may run the block, or None."""
+        ...
+
+
+class BlockPlan(NamedTuple):
+    """The engine that runs a block on one input, and the block's parts if that is the shared engine."""
+
+    engine: Engine
+    parts: BlockParts | None = None
+
+
+RUN_FIRST_HALF = {
+    Engine.PLAIN: layerwise.run_first_half_plain,
+    Engine.OFFICIAL: layerwise.run_first_half_official,
+    Engine.CHECKPOINT: layerwise.run_first_half_checkpoint,
+}
+
+_warned: set[str] = set()
+
+
+def parse(efficient: bool | str | None) -> Engine | None:
+    """The engine that a user's `efficient` names; None leaves the choice to the dispatcher."""
+    if efficient is True or efficient == describe(None):
+        return None
+    if efficient is False or efficient is None:
+        return Engine.PLAIN
+    try:
+        return Engine(efficient)
+    except ValueError as exc:
+        names = ", ".join(repr(engine.value) for engine in Engine)
+        raise ValueError(
+            f"unknown engine {efficient!r}: use one of {names}, True or 'best' for the best one, False for 'plain'"
+        ) from exc
+
+
+def describe(engine: Engine | None) -> str:
+    """The name to show to a reader."""
+    return engine.value if engine else "best"
+
+
+def as_engine_block(block: Any) -> EngineBlock:
+    """`block` itself, for a type checker: no type is both a module and a protocol."""
+    return block
+
+
+def may_run_engines(module: nn.Module, x: Tensor) -> bool:
+    """Whether an engine may do better than the plain modules in what `module` runs on `x`: by saving less for a
+    backward, with ordinary autograd to do it, or by the faster forward."""
+    if _is_tracing(module, x) or not _ordinary_autograd(x) or x.numel() == 0:
+        return False
+    return torch.is_grad_enabled() or _has_faster_forward(x)
+
+
+def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> BlockPlan:
+    """How to run `block` on `x` now; `parts` are the block's, if they have been read already."""
+    if _is_tracing(block, x) or x.numel() == 0:
+        return BlockPlan(Engine.PLAIN)
+    if not _needs_grad(x, block):
+        return _plan_without_gradients(block, x, parts)
+    engine = as_engine_block(block).engine
+    if engine is None:
+        return _best_plan(block, x, parts)
+    if torch.compiler.is_compiling():
+        engine = _compiled_engine(engine)
+    plan, reason = _plan_by(engine, block, x, parts)
+    if plan is None:
+        raise RuntimeError(
+            f"engine {engine.value!r} cannot run here: {reason}; use another engine, or efficient=True, which finds one"
+        )
+    return plan
+
+
+def describe_plan(block: nn.Module, x: Tensor, compiled: bool = False) -> str:
+    """The engine that trains `block` on `x`, such as "checkpoint" or "shared (Numba)", for a report.
+
+    `x` may be any tensor of the block's input's shape, dtype and device; `compiled` is for a model in torch.compile.
+    """
+    engine = plan_block(block, x).engine
+    engine = _compiled_engine(engine) if compiled else engine
+    return f"{engine.value} ({kernels.kernel_set_name(x)})" if engine is Engine.SHARED else engine.value
+
+
+def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
+    """The output of a dense block."""
+    if plan.parts is not None:
+        return shared.run(plan.parts, x)
+    return as_engine_block(block).run_layers(x, RUN_FIRST_HALF[plan.engine])
+
+
+def run_stage(
+    block: nn.Module,
+    consumer: nn.Module,
+    x: Tensor,
+    parts: BlockParts | None = None,
+    memory_format: torch.memory_format | None = None,
+    keeps_channels_last: bool = False,
+) -> tuple[Tensor, bool]:
+    """The output of `consumer` on that of `block`, and True; if they cannot run as one, that of `block`, and False.
+
+    `memory_format` is the plain network's of x, where the stage before has kept x in channels_last. With
+    `keeps_channels_last` this stage does so too.
+    """
+    plan = None if must_be_called(block) else plan_block(block, x, parts)
+    joined = None if plan is None or plan.parts is None else joined_consumer(plan.parts, consumer)
+    if plan is None or plan.parts is None or joined is None:
+        return block(formatted(x, memory_format)), False
+    return shared.run(plan.parts, x, joined, memory_format, keeps_channels_last), True
+
+
+def run_stage_with_features(
+    block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockParts | None = None
+) -> tuple[Tensor, Tensor]:
+    """The output of `consumer` on that of `block`, and the latter."""
+    plan = None if must_be_called(block) else plan_block(block, x, parts)
+    joined = None if plan is None or plan.parts is None else joined_consumer(plan.parts, consumer)
+    if plan is not None and plan.parts is not None and joined is not None:
+        return shared.run_with_features(plan.parts, x, joined)
+    features = block(x)
+    return consumer(features), features
+
+
+def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple[Tensor, BlockParts] | None:
+    """The output of the first four of `modules` as one node, and the parts of `block` after them.
+
+    None where they are no stem that can run so, or where another engine than the shared one is to run `block`.
+    """
+    if not may_run_engines(block, x):
+        return None
+    modules_of_stem = stem.stem_at_the_start(modules, x)
+    if modules_of_stem is None or not _needs_grad(x, *modules_of_stem):
+        return None
+    if as_engine_block(block).engine not in (None, Engine.SHARED):
+        return None
+    output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(
+        x.shape[0], modules_of_stem.conv.out_channels, *x.shape[2:]
+    )
+    parts, _ = shared_eligibility(block, output_like)
+    return None if parts is None else (stem.run(modules_of_stem, x), parts)
+
+
+def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
+    """The output of a transition or a norm that does not run together with its block, by the shared engine.
+
+    None where that cannot run it, and where it has nothing to save: then `consumer` is to be called.
+    """
+    if not may_run_engines(consumer, x):
+        return None
+    if not _needs_grad(x, consumer):
+        return None
+    parts = separate_consumer(consumer, x)
+    return None if parts is None else shared.run_consumer(parts, x)
+
+
+def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
+    """Why `engine` cannot run `block` on `x`, or None where it can."""
+    return _plan_by(engine, block, x)[1]
+
+
+def _plan_without_gradients(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:
+    if as_engine_block(block).engine in (None, Engine.SHARED) and _has_faster_forward(x):
+        plan, _ = _plan_by(Engine.SHARED, block, x, parts)
+        if plan is not None:
+            return plan
+    return BlockPlan(Engine.PLAIN)
+
+
+def _has_faster_forward(x: Tensor) -> bool:
+    """Whether the shared engine's forward is faster on `x` than the plain modules.
+
+    That is measured for the Numba kernels, which write no concatenation (benchmarks/inference.py)."""
+    if torch.compiler.is_compiling() or not kernels.numba_supports(x):
+        return False
+    return kernels.numba_multiplies(compute_dtype(x))
+
+
+def _compiled_engine(engine: Engine) -> Engine:
+    """The engine that a compiler runs for one: of the checkpointing engines it knows torch's own, where that updates
+    running statistics once."""
+    if engine in (Engine.PLAIN, Engine.SHARED):
+        return engine
+    return Engine.OFFICIAL if compiled_checkpoint_updates_once() else Engine.PLAIN
+
+
+def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:
+    best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
+    plan, reason = _plan_by(best, block, x, parts)
+    if plan is not None:
+        return plan
+    if torch.compiler.is_compiling():
+        may_recompute = as_engine_block(block).why_not_recompute() is None
+        return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
+    plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
+    _warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
+    return plan
+
+
+def _plan_by(
+    engine: Engine, block: nn.Module, x: Tensor, parts: BlockParts | None = None
+) -> tuple[BlockPlan | None, str | None]:
+    """How `engine` runs `block` on `x`, or why it cannot."""
+    if engine is Engine.PLAIN:
+        return BlockPlan(engine), None
+    if not torch.compiler.is_compiling():
+        if functorch_is_active():
+            return None, "found a torch.func transform (vmap, grad, …), but recomputation needs ordinary autograd"
+        if forward_ad.unpack_dual(x).tangent is not None:
+            return None, "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
+    if engine is Engine.SHARED:
+        parts, reason = shared_eligibility(block, x, parts)
+    else:
+        parts, reason = None, as_engine_block(block).why_not_recompute() or layerwise.why_not_recompute(block)
+    return (BlockPlan(engine, parts), None) if reason is None else (None, reason)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        frame, stacklevel = sys._getframe(), 1  # of the code that calls the model: the first outside of these packages
+        while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("efficient_densenet", "torch"):
+            frame, stacklevel = frame.f_back, stacklevel + 1
+        warnings.warn(message, stacklevel=stacklevel)
+
+
+def _ordinary_autograd(x: Tensor) -> bool:
+    """Whether no transform of `torch.func` and no forward-mode derivative is there; a compiler has neither here."""
+    return torch.compiler.is_compiling() or not (functorch_is_active() or forward_ad.unpack_dual(x).tangent is not None)
+
+
+def _is_tracing(block: nn.Module, x: Tensor) -> bool:
+    return isinstance(x, Proxy) or is_exporting(block.training)
+
+
+def _needs_grad(x: Tensor, *modules: nn.Module) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters_of(*modules)))

@@ -1,0 +1,56 @@
+"""The engines that run a dense block layer by layer: plain, official and checkpoint.
+
+Plain concatenates, normalizes, ReLUs and convolves as torch modules, and saves all for the backward. The other two
+checkpoint the first half of each layer: the backward recomputes its concatenation, first norm and ReLU.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from .._torch_private import parametrization_cache_enabled
+from ..checkpoint.call import checkpoint_call
+from ..checkpoint.hooks import hooks_take_part
+from ..norms.batch_norm import update_once
+
+Layer: TypeAlias = Any
+"""A module with `norm1` and `first_half(*features)`: a dense layer of the models, or the first half of another."""
+
+RunFirstHalf = Callable[[Layer, list[Tensor]], Tensor]
+"""How an engine runs a layer's first half (concatenation, norm, ReLU, first convolution) on a list of features."""
+
+
+def run_first_half_plain(layer: Layer, features: list[Tensor]) -> Tensor:
+    return layer.first_half(*features)
+
+
+def run_first_half_official(layer: Layer, features: list[Tensor]) -> Tensor:
+    update_once(layer.norm1)
+    to_the_end = not torch.compiler.is_compiling() and hooks_take_part(layer.modules())
+    with set_checkpoint_early_stop(False) if to_the_end else nullcontext():
+        return torch_checkpoint(layer.first_half, *features, use_reentrant=False)
+
+
+def run_first_half_checkpoint(layer: Layer, features: list[Tensor]) -> Tensor:
+    return checkpoint_call(layer.first_half, tuple(features), {})
+
+
+def why_not_recompute(block: nn.Module) -> str | None:
+    """Why the layers of `block` cannot be recomputed, or None."""
+    for module in block.modules():
+        if module.training and any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+            return f"found a spectral_norm of a {type(module).__name__} that changes its own state when it is run"
+        parametrizations = module._modules.get("parametrizations")
+        if parametrizations is None:
+            continue
+        if parametrization_cache_enabled():
+            return "found parametrizations whose results are being cached, which a recomputation would not repeat"
+        if module.training and any(True for _ in parametrizations.buffers()):
+            return f"found a parametrization of a {type(module).__name__} that changes its own state when it is run"
+    return None

@@ -1,0 +1,337 @@
+"""What the shared engine can run: pure functions that return why it cannot, or None."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from .._mixins import author_class
+from .._tensors import autocast_enabled, compute_dtype
+from .._torch_private import has_global_module_hooks, sharding_of
+from ..norms.batch_norm import torch_class
+from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
+from ..norms.sync_batch_norm import SyncGroup, sync_group
+from .parts import (
+    BlockParts,
+    ConsumerParts,
+    LayerParts,
+    NoPartsError,
+    Norm,
+    consumer_parts,
+    is_norm,
+    parts_of,
+    weight_and_bias,
+)
+
+_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+_MAX_POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
+_HALVES = (torch.float16, torch.bfloat16)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Eligibility(NamedTuple):
+    """The parts of a block that the shared engine can run, or else the reason why it cannot."""
+
+    parts: BlockParts | None
+    reason: str | None
+
+
+def shared_eligibility(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> Eligibility:
+    """Whether the shared engine can run `block` on `x`; `parts` are the block's, if they have been read already."""
+    if has_global_module_hooks():
+        return Eligibility(None, "found a hook on all modules, and the shared engine does not call those in a layer")
+    try:
+        parts = parts or parts_of(block)
+    except NoPartsError as reason:
+        return Eligibility(None, str(*reason.args))  # PyTorch 2.11 does not compile str(reason)
+    reason = _why_not_layers(parts.layers, x)
+    return Eligibility(parts if reason is None else None, reason)
+
+
+def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
+    if not layers:
+        return "found a block without layers"
+    dims = x.dim() - 2
+    if dims not in _CONVOLUTIONS:
+        return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
+    last = layers[0].last_conv
+    if type(last) in _CONVOLUTIONS.values() and _dims(last) != dims:
+        return f"found an input of {x.dim()} dimensions, where the block takes {_dims(last) + 2}"
+    for layer in layers:
+        reason = _why_not_layer(layer, dims)
+        if reason is not None:
+            return reason
+    units = [(layer.norms, layer.convolutions) for layer in layers]
+    return _why_not_widths(layers, x) or _why_not_precision(units, x) or _why_not_norms(layers, x)
+
+
+def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
+    for module in _modules_inside(layer.module):
+        if must_be_called(module):
+            name = type(module).__name__
+            hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which it would not call"
+            return why_sharded(module) or hooked
+        if "parametrizations" in module._modules:
+            return f"found a parametrization of a {type(module).__name__} inside a layer"
+    for norm in layer.norms:
+        if not _is_norm_of(norm, dims):
+            return _wrong_class(norm, _NORMS[dims])
+    for activation in layer.activations:
+        if type(activation) is not nn.ReLU:
+            return _wrong_class(activation, nn.ReLU)
+    for conv in layer.convolutions:
+        if type(conv) is not _CONVOLUTIONS[dims]:
+            return _wrong_class(conv, _CONVOLUTIONS[dims])
+    for conv, size in zip(layer.convolutions[::-1], (3, 1), strict=False):
+        reason = _unusual(conv, size)
+        if reason is not None:
+            return reason
+    for norm in layer.norms:
+        reason = _missing_tensors(norm)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _modules_inside(module: nn.Module) -> list[nn.Module]:
+    """Like `module.modules()`, but several times as fast."""
+    modules, children = [module], list(module._modules.values())
+    while children:
+        modules += children
+        children = [inner for child in children if child is not None for inner in child._modules.values()]
+    return [each for each in modules if each is not None]
+
+
+def _wrong_class(module: nn.Module, usual: type[nn.Module]) -> str:
+    # The name of torch's own class: with that of ours, put there by a recomputation, the warning would be a second one.
+    name = torch_class(module).__name__
+    remedy = "; engine 'checkpoint' runs it" if isinstance(module, nn.SyncBatchNorm) else ""
+    found = f"found a {name} inside a layer, where the shared engine takes {usual.__name__}{remedy}"
+    return why_sharded(module) or found
+
+
+def why_sharded(module: nn.Module) -> str | None:
+    """What shards the parameters of exactly this module inside a block, and what to shard instead, or None."""
+    sharding = sharding_of(module)
+    if sharding is None:
+        return None
+    wrapped = getattr(module, "_fsdp_wrapped_module", module)  # of FullyShardedDataParallel
+    name = author_class(wrapped).__name__
+    return (
+        f"found parameters that {sharding} shards on each {name} inside a block: shard blocks, stages or the whole "
+        "model instead"
+    )
+
+
+def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
+    """Each layer must read all channels before it, and add as many as the others."""
+    growth_rate = layers[0].last_conv.out_channels
+    for i, layer in enumerate(layers):
+        expected, channels, growth = (
+            x.shape[1] + i * growth_rate,
+            num_channels(layer.norm1),
+            layer.last_conv.out_channels,
+        )
+        if channels != expected or growth != growth_rate:
+            return (
+                f"found a layer from {channels} channels to {growth}, where the shared engine takes one from "
+                f"{expected} to {growth_rate}"
+            )
+        if layer.norm2 is not None and num_channels(layer.norm2) != layer.conv1.out_channels:
+            return f"found a norm of {num_channels(layer.norm2)} channels after {layer.conv1.out_channels}"
+    return None
+
+
+def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
+    """The norms that read the features share their batch statistics, so they must agree."""
+    first = layers[0].norm1
+    alike = _normalization(first)
+    if any(_normalization(layer.norm1) != alike for layer in layers):
+        return (
+            "found norms in one block that disagree about training mode, eps or processes, but share their statistics"
+        )
+    inside = [layer.norm2 for layer in layers if layer.norm2 is not None]
+    joined = sync_group(first) is not None
+    frozen = [uses_running_statistics(norm) for norm in (first, *inside)]
+    if any(sync_group(norm) != sync_group(first) for norm in inside) or (joined and len(set(frozen)) > 1):
+        return "found synchronized norms beside others in one block"
+    if not joined and not all(frozen) and x.shape[0] * x.shape[2:].numel() == 1:
+        return "found a single value per channel, which has no variance"
+    return None
+
+
+def _why_not_precision(units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor) -> str | None:
+    """`units` are the norms and the convolutions of a layer, a consumer or a stem.
+
+    Features have the input's dtype, norms that or float32, and convolutions autocast's or the input's."""
+    convolutions = compute_dtype(x)
+    of_convolutions = {convolutions} | ({torch.float32} if autocast_enabled(x) and x.dtype != torch.float64 else set())
+    of_norms = {x.dtype} | ({torch.float32} if x.dtype in _HALVES else set())
+    for norms, convs in units:
+        for modules, allowed in ((norms, of_norms), (convs, of_convolutions)):
+            for module in modules:
+                weight, bias = weight_and_bias(module)
+                if weight.dtype not in allowed or not (bias is None or bias.dtype in allowed):
+                    return (
+                        f"found {_dtype_names({tensor.dtype for tensor in _tensors(module)})} in a "
+                        f"{type(module).__name__}, with an input of {_dtype_names({x.dtype})} and convolutions in "
+                        f"{_dtype_names({convolutions})}, which the shared engine does not mix"
+                    )
+    usual = {torch.float32, torch.float64, *_HALVES}
+    if x.dtype not in usual or (x.dtype in _HALVES and convolutions != x.dtype):
+        return f"found an input of {_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}"
+    return None
+
+
+def _dtype_names(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | None:
+    """The parts of `consumer`, such as a transition or a norm, where the shared engine can run it with a block that it
+    runs; None where it has a hook, which may use the features that it reads."""
+    parts = None if block.new_features_only else consumer_parts(consumer)  # it would read other channels
+    if parts is None or any(map(must_be_called, consumer.modules())):
+        return None
+    layer, norm, conv = block.layers[-1], parts.norm, parts.conv
+    joins = (
+        _can_share_consumer(parts, _dims(layer.last_conv))
+        and normalize_alike(layer.norm1, norm)
+        and norm.weight.dtype == layer.norm1.weight.dtype
+        and num_channels(norm) == num_channels(layer.norm1) + layer.last_conv.out_channels
+        and (conv is None or all(tensor.dtype == layer.conv1.weight.dtype for tensor in _tensors(conv)))
+    )
+    return parts if joins else None
+
+
+def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
+    """The parts of `consumer` where the shared engine can run it by itself on `x`; None as in `joined_consumer`."""
+    dims, parts = x.dim() - 2, consumer_parts(consumer)
+    if parts is None or dims not in _CONVOLUTIONS or not _can_share_consumer(parts, dims):
+        return None
+    if has_global_module_hooks() or any(map(must_be_called, consumer.modules())):
+        return None
+    norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
+    if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
+        return None
+    if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * x.shape[2:].numel() == 1:
+        return None  # the norm itself raises: a single value has no variance
+    return parts if _why_not_precision([([norm], convolutions)], x) is None else None
+
+
+def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
+    """Whether the shared engine can run these modules, by their classes and settings."""
+    norm, conv = parts.norm, parts.conv
+    if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)):
+        return False
+    if not all(type(activation) is nn.ReLU for activation in parts.activations):
+        return False
+    if conv is None:
+        return not _may_widen(norm)
+    return type(conv) is _CONVOLUTIONS[dims] and not _unusual(conv, 1)
+
+
+def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor) -> bool:
+    """Whether the stem engine can run these four modules on `x`."""
+    dims = x.dim() - 2
+    if type(conv) is not _CONVOLUTIONS.get(dims) or type(pool) is not _MAX_POOLS[dims] or type(relu) is not nn.ReLU:
+        return False
+    if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)) or _may_widen(norm):
+        return False
+    if any(map(must_be_called, (conv, norm, relu, pool))) or pool.return_indices:
+        return False
+    if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
+        return False
+    size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+    if min(size) < 1:
+        return False  # the convolution itself raises where it has no output pixel
+    if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
+        return False  # the norm itself raises: a single value has no variance
+    return num_channels(norm) == conv.out_channels and _why_not_precision([([norm], [conv])], x) is None
+
+
+def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Sequence[int]) -> torch.Size:
+    """The spatial size of a convolution's output; `rest` are its stride, padding and dilation."""
+    sides = zip(size, kernel_size, *rest, strict=True)
+    return torch.Size(
+        (side + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        for side, kernel, stride, padding, dilation in sides
+    )
+
+
+def _dims(conv: _ConvNd) -> int:
+    return len(conv.kernel_size)
+
+
+def _unusual(conv: _ConvNd, kernel_size: int) -> str | None:
+    """In what this is no convolution as DenseNets have it, which keeps the spatial size; it may have a bias."""
+    dims, dilation = _dims(conv), conv.dilation[0]
+    padding = (kernel_size // 2 * dilation,) * dims
+    found = conv.kernel_size, conv.padding, conv.dilation, conv.stride, conv.groups, conv.padding_mode
+    if found == ((kernel_size,) * dims, padding, (dilation,) * dims, (1,) * dims, 1, "zeros"):
+        return None
+    usual = {
+        "kernel_size": (kernel_size,) * dims,
+        "padding": padding,
+        "dilation": (dilation,) * dims,
+        "stride": (1,) * dims,
+        "groups": 1,
+        "padding_mode": "zeros",
+    }
+    for name, value in usual.items():
+        found = getattr(conv, name)
+        if found not in (value, "same"):  # padding="same" means just that for an odd kernel size
+            where = f"in a {type(conv).__name__} of a layer"
+            return f"found {name}={found!r} {where}, where the shared engine takes {value!r}"
+    return None
+
+
+def _tensors(module: Any) -> list[Tensor]:
+    """The weight and the bias of a norm or a convolution, as far as it has them."""
+    weight, bias = weight_and_bias(module)
+    return [weight] if bias is None else [bias] if weight is None else [weight, bias]
+
+
+def must_be_called(module: nn.Module) -> bool:
+    """Whether a hook, or a forward set on the instance, would miss the call of the module itself."""
+    return bool(
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def normalize_alike(first: Norm, other: Norm) -> bool:
+    """Whether two norms normalize the same values alike."""
+    return _normalization(first) == _normalization(other)
+
+
+def _normalization(norm: Norm) -> tuple[bool, float, SyncGroup | None]:
+    return uses_running_statistics(norm), eps_of(norm), sync_group(norm)
+
+
+def _is_norm_of(norm: Norm, dims: int) -> bool:
+    """Whether this is a norm of signals, images or volumes that the shared engine can run."""
+    return is_norm(norm) and (isinstance(norm, _NORMS[dims]) or (dims == 2 and is_frozen_batch_norm(norm)))
+
+
+def _missing_tensors(norm: Norm) -> str | None:
+    """What a norm lacks that the shared engine reads."""
+    weight, bias = weight_and_bias(norm)
+    if weight is None or bias is None:
+        return f"found a {torch_class(norm).__name__} without weight and bias, which the shared engine needs"
+    if uses_running_statistics(norm) and norm.running_mean is None:
+        name = torch_class(norm).__name__
+        return f"found a {name} in evaluation mode without running statistics, which the shared engine needs there"
+    return None
+
+
+def _may_widen(norm: Norm) -> bool:
+    """Whether the output of `norm` may have a wider dtype than the input: that of a FrozenBatchNorm2d under autocast,
+    which is ordinary arithmetic with float32 buffers."""
+    return is_frozen_batch_norm(norm) and autocast_enabled(norm.weight)

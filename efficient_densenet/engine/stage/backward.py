@@ -1,0 +1,212 @@
+"""The backward of a stage: from the consumer to the first layer, accumulating each consumer's gradient of the features.
+
+`grad_accum` holds Σ γ_l · dS_l, the gradient of the normalized features x̂, dS_l being a consumer's gradient behind its
+ReLU. A channel's part becomes a gradient of the features when its last consumer is done:
+dX = D + r · (G − mean(G) − x̂ · mean(G · x̂)), D being the gradient that reaches the block's output from outside.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..._tensors import as_dtype
+from ...kernels import kernels_for, scratch
+from ...kernels.interface import AffineInput, BatchNormAffine, BatchNormBackward, Conv1x1, GradAccumulator
+from ...kernels.portable import to_pixel_matrix, to_spatial
+from .forward import bottleneck_conv
+from .groups import LayerGroup
+from .saved import SavedStage
+from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec, columns_of, norm_convs
+from .statistics import BackwardStatistics
+from .weights import converted_weights
+
+
+class Backward:
+    """One backward of a stage. It outlives the node that starts it if earlier layer groups have nodes of their own.
+
+    `grad_of_input` is a gradient of the stage's input from elsewhere, for the node that returns the sum.
+    """
+
+    def __init__(
+        self, spec: StageSpec, shape: torch.Size, saved: SavedStage, grad_of_input: Tensor | None = None
+    ) -> None:
+        self.grad_of_input = grad_of_input
+        self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, list(saved.parameters)
+        self.features = saved.features
+        self.kernels = kernels_for(self.features)
+        self.tensors = norm_convs(saved.parameters)
+        self.statistics = BackwardStatistics(spec, saved.features, saved.statistics, saved.count, self.tensors)
+        self.grads: list[Tensor | None] = [None] * len(self.parameters)
+        self.next_bottleneck: Conv1x1 | None = None
+        self.scratch: scratch.Held = {}
+
+    def start(self, grad_consumer: Tensor | None, grad_block: Tensor | None) -> None:
+        """Take the gradients of the consumer's output and of the block's, as far as there are any."""
+        self.grad_block = grad_block
+        self.grad_accum = torch.empty_like(self.features, memory_format=torch.contiguous_format)
+        if grad_consumer is None:  # nothing will overwrite it
+            self.grad_accum.zero_()
+        if self.spec.consumer is not None and grad_consumer is not None:
+            self._consumer(self.spec.consumer, grad_consumer)
+            self.scratch.clear()  # a transition may have needed more than layers will
+        self.grad_segments = self.spec.segments(self.grad_accum)
+
+    def enter(self, group: LayerGroup, parameters: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> None:
+        """Continue with a layer group and its parameters; `needs_grad` is of what comes before it, then of each."""
+        self.group = group
+        self.parameters[group.tensors] = parameters
+        self.tensors = norm_convs(converted_weights(self.parameters, self.spec.torch_dtype, group.tensors))
+        self.needs_grad_input, *needs_grad = needs_grad
+        self.needs_grad = [False] * len(self.parameters)
+        self.needs_grad[group.tensors] = needs_grad
+        self.needs_grads = norm_convs(self.needs_grad)
+
+    def run_group(self) -> list[Tensor | None]:
+        """The gradients of the group's tensors, where they are needed."""
+        group = self.group
+        for i in reversed(group.layers):
+            if self._no_grad_needed_through(i):
+                break
+            self._layer(i, self._grad_output(i))
+        tensors = group.tensors
+        grads = zip(self.parameters[tensors], self.grads[tensors], self.needs_grad[tensors], strict=True)
+        released = [
+            as_dtype(grad, parameter.dtype) if needed and parameter is not None and grad is not None else None
+            for parameter, grad, needed in grads
+        ]
+        self.grads[tensors] = [None] * len(released)  # so that whoever has them may free them
+        return released
+
+    def grad_stage_input(self) -> Tensor:
+        """The gradient of the stage's input, when all layers are done."""
+        self.scratch.clear()
+        return to_spatial(self._grad_features(0), self.shape)
+
+    def _no_grad_needed_through(self, i: int) -> bool:
+        """Whether neither this layer nor anything before it needs a gradient."""
+        return not self.needs_grad_input and not any(self.needs_grad[: self.spec.layer_tensors(i).stop])
+
+    def _accumulator(self, number: int, norm: BatchNormAffine, overwrite: bool = False) -> GradAccumulator:
+        """For a consumer of the features, by the number of its norm."""
+        columns, frozen = self.spec.feature_columns[number], self.spec.frozen
+        grad_accum = columns_of(self.grad_accum, columns)
+        sums = self.statistics.sums_of_features(number)
+        return GradAccumulator(norm, frozen, grad_accum, overwrite, self.needs_grads[number].conv_weight, sums)
+
+    def _grad_output(self, i: int) -> Tensor:
+        """The gradient of layer i's output, in the dtype of the convolutions."""
+        return as_dtype(self._grad_features(i + 1, may_overwrite=True), self.spec.torch_dtype)
+
+    def _grad_features(self, segment: int, may_overwrite: bool = False) -> Tensor:
+        """The gradient of a segment of the features, whose consumers are all done.
+
+        With `may_overwrite` it may be a part of grad_accum.
+        """
+        grad_accum = self.grad_segments[segment]
+        if self.spec.frozen:
+            grad_input = grad_accum.contiguous()
+        else:
+            backward = self.statistics.grad_input(segment, grad_accum)
+            grad_input = self.kernels.batch_norm_grad_input(backward, may_overwrite)
+        if self.grad_block is not None and (segment > 0 or not self.spec.new_features_only):
+            columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
+            to_spatial(grad_input, self.shape).add_(columns_of(self.grad_block, columns))
+        return grad_input
+
+    def _layer(self, i: int, grad_output: Tensor) -> None:
+        layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
+        first, last = norms.start, norms.stop - 1
+        if layer.drop_rate:
+            mask = self.saved.dropout_masks[self.spec.dropout_position(i)]
+            grad_output.mul_(to_pixel_matrix(mask)).mul_(1 / (1 - layer.drop_rate or 1))
+        if self.needs_grads[last].conv_bias:
+            self._store_bias(last, grad_output.sum(0, dtype=self.statistics.dtype))
+        if not layer.width:
+            input = self._input(first)
+            arguments = grad_output, input, self._weight(first), self._accumulator(first, input.norm), self.shape
+            self._store(first, input.norm, self.kernels.conv3x3_backward(*arguments, layer.dilation))
+            return
+        conv = self._bottleneck(i)
+        grad_bottleneck = self._grad_bottleneck(layer, last, conv.output, grad_output)
+        self.next_bottleneck = self._next_bottleneck(i - 1, layer.width)
+        arguments = grad_bottleneck, conv.input, conv.weight, self._accumulator(first, conv.input.norm)
+        self._store(first, conv.input.norm, self.kernels.conv1x1_backward(*arguments, self.next_bottleneck))
+
+    def _input(self, number: int) -> AffineInput:
+        """What the convolution after a norm of the features reads."""
+        return self.statistics.input(number, self.statistics.norm(number, self.tensors[number]))
+
+    def _bottleneck(self, i: int) -> Conv1x1:
+        """Layer i's first convolution, whose output is kept, computed already in the backward of layer i + 1, or
+        computed here."""
+        conv, self.next_bottleneck = self.next_bottleneck, None
+        if conv is not None:
+            return conv
+        number = self.spec.layer_norms[i].start
+        input, weight = self._input(number), self._weight(number).flatten(1)
+        if self.spec.layers[i].keep_bottleneck:
+            return Conv1x1(input, weight, self.saved.bottlenecks[self.spec.bottleneck_position(i)])
+        conv = bottleneck_conv(input, weight)
+        self.kernels.conv1x1_forward(conv)
+        return conv
+
+    def _next_bottleneck(self, i: int, width: int) -> Conv1x1 | None:
+        """The first convolution of layer i, the next in the backward, where its norm is known already and its output
+        fits this one's memory."""
+        if i < 0 or self.spec.frozen or self.spec.layers[i].keep_bottleneck or self._no_grad_needed_through(i):
+            return None
+        if self.spec.layers[i].width != width:
+            return None
+        number = self.spec.layer_norms[i].start
+        return bottleneck_conv(self._input(number), self._weight(number).flatten(1))
+
+    def _grad_bottleneck(self, layer: LayerSpec, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
+        """The gradient of the bottleneck's output, from that of the layer's; `number` is that of the norm between."""
+        norm, frozen = self.statistics.own_norm(number), layer.norm2_frozen
+        grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
+        sums = None if frozen else self.statistics.own_sums(number)
+        needs_grad_weight = self.needs_grads[number].conv_weight
+        is_complete = not frozen and self.statistics.sync_group is None
+        accumulator = GradAccumulator(norm, frozen, grad_accum, True, needs_grad_weight, sums, is_complete)
+        arguments = grad_output, norm.input(output), self._weight(number), accumulator, self.shape
+        grad_weight = self.kernels.conv3x3_backward(*arguments, layer.dilation)
+        if self.needs_grads[number - 1].conv_bias:
+            self._store_bias(number - 1, norm.grad_conv_bias(frozen))
+        self._store(number, norm, grad_weight)
+        grad_input = norm.take_grad_input()
+        if frozen or grad_input is not None:
+            return BatchNormBackward(output, grad_accum if grad_input is None else grad_input)
+        return self.statistics.own_grad_input(number, output, grad_accum)
+
+    def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:
+        number = self.spec.consumer_norm
+        grad, input = to_pixel_matrix(grad_output), self._input(number)
+        accumulator = self._accumulator(number, input.norm, overwrite=True)
+        if not consumer.has_conv:
+            grad_weight = None
+            self.kernels.affine_backward(grad, input, accumulator)
+        else:
+            conv1 = self._weight(number).flatten(1)
+            if consumer.pools:
+                grad_weight = self.kernels.pooled_conv1x1_backward(grad, input, conv1, accumulator, self.shape)
+            else:
+                grad_weight = self.kernels.conv1x1_backward(BatchNormBackward(grad, grad), input, conv1, accumulator)
+        if self.needs_grads[number].conv_bias:
+            self._store_bias(number, grad.sum(0, dtype=self.statistics.dtype))
+        self._store(number, input.norm, grad_weight)
+
+    def _store(self, number: int, norm: BatchNormAffine, grad_conv: Tensor | None) -> None:
+        """Store the gradients of a norm, by its number, and of the weight of the convolution after it."""
+        start, weight = number * len(NormConv._fields), self.tensors[number].conv_weight
+        if grad_conv is not None and grad_conv.dim() != weight.dim():
+            grad_conv = grad_conv.view_as(weight)
+        self.grads[start : start + 3] = *norm.take_gradients(), grad_conv
+
+    def _store_bias(self, number: int, grad: Tensor) -> None:
+        """Store that of the convolution's bias."""
+        self.grads[number * len(NormConv._fields) + 3] = grad
+
+    def _weight(self, number: int) -> Tensor:
+        """A convolution's weight in the dtype of the convolutions."""
+        return as_dtype(self.tensors[number].conv_weight, self.spec.torch_dtype)

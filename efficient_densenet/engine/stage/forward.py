@@ -1,0 +1,156 @@
+"""The forward of a stage: every layer reads the features so far in place and writes its new channels beside them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._tensors import as_dtype
+from ...kernels import kernels_for, scratch
+from ...kernels.interface import AffineInput, Conv1x1, StatisticsOutput
+from ...kernels.portable import halved, to_pixel_matrix, to_spatial
+from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec, columns_of, norm_convs
+from .statistics import ForwardStatistics
+from .weights import converted_weights
+
+
+class StageInputs(NamedTuple):
+    """The tensors that a stage reads.
+
+    Attributes:
+        x: the stage's input.
+        parameters: four for each norm, as in `NormConv`.
+        running_statistics: running_mean and running_var of each frozen norm.
+        dropout_masks: True where a layer's output is kept, (N, growth_rate, *spatial), for each layer with dropout.
+        stored: x as the features of an earlier stage and, unless the norms are frozen, their statistics; else empty.
+    """
+
+    x: Tensor
+    parameters: Sequence[Tensor | None]
+    running_statistics: Sequence[Tensor] = ()
+    dropout_masks: Sequence[Tensor] = ()
+    stored: Sequence[Tensor] = ()
+
+
+class Forward:
+    """One forward of a stage."""
+
+    def __init__(self, spec: StageSpec, inputs: StageInputs) -> None:
+        self.spec, self.inputs, self.x = spec, inputs, inputs.x
+        self.shape = torch.Size([self.x.shape[0], *self.x.shape[2:]])
+        features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
+        self.statistics = ForwardStatistics(spec, features, *inputs.stored[1:])
+        self.kernels = kernels_for(features)
+        self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype))
+        self.bottlenecks: list[Tensor] = []
+        self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
+
+    def run(self) -> tuple[Tensor, ...]:
+        """The consumer's output, the block's, or both."""
+        if not self.inputs.stored:
+            self._write(0, to_pixel_matrix(self.x))
+        for i in range(len(self.spec.layers)):
+            self._write(i + 1, *self._layer(i))
+        outputs = [] if self.spec.consumer is None else [self._consumer(self.spec.consumer)]
+        return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
+
+    def saved(self) -> list[Tensor]:
+        """What has been computed for the backward, in the order of `SavedStage`, less what is stored already."""
+        computed = [self.statistics.features, self.statistics.finish()][len(self.inputs.stored) :]
+        count = self.statistics.count
+        return [*computed, *([count] if isinstance(count, Tensor) else []), *self.bottlenecks]
+
+    def _empty_images(self, channels: int) -> Tensor:
+        shape = self.shape[0], channels, *self.shape[1:]
+        return torch.empty(
+            shape, dtype=self.x.dtype, device=self.x.device, memory_format=self.spec.memory_format(self.x)
+        )
+
+    def _write(
+        self, segment: int, values: Tensor, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
+    ) -> None:
+        """Store new channels, values + bias; `statistics` are of the values, where a kernel has computed them."""
+        self.statistics.write(values, segment, statistics, bias)
+        if self.block_output is not None and (segment > 0 or not self.spec.new_features_only):
+            output = values if bias is None else values + bias
+            columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
+            columns_of(self.block_output, columns).copy_(to_spatial(output, self.shape))
+
+    def _norm(self, number: int) -> AffineInput:
+        """What the convolution after a norm of the features reads; a frozen one has statistics of its own."""
+        tensors = self.tensors[number]
+        if not self.spec.frozen:
+            return self.statistics.input(number, self.statistics.affine(number, tensors))
+        output = self.statistics.output(number, self.spec.eps)
+        return self.statistics.input(number, self.statistics.frozen_norm(tensors, output, self._running(number)))
+
+    def _running(self, number: int) -> Sequence[Tensor]:
+        """running_mean and running_var of a frozen norm."""
+        start = self.spec.running_positions[number]
+        return self.inputs.running_statistics[start : start + 2]
+
+    def _layer(self, i: int) -> tuple[Tensor, StatisticsOutput | None, Tensor | None]:
+        """A layer's output, its statistics where nothing but a bias changes it any more, and that bias."""
+        layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
+        last, input = self.tensors[norms.stop - 1], self._norm(norms.start)
+        if layer.width:
+            input = self._bottleneck(layer, norms.start, input)
+        arguments = input, self._weight(last), self.shape, layer.dilation
+        if not self.spec.frozen and not layer.drop_rate:
+            statistics = self.statistics.of_segment(i + 1)
+            output = self.kernels.conv3x3_forward_with_statistics(*arguments, statistics)
+            return output, statistics, last.conv_bias
+        output = self.kernels.conv3x3_forward(*arguments)
+        if not layer.drop_rate:
+            return output, None, last.conv_bias
+        output = output if last.conv_bias is None else output.add_(last.conv_bias)
+        mask = to_pixel_matrix(self.inputs.dropout_masks[self.spec.dropout_position(i)])
+        return output.mul_(mask).mul_(1 / (1 - layer.drop_rate or 1)), None, None
+
+    def _bottleneck(self, layer: LayerSpec, number: int, input: AffineInput) -> AffineInput:
+        """What the 3×3 convolution reads, `input` being that of the 1×1 convolution after the norm of this number.
+
+        The bias of the first convolution is not added to its output, but left out of the mean that the norm subtracts.
+        """
+        first, second = self.tensors[number], self.tensors[number + 1]
+        conv = bottleneck_conv(input, self._weight(first).flatten(1), layer.keep_bottleneck)
+        if layer.keep_bottleneck:
+            self.bottlenecks.append(conv.output)
+        output = self.statistics.output(number + 1, layer.norm2_eps)
+        if layer.norm2_frozen:
+            self.kernels.conv1x1_forward(conv)
+            norm = self.statistics.frozen_norm(second, output, self._running(number + 1), first.conv_bias)
+        else:
+            norm = self.statistics.own_norm(second, output)
+            self.kernels.conv1x1_forward_with_statistics(conv, output)
+            self.statistics.synchronize(output)
+        return norm.input(conv.output)
+
+    def _consumer(self, consumer: ConsumerSpec) -> Tensor:
+        number, shape = self.spec.consumer_norm, self.shape
+        input, tensors = self._norm(number), self.tensors[number]
+        if not consumer.has_conv:
+            output = self.kernels.affine_forward(input)
+        elif consumer.pools:
+            weight = self._weight(tensors).flatten(1)
+            output, shape = self.kernels.pooled_conv1x1_forward(input, weight, self.shape), halved(self.shape)
+        else:
+            conv1x1 = bottleneck_conv(input, self._weight(tensors).flatten(1), keep=True)
+            self.kernels.conv1x1_forward(conv1x1)
+            output = conv1x1.output
+        if tensors.conv_bias is not None:
+            output.add_(tensors.conv_bias)
+        output = to_spatial(output, shape).contiguous(memory_format=self.spec.consumer_memory_format(self.x))
+        return output.detach()  # a view could not be written into by the caller
+
+    def _weight(self, tensors: NormConv) -> Tensor:
+        """The convolution's weight in the dtype of the convolutions."""
+        return as_dtype(tensors.conv_weight, self.spec.torch_dtype)
+
+
+def bottleneck_conv(input: AffineInput, weight: Tensor, keep: bool = False) -> Conv1x1:
+    """The 1×1 convolution of `input`, to be computed into scratch, or into memory of its own to `keep` the output."""
+    shape = input.values.shape[0], weight.shape[0]
+    output = weight.new_empty(shape) if keep else scratch.take("bottleneck", shape, weight.dtype, weight.device)
+    return Conv1x1(input, weight, output)

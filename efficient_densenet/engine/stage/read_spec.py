@@ -1,0 +1,121 @@
+"""The plan of a stage: its specification, read from the modules of a block and its consumer, and their tensors."""
+
+import torch
+from torch import Tensor
+
+from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
+from ..._torch_private import specialized
+from ...kernels.average_pooling import average_pool_dtype
+from ...norms.frozen import eps_of, uses_running_statistics
+from ...norms.sync_batch_norm import sync_group
+from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
+from .running_statistics import NormUpdate
+from .spec import ConsumerSpec, LayerSpec, StageSpec, cached_spec
+
+
+class StagePlan:
+    """The modules of a stage, layers or a consumer or both, on one input.
+
+    Attributes:
+        spec: their settings.
+        tensors: their parameters, four for each norm, as in `NormConv`.
+        running_statistics: running_mean and running_var of each frozen norm.
+        updates: the norms with batch statistics.
+    """
+
+    def __init__(
+        self,
+        block: BlockParts,
+        consumer: ConsumerParts | None,
+        x: Tensor,
+        return_features: bool = False,
+        memory_format: torch.memory_format | None = None,
+        keeps_channels_last: bool = False,
+    ) -> None:
+        self.layers, self.consumer = block.layers, consumer
+        keeps_channels_last = (
+            keeps_channels_last and consumer is not None and consumer.after is None and x.dim() in CHANNELS_LAST
+        )
+        self.spec = _read_spec(
+            block, consumer, x, return_features, memory_format or memory_format_of(x), keeps_channels_last
+        )
+        self.tensors: list[Tensor | None] = []
+        self.running_statistics: list[Tensor] = []
+        self.updates: list[NormUpdate] = []
+        units = [pair for layer in self.layers for pair in zip(layer.norms, layer.convolutions, strict=True)]
+        units += [] if consumer is None else [(consumer.norm, consumer.conv)]
+        bias = None
+        for (norm, conv), columns, frozen in zip(units, self.spec.norm_columns, self.spec.norms_frozen, strict=True):
+            weight, norm_bias = weight_and_bias(norm)
+            if frozen:
+                self.running_statistics += [norm.running_mean, norm.running_var]
+            elif columns is None:
+                self.updates.append(NormUpdate(norm, self.spec.order.slice(0, weight.shape[0])))
+            else:
+                self.updates.append(NormUpdate(norm, columns, bias))
+            conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
+            self.tensors += [weight, norm_bias, conv_weight, bias]
+
+    def dropout_masks(self, x: Tensor) -> list[Tensor]:
+        """For each layer with dropout, what dropout of ones keeps, in the plain layer's shape and order, so that the
+        random stream is the plain layers'."""
+        size = x.shape[0], self.spec.growth_rate, *x.shape[2:]
+        masks = []
+        with torch.no_grad():
+            for layer in self.layers:
+                if layer.drop_rate:
+                    memory_format = self._output_memory_format(layer, x)
+                    ones = torch.empty(size, dtype=self.spec.torch_dtype, device=x.device, memory_format=memory_format)
+                    masks.append(layer.dropout(ones.fill_(1), layer.drop_rate) != 0)
+        return masks
+
+    def _output_memory_format(self, layer: LayerParts, x: Tensor) -> torch.memory_format:
+        """The format of the plain layer's output: channels_last if the input or the weight of its convolution is."""
+        weight_is_channels_last = x.dim() in CHANNELS_LAST and layer.last_conv.weight.stride(1) == 1
+        return CHANNELS_LAST[x.dim()] if weight_is_channels_last else self.spec.memory_format(x)
+
+    def finish(self, output: Tensor) -> Tensor:
+        """What follows the consumer's convolution, such as another pooling, as ordinary autograd operations."""
+        if self.consumer is None:
+            return output
+        if self.consumer.pools:
+            output = as_dtype(output, average_pool_dtype(output))
+        return output if self.consumer.after is None else self.consumer.after(output)
+
+
+def _read_spec(
+    block: BlockParts,
+    consumer: ConsumerParts | None,
+    x: Tensor,
+    return_features: bool,
+    memory_format: torch.memory_format,
+    keeps_channels_last: bool,
+) -> StageSpec:
+    norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
+    group = sync_group(norm)
+    stage_spec = StageSpec if torch.compiler.is_compiling() else cached_spec
+    return stage_spec(
+        dtype=str(compute_dtype(x)).removeprefix("torch."),
+        channels_last=memory_format is not torch.contiguous_format,
+        keeps_channels_last=keeps_channels_last,
+        in_channels=norm.weight.shape[0],
+        growth_rate=int(block.layers[0].last_conv.out_channels) if block.layers else 0,
+        newest_first=block.newest_first,
+        new_features_only=block.new_features_only,
+        return_features=return_features,
+        frozen=uses_running_statistics(norm),
+        eps=specialized(float(eps_of(norm))),
+        sync_group=None if group is None else group.name,
+        layers=tuple(map(_read_layer, block.layers)),
+        consumer=None if consumer is None else ConsumerSpec(consumer.conv is not None, consumer.pools),
+    )
+
+
+def _read_layer(layer: LayerParts) -> LayerSpec:
+    """As Python's own numbers: modules take NumPy's too, which are equal but which no operator takes."""
+    norm2, dilation, drop_rate = layer.norm2, int(layer.dilation), specialized(float(layer.drop_rate))
+    if norm2 is None:
+        return LayerSpec(0, dilation, drop_rate, False, False, 0.0)
+    eps, keep_bottleneck = specialized(float(eps_of(norm2))), bool(layer.keep_bottleneck)
+    width = int(layer.conv1.out_channels)
+    return LayerSpec(width, dilation, drop_rate, keep_bottleneck, uses_running_statistics(norm2), eps)

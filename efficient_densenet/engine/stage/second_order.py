@@ -1,0 +1,128 @@
+"""Derivatives of a stage's gradients: under `create_graph=True` its backward runs the stage again by plain functions.
+
+The stage's input is not saved. Its values are computed from the features; its place in the autograd graph is found
+again through a scalar that the stage's node returns, to whose gradient `Reconnected` adds that of those values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.convolution import CONV_BY_DIMS
+from ...kernels.interface import INV_STD, MEAN
+from ...kernels.portable import to_spatial
+from .handoff import Handoff
+from .saved import SavedStage
+from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
+
+_AVG_POOL_BY_DIMS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+class Reconnected(torch.autograd.Function):
+    """`values`, in the place that `token` has in the autograd graph; hands their gradient on to the token's node."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, values: Tensor, handoff: Handoff[Tensor]) -> Tensor:
+        ctx.handoff = handoff
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        earlier = ctx.handoff.take()  # of another gradient that this backward differentiates
+        ctx.handoff.hand_on(grad_output if earlier is None else earlier + grad_output)
+        return grad_output.new_zeros(()), None, None
+
+
+def stage_input(spec: StageSpec, shape: torch.Size, saved: SavedStage) -> Tensor:
+    """The values of the stage's input, from its features."""
+    columns = spec.order.slice(0, spec.in_channels)
+    values = saved.features[:, columns]
+    return to_spatial(values if spec.frozen else (values + saved.statistics[MEAN, columns]).to(values.dtype), shape)
+
+
+def differentiable_gradients(
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of the inputs of `function` that require any, as functions of the inputs and of `grad_outputs`."""
+    # Views, since one input may have been computed from another.
+    inputs = [each.view_as(each) if each is not None and each.requires_grad else each for each in inputs]
+    outputs = function(*inputs)
+    pairs = [(output, grad) for output, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
+    needed = [each for each in inputs if each is not None and each.requires_grad]
+    outputs, grad_outputs = zip(*pairs, strict=True)
+    grads = iter(torch.autograd.grad(outputs, needed, grad_outputs, create_graph=True, allow_unused=True))
+    return [next(grads) if each is not None and each.requires_grad else None for each in inputs]
+
+
+def plain_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, statistics: Tensor | None) -> Tensor:
+    """A norm with batch statistics, or with columns of a matrix of statistics if there are any."""
+    if statistics is None:
+        return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+    shape = -1, *[1] * (x.dim() - 2)
+    scale = (weight * statistics[INV_STD]).view(shape)
+    return ((x - statistics[MEAN].view(shape)) * scale + bias.view(shape)).to(x.dtype)
+
+
+def plain_stage(spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
+    """The outputs of a stage, by functions that autograd can differentiate again and again."""
+    return _PlainStage(spec, saved, parameters).run(x)
+
+
+class _PlainStage:
+    def __init__(self, spec: StageSpec, saved: SavedStage, parameters: Sequence[Tensor | None]) -> None:
+        self.spec, self.saved, self.tensors = spec, saved, norm_convs(parameters)
+
+    def run(self, x: Tensor) -> list[Tensor]:
+        features = [x]
+        for i in range(len(self.spec.layers)):
+            new = self._layer(i, self._concatenated(features))
+            features.append(new.to(x.dtype))
+        outputs = []
+        if self.spec.consumer is not None:
+            outputs.append(self._consumer(self.spec.consumer, self._concatenated(features)))
+        if self.spec.returns_features:
+            outputs.append(self._concatenated(features[1:] if self.spec.new_features_only else features))
+        return outputs
+
+    def _concatenated(self, features: list[Tensor]) -> Tensor:
+        return torch.cat(features[::-1] if self.spec.newest_first else features, 1)
+
+    def _layer(self, i: int, x: Tensor) -> Tensor:
+        layer = self.spec.layers[i]
+        number = self.spec.layer_norms[i].start
+        tensors = self.tensors[number]
+        x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
+        if layer.width:
+            x = self._convolve(F.relu(x), tensors.conv_weight, tensors.conv_bias, 1)
+            frozen = self.spec.norm_columns[number + 1] if layer.norm2_frozen else None
+            if frozen is not None and tensors.conv_bias is not None:  # their mean is less this bias
+                x = x - tensors.conv_bias.detach().to(x.dtype).view(-1, *[1] * (x.dim() - 2))
+            tensors = self.tensors[number + 1]
+            x = self._norm(x, tensors, layer.norm2_eps, frozen)
+        x = self._convolve(F.relu(x), tensors.conv_weight, tensors.conv_bias, layer.dilation)
+        if layer.drop_rate:
+            mask = self.saved.dropout_masks[self.spec.dropout_position(i)]
+            x = x * mask * (1 / (1 - layer.drop_rate or 1))
+        return x
+
+    def _consumer(self, consumer: ConsumerSpec, x: Tensor) -> Tensor:
+        number = self.spec.consumer_norm
+        tensors = self.tensors[number]
+        x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
+        if not consumer.has_conv:
+            return x
+        x = self._convolve(F.relu(x), tensors.conv_weight, tensors.conv_bias, 1)
+        return _AVG_POOL_BY_DIMS[x.dim() - 2](x, 2) if consumer.pools else x
+
+    def _norm(self, x: Tensor, tensors: NormConv, eps: float, frozen: slice | None) -> Tensor:
+        """A norm with batch statistics, or a `frozen` one with those in its columns."""
+        statistics = None if frozen is None else self.saved.statistics[:, frozen]
+        return plain_norm(x, tensors.norm_weight, tensors.norm_bias, eps, statistics)
+
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
+        dtype, padding = self.spec.torch_dtype, weight.shape[2] // 2 * dilation
+        bias = None if bias is None else bias.to(dtype)
+        return CONV_BY_DIMS[x.dim() - 2](x.to(dtype), weight.to(dtype), bias, padding=padding, dilation=dilation)

@@ -1,0 +1,247 @@
+"""The specification of a stage: its settings as plain data, which an operator takes as a string.
+
+A compiler, a graph on disk or another process knows no modules. A stage's operators take tensors, and this.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._tensors import CHANNELS_LAST
+from ..._torch_private import constant_to_compilers
+
+
+class LayerSpec(NamedTuple):
+    """The settings of a dense layer. `width` is the bottleneck's number of channels, 0 in a layer without one."""
+
+    width: int
+    dilation: int
+    drop_rate: float
+    keep_bottleneck: bool
+    norm2_frozen: bool
+    norm2_eps: float
+
+
+class ConsumerSpec(NamedTuple):
+    """The settings of a transition, or of a norm alone (`has_conv` is False)."""
+
+    has_conv: bool
+    pools: bool
+
+
+class ChannelOrder(NamedTuple):
+    """The columns of channels in a matrix, whose columns are filled from the oldest channel to the newest.
+
+    The matrix lacks the channels before number `first`.
+    """
+
+    total: int
+    newest_first: bool
+    first: int = 0
+
+    def slice(self, start: int, stop: int) -> slice:
+        """The columns of the channels written as number `start` to `stop`."""
+        if self.newest_first:
+            return slice(self.total - stop, self.total - start)
+        return slice(start - self.first, stop - self.first)
+
+
+def columns_of(matrix: Tensor, columns: slice) -> Tensor:
+    """`matrix[:, columns]`, a view, in half the time."""
+    return matrix.narrow(1, columns.start, columns.stop - columns.start)
+
+
+class NormConv(NamedTuple):
+    """The tensors of a norm and of the convolution after it, whose bias may be None; a norm alone has both None."""
+
+    norm_weight: Tensor
+    norm_bias: Tensor
+    conv_weight: Any
+    conv_bias: Tensor | None
+
+
+@dataclass
+class StageSpec:
+    """The settings of a stage: of layers, or a consumer, or both.
+
+    Attributes:
+        dtype: that of the convolutions, such as "float32".
+        channels_last: the memory format of the outputs.
+        keeps_channels_last: the consumer's output stays in channels_last, in which it is computed, for another stage.
+        in_channels, growth_rate: the channels of the stage's input, and those that each layer adds.
+        newest_first, new_features_only: as in `BlockParts`.
+        return_features: the stage returns the block's output beside the consumer's.
+        frozen: the norms of the features use their running statistics; weight and bias may require gradients all the
+            same.
+        eps: of the norms of the features.
+        sync_group: the name of the process group over which batch statistics are computed, if there is one.
+        layers, consumer: their settings.
+        updates: whether any norm has batch statistics.
+        has_count: whether the processes of a sync group count their values.
+        layer_norms: the norms of each layer, among all norms of the stage in their order; the consumer's is the last.
+        feature_columns: for each norm of the features, the columns that it reads; none for one inside a layer.
+        norm_columns: for each norm, its own columns in the matrix of statistics, None for one that shares those of the
+            features. The features' come first; a norm of the features has its own only if it is frozen.
+        norms_frozen, running_positions: whether each norm is frozen, and where the running statistics of a frozen one
+            are among the operator's inputs.
+        own_positions: for each norm with columns of its own, the place of those in `written_columns`.
+        segment_widths, column_widths: how many columns of the features, and of that matrix, are written at once, in the
+            columns' order.
+    """
+
+    dtype: str
+    channels_last: bool
+    keeps_channels_last: bool
+    in_channels: int
+    growth_rate: int
+    newest_first: bool
+    new_features_only: bool
+    return_features: bool
+    frozen: bool
+    eps: float
+    sync_group: str | None
+    layers: tuple[LayerSpec, ...]
+    consumer: ConsumerSpec | None
+
+    def __post_init__(self) -> None:
+        self._encoded: str | None = None
+        self.torch_dtype: torch.dtype = getattr(torch, self.dtype)
+        self.order = ChannelOrder(self.channels_read(len(self.layers)), self.newest_first)
+        self.output_order = self.order._replace(first=self.in_channels if self.new_features_only else 0)
+        self.num_output_channels = self.output_order.total - self.output_order.first
+        self.returns_features = self.return_features or self.consumer is None
+        self.num_outputs = (self.consumer is not None) + self.returns_features
+        self.updates = not self.frozen or any(layer.width and not layer.norm2_frozen for layer in self.layers)
+        self.has_count = self.sync_group is not None and self.updates
+        self.num_columns = 0 if self.frozen else self.order.total
+        self.layer_norms: list[slice] = []
+        self.feature_columns: list[slice] = []
+        self.norm_columns: list[slice | None] = []
+        self.running_positions: list[int] = []
+        self.norms_frozen: list[bool] = []
+        for i, layer in enumerate(self.layers):
+            first = len(self.norm_columns)
+            self._add_norm_of_features(self.channels_read(i))
+            if layer.width:
+                self._add_norm(layer.width, layer.norm2_frozen, slice(0, 0))
+            self.layer_norms.append(slice(first, len(self.norm_columns)))
+        if self.consumer is not None:
+            self._add_norm_of_features(self.order.total)
+        self.num_tensors = len(NormConv._fields) * len(self.norm_columns)
+        segments = [self.in_channels, *[self.growth_rate] * len(self.layers)]
+        self.segment_widths = segments[::-1] if self.newest_first else segments
+        self.column_widths = [] if self.frozen else list(self.segment_widths)
+        self.own_positions: dict[int, int] = {}
+        for norm, columns in enumerate(self.norm_columns):
+            if columns is not None:
+                self.own_positions[norm] = len(self.column_widths)
+                self.column_widths.append(columns.stop - columns.start)
+
+    def _add_norm_of_features(self, channels: int) -> None:
+        self._add_norm(channels if self.frozen else 0, self.frozen, self.order.slice(0, channels))
+
+    def _add_norm(self, own_columns: int, frozen: bool, feature_columns: slice) -> None:
+        start, self.num_columns = self.num_columns, self.num_columns + own_columns
+        self.norm_columns.append(slice(start, self.num_columns) if own_columns else None)
+        self.running_positions.append(2 * sum(self.norms_frozen))
+        self.norms_frozen.append(frozen)
+        self.feature_columns.append(feature_columns)
+
+    def memory_format(self, x: Tensor) -> torch.memory_format:
+        return CHANNELS_LAST[x.dim()] if self.channels_last else torch.contiguous_format
+
+    def consumer_memory_format(self, x: Tensor) -> torch.memory_format:
+        return CHANNELS_LAST[x.dim()] if self.keeps_channels_last else self.memory_format(x)
+
+    def channels_read(self, i: int) -> int:
+        """How many channels layer i reads."""
+        return self.in_channels + self.growth_rate * i
+
+    def channels_of(self, segment: int) -> tuple[int, int]:
+        """The first channel of a segment of the features and the one after its last: segment 0 is the stage's input,
+        segment i + 1 the output of layer i."""
+        return (self.channels_read(segment - 1) if segment else 0), self.channels_read(segment)
+
+    def segments(self, features: Tensor) -> list[Tensor]:
+        """Views of the columns of each segment."""
+        views = list(features.split_with_sizes(self.segment_widths, 1))
+        return views[::-1] if self.newest_first else views
+
+    def written_columns(self, statistics: Tensor) -> list[Tensor]:
+        """Views of what is written at once in a matrix of statistics or in a row of it: the columns of each segment,
+        unless the norms of the features are frozen, and each norm's own."""
+        views = list(statistics.split_with_sizes(self.column_widths, -1))
+        if self.newest_first and not self.frozen:
+            views[: len(self.segment_widths)] = views[len(self.layers) :: -1]
+        return views
+
+    def layer_tensors(self, i: int) -> slice:
+        """The slice of the stage's parameters that layer i has: four for each norm, as in `NormConv`."""
+        return _tensors(self.layer_norms[i])
+
+    @property
+    def consumer_norm(self) -> int:
+        """The number of the consumer's norm; without a consumer, that of all norms."""
+        return len(self.norm_columns) - (self.consumer is not None)
+
+    @property
+    def consumer_tensors(self) -> slice:
+        """The slice of the stage's parameters that the consumer has."""
+        return _tensors(slice(self.consumer_norm, len(self.norm_columns)))
+
+    def bottleneck_position(self, i: int) -> int:
+        """The place of layer i among those that keep their bottleneck."""
+        return sum(1 for layer in self.layers[:i] if layer.keep_bottleneck)
+
+    def dropout_position(self, i: int) -> int:
+        """The place of layer i among those with dropout."""
+        return sum(1 for layer in self.layers[:i] if layer.drop_rate)
+
+    @property
+    def encoded(self) -> str:
+        """As the operators take it."""
+        if self._encoded is None:
+            self._encoded = self._encode()
+        return self._encoded
+
+    def _encode(self) -> str:
+        *settings, layers, consumer = (getattr(self, name) for name in _FIELDS)
+        return encode(*settings, tuple(map(tuple, layers)), None if consumer is None else tuple(consumer))
+
+
+_FIELDS = tuple(field.name for field in fields(StageSpec))
+
+
+@constant_to_compilers
+def encode(*settings: Any) -> str:
+    """Plain data as an operator takes it."""
+    return json.dumps(settings)
+
+
+@lru_cache(maxsize=4096)
+def cached_spec(**settings: Any) -> StageSpec:
+    """The specification with these fields. Whoever has it must not change it."""
+    return StageSpec(**settings)
+
+
+@lru_cache(maxsize=4096)
+def decode(text: str) -> StageSpec:
+    """The specification whose `encoded` this is."""
+    *settings, layers, consumer = json.loads(text)
+    layers = tuple(LayerSpec(*layer) for layer in layers)
+    return StageSpec(*settings, layers=layers, consumer=None if consumer is None else ConsumerSpec(*consumer))
+
+
+def norm_convs(tensors: Sequence[Any]) -> list[NormConv]:
+    """A stage's tensors, or values that belong to them, with one entry for each norm."""
+    return list(map(NormConv._make, zip(*[iter(tensors)] * len(NormConv._fields), strict=True)))
+
+
+def _tensors(norms: slice) -> slice:
+    width = len(NormConv._fields)
+    return slice(norms.start * width, norms.stop * width)

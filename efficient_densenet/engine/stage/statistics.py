@@ -1,0 +1,190 @@
+"""The statistics of a stage's features: computed once when a channel is written, read by the norm of every consumer.
+
+They leave the forward as one matrix, (3, columns) in the accumulation dtype: the rows `MEAN`, `VARIANCE` (by then the
+unbiased one) and `INV_STD`. With batch statistics its first columns
+are those of the features, which are stored centered (less their mean). Frozen norms of the features have columns of
+their own, and the features are stored as they are. So have the bottlenecks' norms. The columns lie in the norms' order.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..._tensors import accumulation_dtype
+from ...kernels import add_up_when_done, kernels_for
+from ...kernels.interface import (
+    INV_STD,
+    MEAN,
+    VARIANCE,
+    AffineInput,
+    BatchNormAffine,
+    BatchNormBackward,
+    StatisticsOutput,
+)
+from ...norms.sync_batch_norm import SyncGroup
+from .spec import NormConv, StageSpec, columns_of
+from .synchronized import Count, batch_norm_backward, synchronize_statistics
+
+
+class _FeatureStatistics:
+    """What every consumer reads: the features, and 1 / sqrt(var + eps) of each channel."""
+
+    spec: StageSpec
+    features: Tensor
+    inv_std: Tensor
+
+    def affine(self, number: int, tensors: NormConv) -> BatchNormAffine:
+        """The affine map of a norm that shares the statistics of the features, by its number."""
+        weight, bias, *_ = tensors
+        return BatchNormAffine(weight, bias, self.inv_std[self.spec.feature_columns[number]])
+
+    def input(self, number: int, norm: BatchNormAffine) -> AffineInput:
+        """What the convolution after a norm of the features reads."""
+        return AffineInput(columns_of(self.features, self.spec.feature_columns[number]), norm)
+
+
+class ForwardStatistics(_FeatureStatistics):
+    """Stores a stage's features; kernels write the statistics of all its norms into the columns of one matrix.
+
+    `stored` is the matrix of an earlier stage with the same features.
+    """
+
+    def __init__(self, spec: StageSpec, features: Tensor, stored: Tensor | None = None) -> None:
+        self.spec, self.features, self.is_stored = spec, features, stored is not None
+        self.matrix = _statistics_matrix(features, spec.num_columns) if stored is None else stored
+        self.sync_group = SyncGroup.named(spec.sync_group)
+        self.count: Count = features.shape[0]
+        self._segments, rows = spec.segments(features), self.matrix.unbind()
+        self.inv_std = rows[INV_STD]
+        self._outputs = list(zip(*map(spec.written_columns, (self.matrix, *rows)), strict=True))
+
+    def output(self, norm: int, eps: float) -> StatisticsOutput:
+        """Where a kernel writes the statistics of what a norm with columns of its own reads."""
+        matrix, *rows = self._outputs[self.spec.own_positions[norm]]
+        return StatisticsOutput(matrix, eps, rows)
+
+    def of_segment(self, segment: int) -> StatisticsOutput:
+        """The same for a segment of the features."""
+        matrix, *rows = self._outputs[segment]
+        return StatisticsOutput(matrix, self.spec.eps, rows)
+
+    def write(
+        self, values: Tensor, segment: int, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
+    ) -> None:
+        """Store a segment of the features, values + bias (pixels, channels), and its statistics.
+
+        `statistics` are those of the values, computed here if None. Centered values have no bias: it is in their mean.
+        """
+        features = self._segments[segment]
+        if self.spec.frozen:
+            features.copy_(values) if bias is None else torch.add(values, bias, out=features)
+            return
+        if statistics is None:
+            statistics = self.of_segment(segment)
+            kernels_for(values).batch_statistics(values, statistics)
+        self.synchronize(statistics)
+        mean = statistics.rows[MEAN]
+        torch.sub(values, mean, out=features)
+        if bias is not None:
+            mean.add_(bias)
+
+    def own_norm(self, tensors: NormConv, statistics: StatisticsOutput) -> BatchNormAffine:
+        """A norm with columns and batch statistics of its own, which a kernel is to write."""
+        mean, _, inv_std = statistics.rows
+        norm = BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
+        if self.sync_group is None:
+            statistics.norm = norm
+        return norm
+
+    def frozen_norm(
+        self, tensors: NormConv, output: StatisticsOutput, running: Sequence[Tensor], bias: Tensor | None = None
+    ) -> BatchNormAffine:
+        """A frozen norm. Its running statistics are copied: the buffers may change before the backward.
+
+        The values that it reads lack the `bias`.
+        """
+        mean, variance, inv_std = output.rows
+        for row, buffer in zip((mean, variance), running, strict=True):
+            row.copy_(buffer)
+        if bias is not None:
+            mean.sub_(bias)
+        torch.add(variance, output.eps, out=inv_std).rsqrt_()
+        return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
+
+    def finish(self) -> Tensor:
+        """The matrix, when all norms are done."""
+        if self.spec.updates and not self.is_stored:
+            self.matrix[VARIANCE].mul_(self.count / (self.count - 1))
+        return self.matrix
+
+    def synchronize(self, statistics: StatisticsOutput) -> None:
+        """Make a kernel's statistics those of all processes of the sync group, if there is one."""
+        if self.sync_group is not None:
+            self.count = synchronize_statistics(statistics, self.features.shape[0], self.sync_group)
+
+
+def _statistics_matrix(features: Tensor, columns: int) -> Tensor:
+    """For kernels to write. On a CPU it must be zero before: PyTorch's batch norm adds to what is there."""
+    allocate = features.new_zeros if features.is_cpu else features.new_empty
+    return allocate(3, columns, dtype=accumulation_dtype(features.dtype))
+
+
+class BackwardStatistics(_FeatureStatistics):
+    """A stage's features and their statistics, and what the backward sums up for them: Σg and Σ(g·x̂) of each channel.
+
+    `tensors` are those of all norms, for the ones that have columns of their own.
+    """
+
+    def __init__(
+        self, spec: StageSpec, features: Tensor, matrix: Tensor, count: Count | None, tensors: Sequence[NormConv]
+    ) -> None:
+        self.spec, self.features, self.dtype = spec, features, matrix.dtype
+        self.sync_group = SyncGroup.named(spec.sync_group)
+        self.count: Count = features.shape[0] if count is None else count
+        self.sums = matrix.new_zeros(2, matrix.shape[1] if spec.updates else 0)
+        means, _, self.inv_std = matrix.unbind()
+        inv_stds, means = map(spec.written_columns, (self.inv_std, means))
+        sums = spec.written_columns(self.sums) if spec.updates else [self.sums] * len(means)
+        self._own = {
+            norm: (BatchNormAffine(*tensors[norm][:2], inv_stds[i], means[i]), sums[i])
+            for norm, i in spec.own_positions.items()
+        }
+        self._segments = () if spec.frozen else tuple(zip(spec.segments(features), inv_stds, sums, strict=False))
+        self._adds_up_when_done = not spec.frozen and self.sync_group is None and add_up_when_done(features)
+        self._zeros = spec.written_columns(self.sums[0]) if self._adds_up_when_done else ()
+
+    def norm(self, number: int, tensors: NormConv) -> BatchNormAffine:
+        """The affine map of a norm of the features."""
+        return self.own_norm(number) if self.spec.frozen else self.affine(number, tensors)
+
+    def own_norm(self, number: int) -> BatchNormAffine:
+        """A norm with columns of its own."""
+        return self._own[number][0]
+
+    def own_sums(self, number: int) -> Tensor:
+        """Σ γ · dβ and Σ γ · dγ of such a norm with batch statistics."""
+        return self._own[number][1]
+
+    def sums_of_features(self, number: int) -> Tensor | None:
+        """Where a consumer of the features, by the number of its norm, adds its Σ γ · dβ and Σ γ · dγ, if it has to."""
+        if self.spec.frozen or self._adds_up_when_done:
+            return None
+        return columns_of(self.sums, self.spec.feature_columns[number])
+
+    def grad_input(self, segment: int, grad_accum: Tensor) -> BatchNormBackward:
+        """The gradient of a segment whose last consumer is done, from the sum of the consumers' gradients."""
+        features, inv_std, sums = self._segments[segment]
+        if self._adds_up_when_done:
+            return BatchNormBackward(features, grad_accum, inv_std, self._zeros[segment])  # centered: the mean is 0
+        return self._grad_input(features, grad_accum, (inv_std, None), sums)
+
+    def own_grad_input(self, number: int, values: Tensor, grad_accum: Tensor) -> BatchNormBackward:
+        """The gradient of the values that a norm with columns and batch statistics of its own reads."""
+        norm, sums = self._own[number]
+        return self._grad_input(values, grad_accum, (norm.inv_std, norm.mean), sums)
+
+    def _grad_input(
+        self, values: Tensor, grad_accum: Tensor, norm: tuple[Tensor, Tensor | None], sums: Tensor
+    ) -> BatchNormBackward:
+        return batch_norm_backward(values, grad_accum, norm, sums, self.count, self.sync_group)

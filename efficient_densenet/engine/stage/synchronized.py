@@ -1,0 +1,41 @@
+"""What the engines do with a batch norm's statistics and sums where several processes share them."""
+
+from torch import Tensor
+
+from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormBackward, StatisticsOutput
+from ...norms.sync_batch_norm import SyncGroup
+
+Count = int | Tensor
+"""How many values of a channel a statistic is of; a tensor where the processes of a sync group have counted."""
+
+
+def synchronize_statistics(statistics: StatisticsOutput, count: int, sync_group: SyncGroup | None) -> Count:
+    """Batch statistics over all processes of the sync group, in place of this process's own, and their count."""
+    if sync_group is None:
+        return count
+    rows = statistics.rows
+    mean, variance, total = sync_group.statistics(rows[MEAN], rows[VARIANCE], count)
+    rows[MEAN].copy_(mean)
+    rows[VARIANCE].copy_(variance)
+    rows[INV_STD].copy_((variance + statistics.eps).rsqrt_())
+    return total
+
+
+def batch_norm_backward(
+    values: Tensor,
+    grad_accum: Tensor,
+    norm: tuple[Tensor, Tensor | None],
+    sums: Tensor,
+    count: Count,
+    sync_group: SyncGroup | None,
+) -> BatchNormBackward:
+    """The arguments for the gradient of values behind batch statistics, which a kernel computes when it reads them.
+
+    `grad_accum` holds the gradient of x̂ = (x − μ) · r; `norm` has r and, unless the values are stored centered, μ;
+    `sums` are Σg and Σ(g·x̂), those of this process.
+    """
+    if sync_group is not None:
+        (sums,) = sync_group.sums(sums)
+    if isinstance(count, Tensor):
+        sums, count = sums / count, 1
+    return BatchNormBackward(values, grad_accum, *norm, sums, count)

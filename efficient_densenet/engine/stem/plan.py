@@ -1,0 +1,168 @@
+"""The four modules of a stem, and their settings as they are in the forward."""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.pooling import _MaxPoolNd
+
+from ..._tensors import accumulation_dtype, compute_dtype
+from ..._torch_private import specialized
+from ...kernels.convolution import CONV_BY_DIMS
+from ...norms.frozen import eps_of, uses_running_statistics
+from ...norms.sync_batch_norm import sync_group
+from ..parts import Norm
+from ..stage.spec import encode
+
+
+class Stem(NamedTuple):
+    """The modules as they stand in a network, each of exactly the usual class."""
+
+    conv: _ConvNd
+    norm: Norm
+    relu: nn.Module
+    pool: _MaxPoolNd
+
+
+class StemSpec(NamedTuple):
+    """The settings of a stem as plain data, which its operators take as a string.
+
+    `dtype` is the convolution's, under autocast its lower precision; sums and statistics are in `accumulation_dtype`.
+    """
+
+    dtype: str
+    output_dtype: str
+    frozen: bool
+    eps: float
+    sync_group: str | None
+    conv: "Conv"
+    pool: "MaxPool"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def has_count(self) -> bool:
+        """Whether the processes of a sync group count their values."""
+        return self.sync_group is not None and not self.frozen
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.torch_dtype)
+
+    @property
+    def encoded(self) -> str:
+        """As the operators take it."""
+        *settings, conv, pool = self
+        return encode(*settings, tuple(conv), tuple(pool))
+
+
+@lru_cache(maxsize=256)
+def decode(text: str) -> StemSpec:
+    """The specification whose `encoded` this is."""
+    *settings, conv, pool = json.loads(text)
+    return StemSpec._make([*settings, Conv(*conv), MaxPool(*pool)])
+
+
+def read_spec(stem: Stem, x: Tensor) -> StemSpec:
+    """The settings of the four modules on x as they are now; a backward uses them even if they have changed since."""
+    conv, norm, _, pool = stem
+    assert not isinstance(conv.padding, str)  # `can_share_stem` refuses it
+    settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation
+    kernel_size, stride, padding, dilation = (_per_dim(setting, x.dim() - 2) for setting in settings)
+    group = sync_group(norm)
+    return StemSpec(
+        dtype=str(compute_dtype(x)).removeprefix("torch."),
+        output_dtype=str(output_dtype(x)).removeprefix("torch."),
+        frozen=uses_running_statistics(norm),
+        eps=specialized(float(eps_of(norm))),
+        sync_group=None if group is None else group.name,
+        conv=Conv(_integers(conv.stride), _integers(conv.padding), _integers(conv.dilation), int(conv.groups)),
+        pool=MaxPool(kernel_size, stride, padding, dilation, bool(pool.ceil_mode)),
+    )
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the stem's output: the convolution's, unless autocast changes it for the pooling (volumes on a
+    CPU)."""
+    pool = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}[x.dim()]
+    return pool(x.new_zeros([1] * x.dim(), dtype=compute_dtype(x)), 1).dtype
+
+
+def _per_dim(setting: int | tuple[int, ...], dims: int) -> list[int]:
+    return _integers(setting) if isinstance(setting, tuple) else [int(setting)] * dims
+
+
+def _integers(setting: Iterable[int]) -> list[int]:
+    """As Python's own numbers: modules take NumPy's too, which no operator takes."""
+    return list(map(int, setting))
+
+
+class Conv(NamedTuple):
+    """The settings of the convolution."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return CONV_BY_DIMS[x.dim() - 2](x, weight, bias, *self)
+
+    def backward(
+        self, grad_output: Tensor, x: Tensor, weight: Tensor, output_mask: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """grad_input, grad_weight and grad_bias; `output_mask` says which of them are needed."""
+        output_padding = [0] * len(self.stride)
+        settings = self.stride, self.padding, self.dilation, False, output_padding, self.groups
+        return torch.ops.aten.convolution_backward(grad_output, x, weight, [weight.shape[0]], *settings, output_mask)
+
+
+class MaxPool(NamedTuple):
+    """The settings of the pooling. Signals are pooled as images of one row, as PyTorch does it."""
+
+    kernel_size: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    ceil_mode: bool
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The maxima and their indices in the image's pixels, both (N, C, *pooled)."""
+        if values.dim() == 3:
+            maxima, indices = self._for_images().forward(values.unsqueeze(2))
+            return maxima.squeeze(2), indices.squeeze(2)
+        pool = F.max_pool2d if values.dim() == 4 else F.max_pool3d
+        return pool(values, *self, return_indices=True)
+
+    def backward(self, grad_output: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+        """grad_output scattered to `indices`, of the shape and memory format of `values`."""
+        if grad_output.dim() == 3:
+            tensors = (tensor.unsqueeze(2) for tensor in (grad_output, indices, values))
+            return self._for_images().backward(*tensors).squeeze(2)
+        name = f"max_pool{grad_output.dim() - 2}d_with_indices_backward"
+        return getattr(torch.ops.aten, name)(grad_output, values, *self, indices)
+
+    def pooled_size(self, size: Sequence[int]) -> list[int]:
+        """The spatial size of the pooled images; below 1 where there is none."""
+        sides = zip(size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        return [_pooled_side(*side, self.ceil_mode) for side in sides]
+
+    def _for_images(self) -> "MaxPool":
+        kernel_size, stride, padding, dilation, ceil_mode = self
+        return MaxPool([1, *kernel_size], [1, *stride], [0, *padding], [1, *dilation], ceil_mode)
+
+
+def _pooled_side(side: int, kernel_size: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """With `ceil_mode` the last window may end outside, but must begin inside or in the padding before the image."""
+    beyond_first = side + 2 * padding - dilation * (kernel_size - 1) - 1
+    if not ceil_mode:
+        return beyond_first // stride + 1
+    pooled = -(-beyond_first // stride) + 1
+    return pooled - 1 if (pooled - 1) * stride >= side + padding else pooled

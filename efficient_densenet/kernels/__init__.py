@@ -1,0 +1,101 @@
+"""The few kernels that the shared engine is made of: portable PyTorch, Triton for GPUs, Numba for CPUs.
+
+`kernels_for` is the only place that chooses between them; each set implements `interface.Kernels`.
+"""
+
+import functools
+import importlib
+import importlib.util
+import subprocess
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._tensors import accumulation_dtype
+from . import portable
+from .batch_norm import is_short
+from .interface import Kernels
+from .numba_cpu.host import openmp
+
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def kernels_for(values: Tensor) -> Kernels:
+    """The kernels for a stage whose features are `values`: those of the device where they can run, else portable."""
+    if triton_supports(values):
+        from .triton_gpu.host import operations as triton_kernels
+
+        return triton_kernels
+    if numba_supports(values):
+        from .numba_cpu.host import operations as numba_kernels
+
+        return numba_kernels
+    return portable
+
+
+def add_up_when_done(values: Tensor) -> bool:
+    """Whether `batch_norm_grad_input` adds up itself what it needs, so that no kernel before it has to."""
+    return kernels_for(values) is portable and is_short(values, accumulation_dtype(values.dtype))
+
+
+def kernel_set_name(values: Tensor) -> str:
+    """A name of the kernels that `kernels_for` returns, for a report."""
+    module: Any = kernels_for(values)
+    packages = module.__name__.split(".")
+    return "Triton" if "triton_gpu" in packages else "Numba" if "numba_cpu" in packages else "portable"
+
+
+def triton_supports(values: Tensor) -> bool:
+    """Whether the Triton kernels can run on `values`. Tensor subclasses may have no memory of their own: portable."""
+    return values.is_cuda and type(values) is Tensor and values.dtype in _TRITON_DTYPES and _has_triton(values.device)
+
+
+def numba_supports(values: Tensor) -> bool:
+    """Whether the Numba kernels can run on `values`."""
+    return values.device.type == "cpu" and type(values) is Tensor and values.dtype in _NUMBA_DTYPES and _has_numba()
+
+
+def numba_multiplies(dtype: torch.dtype) -> bool:
+    """Whether the Numba kernels multiply in this dtype, and do not widen it first. For where they can run."""
+    if dtype not in _NUMBA_DTYPES:
+        return False
+    return importlib.import_module(f"{__name__}.numba_cpu.host.products").product_of(dtype).operand is dtype
+
+
+@functools.cache
+def _has_numba() -> bool:
+    """Whether Numba is installed and works, and PyTorch exports the functions that its kernels call."""
+    if importlib.util.find_spec("numba") is None or not openmp.available():
+        return False
+    try:
+        importlib.import_module(f"{__name__}.numba_cpu.compiled.kernels").check()
+    except Exception as error:  # a Numba release that is too old or too new may fail in any way
+        warnings.warn(
+            f"Numba cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and supports the device, as it does NVIDIA's from compute capability 8.0 on."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        driver = importlib.import_module("triton.runtime").driver
+    except ImportError:
+        return False
+    try:
+        driver.active.get_current_device()  # the first use may compile the launcher, with the system's C compiler
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        warnings.warn(
+            f"Triton cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
+            stacklevel=2,
+        )
+        return False
+    return True

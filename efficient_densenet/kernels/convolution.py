@@ -1,0 +1,51 @@
+"""3×3 convolutions (3 or 3×3×3 in other dimensions) by PyTorch's operations, with padding = dilation.
+
+oneDNN is the fastest on a CPU for most sizes, but its calls take longer than the arithmetic on images of few pixels.
+PyTorch's own im2col convolution is faster there: PyTorch chooses it for one small image, and so does this file for
+several.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._torch_private import im2col_conv3x3, im2col_conv3x3_backward
+
+CONV_BY_DIMS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+"""The convolution for each number of spatial dimensions."""
+
+IM2COL_BYTES = 1 << 18
+"""The largest im2col matrix of images that are too small for oneDNN."""
+
+_conv_backward = torch.ops.aten.convolution_backward.default
+
+
+def conv3x3(images: Tensor, weight: Tensor, dilation: int) -> Tensor:
+    """The convolution of images in channels_last."""
+    if _by_im2col(images, dilation):
+        return im2col_conv3x3(images, weight)
+    return CONV_BY_DIMS[images.dim() - 2](images, weight, padding=dilation, dilation=dilation)
+
+
+def conv3x3_backward(
+    grad_output: Tensor, images: Tensor, weight: Tensor, dilation: int, needs_grad_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """grad_input, and grad_weight where it is needed."""
+    mask = [True, needs_grad_weight, False]
+    if _by_im2col(images, dilation):
+        weight = weight.contiguous(memory_format=torch.channels_last)
+        grad_input, grad_weight, _ = im2col_conv3x3_backward(grad_output, images, weight, mask)
+    else:
+        stride, output_padding, padding = ([size] * (images.dim() - 2) for size in (1, 0, dilation))
+        settings = None, stride, padding, padding, False, output_padding, 1, mask
+        grad_input, grad_weight, _ = _conv_backward(grad_output, images, weight, *settings)
+    return grad_input, grad_weight if needs_grad_weight else None
+
+
+def _by_im2col(images: Tensor, dilation: int) -> bool:
+    im2col_bytes = 9 * images.numel() * images.itemsize
+    return (
+        im2col_bytes <= IM2COL_BYTES
+        and (dilation, images.dim(), images.dtype) == (1, 4, torch.float32)  # others have no oneDNN, or no im2col
+        and images.is_cpu
+    )

@@ -1,0 +1,1 @@
+"""What Numba compiles: the kernels for CPUs and the functions that are inlined into them."""

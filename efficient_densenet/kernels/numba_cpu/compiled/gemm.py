@@ -1,0 +1,152 @@
+"""Matrix products of a tile, and the packing of weights for them.
+
+Products are made here because a tile's are so small that what a BLAS does before each takes a good part of its time.
+"""
+
+import math
+
+from ..host.compilation import subroutine
+from ..host.processor import has
+from .intrinsics import compiled, stack_bytes
+from .memory import PANEL_BYTES, cells, elements, itemsize, panel_columns, vnni_factor
+from .micro_kernel import register_block, register_blocks
+from .threads import partition
+
+_HAS_AVX512 = has("avx512")
+
+TILE_MULTIPLE = math.lcm(*register_blocks(_HAS_AVX512).values())
+"""A tile's buffers have rows for whole register blocks of any kind."""
+
+_K_BLOCK = 256
+"""So many terms of a sum are added at once: a panel of as many rows stays in the first-level cache."""
+
+_M_BLOCK = 96
+"""So many rows of C are computed for one panel after another, while their part of A stays in a cache: a multiple of
+every MR."""
+
+TRANSPOSE_BLOCK = 64
+"""So many channels of a weight are transposed at once, while what is read stays in a cache."""
+
+
+def _row_of_blocks(panels: int, blocks: dict[int, int], pairs: bool):
+    """What computes `m` rows and up to so many panels of columns of C, one register block after another. Strides are in
+    bytes."""
+    if panels not in blocks:
+        return None
+    rows = blocks[panels]
+    block, edge = (
+        register_block(rows, panels, pairs),
+        stack_bytes(PANEL_BYTES * max(mr * nr for nr, mr in blocks.items())),
+    )
+
+    @compiled
+    def row_of_blocks(m, n, k, a, a_row, a_column, b, b_row, b_panel, accumulate, c, c_row, zero):
+        width, buffer = PANEL_BYTES // itemsize(zero), edge(zero)
+        for top in range(0, m, rows):
+            count, out = min(rows, m - top), c + top * c_row
+            whole = count == rows and n == panels * width
+            target = (accumulate, out, c_row) if whole else (False, buffer, panels * PANEL_BYTES)
+            block(a + top * a_row, a_row, a_column, k, b, b_row, b_panel, *target, zero)
+            if not whole:
+                for i in range(count):
+                    output = elements(out + i * c_row, 0, n, zero)
+                    computed = elements(buffer, i * panels * width, n, zero)
+                    for j in range(n):
+                        output[j] = computed[j] + (output[j] if accumulate else zero)
+
+    return row_of_blocks
+
+
+def make_gemm(avx512: bool, pairs: bool = False):
+    """The GEMM for processors with AVX-512's registers or with fewer. `gemm` documents its parameters. With `pairs` it
+    is that of bfloat16s."""
+    one, two, three = (_row_of_blocks(panels, register_blocks(avx512), pairs) for panels in (1, 2, 3))
+
+    @compiled
+    def product(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
+        size = itemsize(zero)
+        width = PANEL_BYTES // size
+        b_row, b_panel = (b_row * size, PANEL_BYTES) if b_row else (PANEL_BYTES, k * PANEL_BYTES)
+        a_row, a_column, c_row = a_row * size, a_column * size, c_row * size
+        for start in range(0, k, _K_BLOCK):
+            depth, adds = min(_K_BLOCK, k - start), accumulate or start > 0
+            for first in range(0, m, _M_BLOCK):
+                rows, left = min(_M_BLOCK, m - first), 0
+                while left < n:
+                    panels = -(-(n - left) // width)
+                    of_a, of_b = a + first * a_row + start * a_column, b + start * b_row + left // width * b_panel
+                    out = c + first * c_row + left * size
+                    if avx512 and panels > 2 and panels != 4:
+                        columns = min(3 * width, n - left)
+                        three(rows, columns, depth, of_a, a_row, a_column, of_b, b_row, b_panel, adds, out, c_row, zero)
+                    elif avx512 and panels > 1:
+                        columns = min(2 * width, n - left)
+                        two(rows, columns, depth, of_a, a_row, a_column, of_b, b_row, b_panel, adds, out, c_row, zero)
+                    else:
+                        columns = min(width, n - left)
+                        one(rows, columns, depth, of_a, a_row, a_column, of_b, b_row, b_panel, adds, out, c_row, zero)
+                    left += columns
+
+    return product
+
+
+_product = make_gemm(_HAS_AVX512)
+_product_of_pairs = make_gemm(avx512=True, pairs=True)
+
+
+@subroutine(integers=11)
+def gemm(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
+    """C (m, n) = A (m, k) @ B (k, n), or C += A @ B.
+
+    a, b and c are addresses. A and B consist of cells, each as wide as an element of C and here one element; k and all
+    strides count them. A may be transposed (`a_row` = 1). B's row stride is 0 where B is
+    packed in panels. B is read by whole panels and A by whole register blocks: both must lie in memory that goes on
+    after them, whatever is there. Exactly m × n elements of C are written.
+
+    Kernels call it by its address, so that it is compiled once and not as a part of each.
+    """
+    _product(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
+
+
+@subroutine(integers=11)
+def gemm_bfloat16(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
+    """The same where a cell is a pair of bfloat16s that are adjacent in the sum, and C is float32: by AVX512-BF16."""
+    _product_of_pairs(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
+
+
+@compiled
+def pack_weight(weight, thread, threads, zero):
+    """Pack a weight (out_channels, in_channels, taps) into panels of operands, this thread's input channels of it.
+
+    Forward, B is (in_channels, taps · out_channels). Transposed, for the gradient of the input, it is
+    (taps · out_channels, in_channels), its taps in reverse. A panel holds `PANEL_BYTES` of every row of cells, one row
+    after another; cells beyond the last row and column are padded with zeros. The transposition goes by blocks of
+    `TRANSPOSE_BLOCK` channels.
+    """
+    channels, width, taps, operand = weight.in_channels, weight.out_channels, weight.taps, weight.operand
+    panel, factor = PANEL_BYTES // itemsize(zero), vnni_factor(operand, zero)
+    rows, columns = (taps * width, channels) if weight.transposed else (channels, taps * width)
+    cell_rows = cells(rows, operand, zero)
+    first, last = partition(channels, thread, threads)
+    values = elements(weight.weight, 0, width * channels * taps, weight.element)
+    packed = elements(weight.panels, 0, cell_rows * panel_columns(columns, zero) * factor, operand)
+    for start in range(first, last, TRANSPOSE_BLOCK):
+        stop = min(start + TRANSPOSE_BLOCK, last)
+        for k in range(taps):
+            for o in range(width):
+                at, row, column = o * channels * taps + k, (taps - 1 - k) * width + o, k * width + o
+                if weight.transposed:
+                    to, half = row // factor, row % factor
+                    for c in range(start, stop):
+                        packed[((c // panel * cell_rows + to) * panel + c % panel) * factor + half] = values[
+                            at + c * taps
+                        ]
+                else:
+                    to = column // panel * cell_rows * panel + column % panel
+                    for c in range(start, stop):
+                        packed[(to + c // factor * panel) * factor + c % factor] = values[at + c * taps]
+    if thread == 0:
+        for row in range(cell_rows * factor):
+            for column in range(columns if row < rows else 0, panel_columns(columns, zero)):
+                to = (column // panel * cell_rows + row // factor) * panel + column % panel
+                packed[to * factor + row % factor] = 0.0

@@ -1,0 +1,305 @@
+"""The kernels, one function for each; matrices, vectors and groups of arguments are those of `interface`.
+
+Every thread calls the kernel with the same record. It takes its part of the rows through all of it, one tile after
+another, and adds to partial sums of its own, which all threads reduce after a barrier. A tile's intermediate results
+lie in the thread's scratch and so in its nearest caches.
+"""
+
+import torch
+from numba import carray
+
+from ..host import arguments
+from ..host.compilation import compile_kernel, kernel
+from .accumulation import (
+    accumulate_affine_grad,
+    accumulate_pooled_relu_grad,
+    accumulate_relu_grad,
+    clear_sums,
+    reduce_sums,
+    sum_run,
+)
+from .affine import affine_relu, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
+from .convolution import (
+    add_grad_weight,
+    clear_grad_weight,
+    conv1x1_product,
+    conv3x3_product,
+    grad_activation,
+    reduce_grad_weight,
+    weight_columns,
+)
+from .gemm import gemm, pack_weight
+from .im2col import col2im, im2col
+from .intrinsics import compiled
+from .memory import buffer_stride_of, convert, copy, offset, pad_cells, stride_of
+from .pooling import pooled_affine_relu
+from .statistics import clear_statistics, reduce_statistics, update_statistics
+from .threads import barrier, partition, this_thread
+
+
+@kernel(arguments.BatchStatisticsArguments)
+def batch_statistics(record):
+    """The statistics of each channel of values (pixels, channels), by Chan's parallel variance."""
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    clear_statistics(args.statistics, thread)
+    for start in range(first, last, args.tile):
+        stop = min(start + args.tile, last)
+        update_statistics(args.statistics, args.values, thread, start, stop)
+    reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, args.zero)
+
+
+@kernel(arguments.BatchNormGradInputArguments)
+def batch_norm_grad_input(record):
+    """dx = r · (g − mean(g) − x̂ · mean(g · x̂)), all (pixels, channels)."""
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    stride, element = args.grad_input.row_stride, args.grad_input.element
+    output = offset(args.grad_input.data, first * stride, element)
+    batch_norm_grad_vectors(args.grad, thread, threads, args.zero)
+    barrier(args.openmp)
+    batch_norm_grad_rows(args.grad, first, last, output, stride, element, args.zero)
+
+
+@kernel(arguments.AffineBackwardArguments)
+def affine_backward(record):
+    """grad_accum += grad_scale · grad_output, Σ grad_output and Σ grad_output · values, all (pixels, channels)."""
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    stride, element, zero = args.grad_output.row_stride, args.grad_output.element, args.zero
+    clear_sums(args.gradients, thread)
+    for start in range(first, last, args.tile):
+        stop = min(start + args.tile, last)
+        grad = offset(args.grad_output.data, start * stride, element)
+        accumulate_affine_grad(args, args.gradients, sum_run(1), thread, start, stop, grad, stride, element, zero)
+    barrier(args.openmp)
+    reduce_sums(args.gradients, thread, threads, zero)
+
+
+@kernel(arguments.Conv1x1ForwardArguments)
+def conv1x1_forward(record):
+    """output (pixels, out_channels) = relu(scale · values + shift) @ weight.T, and optionally its statistics.
+
+    The affine map and ReLU are the product's prologue, the statistics its epilogue, a tile at a time.
+    """
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    conv, zero = args.conv, args.zero
+    activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
+    product = _product_buffer(activation, args.tile, conv.weight)
+    pack_weight(conv.weight, thread, threads, zero)
+    affine_vectors(conv.input, thread, threads, zero)
+    if args.statistics.channels:
+        clear_statistics(args.statistics, thread)
+    barrier(args.openmp)
+    for start in range(first, last, args.tile):
+        stop = min(start + args.tile, last)
+        affine_relu(conv.input, start, stop, activation, conv.weight.operand, zero)
+        conv1x1_product(conv, start, stop, activation, product, zero)
+        if args.statistics.channels:
+            update_statistics(args.statistics, conv.output, thread, start, stop)
+    if args.statistics.channels:
+        reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, zero)
+
+
+@kernel(arguments.PooledConv1x1ForwardArguments)
+def pooled_conv1x1_forward(record):
+    """output (pooled pixels, out_channels) = average_pool(relu(scale · values + shift)) @ weight.T."""
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    conv, zero = args.conv, args.zero
+    activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
+    product = _product_buffer(activation, args.tile, conv.weight)
+    operand, sums = conv.weight.operand, _row_buffer(args.scratch, thread, conv.input.channels, zero)
+    pack_weight(conv.weight, thread, threads, zero)
+    affine_vectors(conv.input, thread, threads, zero)
+    barrier(args.openmp)
+    for start in range(first, last, args.tile):
+        stop = min(start + args.tile, last)
+        pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
+        conv1x1_product(conv, start, stop, activation, product, zero)
+
+
+@kernel(arguments.Conv3x3ForwardArguments)
+def conv3x3_forward(record):
+    """output (pixels, out_channels) = conv3x3(relu(scale · values + shift)), and optionally its statistics.
+
+    The products (pixels, taps · out_channels) run `halo` rows ahead of the outputs that col2im sums from them; the last
+    ones stay for the next tile. A thread computes the halo around its rows itself.
+    """
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    conv, tile, halo, zero = args.conv, args.tile, args.halo, args.zero
+    columns = weight_columns(conv.weight, zero)
+    activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
+    products = _product_buffer(activation, tile, conv.weight)
+    row_sums = _row_buffer(args.scratch, thread, conv.weight.out_channels, zero)
+    origin = done = max(0, first - halo)  # the row that products begin with, and the one that they end before
+    pack_weight(conv.weight, thread, threads, zero)
+    affine_vectors(conv.input, thread, threads, zero)
+    if args.statistics.channels:
+        clear_statistics(args.statistics, thread)
+    barrier(args.openmp)
+    for start in range(first, last, tile):
+        stop = min(start + tile, last)
+        if start - halo > origin:  # earlier products are no longer needed
+            needed = offset(products, (start - halo - origin) * columns, zero)
+            copy(needed, products, (done - start + halo) * columns, zero)
+            origin = start - halo
+        end = min(args.rows, stop + halo)
+        while done < end:
+            rows, output = min(tile, end - done), offset(products, (done - origin) * columns, zero)
+            affine_relu(conv.input, done, done + rows, activation, conv.weight.operand, zero)
+            conv3x3_product(conv.weight, rows, activation, output, columns, zero)
+            done += rows
+        width = conv.weight.out_channels
+        col2im(args.images, args.dilation, products, origin, start, stop, conv.output, width, row_sums, zero)
+        if args.statistics.channels:
+            update_statistics(args.statistics, conv.output, thread, start, stop)
+    if args.statistics.channels:
+        reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, zero)
+
+
+@kernel(arguments.Conv1x1BackwardArguments)
+def conv1x1_backward(record):
+    """The gradient behind a bottleneck's batch norm, from there to the weight and the input of its 1×1 convolution.
+
+    grad = dx of `batch_norm_grad_input` (pixels, out_channels), grad_weight = grad.T @ relu(scale · values + shift) and
+    grad_accum += grad_scale · relu'(scale · values + shift) · (grad @ weight). While the tile is in cache,
+    `next_bottleneck` is computed too; its output may overwrite what grad is computed from.
+    """
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    conv, following, zero = args.conv, args.next_bottleneck, args.zero
+    batch_norm_grad_vectors(args.grad_output, thread, threads, zero)
+    stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
+    pack_weight(conv.weight, thread, threads, zero)
+    affine_vectors(conv.input, thread, threads, zero)
+    clear_sums(conv.gradients, thread)
+    if conv.grad_weight.result:
+        clear_grad_weight(conv, thread, zero)
+    if following.output.data:
+        pack_weight(following.weight, thread, threads, zero)
+        affine_vectors(following.input, thread, threads, zero)
+    barrier(args.openmp)
+    for start in range(first, last, args.tile):
+        stop = min(start + args.tile, last)
+        batch_norm_grad_rows(args.grad_output, start, stop, grad, stride, conv.weight.operand, zero)
+        pad_cells(grad, stop - start, stride, args.grad_output.channels, conv.weight.operand, zero)
+        if conv.grad_weight.result:
+            affine_relu(conv.input, start, stop, activation, conv.weight.operand, zero)
+            add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
+        grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
+        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero, zero)
+        if following.output.data:
+            affine_relu(following.input, start, stop, activation, following.weight.operand, zero)
+            conv1x1_product(following, start, stop, activation, grad, zero)
+    barrier(args.openmp)
+    reduce_sums(conv.gradients, thread, threads, zero)
+    if conv.grad_weight.result:
+        reduce_grad_weight(conv, thread, threads, zero)
+
+
+@kernel(arguments.Conv3x3BackwardArguments)
+def conv3x3_backward(record):
+    """The gradient of a 3×3 convolution's weight and input, from grad_output (pixels, out_channels).
+
+    With columns = im2col(grad_output), (pixels, taps · out_channels): grad_weight = columns.T @ relu(scale · values +
+    shift), its taps in reverse, and grad_accum += grad_scale · relu'(…) · (columns @ transposed weight).
+    """
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    conv, zero = args.conv, args.zero
+    stride, columns, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
+    pack_weight(conv.weight, thread, threads, zero)
+    affine_vectors(conv.input, thread, threads, zero)
+    clear_sums(conv.gradients, thread)
+    if conv.grad_weight.result:
+        clear_grad_weight(conv, thread, zero)
+    barrier(args.openmp)
+    for start in range(first, last, args.tile):
+        stop = min(start + args.tile, last)
+        width, operand = conv.weight.out_channels, conv.weight.operand
+        im2col(args.images, args.dilation, args.grad_output, width, start, stop, columns, stride, operand, zero)
+        if conv.grad_weight.result:
+            affine_relu(conv.input, start, stop, activation, conv.weight.operand, zero)
+            add_grad_weight(conv, thread, args.tile, stop - start, activation, columns, stride, zero)
+        grad_stride = grad_activation(conv.weight, stop - start, columns, stride, activation, zero)
+        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero, zero)
+    barrier(args.openmp)
+    reduce_sums(conv.gradients, thread, threads, zero)
+    if conv.grad_weight.result:
+        reduce_grad_weight(conv, thread, threads, zero)
+
+
+@kernel(arguments.PooledConv1x1BackwardArguments)
+def pooled_conv1x1_backward(record):
+    """The gradient of a pooled 1×1 convolution's weight and input, from grad_output (pooled pixels, out_channels).
+
+    The weight is divided by the number of pixels in a window, each of which gets grad @ weight: grad_accum +=
+    grad_scale · relu'(scale · values + shift) · (grad @ weight). grad_weight = grad.T @ average_pool(relu(…)).
+    """
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    conv, zero = args.conv, args.zero
+    stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
+    operand, sums = conv.weight.operand, _row_buffer(args.scratch, thread, conv.input.channels, zero)
+    pack_weight(conv.weight, thread, threads, zero)
+    affine_vectors(conv.input, thread, threads, zero)
+    clear_sums(conv.gradients, thread)
+    if conv.grad_weight.result:
+        clear_grad_weight(conv, thread, zero)
+    barrier(args.openmp)
+    for start in range(first, last, args.tile):
+        stop = min(start + args.tile, last)
+        width = conv.weight.out_channels
+        for row in range(start, stop):
+            given = offset(args.grad_output.data, row * width, args.grad_output.element)
+            convert(given, args.grad_output.element, offset(grad, (row - start) * stride, operand), operand, width)
+        pad_cells(grad, stop - start, stride, width, operand, zero)
+        if conv.grad_weight.result:
+            pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
+            add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
+        rows, run = stop - start, sum_run(args.window)
+        grad_stride = grad_activation(conv.weight, rows, grad, stride, activation, zero)
+        accumulate_pooled_relu_grad(args, conv.gradients, run, thread, start, stop, activation, grad_stride, zero, zero)
+    barrier(args.openmp)
+    reduce_sums(conv.gradients, thread, threads, zero)
+    if conv.grad_weight.result:
+        reduce_grad_weight(conv, thread, threads, zero)
+
+
+@compiled
+def _backward_buffers(scratch, tile, weight, thread, zero):
+    """The row stride in operands and address of a tile's gradient (rows, taps · out_channels), and its activation's
+    address."""
+    columns, operand = weight_columns(weight, zero), weight.operand
+    grad = offset(scratch.data, thread * scratch.thread_stride, zero)
+    return stride_of(columns, operand), grad, offset(grad, tile * buffer_stride_of(columns, operand, zero), zero)
+
+
+@compiled
+def _product_buffer(activation, tile, weight):
+    """The address after a tile's activation (rows, in_channels)."""
+    return offset(activation, tile * stride_of(weight.in_channels, weight.operand), weight.operand)
+
+
+@compiled
+def _row_buffer(scratch, thread, count, zero):
+    """The last elements of the thread's scratch."""
+    return offset(scratch.data, (thread + 1) * scratch.thread_stride - count, zero)
+
+
+def check() -> None:
+    """Raise whatever Numba raises where it cannot compile kernels."""
+    compile_kernel(gemm, torch.float32)
+    compile_kernel(conv1x1_backward, torch.float32)

@@ -1,0 +1,349 @@
+"""The arguments of each kernel: a record for each, made of groups that several kernels share.
+
+A record and its groups are written here as annotated classes. A kernel reads them as a NumPy structured dtype: an
+integer or an `Address` is an int64, a group a nested record, all zeros where it is absent. At the end lies `zero`, the
+0 of the dtype of the kernel's arithmetic. An `Element` takes no memory: it tells the kernel the dtype of the group's
+elements, which may be narrower; so does an `Operand`, of what products multiply.
+
+The host writes a record as one flat tuple of `Fields`, since each launch takes the time to write one: integers, and the
+tensors whose addresses the kernel reads. The tuple keeps those alive, which may be copies: an input that does not lie
+in memory as a kernel reads it is copied. An output must lie so.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from ...._tensors import as_dtype
+from ... import interface
+from .records import Element, Operand
+
+REMEMBERED_SIZES = 4096
+"""What follows from sizes is computed once for so many different ones: they are the same in every step."""
+
+Address = int
+
+Fields = tuple[int | Tensor, ...]
+"""What the host writes for a group: its integers and, for each address, a tensor or the address itself."""
+
+
+class OpenMP:
+    """Addresses of functions, from `openmp.functions`."""
+
+    thread_number: Address
+    num_threads: Address
+    barrier: Address
+
+
+class Matrix:
+    """(pixels, channels); every row is contiguous, row_stride counts elements.
+
+    Matrices of statistics and of sums are in the dtype of the arithmetic, whatever `element` says.
+    """
+
+    data: Address
+    row_stride: int
+    element: Element
+
+    @staticmethod
+    def of(tensor: Tensor) -> Fields:
+        row_stride, channel_stride = tensor.stride()
+        if channel_stride == 1 or tensor.shape[1] == 1:
+            return tensor, row_stride
+        tensor = tensor.contiguous()
+        return tensor, tensor.stride(0)
+
+    @staticmethod
+    def output(tensor: Tensor) -> Fields:
+        row_stride, channel_stride = tensor.stride()
+        contiguous = channel_stride == 1 or tensor.shape[1] == 1
+        assert contiguous, f"a matrix cannot be written: its strides are {tensor.stride()}"
+        return tensor, row_stride
+
+
+class ContiguousMatrix:
+    """(pixels, channels)."""
+
+    data: Address
+    element: Element
+
+
+class Scratch:
+    """`thread_stride` elements for each thread."""
+
+    data: Address
+    thread_stride: int
+
+
+class Norm:
+    """Vectors (channels,) of a batch norm, all in the dtype of the arithmetic; `mean` is absent where the values are
+    stored centered."""
+
+    weight: Address
+    bias: Address
+    inv_std: Address
+    mean: Address | None
+
+    @staticmethod
+    def of(norm: interface.BatchNormAffine) -> Fields:
+        mean, dtype = 0 if norm.mean is None else norm.mean.contiguous(), norm.inv_std.dtype
+        parameters = as_dtype(norm.weight, dtype).contiguous(), as_dtype(norm.bias, dtype).contiguous()
+        return *parameters, norm.inv_std.contiguous(), mean
+
+
+class AffineInput:
+    """relu(scale · values + shift) of values (pixels, channels). The kernel computes scale and shift, (channels,) each,
+    into scratch."""
+
+    values: Matrix
+    channels: int
+    norm: Norm
+    scale: Address
+    shift: Address
+
+    @staticmethod
+    def of(input: interface.AffineInput, vectors: Address) -> Fields:
+        """`vectors` is the address of scratch for both."""
+        values, norm = input
+        channels = values.shape[1]
+        return *Matrix.of(values), channels, *Norm.of(norm), vectors, vectors + channels * norm.inv_std.itemsize
+
+
+class PackedWeight:
+    """A convolution's weight (out_channels, in_channels, taps), scratch for its packed panels of operands, and the
+    address of the GEMM that reads them."""
+
+    weight: Address
+    panels: Address
+    out_channels: int
+    in_channels: int
+    taps: int
+    transposed: int
+    gemm: Address
+    element: Element
+    operand: Operand
+
+    @staticmethod
+    def of(weight: Tensor, panels: Address, transposed: bool, gemm: Address) -> Fields:
+        return weight.contiguous(), panels, *conv_sizes(weight.shape), transposed, gemm
+
+
+class ConvForward:
+    """What a 1×1, 3×3 or pooled 1×1 convolution reads, its weight, and its output (pixels, out_channels)."""
+
+    input: AffineInput
+    weight: PackedWeight
+    output: Matrix
+
+
+class Statistics:
+    """The rows of a matrix of statistics (3, channels), the address of eps in float64, and each thread's partials
+    (threads, STATISTICS_ROWS, channels)."""
+
+    partials: Address
+    matrix: Matrix
+    channels: int
+    eps: Address
+
+
+class NormGradients:
+    """grad_bias and grad_weight of a norm (channels,), the `sums` (2, channels) to which they are added times γ, unless
+    absent, and each thread's partials of Σ grad and Σ grad · values (threads, 2, channels) in float64."""
+
+    partials: Address
+    grad_bias: Address
+    grad_weight: Address
+    channels: int
+    norm: Norm
+    sums: Matrix | None
+
+    @staticmethod
+    def of(accumulator: interface.GradAccumulator, partials: Address) -> Fields:
+        norm, sums = accumulator.norm, accumulator.sums
+        matrix = (0, 0) if sums is None else Matrix.output(sums)
+        return partials, norm.grad_bias, norm.grad_weight, norm.inv_std.shape[0], *Norm.of(norm), *matrix
+
+
+class GradWeight:
+    """grad_weight, and each thread's split-K partial sums of its transpose (threads, in_channels, padded columns)."""
+
+    partials: Address
+    result: Address
+
+
+class GradAccumulator:
+    """grad_accum += grad_scale · grad, or `=` with `overwrite`."""
+
+    grad_scale: Address
+    grad_accum: Matrix
+    overwrite: int
+
+    @staticmethod
+    def of(accumulator: interface.GradAccumulator, scale: Address | Tensor) -> Fields:
+        """`scale` is that of the norm, for a frozen one."""
+        norm = accumulator.norm
+        grad_scale = scale if accumulator.frozen else as_dtype(norm.weight, norm.inv_std.dtype).contiguous()
+        return grad_scale, *Matrix.output(accumulator.grad_accum), accumulator.overwrite
+
+
+class BatchNormBackward:
+    """grad_input = slope · values + constant + inv_std · grad_accum, or grad_accum alone where there are no `sums`.
+
+    The kernel computes slope and constant into scratch, from `sums` (2, channels) over `count` rows.
+    """
+
+    values: Matrix
+    channels: int
+    inv_std: Address
+    mean: Address | None
+    sums: Matrix | None
+    count: int
+    slope: Address
+    constant: Address
+    grad_accum: Matrix
+
+    @staticmethod
+    def of(grad: interface.BatchNormBackward, vectors: Address) -> Fields:
+        """`vectors` is the address of scratch for slope and constant."""
+        values, inv_std, sums = grad.values, grad.inv_std, grad.sums
+        channels, itemsize = values.shape[1], values.itemsize
+        if inv_std is None or sums is None:
+            norm = 0, 0, 0, 0
+        else:
+            itemsize = inv_std.itemsize
+            norm = inv_std.contiguous(), 0 if grad.mean is None else grad.mean.contiguous(), *Matrix.of(sums)
+        scratch = vectors, vectors + channels * itemsize
+        return *Matrix.of(values), channels, *norm, grad.count, *scratch, *Matrix.of(grad.grad_accum)
+
+
+class Images:
+    """The sides of an image. Those with fewer than three have depth 1, or depth 1 and height 1, and say so: a window of
+    a convolution or of pooling does not extend in a dimension that there is not."""
+
+    depth: int
+    height: int
+    width: int
+    has_depth: int
+    has_height: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=REMEMBERED_SIZES)
+    def of(shape: torch.Size) -> Fields:
+        return *(1,) * (4 - len(shape)), *shape[1:], len(shape) > 3, len(shape) > 2
+
+
+class ConvBackward:
+    """What the backward of every convolution reads and writes. `grad_weight` is absent where it is not needed."""
+
+    input: AffineInput
+    weight: PackedWeight
+    accumulator: GradAccumulator
+    gradients: NormGradients
+    grad_weight: GradWeight | None
+
+
+class BatchStatisticsArguments:
+    openmp: OpenMP
+    rows: int
+    tile: int
+    values: Matrix
+    statistics: Statistics
+
+
+class BatchNormGradInputArguments:
+    openmp: OpenMP
+    rows: int
+    grad: BatchNormBackward
+    grad_input: Matrix
+
+
+class AffineBackwardArguments:
+    openmp: OpenMP
+    rows: int
+    tile: int
+    grad_output: Matrix
+    values: Matrix
+    accumulator: GradAccumulator
+    gradients: NormGradients
+
+
+class Conv1x1ForwardArguments:
+    """`statistics` of the output are optional."""
+
+    openmp: OpenMP
+    rows: int
+    tile: int
+    scratch: Scratch
+    conv: ConvForward
+    statistics: Statistics | None
+
+
+class Conv1x1BackwardArguments:
+    """`next_bottleneck` is optional."""
+
+    openmp: OpenMP
+    rows: int
+    tile: int
+    scratch: Scratch
+    conv: ConvBackward
+    grad_output: BatchNormBackward
+    next_bottleneck: ConvForward | None
+
+
+class Conv3x3ForwardArguments:
+    """`halo` rows before and after its own are what a thread's output depends on. `statistics` are optional."""
+
+    openmp: OpenMP
+    rows: int
+    tile: int
+    scratch: Scratch
+    images: Images
+    dilation: int
+    halo: int
+    conv: ConvForward
+    statistics: Statistics | None
+
+
+class Conv3x3BackwardArguments:
+    openmp: OpenMP
+    rows: int
+    tile: int
+    scratch: Scratch
+    images: Images
+    dilation: int
+    conv: ConvBackward
+    grad_output: ContiguousMatrix
+
+
+class PooledConv1x1ForwardArguments:
+    """`rows` are those of the output; `images` and `window` (of how many pixels an average is) belong to the input."""
+
+    openmp: OpenMP
+    rows: int
+    tile: int
+    scratch: Scratch
+    images: Images
+    window: int
+    conv: ConvForward
+
+
+class PooledConv1x1BackwardArguments:
+    """The weight is already divided by the window's number of pixels."""
+
+    openmp: OpenMP
+    rows: int
+    tile: int
+    scratch: Scratch
+    images: Images
+    window: int
+    conv: ConvBackward
+    grad_output: ContiguousMatrix
+
+
+@functools.lru_cache(maxsize=REMEMBERED_SIZES)
+def conv_sizes(weight_shape: torch.Size) -> tuple[int, int, int]:
+    """The out_channels, in_channels and taps of a convolution's weight."""
+    out_channels, in_channels, *kernel_size = weight_shape
+    return out_channels, in_channels, math.prod(kernel_size)

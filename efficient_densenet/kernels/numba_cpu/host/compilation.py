@@ -1,0 +1,144 @@
+"""Compiles kernels with Numba, or loads them from disk: the one place where a kernel's machine code comes from.
+
+Numba links all that a process compiles or loads, by names that count the functions and types that it has compiled.
+Kernels of several processes may have one name for different functions, of which its linker keeps the first. So a kernel
+is stored as the object file that Numba compiles, which holds all functions that the kernel calls, and is linked by
+itself: no kernel sees the names of another, whatever process compiled it.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.resources
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+import torch
+from numba import from_dtype, types
+from numba.core import config
+from numba.core.registry import cpu_target
+from numba.core.typing.ctypes_utils import to_ctypes
+from numba.core.typing.templates import Signature
+
+from ..compiled.intrinsics import COMPILE_OPTIONS
+from . import disk_cache
+from .processor import features
+from .records import packer, record_dtype
+
+ARITHMETIC = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
+"""The dtypes of matrices that kernels are compiled for, and those of the arithmetic."""
+
+_ELEMENT = {torch.bfloat16: np.uint16}
+"""What stands for a dtype that NumPy does not know."""
+
+
+class Kernel(NamedTuple):
+    """A function that is called by its address, and its signature for the dtypes of the arithmetic, of matrices and of
+    products' operands. `pack` writes a kernel's record."""
+
+    function: Callable
+    signature: Callable[[np.dtype, np.dtype, np.dtype], Signature]
+    pack: Callable[..., bytes] | None = None
+
+
+def kernel(arguments: type) -> Callable[[Callable], Kernel]:
+    """Decorates a kernel: each thread calls it with the address of a record of these arguments."""
+    return _decorate(
+        lambda *dtypes: types.void(types.CPointer(from_dtype(record_dtype(arguments, *dtypes)))), packer(arguments)
+    )
+
+
+def subroutine(integers: int) -> Callable[[Callable], Kernel]:
+    """Decorates what kernels call, with so many integers and `zero`, through `intrinsics.call_subroutine`."""
+    return _decorate(lambda zero, element, operand: types.void(*[types.intp] * integers, from_dtype(zero)))
+
+
+def _decorate(
+    signature: Callable[[np.dtype, np.dtype, np.dtype], Signature], pack: Callable[..., bytes] | None = None
+) -> Callable[[Callable], Kernel]:
+    return lambda function: Kernel(function, signature, pack)
+
+
+class ObjectFile(NamedTuple):
+    """An ELF object file of one kernel and all that it calls, and the name of the kernel in it."""
+
+    kernel: bytes
+    code: bytes
+
+
+class CompiledKernel:
+    """A kernel's machine code in memory.
+
+    Attributes:
+        address: where the host or another kernel calls it.
+        from_disk: whether an earlier process compiled it.
+    """
+
+    def __init__(self, file: ObjectFile, signature: Signature, from_disk: bool) -> None:
+        machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+        self._linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)  # owns the machine code
+        self._linker.add_object_file(llvm.ObjectFileRef.from_data(file.code))
+        self._linker.finalize_object()
+        self.address = self._linker.get_function_address(file.kernel.decode())
+        self._signature, self.from_disk = signature, from_disk
+
+    @property
+    def ctypes(self) -> Callable[..., None]:
+        """The kernel as a function of Python."""
+        arguments: list[Any] = [to_ctypes(argument) for argument in self._signature.args]
+        return ctypes.CFUNCTYPE(None, *arguments)(self.address)
+
+
+@functools.cache
+def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
+    """The kernel for matrices of this dtype: from disk if it was compiled before, where it is kept and unharmed.
+
+    The operands of products are in the dtype of the arithmetic, or in a narrower one.
+    """
+    arithmetic = ARITHMETIC[dtype]
+    signature = kernel.signature(*(_numpy_dtype(each) for each in (arithmetic, dtype, operand or arithmetic)))
+    name, key = kernel.function.__name__, _key(kernel.function, signature)
+    stored = disk_cache.load(name, key)
+    if stored is not None:
+        _target().refresh()  # registers what object files call of Numba's runtime
+        return CompiledKernel(ObjectFile(*stored.split(b"\0", 1)), signature, from_disk=True)
+    file = _compile(kernel.function, signature)
+    disk_cache.store(name, key, b"\0".join(file))
+    return CompiledKernel(file, signature, from_disk=False)
+
+
+def _compile(function: Callable, signature: Signature) -> ObjectFile:
+    compiled: Any = numba.cfunc(signature, **COMPILE_OPTIONS)(function)
+    library = compiled._library
+    assert not library.has_dynamic_globals, f"{function.__name__} encloses an address of this process"
+    _name, _kind, (code, _bitcode) = library.serialize_using_object_code()
+    return ObjectFile(compiled.native_name.encode(), code)
+
+
+def _key(function: Callable, signature: Signature) -> bytes:
+    """All that the object file depends on."""
+    target = _target().codegen().magic_tuple(), features()
+    options = [getattr(config, name) for name in ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK")]
+    versions = numba.__version__, llvmlite.__version__, _hash_of_sources()
+    return repr((function.__module__, function.__qualname__, str(signature), target, options, versions)).encode()
+
+
+def _target() -> Any:
+    return cpu_target.target_context
+
+
+@functools.cache
+def _hash_of_sources() -> str:
+    """Of all files of both folders: a kernel calls functions from many of them, on records that the host packs."""
+    package = importlib.resources.files(__name__.rpartition(".host.")[0])
+    files = [(side, file) for side in ("compiled", "host") for file in (package / side).iterdir()]
+    sources = sorted((side, file.name, file.read_bytes()) for side, file in files if file.name.endswith(".py"))
+    return hashlib.sha256(repr(sources).encode()).hexdigest()
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return np.dtype(_ELEMENT.get(dtype) or str(dtype).removeprefix("torch."))

@@ -1,0 +1,339 @@
+"""`interface.Kernels` for CPUs: what `portable` does in fewer passes, by kernels that Numba compiles.
+
+Matrices are float32, float64 or bfloat16; with the last, arithmetic and the sums of products are float32. Each
+operation is one parallel region of PyTorch's own OpenMP threads. What is rare (mixed precisions, very large
+weights) or memory-bound in one pass (`affine_forward`) is left to `portable`.
+
+On small inputs the time of an operation is that of the Python here. So whatever follows from sizes is remembered
+(`tiling`), an operation takes its scratch memory at once, and allocates only what it returns.
+"""
+
+import functools
+import typing
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ... import portable, scratch
+from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
+from ...portable import halved
+from ..compiled import kernels
+from . import arguments, openmp, tiling
+from .arguments import Fields
+from .compilation import ARITHMETIC, Kernel, compile_kernel
+from .products import product_of
+from .records import absent
+from .tiling import Tiles
+
+affine_forward = portable.affine_forward
+
+TILE = 192
+"""Rows: enough of them for a good matrix product, few enough for the caches."""
+
+WEIGHT_BYTES = 3 << 19
+"""The largest weight. A larger one is evicted from the nearest caches between tiles, of which portable makes fewer."""
+
+_CPU = torch.device("cpu")
+
+_INTEGERS = {int, bool}
+"""The types of a field that is no tensor: to look one up takes half the time of `isinstance`, 40 times a launch."""
+
+
+def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
+    rows, channels = values.shape
+    tiles = tiling.for_statistics(*_limits(), rows, channels)
+    memory = _scratch(tiles, values.dtype)
+    record = (
+        *(*_openmp(), rows, tiles.rows, *arguments.Matrix.of(values)),
+        *_statistics(statistics, memory, tiles),
+    )
+    _run(kernels.batch_statistics, values.dtype, tiles.threads, record)
+
+
+def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
+    values = grad.values
+    grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
+    tiles = tiling.for_grad_input(*_limits(), *values.shape, ARITHMETIC[values.dtype].itemsize)
+    memory = _scratch(tiles, values.dtype)
+    record = (
+        *(*_openmp(), values.shape[0], *arguments.BatchNormBackward.of(grad, memory.data_ptr() + tiles.grad_vectors)),
+        *arguments.Matrix.output(grad_input),
+    )
+    _run(kernels.batch_norm_grad_input, values.dtype, tiles.threads, record)
+    return grad_input
+
+
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
+    values = input.values
+    if grad_output.dtype != values.dtype or not _has_arithmetic(input, values.dtype):
+        portable.affine_backward(grad_output, input, accumulator)
+        return
+    rows, channels = values.shape
+    tiles = tiling.for_affine_backward(*_limits(), rows, channels, input.dtype.itemsize)
+    _new_norm_gradients(accumulator)
+    memory = _scratch(tiles, values.dtype)
+    scale = input.scale if accumulator.frozen else 0
+    record = (
+        *(*_openmp(), rows, tiles.rows),
+        *(*arguments.Matrix.of(grad_output), *arguments.Matrix.of(values)),
+        *arguments.GradAccumulator.of(accumulator, scale),
+        *arguments.NormGradients.of(accumulator, memory.data_ptr() + tiles.partials),
+    )
+    _run(kernels.affine_backward, values.dtype, tiles.threads, record)
+
+
+def conv1x1_forward(conv: Conv1x1) -> None:
+    if not _supported(conv.input, conv.weight):
+        return portable.conv1x1_forward(conv)
+    return _conv1x1(conv, None)
+
+
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
+    if not _supported(conv.input, conv.weight):
+        return portable.conv1x1_forward_with_statistics(conv, statistics)
+    return _conv1x1(conv, statistics)
+
+
+def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
+    rows, weight = conv.input.values.shape[0], conv.weight
+    settings = rows, weight.shape, *_itemsizes(weight), statistics is not None
+    tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
+    memory = _scratch(tiles, weight.dtype)
+    record = (
+        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
+        *(*_conv(*conv, memory, tiles), *_statistics(statistics, memory, tiles)),
+    )
+    _run(kernels.conv1x1_forward, weight.dtype, tiles.threads, record)
+
+
+def conv1x1_backward(
+    grad_output: BatchNormBackward,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    next_bottleneck: Conv1x1 | None = None,
+) -> Tensor | None:
+    if not _supported(input, weight):
+        return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
+    rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
+    settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
+    tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
+    memory = _scratch(tiles, weight.dtype)
+    next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
+    record = (
+        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
+        *_conv_backward(input, weight, accumulator, grad_weight, memory, tiles),
+        *arguments.BatchNormBackward.of(grad_output, memory.data_ptr() + tiles.grad_vectors),
+        *(next_conv or absent(arguments.ConvForward)),
+    )
+    _run(kernels.conv1x1_backward, weight.dtype, tiles.threads, record)
+    return grad_weight
+
+
+def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    if not _supported(input, weight):
+        return portable.conv3x3_forward(input, weight, shape, dilation)
+    return _conv3x3(input, weight, shape, dilation, None)
+
+
+def conv3x3_forward_with_statistics(
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+) -> Tensor:
+    if not _supported(input, weight):
+        return portable.conv3x3_forward_with_statistics(input, weight, shape, dilation, statistics)
+    return _conv3x3(input, weight, shape, dilation, statistics)
+
+
+def _conv3x3(
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput | None
+) -> Tensor:
+    rows, halo = input.values.shape[0], tiling.halo(shape, dilation)
+    settings = rows, weight.shape, *_itemsizes(weight), statistics is not None, 1, halo, _is_narrow(weight)
+    tiles, output = tiling.for_forward(*_limits(), *settings), weight.new_empty(rows, weight.shape[0])
+    memory = _scratch(tiles, weight.dtype)
+    record = (
+        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation, halo),
+        *(*_conv(input, weight, output, memory, tiles), *_statistics(statistics, memory, tiles)),
+    )
+    _run(kernels.conv3x3_forward, weight.dtype, tiles.threads, record)
+    return output
+
+
+def conv3x3_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    dilation: int = 1,
+) -> Tensor | None:
+    if not _supported(input, weight):
+        return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
+    rows, grad_weight = input.values.shape[0], _new_gradients(weight, accumulator)
+    tiles = tiling.for_backward(*_limits(), rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight)
+    memory = _scratch(tiles, weight.dtype)
+    record = (
+        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
+        *(*_conv_backward(input, weight, accumulator, grad_weight, memory, tiles), grad_output.contiguous()),
+    )
+    _run(kernels.conv3x3_backward, weight.dtype, tiles.threads, record)
+    return grad_weight
+
+
+def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
+    if not _supported(input, weight):
+        return portable.pooled_conv1x1_forward(input, weight, shape)
+    rows, pooled_rows, window = input.values.shape[0], halved(shape).numel(), 2 ** (len(shape) - 1)
+    settings = rows, weight.shape, *_itemsizes(weight), False, window
+    tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
+    memory, output = _scratch(tiles, weight.dtype), weight.new_empty(pooled_rows, weight.shape[0])
+    record = (
+        *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
+        *_conv(input, weight, output, memory, tiles),
+    )
+    _run(kernels.pooled_conv1x1_forward, weight.dtype, tiles.threads, record)
+    return output
+
+
+def pooled_conv1x1_backward(
+    grad_output: Tensor, input: AffineInput, weight: Tensor, accumulator: GradAccumulator, shape: torch.Size
+) -> Tensor | None:
+    if not _supported(input, weight):
+        return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
+    if accumulator.overwrite and any(side % 2 for side in shape[1:]):
+        accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
+    rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
+    settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window
+    tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
+    memory = _scratch(tiles, weight.dtype)
+    record = (
+        *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
+        *_conv_backward(input, weight / window, accumulator, grad_weight, memory, tiles),
+        grad_output.contiguous(),
+    )
+    _run(kernels.pooled_conv1x1_backward, weight.dtype, tiles.threads, record)
+    return grad_weight
+
+
+def _supported(input: AffineInput, weight: Tensor) -> bool:
+    """Whether all matrices are in one dtype and the weight not too large.
+
+    The gradient of a single channel is a product with a vector, for which PyTorch has a routine that sums more exactly.
+    """
+    one_dtype = weight.dtype == input.values.dtype and _has_arithmetic(input, weight.dtype)
+    return one_dtype and weight.numel() * input.dtype.itemsize <= WEIGHT_BYTES and weight.shape[1] > 1
+
+
+def _has_arithmetic(input: AffineInput, dtype: torch.dtype) -> bool:
+    """Whether the input has the dtypes of kernels for matrices of this one. A norm's parameters may have either."""
+    arithmetic, norm = ARITHMETIC.get(dtype), input.norm
+    return (
+        input.dtype == arithmetic and norm.weight.dtype == norm.bias.dtype and norm.weight.dtype in (arithmetic, dtype)
+    )
+
+
+def _is_narrow(weight: Tensor) -> bool:
+    return weight.dtype is not ARITHMETIC[weight.dtype]
+
+
+def _itemsizes(weight: Tensor) -> tuple[int, int]:
+    """Of the arithmetic and of products' operands."""
+    return ARITHMETIC[weight.dtype].itemsize, product_of(weight.dtype).operand.itemsize
+
+
+def _limits() -> tuple[int, int]:
+    """The most rows of a tile, and the most threads."""
+    return TILE, torch.get_num_threads()
+
+
+def _scratch(tiles: Tiles, dtype: torch.dtype) -> Tensor:
+    """Memory for whatever is temporary, which the caller holds while the kernel for matrices of `dtype` runs."""
+    dtype = ARITHMETIC[dtype]
+    return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, _CPU)
+
+
+def _new_norm_gradients(accumulator: GradAccumulator) -> None:
+    norm = accumulator.norm
+    norm.grad_bias, norm.grad_weight = torch.empty_like(norm.inv_std), torch.empty_like(norm.inv_std)
+
+
+def _new_gradients(weight: Tensor, accumulator: GradAccumulator) -> Tensor | None:
+    """The norm's, and the convolution's grad_weight, in the dtype of the arithmetic as portable's."""
+    _new_norm_gradients(accumulator)
+    if not accumulator.needs_grad_weight:
+        return None
+    return torch.empty_like(weight, dtype=ARITHMETIC[weight.dtype], memory_format=torch.contiguous_format)
+
+
+def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tiles) -> Fields:
+    if statistics is None:
+        return absent(arguments.Statistics)
+    matrix, eps = statistics.matrix, statistics.eps
+    return memory.data_ptr() + tiles.partials, *arguments.Matrix.output(matrix), matrix.shape[1], _float64(eps)[0]
+
+
+@functools.cache
+def _float64(number: float) -> tuple[int, np.ndarray]:
+    """The address from which a kernel reads a number that is no integer, and the memory there."""
+    memory = np.array([number], np.float64)  # also of an integer
+    return memory.ctypes.data, memory
+
+
+def _conv(
+    input: AffineInput, weight: Tensor, output: Tensor, memory: Tensor, tiles: Tiles, is_next: bool = False
+) -> Fields:
+    start = memory.data_ptr()
+    vectors, panels = (tiles.next_vectors, tiles.next_panels) if is_next else (tiles.vectors, tiles.panels)
+    return (
+        *arguments.AffineInput.of(input, start + vectors),
+        *arguments.PackedWeight.of(weight, start + panels, False, _gemm(weight.dtype)),
+        *arguments.Matrix.output(output),
+    )
+
+
+def _conv_backward(
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    grad_weight: Tensor | None,
+    memory: Tensor,
+    tiles: Tiles,
+) -> Fields:
+    start = memory.data_ptr()
+    return (
+        *arguments.AffineInput.of(input, start + tiles.vectors),
+        *arguments.PackedWeight.of(weight, start + tiles.panels, True, _gemm(weight.dtype)),
+        *arguments.GradAccumulator.of(accumulator, start + tiles.vectors),
+        *arguments.NormGradients.of(accumulator, start + tiles.partials),
+        *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
+    )
+
+
+@functools.cache
+def _openmp() -> Fields:
+    functions = openmp.functions()
+    return tuple(functions[name] for name in typing.get_type_hints(arguments.OpenMP))
+
+
+@functools.cache
+def _gemm(dtype: torch.dtype) -> int:
+    """The address of the GEMM for matrices of this dtype."""
+    address = compile_kernel(product_of(dtype).gemm, ARITHMETIC[dtype]).address
+    assert address is not None
+    return address
+
+
+@functools.cache
+def _address(kernel: Kernel, dtype: torch.dtype) -> int:
+    """The address of the compiled kernel."""
+    address = compile_kernel(kernel, dtype, product_of(dtype).operand).address
+    assert address is not None
+    return address
+
+
+def _run(kernel: Kernel, dtype: torch.dtype, threads: int, record: tuple[typing.Any, ...]) -> None:
+    """Launch the kernel with its record, `Fields`, which holds tensors alive until it is done."""
+    assert kernel.pack is not None  # it is no subroutine
+    packed = kernel.pack(*[field if type(field) in _INTEGERS else field.data_ptr() for field in record])
+    openmp.run(_address(kernel, dtype), threads, packed)

@@ -1,0 +1,32 @@
+"""Which matrix products the kernels for a dtype are compiled with: the fastest that the processor has."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ..compiled.gemm import gemm, gemm_bfloat16
+from ..compiled.gemm_amx import gemm_amx, usable
+from .compilation import ARITHMETIC, Kernel
+from .processor import has, is_found
+
+
+class Product(NamedTuple):
+    """The dtype of its operands, as tiles and packed panels hold them, and its GEMM."""
+
+    operand: torch.dtype
+    gemm: Kernel
+
+
+@functools.cache
+def product_of(dtype: torch.dtype) -> Product:
+    """The product for matrices of this dtype. Sums are in the dtype of the arithmetic.
+
+    Processors with AMX run AVX512-BF16 more slowly than float32's instructions (`benchmarks/bf16_products.py`), so that
+    without their AMX operands are widened.
+    """
+    if dtype is torch.bfloat16 and has("amx") and usable():
+        return Product(torch.bfloat16, gemm_amx)
+    if dtype is torch.bfloat16 and has("avx512_bf16") and not is_found("amx"):
+        return Product(torch.bfloat16, gemm_bfloat16)
+    return Product(ARITHMETIC[dtype], gemm)

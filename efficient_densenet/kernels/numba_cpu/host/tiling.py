@@ -1,0 +1,182 @@
+"""How many threads run a kernel, the rows of their tiles, and what of its scratch memory is for what.
+
+Everything follows from a few sizes, among them `tile`, the most rows of a tile, and `threads`, the most threads.
+"""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from ..compiled.gemm import TILE_MULTIPLE
+from ..compiled.memory import CACHE_LINE_BYTES, buffer_stride, padded_stride, whole_panels
+from ..compiled.statistics import STATISTICS_ROWS
+from .arguments import REMEMBERED_SIZES, conv_sizes
+
+TILE_BYTES = 1 << 21
+"""The most that a tile's scratch may take, unless a quarter of its rows take more."""
+
+_FLOAT64_BYTES = 8
+"""Partial sums are in float64."""
+
+_remembered = functools.lru_cache(maxsize=REMEMBERED_SIZES)
+
+
+class Tiles(NamedTuple):
+    """The scratch memory begins with `thread_stride` elements for each thread's tiles. All else that is temporary lies
+    at these bytes of it."""
+
+    threads: int
+    rows: int
+    thread_stride: int
+    panels: int
+    next_panels: int
+    partials: int
+    grad_weight: int
+    vectors: int
+    next_vectors: int
+    grad_vectors: int
+    scratch_bytes: int
+
+
+def num_threads(tile: int, threads: int, rows: int) -> int:
+    """No more than there are tiles."""
+    return max(1, min(threads, -(-rows // tile)))
+
+
+@_remembered
+def for_statistics(tile: int, threads: int, rows: int, channels: int) -> Tiles:
+    threads = num_threads(tile, threads, rows)
+    return _tiles(threads, _tile_rows(tile, threads, rows), partials=STATISTICS_ROWS * channels)
+
+
+@_remembered
+def for_grad_input(tile: int, threads: int, rows: int, channels: int, itemsize: int) -> Tiles:
+    return _tiles(num_threads(tile, threads, rows), rows, itemsize, grad_vectors=2 * channels)
+
+
+@_remembered
+def for_affine_backward(tile: int, threads: int, rows: int, channels: int, itemsize: int) -> Tiles:
+    threads = num_threads(tile, threads, rows)
+    row_bytes = padded_stride(channels, itemsize) * itemsize
+    return _tiles(threads, _tile_rows(tile, threads, rows, row_bytes), partials=2 * channels)
+
+
+@_remembered
+def halo(shape: torch.Size, dilation: int) -> int:
+    """So many rows before and after its own does the output of a 3×3 convolution depend on: the distance of the
+    farthest tap, which is a pixel, a row of pixels and a plane."""
+    return dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
+
+
+@_remembered
+def for_forward(
+    tile: int,
+    threads: int,
+    rows: int,
+    weight: torch.Size,
+    itemsize: int,
+    operand_itemsize: int,
+    statistics: bool = False,
+    window: int = 1,
+    halo: int = 0,
+    narrow: bool = False,
+) -> Tiles:
+    """For the forward of a convolution with a weight of this shape; one with a halo multiplies for all taps first.
+
+    Two neighboring threads both compute the halo between them: fewer threads run where it exceeds a quarter of a
+    thread's rows. `itemsize` is that of the arithmetic. An output of `narrow` elements is rounded from a buffer: of the
+    product or, with a halo, of a row's sums. So is a pooled row of narrow operands.
+    """
+    out_channels, in_channels, taps = conv_sizes(weight)
+    columns = whole_panels(taps * out_channels, itemsize)
+    threads = min(num_threads(tile, threads, rows), max(1, rows // (4 * halo or 1)))
+    per_row = padded_stride(in_channels, operand_itemsize) * operand_itemsize // itemsize
+    row_sums = _pooled_row(in_channels, itemsize, operand_itemsize, window)
+    if halo:
+        per_row, row_sums = per_row + columns, whole_panels(out_channels, itemsize) if narrow else 0
+    elif narrow:
+        per_row += padded_stride(columns, itemsize)
+    tile_rows = _tile_rows(tile, threads, rows, per_row * itemsize, window)
+    return _tiles(
+        *(threads, tile_rows, itemsize, tile_rows * per_row + 2 * halo * columns + row_sums),
+        panels=in_channels * columns,
+        partials=STATISTICS_ROWS * out_channels if statistics else 0,
+        vectors=2 * in_channels,
+    )
+
+
+@_remembered
+def for_backward(
+    tile: int,
+    threads: int,
+    rows: int,
+    weight: torch.Size,
+    itemsize: int,
+    operand_itemsize: int,
+    needs_grad_weight: bool,
+    window: int = 1,
+    next_weight: torch.Size | None = None,
+) -> Tiles:
+    """For the backward of a convolution with a weight of this shape, and of the next bottleneck if there is one, whose
+    weight is no larger."""
+    out_channels, in_channels, taps = conv_sizes(weight)
+    columns, in_columns = (whole_panels(each, itemsize) for each in (taps * out_channels, in_channels))
+    threads = num_threads(tile, threads, rows)
+    strides = ((padded_stride(each, itemsize), padded_stride(each, operand_itemsize)) for each in (columns, in_columns))
+    per_row = sum(buffer_stride(*each, itemsize // operand_itemsize) for each in strides)
+    tile_rows = _tile_rows(tile, threads, rows, per_row * itemsize, window)
+    row_sums = _pooled_row(in_channels, itemsize, operand_itemsize, window)
+    return _tiles(
+        *(threads, tile_rows, itemsize, tile_rows * per_row + row_sums),
+        panels=taps * out_channels * in_columns,
+        next_panels=0 if next_weight is None else next_weight[1] * whole_panels(next_weight[0], itemsize),
+        partials=2 * in_channels,
+        grad_weight=in_channels * columns if needs_grad_weight else 0,
+        vectors=2 * in_channels,
+        next_vectors=0 if next_weight is None else 2 * next_weight[1],
+        grad_vectors=2 * out_channels,
+    )
+
+
+def _pooled_row(in_channels: int, itemsize: int, operand_itemsize: int, window: int) -> int:
+    """The buffer of a row that is pooled in the dtype of the arithmetic and then rounded to operands."""
+    return whole_panels(in_channels, itemsize) if window > 1 and operand_itemsize < itemsize else 0
+
+
+def _tile_rows(tile: int, threads: int, rows: int, row_bytes: int = 0, window: int = 1) -> int:
+    """So many that `row_bytes` of each fit the cache. With a `window` of pixels, rows are pooled output rows."""
+    in_cache = max(tile // 4, TILE_BYTES // (row_bytes or 1))
+    tile_rows = min(tile, in_cache, rows // (4 * threads) + 8) // window  # few rows need little scratch
+    return max(1, -(-tile_rows // TILE_MULTIPLE)) * TILE_MULTIPLE
+
+
+def _tiles(
+    threads: int,
+    rows: int,
+    itemsize: int = 1,
+    thread_stride: int = 0,
+    *,
+    panels: int = 0,
+    next_panels: int = 0,
+    partials: int = 0,
+    grad_weight: int = 0,
+    vectors: int = 0,
+    next_vectors: int = 0,
+    grad_vectors: int = 0,
+) -> Tiles:
+    """Everything in elements; partial sums are for each thread."""
+    tiles = threads * thread_stride + TILE_MULTIPLE  # products read up to so many elements beyond
+    _, *places = _places(
+        *(tiles * itemsize, panels * itemsize, next_panels * itemsize),
+        *(threads * partials * _FLOAT64_BYTES, threads * grad_weight * itemsize),
+        *(vectors * itemsize, next_vectors * itemsize, grad_vectors * itemsize),
+    )
+    return Tiles(threads, rows, thread_stride, *places)
+
+
+def _places(*sizes: int) -> list[int]:
+    """Where each of so many bytes begins, one after another in whole cache lines, and where the last one ends."""
+    lines = (-(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES for size in sizes)
+    return list(itertools.accumulate(lines, initial=0))

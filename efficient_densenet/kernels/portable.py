@@ -1,0 +1,307 @@
+"""The shared engine's kernels in plain PyTorch, for any device: the reference implementation. Read it first.
+
+A batch norm and its ReLU are applied as an affine map, y = relu(scale · x + shift), to the pixel matrix x of shape
+(pixels, channels), which is a view of images in channels_last memory. The activation y is never stored in full: it is
+computed for a tile of rows at a time, in scratch memory that stays in the processor's cache, and used there by the
+convolution. The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
+
+1. g = the gradient of y: grad_output @ weight for a 1×1 convolution, `convolution_backward` for a larger one
+2. g = 0 where the ReLU was inactive (y ≤ 0)
+3. grad_accum += grad_scale · g
+4. Σ g and Σ g · x over the rows, from which the norm's grad_bias and grad_weight follow
+
+and returns grad_weight of the convolution (None where it is not needed). Sums and statistics are in the accumulation
+dtype: float32 for half precisions.
+
+On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile: nothing is sliced, PyTorch
+allocates memory in less time than scratch is found, and `batch_norm` and `convolution` have faster operations.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .._tensors import CHANNELS_LAST, as_dtype
+from . import batch_norm, convolution, scratch
+from .average_pooling import as_slabs, average_pool, average_pool_backward
+from .batch_norm import batch_norm_backward, batch_statistics, is_small_batch
+from .interface import AffineInput, BatchNormAffine, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
+from .row_tiles import WHOLE, is_small, rows, tile_scratch, tiles
+
+Sums = tuple[Tensor | None, Tensor, Tensor]
+"""grad_weight of a convolution, None where it is not needed; Σ grad and Σ grad · values over the rows, (channels,)
+each, grad being masked by any ReLU."""
+
+_relu_backward = torch.ops.aten.threshold_backward.grad_input
+
+
+def to_pixel_matrix(images: Tensor) -> Tensor:
+    """(N, C, *spatial) to (pixels, C): a view of images in channels_last, a copy of others."""
+    channels, memory_format = images.shape[1], CHANNELS_LAST.get(images.dim())
+    if memory_format is not None and images.is_contiguous(memory_format=memory_format):
+        return images.as_strided((images.numel() // channels, channels), (channels, 1))
+    return images.movedim(1, -1).flatten(0, -2)
+
+
+def to_spatial(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """(pixels, C) to a view (N, C, *spatial), where `shape` is (N, *spatial)."""
+    stride, channel_stride = matrix.stride()
+    strides = [stride := stride * size for size in (1, *shape[:0:-1])]
+    return matrix.as_strided((shape[0], matrix.shape[1], *shape[1:]), (strides.pop(), channel_stride, *strides[::-1]))
+
+
+def halved(shape: torch.Size) -> torch.Size:
+    """(N, *spatial) after pooling by two."""
+    return torch.Size([shape[0], *(size // 2 for size in shape[1:])])
+
+
+def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
+    """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
+    if grad.inv_std is None:
+        return grad.grad_accum.contiguous()
+    if grad.sums is None:
+        return batch_norm.batch_norm_grad_input(grad)
+    slope, constant, inv_std = grad.coefficients()
+    grad_input = torch.addcmul(constant, grad.values, slope)
+    return as_dtype(grad_input.addcmul_(grad.grad_accum, inv_std), grad.values.dtype)
+
+
+def affine_forward(input: AffineInput) -> Tensor:
+    """scale · values + shift, without ReLU."""
+    out = torch.empty_like(input.values, memory_format=torch.contiguous_format)
+    return torch.addcmul(input.shift, input.values, input.scale, out=out)
+
+
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
+    """Steps 3 and 4 of the module's docstring, with g = grad_output."""
+    sums: Sums | None = None
+    for tile in tiles(input.values, input.dtype):
+        grad, values = rows(grad_output, tile), rows(input.values, tile)
+        buffer = scratch.take("accumulation_tile", grad.shape, input.dtype, grad.device)
+        sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
+    _finish(sums, accumulator)
+
+
+def conv1x1_forward(conv: Conv1x1) -> None:
+    """output = relu(scale · values + shift) @ weight.T"""
+    for tile in tiles(conv.input.values, conv.input.dtype):
+        _conv1x1_tile(conv, tile)
+
+
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
+    """The same, and the output's statistics."""
+    conv1x1_forward(conv)
+    batch_statistics(conv.output, statistics)
+
+
+def conv1x1_backward(
+    grad_output: BatchNormBackward,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    next_bottleneck: Conv1x1 | None = None,
+) -> Tensor | None:
+    """g = grad_output @ weight and grad_weight = grad_output.T @ y, grad_output being a batch norm's grad_input.
+
+    `next_bottleneck` is computed for the same tile of rows while the features are in cache. Its output may be the
+    memory of `grad_output.values`, whose rows of the tile have been read by then.
+    """
+    sums: Sums | None = None
+    coefficients = None if grad_output.sums is None else grad_output.coefficients()
+    for tile, values, activation, buffer in _activation_tiles(input, weight.dtype):
+        grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
+        grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.dtype)
+        grad = torch.mm(grad_output_tile, weight, out=tile_scratch("grad_activation_tile", activation, weight.dtype))
+        grad = _mask_inactive(grad, activation)
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
+        if next_bottleneck is not None:
+            _conv1x1_tile(next_bottleneck, tile, keep_activation=True)
+    return _finish(sums, accumulator)
+
+
+def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    """conv(y), (pixels, out_channels); padding = dilation keeps the spatial size. A tile holds whole images."""
+    outputs = [
+        to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
+        for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
+    ]
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def conv3x3_forward_with_statistics(
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+) -> Tensor:
+    """The same, and the output's statistics."""
+    output = conv3x3_forward(input, weight, shape, dilation)
+    batch_statistics(output, statistics)
+    return output
+
+
+def conv3x3_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    dilation: int = 1,
+) -> Tensor | None:
+    """g and grad_weight by `convolution_backward`. A tile holds whole images."""
+    sums: Sums | None = None
+    for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        images, grad_images = _to_images(activation, tile, shape), _to_images(rows(grad_output, tile), tile, shape)
+        grad, grad_weight = convolution.conv3x3_backward(
+            grad_images, images, weight, dilation, accumulator.needs_grad_weight
+        )
+        grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
+        grad = _mask_inactive(to_pixel_matrix(grad), activation)
+        if accumulator.is_complete and tile is WHOLE and is_small_batch(values, input.dtype):
+            batch_norm_backward(grad, input)
+            return grad_weight
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
+    return _finish(sums, accumulator)
+
+
+def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
+    """average_pool(y) @ weight.T, (pixels / 4, out_channels) in two dimensions.
+
+    It equals average_pool(y @ weight.T), since both maps are linear, for a quarter of the arithmetic.
+    """
+    shape = as_slabs(shape)
+    output = weight.new_empty(halved(shape).numel(), weight.shape[0])
+    for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        pooled = to_pixel_matrix(average_pool(_to_images(activation, tile, shape)))
+        torch.mm(pooled, weight.t(), out=rows(output, _pooled_tile(tile, shape)))
+    return output
+
+
+def pooled_conv1x1_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+) -> Tensor | None:
+    """g = average_pool_backward(grad_output @ weight) and grad_weight = grad_output.T @ average_pool(y)."""
+    sums: Sums | None = None
+    shape = as_slabs(shape)
+    for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        images, grad_output_tile = _to_images(activation, tile, shape), rows(grad_output, _pooled_tile(tile, shape))
+        pooled = to_pixel_matrix(average_pool(images))
+        grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.dtype)
+        grad_pooled = _to_images(torch.mm(grad_output_tile, weight), tile, halved(shape))
+        grad = _mask_inactive(to_pixel_matrix(average_pool_backward(grad_pooled, images)), activation)
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
+    return _finish(sums, accumulator)
+
+
+def _activation_tiles(
+    input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """For each tile of rows: its slice, its values, the activation y in `dtype`, and the buffer of `_affine_relu`."""
+    matrix, norm = input
+    for tile in tiles(matrix, norm.inv_std.dtype, multiple_of):
+        values = rows(matrix, tile)
+        yield tile, values, *_affine_relu(values, norm, dtype)
+
+
+def _affine_relu(values: Tensor, norm: BatchNormAffine, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """relu(scale · values + shift) of a tile's values in `dtype`, and a buffer in the accumulation dtype.
+
+    The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
+    """
+    buffer = norm.take_activation()
+    if buffer is not None:
+        return buffer, buffer
+    scale, accumulation_dtype = norm.scale, norm.inv_std.dtype
+    out = tile_scratch("accumulation_tile", values, accumulation_dtype)
+    buffer = torch.addcmul(norm.shift, values, scale, out=out).relu_()
+    if dtype is accumulation_dtype:
+        return buffer, buffer
+    out = tile_scratch("activation_tile", values, dtype)
+    return buffer.to(dtype) if out is None else out.copy_(buffer), buffer
+
+
+def _conv1x1_tile(conv: Conv1x1, tile: slice, keep_activation: bool = False) -> None:
+    """A small activation can be kept for the backward of the same convolution."""
+    (values, norm), weight, output = conv
+    activation, buffer = _affine_relu(rows(values, tile), norm, weight.dtype)
+    if keep_activation and activation is buffer and tile is WHOLE and is_small(activation, activation.dtype):
+        norm.keep_activation(activation)
+    torch.mm(activation, weight.t(), out=rows(output, tile))
+
+
+def _conv1x1_grad_weight(
+    grad_output: Tensor, activation: Tensor, accumulator: GradAccumulator, dtype: torch.dtype
+) -> Tensor | None:
+    """grad_output.T @ activation. Of many rows its transpose is computed: a tall product is faster than a wide one."""
+    if not accumulator.needs_grad_weight:
+        return None
+    if is_small(activation, dtype):
+        return as_dtype(torch.mm(grad_output.t(), activation), dtype)
+    return as_dtype(torch.mm(activation.t(), grad_output).t(), dtype)
+
+
+def _batch_norm_grad_input_tile(
+    grad: BatchNormBackward, coefficients: tuple[Tensor, Tensor, Tensor] | None, tile: slice
+) -> Tensor:
+    """`batch_norm_grad_input` of a tile of rows, in scratch."""
+    grad_accum = rows(grad.grad_accum, tile)
+    if coefficients is None:
+        return grad_accum
+    slope, constant, inv_std = coefficients
+    values = rows(grad.values, tile)
+    grad_input = torch.addcmul(constant, values, slope, out=tile_scratch("grad_output_tile", values, slope.dtype))
+    return as_dtype(grad_input.addcmul_(grad_accum, inv_std), values.dtype)
+
+
+def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
+    """ReLU's backward in place: zero where the activation is not positive."""
+    return _relu_backward(grad, activation, 0, grad_input=grad)
+
+
+def _accumulate_grad(
+    grad: Tensor, values: Tensor, accumulator: GradAccumulator, tile: slice, buffer: Tensor
+) -> tuple[Tensor, Tensor]:
+    """grad_accum += grad_scale · grad for a tile; returns the tile's Σ grad and Σ grad · values."""
+    grad_accum = rows(accumulator.grad_accum, tile)
+    if accumulator.overwrite:
+        torch.mul(grad, accumulator.grad_scale, out=grad_accum)
+    else:
+        grad_accum.addcmul_(grad, accumulator.grad_scale)
+    in_half_precision = buffer.dtype != grad.dtype  # where a product would be rounded
+    product = buffer.copy_(grad).mul_(values) if in_half_precision else torch.mul(grad, values, out=buffer)
+    return grad.sum(0, dtype=buffer.dtype), product.sum(0)
+
+
+def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
+    """The sums over the tiles so far, accumulated in the first tile's own tensors."""
+    if sums is None:
+        return partial_sums
+    for total, partial in zip(sums, partial_sums, strict=True):
+        if total is not None and partial is not None:
+            total.add_(partial)
+    return sums
+
+
+def _finish(sums: Sums | None, accumulator: GradAccumulator) -> Tensor | None:
+    """After the last tile: the gradients of the norm. Returns that of the convolution's weight."""
+    assert sums is not None  # there is a tile
+    grad_weight, grad_sum, product_sum = sums
+    accumulator.finish(grad_sum, product_sum)
+    return grad_weight
+
+
+def _to_images(matrix: Tensor, tile: slice, shape: torch.Size) -> Tensor:
+    """`to_spatial` of a tile of whole images of (N, *spatial)."""
+    if tile is WHOLE:
+        return to_spatial(matrix, shape)
+    return to_spatial(matrix, torch.Size([matrix.shape[0] // shape[1:].numel(), *shape[1:]]))
+
+
+def _pooled_tile(tile: slice, shape: torch.Size) -> slice:
+    """The rows of the pooled images that a tile of whole images becomes."""
+    if tile is WHOLE:
+        return WHOLE
+    pixels, pooled_pixels = shape[1:].numel(), halved(shape)[1:].numel()
+    return slice(tile.start // pixels * pooled_pixels, tile.stop // pixels * pooled_pixels)

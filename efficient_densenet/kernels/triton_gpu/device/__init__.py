@@ -1,0 +1,1 @@
+"""What Triton compiles: the kernels for GPUs and the functions that are inlined into them."""

@@ -1,0 +1,263 @@
+"""The 3×3 convolution of relu(batch norm), forward and backward, in Triton. `conv3x3` launches the kernels.
+
+Layout and grids are those of `kernels`. A row is a pixel of an image of height × width pixels; taps are (dy, dx) in
+{−1, 0, 1}², times the dilation. Weights are [out_channels, 9 taps, channels], as channels_last memory lies. The norm's
+affine map and the ReLU are the prologue of every product, so that the activation exists a tile at a time. What lies
+outside the image is zero after them.
+
+Forward (an implicit GEMM): the values have several times as many channels as the output, so a tile of them is loaded
+three times rather than nine, once for each dy, and multiplied by the weights of all three dx. Each dx has its own
+accumulator, and the epilogue adds them up: output[x] = left[x − dilation] + center[x] + right[x + dilation]. For that,
+tiles overlap by the dilation at both ends. Without SHIFT_SUMS a tile is loaded for each tap: Triton gathers within a
+tile only since 3.3, and a dilation that is large beside the tile would make most of it overlap.
+
+Backward: two kernels, each of which loops over one product. A fused one, which would read the values once for both, was
+compiled in sixteen tile shapes: its operands and accumulators took 200 to 255 registers, most of them with spills.
+"""
+
+# ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
+
+import triton
+import triton.language as tl
+
+from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, relu, store_pair
+from .operands import as_operand
+from .statistics_kernels import store_tile_statistics
+
+HAS_GATHER = hasattr(tl, "gather")
+"""Whether a forward may shift sums within a tile: since Triton 3.3."""
+
+SIZES_3X3 = [*SIZES, "dilation", "output_stride", "grad_output_stride"]
+
+
+@triton.jit
+def load_activation(values, row, stride, channel, mask, scale, shift):
+    """relu(scale · values + shift), zero outside the mask; and the values."""
+    x = tl.load(values + offsets(row, stride, channel), mask, 0.0).to(tl.float32)
+    return tl.where(mask, relu(x * scale + shift), 0.0), x
+
+
+@triton.jit
+def add_tap(total, activation, weight, PRECISION: tl.constexpr):
+    """total + activation @ weight.T"""
+    w = as_operand(weight, weight, PRECISION)
+    return tl.dot(activation, tl.trans(w), total, input_precision=PRECISION)
+
+
+if HAS_GATHER:
+
+    @triton.jit
+    def shifted_rows(matrix, position, mask, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
+        """matrix[position], zero where the mask is off."""
+        index = tl.minimum(tl.maximum(position, 0), BLOCK_ROWS - 1)[:, None]
+        shifted = tl.gather(matrix, tl.broadcast_to(index, (BLOCK_ROWS, BLOCK_OUT)), 0)
+        return tl.where(mask[:, None], shifted, 0.0)
+
+else:
+    # Triton looks up every name of a kernel, also in branches that it leaves out.
+    shifted_rows = None  # pyright: ignore[reportAssignmentType]
+
+
+@triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
+def conv3x3_forward(
+    output,
+    stats,
+    values,
+    norm_weight,
+    norm_bias,
+    mean,
+    inv_std,
+    weight,
+    num_rows,
+    channels,
+    height,
+    width,
+    dilation,
+    values_stride,
+    output_stride,
+    OUT_CHANNELS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
+    SHIFT_SUMS: tl.constexpr,
+    DIVISIBILITY: tl.constexpr,
+    OUT_DIVISIBILITY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """output[num_rows, out_channels] = conv3x3(relu(batch_norm(values)), weight), padding = dilation.
+
+    stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored. A tile of BLOCK_ROWS rows writes those
+    that are not in its `overlap` at either end, the dilation with SHIFT_SUMS, else 0. Grid: (row tiles, out tiles).
+    """
+    channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
+    output_stride = divisible(output_stride, OUT_DIVISIBILITY)
+    overlap = dilation if SHIFT_SUMS else 0
+    tile, tile_rows = tl.program_id(0), BLOCK_ROWS - 2 * overlap
+    position = tl.arange(0, BLOCK_ROWS)
+    row = tile * tile_rows - overlap + position
+    in_matrix = (row >= 0) & (row < num_rows)
+    y, x = row // width % height, row % width
+    out_channel = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out_mask = out_channel < OUT_CHANNELS
+    total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
+    if SHIFT_SUMS:
+        left, right = total, total
+    loads = 3 if SHIFT_SUMS else 9
+    for step in range(loads * tl.cdiv(channels, BLOCK_CHANNELS)):  # one loop, so that few loads are live at a time
+        channel = step // loads * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+        channel_mask = channel < channels
+        a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+        if SHIFT_SUMS:
+            dy, dx, tap = (step % 3 - 1) * dilation, 0, step % 3 * 3
+        else:
+            dy, dx, tap = (step % 9 // 3 - 1) * dilation, (step % 3 - 1) * dilation, step % 9
+        inside = in_matrix & (y + dy >= 0) & (y + dy < height) & (x + dx >= 0) & (x + dx < width)
+        mask = inside[:, None] & channel_mask[None, :]
+        pixels, _values = load_activation(values, row + dy * width + dx, values_stride, channel, mask, a, b)
+        w_pointers = weight + offsets(out_channel * 9 + tap, channels, channel)
+        w_mask = out_mask[:, None] & channel_mask[None, :]
+        w = tl.load(w_pointers, w_mask, 0.0)
+        pixels = as_operand(pixels, w, PRECISION)
+        if SHIFT_SUMS:
+            left = add_tap(left, pixels, w, PRECISION)
+            total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), PRECISION)
+            right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), PRECISION)
+        else:
+            total = add_tap(total, pixels, w, PRECISION)
+    if SHIFT_SUMS:
+        total += shifted_rows(left, position - dilation, x >= dilation, BLOCK_ROWS, BLOCK_OUT)
+        total += shifted_rows(right, position + dilation, x < width - dilation, BLOCK_ROWS, BLOCK_OUT)
+    result = total.to(output.dtype.element_ty)
+    is_own = ((position >= overlap) & (position < BLOCK_ROWS - overlap) & (row < num_rows))[:, None]
+    tl.store(output + offsets(row, output_stride, out_channel), result, is_own & out_mask[None, :])
+    if HAS_STATISTICS:
+        count = tl.minimum(tile_rows, num_rows - tile * tile_rows)
+        stats += tile.to(tl.int64) * 2 * OUT_CHANNELS
+        store_tile_statistics(stats, result.to(tl.float32), is_own, count, out_channel, out_mask, OUT_CHANNELS)
+
+
+@triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
+def conv3x3_grad_input(
+    partial_sums,
+    grad_accum,
+    grad_output,
+    values,
+    norm_weight,
+    norm_bias,
+    mean,
+    inv_std,
+    weight,
+    num_rows,
+    channels,
+    height,
+    width,
+    dilation,
+    accum_stride,
+    grad_output_stride,
+    values_stride,
+    OUT_CHANNELS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    FROZEN: tl.constexpr,
+    OVERWRITE: tl.constexpr,
+    DIVISIBILITY: tl.constexpr,
+    OUT_DIVISIBILITY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """The gradient of `conv3x3_forward` in its values, given grad_output[num_rows, out_channels].
+
+    g = conv_transpose3x3(grad_output, weight), masked to zero where the ReLU was inactive, exists a tile at a time:
+    grad_accum += grad_scale · g (`=` with OVERWRITE), partial_sums[splits, 2, channels] = Σ g and Σ g · values.
+    grad_scale is the norm's weight or, with FROZEN, the scale of its affine map. Grid: (channel tiles, splits).
+    """
+    channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
+    accum_stride = divisible(accum_stride, DIVISIBILITY)
+    grad_output_stride = divisible(grad_output_stride, OUT_DIVISIBILITY)
+    channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    channel_mask = channel < channels
+    a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
+    grad_sum, product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32), tl.zeros((BLOCK_CHANNELS,), tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        y, x = row // width % height, row % width
+        grad = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
+        for step in range(9 * tl.cdiv(OUT_CHANNELS, BLOCK_OUT)):
+            tap, out_channel = step % 9, step // 9 * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+            out_mask = out_channel < OUT_CHANNELS
+            w = weight + offsets(out_channel * 9 + tap, channels, channel)
+            w = tl.load(w, out_mask[:, None] & channel_mask[None, :], 0.0)
+            dy, dx = (tap // 3 - 1) * dilation, (tap % 3 - 1) * dilation
+            inside = (row < num_rows) & (y >= dy) & (y < height + dy) & (x >= dx) & (x < width + dx)
+            tile = grad_output + offsets(row - dy * width - dx, grad_output_stride, out_channel)
+            tile = tl.load(tile, inside[:, None] & out_mask[None, :], 0.0)
+            tile, w = as_operand(tile, w, PRECISION), as_operand(w, w, PRECISION)
+            grad = tl.dot(tile, w, grad, input_precision=PRECISION)
+        mask = (row < num_rows)[:, None] & channel_mask[None, :]
+        activation, value = load_activation(values, row, values_stride, channel, mask, a, b)
+        grad = tl.where(activation <= 0, 0.0, grad)
+        accumulate(grad_accum + offsets(row, accum_stride, channel), grad * c, mask, OVERWRITE)
+        grad_sum += tl.sum(grad, 0)
+        product_sum += tl.sum(grad * value, 0)
+    partial_sums += tl.program_id(1).to(tl.int64) * 2 * channels
+    store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
+
+
+@triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
+def conv3x3_grad_weight(
+    partial_grad_weight,
+    grad_output,
+    values,
+    norm_weight,
+    norm_bias,
+    mean,
+    inv_std,
+    num_rows,
+    channels,
+    height,
+    width,
+    dilation,
+    grad_output_stride,
+    values_stride,
+    OUT_CHANNELS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    DIVISIBILITY: tl.constexpr,
+    OUT_DIVISIBILITY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """partial_grad_weight[splits, out_channels, 9 taps, channels] = columns.T @ relu(batch_norm(values)) (split-K).
+
+    The columns (im2col) are those of grad_output, which is narrower than the activation: column tap · out_channels + o
+    of row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge thus meets zeros in the
+    columns of taps that point outside, whose grad_weight becomes NaN as that of the others does.
+    Grid: (column tiles, channel tiles, splits).
+    """
+    channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
+    grad_output_stride = divisible(grad_output_stride, OUT_DIVISIBILITY)
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    tap, out_channel = column // OUT_CHANNELS, column % OUT_CHANNELS
+    dy, dx = (tap // 3 - 1)[None, :] * dilation, (tap % 3 - 1)[None, :] * dilation
+    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    column_mask, channel_mask = tap < 9, channel < channels
+    a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    total = tl.zeros((BLOCK_COLUMNS, BLOCK_CHANNELS), tl.float32)
+    for start in range(tl.program_id(2) * BLOCK_ROWS, num_rows, tl.num_programs(2) * BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < num_rows)[:, None]
+        activation, _values = load_activation(values, row, values_stride, channel, mask & channel_mask[None, :], a, b)
+        y, x = (row // width % height)[:, None] - dy, (row % width)[:, None] - dx
+        mask = mask & column_mask[None, :] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        pixel = row[:, None] - dy * width - dx
+        tile = tl.load(grad_output + pixel.to(tl.int64) * grad_output_stride + out_channel[None, :], mask, 0.0)
+        activation, tile = as_operand(activation, tile, PRECISION), as_operand(tile, tile, PRECISION)
+        total = tl.dot(tl.trans(tile), activation, total, input_precision=PRECISION)
+    partial_grad_weight += tl.program_id(2).to(tl.int64) * 9 * OUT_CHANNELS * channels
+    mask = column_mask[:, None] & channel_mask[None, :]
+    tl.store(partial_grad_weight + offsets(out_channel * 9 + tap, channels, channel), total, mask)

@@ -1,0 +1,1 @@
+"""What chooses tiles and launches the kernels for GPUs."""

@@ -1,0 +1,89 @@
+"""What the host sides of the Triton kernels share: how their arguments lie, and the launches that finish others."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...interface import BatchNormAffine, GradAccumulator, StatisticsOutput
+from ..device import finishing_kernels, statistics_kernels
+from . import launch
+
+_FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def divisibility(dtype: torch.dtype, *sizes: int) -> int:
+    """The largest power of two that divides all sizes, up to the elements of 16 bytes, the widest load."""
+    return math.gcd(16 // dtype.itemsize, *sizes)
+
+
+def num_splits(num_rows: int, block_rows: int, other_tiles: int, programs: int, min_tiles: int = 1) -> int:
+    """Among how many program instances the tiles of rows are divided: about `programs` in all, `min_tiles` for each."""
+    return max(1, min(cdiv(cdiv(num_rows, block_rows), min_tiles), programs // other_tiles))
+
+
+def norm_vectors(norm: BatchNormAffine) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:
+    """Weight, bias, mean and inv_std as kernels read them, and whether there is a mean: without, any other stands there
+    and is not read."""
+    weight, bias, inv_std = norm.weight.contiguous(), norm.bias.contiguous(), norm.inv_std.contiguous()
+    return (weight, bias, inv_std if norm.mean is None else norm.mean.contiguous(), inv_std), norm.mean is not None
+
+
+def with_contiguous_rows(matrix: Tensor) -> Tensor:
+    """The kernels take a row stride, but contiguous channels."""
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
+def finish_backward(
+    accumulator: GradAccumulator,
+    partial_sums: Tensor,
+    grad_weight: Tensor | None,
+    partial_grad_weight: Tensor | None = None,
+    taps: int = 1,
+) -> None:
+    """Set the norm's gradients and add to the accumulator's sums, from partial sums (splits, 2, channels); with a
+    `grad_weight`, add up its partial sums too, (splits, out_channels, taps, channels), into (out_channels, channels,
+    taps)."""
+    norm, sums = accumulator.norm, accumulator.sums
+    splits, _, channels = partial_sums.shape
+    norm.grad_bias, norm.grad_weight = partial_sums.new_empty(channels), partial_sums.new_empty(channels)
+    (weight, _, mean, inv_std), has_mean = norm_vectors(norm)
+    # What is absent is given by some other tensor, which the kernel does not read.
+    optional = (partial_sums if each is None else each for each in (grad_weight, sums, partial_grad_weight))
+    grad_weight_or_any, sums_or_any, partial_grad_weight_or_any = optional
+    tensors = (
+        norm.grad_bias,
+        norm.grad_weight,
+        grad_weight_or_any,
+        sums_or_any,
+        partial_sums,
+        partial_grad_weight_or_any,
+    )
+    num_weights = 0 if grad_weight is None else grad_weight.numel()
+    weight_splits = 0 if partial_grad_weight is None else len(partial_grad_weight)
+    sizes = splits, weight_splits, channels, num_weights, 0 if sums is None else sums.stride(0)
+    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": grad_weight is not None}
+    blocks = {"TAPS": taps, **_FINISHING_TILE}
+    columns = _FINISHING_TILE["BLOCK_COLUMNS"]
+    grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
+    vectors = weight, mean, inv_std
+    launch.launch(finishing_kernels.finish_backward, grid, *tensors, *vectors, *sizes, **constants, **blocks)
+
+
+def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:
+    """The statistics of all rows, from (tiles, 2, channels) of tiles of `block_rows`."""
+    channels, matrix, eps = stats.shape[-1], statistics.matrix, statistics.eps
+    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
+    grid, sizes = (cdiv(channels, 16),), (num_rows, channels, matrix.stride(0))
+    launch.launch(statistics_kernels.combine_statistics, grid, matrix, stats, eps, *sizes, **blocks)
+
+
+def precision() -> str:
+    """How PyTorch's setting for convolutions has float32 multiplied."""
+    convolutions = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9, which refuses mixed settings
+    tf32 = torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"
+    return "tf32" if tf32 else "ieee"

@@ -1,0 +1,195 @@
+"""The 3×3 convolutions of the Triton set: which of them are Triton's, and the launches of `conv3x3_kernels`.
+
+A forward reads the values once (its other two loads of them are for caches) and writes the output. A backward reads the
+values and grad_output twice and writes grad_accum. On cuDNN's path the activation and its gradient, each as large as
+the values, are written and read besides.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...interface import AffineInput, GradAccumulator, StatisticsOutput
+from ..device import conv3x3_kernels
+from ..device.conv3x3_kernels import HAS_GATHER
+from . import launch
+from .common import (
+    cdiv,
+    combine_statistics,
+    divisibility,
+    finish_backward,
+    norm_vectors,
+    num_splits,
+    precision,
+    with_contiguous_rows,
+)
+from .tiles import KIB, device_limits
+
+MAX_OUT_CHANNELS = 64
+"""Products of a wider convolution take longer than its bytes, and cuDNN is better at products."""
+
+MAX_EXACT_OUT_CHANNELS = 16
+"""The same for float32 that is multiplied exactly, which tensor cores do not."""
+
+MAX_PIXELS = 2**30
+"""Rows, also shifted by a tap, are int32."""
+
+MAX_OVERLAP = 1 / 8
+"""The largest part of a forward's tile that may lie in the next tiles too."""
+
+
+def is_for_triton(weight: Tensor, shape: torch.Size, dilation: int = 1) -> bool:
+    """Whether Triton's kernels take a convolution of images of `shape`, (images, *spatial), rather than cuDNN.
+
+    For the convolutions of a DenseNet bytes decide, of which Triton's kernels move less than half of what cuDNN's path
+    does; any number of in_channels and any dilation will do. For many output channels products decide, and for exact
+    ones already from 17 on. Only images of two dimensions are covered.
+    """
+    is_exact = weight.dtype == torch.float32 and precision() == "ieee"
+    if len(shape) != 3 or len(weight) > (MAX_EXACT_OUT_CHANNELS if is_exact else MAX_OUT_CHANNELS):
+        return False
+    return 0 < shape.numel() <= MAX_PIXELS and dilation * (shape[2] + 1) <= MAX_PIXELS
+
+
+def forward(
+    input: AffineInput,
+    weight: Tensor,
+    shape: torch.Size,
+    dilation: int = 1,
+    statistics: StatisticsOutput | None = None,
+) -> Tensor:
+    """The output, (pixels, out_channels); writes its statistics, where they are requested."""
+    values, weight = with_contiguous_rows(input.values), _channels_last(weight)
+    (num_rows, channels), out_channels, has_statistics = values.shape, len(weight), statistics is not None
+    tile = forward_tile(out_channels, weight.dtype)
+    shift_sums = HAS_GATHER and 2 * dilation <= MAX_OVERLAP * tile["BLOCK_ROWS"]
+    tile_rows = tile["BLOCK_ROWS"] - (2 * dilation if shift_sums else 0)
+    # CUDA takes at most 65,535 program instances on any axis but the first.
+    grid = cdiv(num_rows, tile_rows), cdiv(out_channels, tile["BLOCK_OUT"])
+    output = weight.new_empty(num_rows, out_channels)
+    stats = weight.new_empty(grid[0] if has_statistics else 0, 2, out_channels, dtype=torch.float32)
+    norm, has_mean = norm_vectors(input.norm)
+    tensors = output, stats, values, *norm, weight
+    sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
+    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "HAS_STATISTICS": has_statistics}
+    constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision()}
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
+    constants["OUT_DIVISIBILITY"] = divisibility(output.dtype, out_channels)
+    launch.launch(conv3x3_kernels.conv3x3_forward, grid, *tensors, *sizes, **constants, **tile)
+    if statistics is not None:
+        combine_statistics(stats, tile_rows, num_rows, statistics)
+    return output
+
+
+def backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    dilation: int = 1,
+) -> Tensor | None:
+    """The gradient of the weight, if it is needed; all else is the accumulator's."""
+    grad_output = with_contiguous_rows(grad_output.to(weight.dtype))
+    partial_sums = _grad_input(grad_output, input, weight, accumulator, shape, dilation)
+    if not accumulator.needs_grad_weight:
+        finish_backward(accumulator, partial_sums, None)
+        return None
+    partial_grad_weight = _grad_weight(grad_output, input, shape, dilation)
+    grad_weight = torch.empty_like(weight, dtype=torch.float32)
+    taps = 9
+    if not grad_weight.is_contiguous():
+        if grad_weight.is_contiguous(memory_format=torch.channels_last):
+            taps = 1  # it lies as its partial sums do
+        else:
+            grad_weight = torch.empty_like(grad_weight, memory_format=torch.contiguous_format)
+    finish_backward(accumulator, partial_sums, grad_weight, partial_grad_weight, taps)
+    return grad_weight
+
+
+def _grad_input(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    dilation: int,
+) -> Tensor:
+    """Accumulates the gradient g of the values; returns Σ g and Σ g · values, (splits, 2, channels)."""
+    values, weight, grad_accum = with_contiguous_rows(input.values), _channels_last(weight), accumulator.grad_accum
+    (num_rows, channels), out_channels = values.shape, len(weight)
+    limits = device_limits(values.device)
+    tile = grad_input_tile(out_channels, weight.dtype, limits.shared_memory)
+    channel_tiles = cdiv(channels, tile["BLOCK_CHANNELS"])
+    splits = num_splits(num_rows, tile["BLOCK_ROWS"], channel_tiles, 8 * limits.multiprocessors)
+    partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
+    norm, has_mean = norm_vectors(input.norm)
+    tensors = partial_sums, grad_accum, grad_output, values, *norm, weight
+    strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
+    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "FROZEN": accumulator.frozen}
+    constants |= {"OVERWRITE": accumulator.overwrite, "PRECISION": precision()}
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, strides[0], strides[2])
+    constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, strides[1])
+    kernel, sizes = conv3x3_kernels.conv3x3_grad_input, (num_rows, channels, *shape[1:], dilation, *strides)
+    launch.launch(kernel, (channel_tiles, splits), *tensors, *sizes, **constants, **tile)
+    return partial_sums
+
+
+def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dilation: int) -> Tensor:
+    """The weight's gradient of each split of the rows, (splits, out_channels, 9, channels)."""
+    values, out_channels = with_contiguous_rows(input.values), grad_output.shape[1]
+    num_rows, channels = values.shape
+    tile = grad_weight_tile(grad_output.dtype)
+    tiles = cdiv(9 * out_channels, tile["BLOCK_COLUMNS"]), cdiv(channels, tile["BLOCK_CHANNELS"])
+    # A split's gradient has the bytes of a few hundred rows of values: the splits are as few as occupy the device.
+    programs = 2 * device_limits(values.device).multiprocessors
+    splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=8)
+    partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
+    norm, has_mean = norm_vectors(input.norm)
+    tensors = partial_grad_weight, grad_output, values, *norm
+    strides = grad_output.stride(0), values.stride(0)
+    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "PRECISION": precision()}
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, strides[1])
+    constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, strides[0])
+    kernel, sizes = conv3x3_kernels.conv3x3_grad_weight, (num_rows, channels, *shape[1:], dilation, *strides)
+    launch.launch(kernel, (*tiles, splits), *tensors, *sizes, **constants, **tile)
+    return partial_grad_weight
+
+
+# Tiles for which the kernels, as compiled for the architectures 80 to 120, do not spill and leave a quarter of a
+# multiprocessor's warps resident; shared memory is at most 32 KiB a block. Loads are not pipelined (num_stages): they
+# would bypass the L1 cache, in which weights and neighboring pixels are found, and resident blocks have 8 to 20 KiB of
+# loads in flight as it is.
+
+
+def forward_tile(out_channels: int, dtype: torch.dtype) -> dict[str, int]:
+    """The tile of `conv3x3_forward`."""
+    if dtype != torch.float32 and out_channels > 16:
+        return {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 32, "BLOCK_OUT": 32, "num_warps": 8, "num_stages": 1}
+    block_out = 16 if out_channels <= 16 else 32
+    return {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 16, "BLOCK_OUT": block_out, "num_warps": 4, "num_stages": 1}
+
+
+def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
+    """The tile of `conv3x3_grad_input` where a multiprocessor has so much shared memory: graphics cards have less."""
+    options = {"num_warps": 4, "num_stages": 1}
+    if dtype == torch.float32:
+        block_channels, block_out = 32, 16
+        options["maxnreg"] = 128  # left to itself, ptxas spills on 8.6 and 8.9 to make room for a fifth block
+    elif out_channels <= 16:
+        block_channels, block_out = 16, 16
+    else:
+        block_channels, block_out = 32 if shared_memory >= 128 * KIB else 16, 32
+    return {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out, **options}
+
+
+def grad_weight_tile(dtype: torch.dtype) -> dict[str, int]:
+    """The tile of `conv3x3_grad_weight`."""
+    block_channels = 32 if dtype == torch.float32 and precision() == "ieee" else 64
+    return {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": block_channels, "BLOCK_COLUMNS": 128, "num_warps": 8, "num_stages": 1}
+
+
+def _channels_last(weight: Tensor) -> Tensor:
+    """(out_channels, channels, 3, 3) that lies in memory as [out_channels, 3, 3, channels]."""
+    return weight.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,267 @@
+"""The shared engine's kernels on an NVIDIA GPU: what `portable` computes, in fewer passes over memory, in Triton.
+
+The 1×1 convolution after pooling and the 3×3 convolutions that `conv3x3.is_for_triton` leaves are cuDNN's, on an
+activation that a Triton kernel wrote.
+float32 is multiplied exactly or in TF32, as PyTorch's setting for convolutions says. No kernel is a custom operator:
+they run within those of a stage, which torch.compile does not trace into. Nothing synchronizes with the device, and
+every reduction has a fixed order.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ... import portable, row_tiles
+from ...convolution import CONV_BY_DIMS
+from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
+from ...portable import to_pixel_matrix, to_spatial
+from ..device import kernels, statistics_kernels
+from . import conv1x1, conv3x3, launch
+from .common import (
+    cdiv,
+    combine_statistics,
+    divisibility,
+    finish_backward,
+    norm_vectors,
+    num_splits,
+    with_contiguous_rows,
+)
+
+SECTOR_BYTES = 32
+"""What a GPU reads at least: rows of a slice of channels are read again at no loss where they fill whole sectors."""
+
+MAX_PROGRAM_INSTANCES = 2048
+"""How many program instances share the rows: several for each multiprocessor of a large GPU, yet few partial sums."""
+
+_TILE = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 32}
+_NARROW_TILE = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 16}
+
+
+def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
+    values = with_contiguous_rows(values)
+    num_rows, channels = values.shape
+    block_rows, block_channels = _NARROW_TILE["BLOCK_ROWS"], _NARROW_TILE["BLOCK_CHANNELS"]
+    grid = cdiv(num_rows, block_rows), cdiv(channels, block_channels)
+    stats = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
+    sizes = channels, values.stride(0)
+    constants = {"DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
+    launch.launch(statistics_kernels.tile_statistics, grid, stats, values, num_rows, *sizes, **constants)
+    combine_statistics(stats, block_rows, num_rows, statistics)
+
+
+def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
+    if grad.sums is None or grad.inv_std is None:
+        return grad.grad_accum.contiguous()
+    values, grad_accum, has_mean = with_contiguous_rows(grad.values), grad.grad_accum, grad.mean is not None
+    num_rows, channels = values.shape
+    in_place = may_overwrite and channels * grad_accum.itemsize % SECTOR_BYTES == 0
+    grad_input = grad_accum if in_place else torch.empty_like(values, memory_format=torch.contiguous_format)
+    inv_std = grad.inv_std.contiguous()
+    tensors = grad_input, grad_accum, values, grad.mean if has_mean else inv_std, inv_std, grad.sums
+    sizes = channels, grad_input.stride(0), grad_accum.stride(0), values.stride(0)
+    grid = _grid(num_rows, channels, _NARROW_TILE)
+    constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
+    numbers = 1 / grad.count, num_rows, *sizes, grad.sums.stride(0)
+    launch.launch(kernels.batch_norm_grad_input, grid, *tensors, *numbers, **constants)
+    return grad_input
+
+
+def affine_forward(input: AffineInput) -> Tensor:
+    return _affine_relu_pool(input, input.values.dtype, torch.Size([len(input.values), 1, 1]), relu=False)
+
+
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
+    shape = torch.Size([len(input.values), 1, 1])
+    partial_sums = _affine_relu_pool_backward(grad_output, input, accumulator, shape, relu=False)
+    finish_backward(accumulator, partial_sums, None)
+
+
+def conv1x1_forward(conv: Conv1x1) -> None:
+    conv1x1.forward(conv, with_statistics=False)
+
+
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
+    stats, block_rows = conv1x1.forward(conv, with_statistics=True)
+    combine_statistics(stats, block_rows, len(conv.output), statistics)
+
+
+def conv1x1_backward(
+    grad_output: BatchNormBackward,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    next_bottleneck: Conv1x1 | None = None,
+) -> Tensor | None:
+    grad_weight = conv1x1.backward(grad_output, input, weight, accumulator)
+    if next_bottleneck is not None:
+        conv1x1_forward(next_bottleneck)
+    return grad_weight
+
+
+def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    if conv3x3.is_for_triton(weight, shape, dilation):
+        return conv3x3.forward(input, weight, shape, dilation)
+    return _cudnn_conv(input, weight, shape, pool=1, dilation=dilation)
+
+
+def conv3x3_forward_with_statistics(
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+) -> Tensor:
+    if conv3x3.is_for_triton(weight, shape, dilation):
+        return conv3x3.forward(input, weight, shape, dilation, statistics)
+    output = _cudnn_conv(input, weight, shape, pool=1, dilation=dilation)
+    batch_statistics(output, statistics)
+    return output
+
+
+def conv3x3_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    dilation: int = 1,
+) -> Tensor | None:
+    if conv3x3.is_for_triton(weight, shape, dilation):
+        return conv3x3.backward(grad_output, input, weight, accumulator, shape, dilation)
+    return _cudnn_conv_backward(grad_output, input, weight, accumulator, shape, pool=1, dilation=dilation)
+
+
+def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
+    if len(shape) != 3:
+        return portable.pooled_conv1x1_forward(input, weight, shape)
+    return _cudnn_conv(input, weight[:, :, None, None], shape, pool=2)
+
+
+def pooled_conv1x1_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+) -> Tensor | None:
+    if len(shape) != 3:
+        return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
+    grad_weight = _cudnn_conv_backward(grad_output, input, weight[:, :, None, None], accumulator, shape, pool=2)
+    return None if grad_weight is None else grad_weight.flatten(1)
+
+
+def _cudnn_conv(input: AffineInput, weight: Tensor, shape: torch.Size, pool: int, dilation: int = 1) -> Tensor:
+    """The convolution of the activation, or of its average over pool × pool pixels: (pixels, out_channels)."""
+    conv = CONV_BY_DIMS[len(shape) - 1]
+    padding = weight.shape[-1] // 2 * dilation
+    outputs = [
+        to_pixel_matrix(conv(activation, weight, padding=padding, dilation=dilation))
+        for _, _, activation in _activation_tiles(input, weight.dtype, shape, pool)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _cudnn_conv_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    pool: int,
+    dilation: int = 1,
+) -> Tensor | None:
+    grad_weight, partial_sums = None, []
+    padding = [size // 2 * dilation for size in weight.shape[2:]]
+    stride, output_padding, dilations = ([size] * len(padding) for size in (1, 0, dilation))
+    output_mask = [True, accumulator.needs_grad_weight, False]
+    settings = None, stride, padding, dilations, False, output_padding, 1, output_mask
+    for tile, output_tile, activation in _activation_tiles(input, weight.dtype, shape, pool):
+        output_shape = torch.Size([len(activation), *activation.shape[2:]])
+        grad_output_tile = to_spatial(grad_output[output_tile], output_shape)
+        grad, grad_weight_tile, _ = torch.ops.aten.convolution_backward(grad_output_tile, activation, weight, *settings)
+        if grad_weight is not None:
+            grad_weight.add_(grad_weight_tile)
+        elif accumulator.needs_grad_weight:
+            # cuDNN's own layout is channels_last; a parameter's gradient is contiguous.
+            if grad_weight_tile.dtype == torch.float32:
+                grad_weight = grad_weight_tile.contiguous()  # `to` would copy a 1×1 weight too
+            else:
+                grad_weight = grad_weight_tile.to(torch.float32, memory_format=torch.contiguous_format)
+        tile_shape = torch.Size([len(activation), *shape[1:]])
+        partial_sums.append(
+            _affine_relu_pool_backward(
+                to_pixel_matrix(grad), input.tile(tile), accumulator.tile(tile), tile_shape, pool
+            )
+        )
+    finish_backward(accumulator, partial_sums[0] if len(partial_sums) == 1 else torch.cat(partial_sums), None)
+    return grad_weight
+
+
+def _activation_tiles(
+    input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """For each tile of whole images, as many as scratch may hold: its rows of `input`, its rows of the pooled images,
+    and the activation, (images, channels, *pooled sizes)."""
+    num_images, *sizes = shape
+    pooled_sizes = [size // pool for size in sizes]
+    pixels, pooled_pixels = math.prod(sizes), math.prod(pooled_sizes)
+    image_bytes = pooled_pixels * input.values.shape[1] * dtype.itemsize
+    tile_images = max(1, row_tiles.TILE_BYTES["cuda"] // max(1, image_bytes))
+    for start in range(0, max(1, num_images), tile_images):
+        stop = min(start + tile_images, num_images)
+        tile, count = slice(start * pixels, stop * pixels), stop - start
+        activation = _affine_relu_pool(input.tile(tile), dtype, torch.Size([count, *sizes]), pool)
+        output_tile = slice(start * pooled_pixels, stop * pooled_pixels)
+        yield tile, output_tile, to_spatial(activation, torch.Size([count, *pooled_sizes]))
+
+
+def _affine_relu_pool(
+    input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int = 1, relu: bool = True
+) -> Tensor:
+    """average_pool(relu(scale · values + shift)) in `dtype`, (pooled pixels, channels)."""
+    values, (norm, has_mean) = with_contiguous_rows(input.values), norm_vectors(input.norm)
+    num_images, height, width = _as_images(shape)
+    num_rows, channels = num_images * (height // pool) * (width // pool), values.shape[1]
+    output = values.new_empty(num_rows, channels, dtype=dtype)
+    sizes = channels, values.stride(0), height, width
+    constants = {"HAS_MEAN": has_mean, "POOL": pool, "RELU": relu, **_TILE}
+    constants["DIVISIBILITY"] = divisibility(values.dtype, *sizes[:2])
+    grid = _grid(num_rows, channels, _TILE)
+    launch.launch(kernels.affine_relu_pool_forward, grid, output, values, *norm, num_rows, *sizes, **constants)
+    return output
+
+
+def _affine_relu_pool_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    pool: int = 1,
+    relu: bool = True,
+) -> Tensor:
+    """Accumulates the gradient g of the affine map; returns Σ g and Σ g · values, (splits, 2, channels)."""
+    values, grad_accum, overwrite = with_contiguous_rows(input.values), accumulator.grad_accum, accumulator.overwrite
+    if overwrite and any(size % pool for size in shape[1:]):
+        grad_accum.zero_()  # pixels at the edge of an odd size are in no window: the kernel does not write them
+    num_rows, channels = grad_output.shape
+    grid = _grid(num_rows, channels, _TILE)
+    partial_sums = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
+    norm, has_mean = norm_vectors(input.norm)
+    tensors = partial_sums, grad_accum, grad_output.contiguous(), values, *norm
+    strides = grad_accum.stride(0), values.stride(0)
+    _, height, width = _as_images(shape)
+    constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "POOL": pool, "RELU": relu, **_TILE}
+    constants["OVERWRITE"] = overwrite
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, *strides)
+    sizes = num_rows, channels, *strides, height, width
+    launch.launch(kernels.affine_relu_pool_backward, grid, *tensors, *sizes, **constants)
+    return partial_sums
+
+
+def _as_images(shape: torch.Size) -> tuple[int, int, int]:
+    """(images, height, width). Signals and volumes are not pooled here, so all their pixels may form one column."""
+    return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (shape[0], math.prod(shape[1:]), 1)
+
+
+def _grid(num_rows: int, channels: int, blocks: dict[str, int]) -> tuple[int, int]:
+    """Tiles of channels, and splits: among how many program instances the tiles of rows are divided."""
+    channel_tiles = cdiv(channels, blocks["BLOCK_CHANNELS"])
+    return channel_tiles, num_splits(num_rows, blocks["BLOCK_ROWS"], channel_tiles, MAX_PROGRAM_INSTANCES)
