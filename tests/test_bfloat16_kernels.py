@@ -203,7 +203,7 @@ def test_non_finite_values_propagate_as_in_portable(operation):
 GUARDED = """
 import ctypes, math, mmap
 import torch
-from efficient_densenet.kernels.numba_cpu import operations
+from efficient_densenet.kernels.numba_cpu.host import operations
 from kernel_operations import OPERATIONS, Case
 
 libc = ctypes.CDLL(None)

@@ -170,7 +170,8 @@ TARGETS = [
 ]
 PRODUCT = """
 import torch
-from efficient_densenet.kernels.numba_cpu import gemm, products
+from efficient_densenet.kernels.numba_cpu.compiled import gemm
+from efficient_densenet.kernels.numba_cpu.host import products
 from efficient_densenet.kernels.numba_cpu.host.compilation import compile_kernel
 product = products.product_of(torch.bfloat16)
 compile_kernel(product.gemm, torch.float32)

@@ -296,8 +296,10 @@ def test_versions_that_share_a_directory_keep_each_others_files(cache, monkeypat
 
 
 def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):
-    folder = Path(compilation.__file__).parent
-    copied = [Path(shutil.copy(source, tmp_path)) for source in folder.glob("*.py")]
+    package = Path(compilation.__file__).parents[1]
+    for side in ("compiled", "host"):
+        shutil.copytree(package / side, tmp_path / side, ignore=shutil.ignore_patterns("__pycache__"))
+    copied = sorted(tmp_path.rglob("*.py"))
     monkeypatch.setattr(compilation.importlib.resources, "files", lambda package: tmp_path)
     hashes = [compilation._hash_of_sources.__wrapped__()]
     assert hashes[0] == compilation._hash_of_sources()

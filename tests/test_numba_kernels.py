@@ -113,7 +113,7 @@ GUARDED = """
 import ctypes, itertools, mmap, sys
 import torch
 from efficient_densenet.kernels import scratch
-from efficient_densenet.kernels.numba_cpu import operations, tiling
+from efficient_densenet.kernels.numba_cpu.host import operations, tiling
 from kernel_operations import OPERATIONS, Case
 
 libc = ctypes.CDLL(None)
@@ -245,7 +245,7 @@ def test_halos_stay_small():
 FEWER_THREADS = """
 import torch
 from helpers import assert_same_step, random_images, small_model, with_engine
-from efficient_densenet.kernels.numba_cpu import openmp
+from efficient_densenet.kernels.numba_cpu.host import openmp
 torch.set_num_threads(4)
 requested, run = [], openmp.run
 openmp.run = lambda kernel, threads, record: requested.append(threads) or run(kernel, threads, record)
