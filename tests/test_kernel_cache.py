@@ -10,6 +10,7 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -36,7 +37,7 @@ NAME = "batch_norm_grad_input"
 
 def load(dtype=torch.float32, name=NAME):
     """Whether the kernel was found on disk, once it has computed the right numbers."""
-    compiled = compilation.compile_kernel.__wrapped__(getattr(numba_kernels, name), dtype)
+    compiled = compilation.load_or_compile.__wrapped__(getattr(numba_kernels, name), dtype, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "_address", lambda kernel, dtype: compiled.address)
         check(name, Case((2, 5, 7), 9, 16) if dtype == torch.float32 else Case((2, 5, 7), 9, 16).in_float64())
@@ -153,7 +154,7 @@ def test_the_fast_kernels_stay_when_their_files_are_damaged(cache, monkeypatch):
     monkeypatch.setattr(
         numba_kernels,
         "compile_kernel",
-        lambda kernel, dtype: compiled.append(compilation.compile_kernel.__wrapped__(KERNEL, dtype)),
+        lambda kernel, dtype: compiled.append(compilation.load_or_compile.__wrapped__(KERNEL, dtype, None)),
     )
     os.truncate(file_of(cache), 100)
     assert kernels._has_numba.__wrapped__()
@@ -295,6 +296,29 @@ def test_versions_that_share_a_directory_keep_each_others_files(cache, monkeypat
     assert (cache / "gemm-0.kernel").exists()
 
 
+def test_threads_get_one_kernel_which_stays_in_memory(monkeypatch):
+    compilation.load_or_compile.cache_clear()
+    linked, begin, compiled = [], threading.Barrier(4), compilation.CompiledKernel
+
+    def link(*arguments, **settings):
+        time.sleep(0.05)  # while others come
+        linked.append(compiled(*arguments, **settings))
+        return linked[-1]
+
+    def use():
+        begin.wait()
+        addresses.append(compilation.compile_kernel(KERNEL, torch.float32).address)
+
+    monkeypatch.setattr(compilation, "CompiledKernel", link)
+    addresses, threads = [], [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert addresses == [linked[0].address] * 4
+    assert len(linked) == 1
+
+
 def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):
     package = Path(compilation.__file__).parents[1]
     for side in ("compiled", "host"):
@@ -359,7 +383,7 @@ def training_step():
         compiled.append(compilation.compile_kernel(kernel, dtype, operand))
         return compiled[-1]
 
-    compilation.compile_kernel.cache_clear()
+    compilation.load_or_compile.cache_clear()
     for cached in (operations._address, operations._gemm):
         cached.cache_clear()
     operations.compile_kernel = compile_kernel

@@ -366,7 +366,7 @@ def test_broken_numba_warns(monkeypatch):
         raise TypeError("no such argument")
 
     monkeypatch.setattr(compilation, "CompiledKernel", fail)
-    monkeypatch.setattr(numba_kernels, "compile_kernel", compilation.compile_kernel.__wrapped__)
+    monkeypatch.setattr(numba_kernels, "compile_kernel", compilation.load_or_compile.__wrapped__)
     with pytest.warns(UserWarning, match="Numba cannot run here .no such argument.*slower"):
         assert not kernels._has_numba.__wrapped__()
 

@@ -10,6 +10,8 @@ import ctypes
 import functools
 import hashlib
 import importlib.resources
+import os
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -93,12 +95,23 @@ class CompiledKernel:
         return ctypes.CFUNCTYPE(None, *arguments)(self.address)
 
 
-@functools.cache
+_lock = threading.RLock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
 def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
     """The kernel for matrices of this dtype: from disk if it was compiled before, where it is kept and unharmed.
 
-    The operands of products are in the dtype of the arithmetic, or in a narrower one.
+    The operands of products are in the dtype of the arithmetic, or in a narrower one. Threads get one and the same
+    kernel, which stays in memory: whoever has its address may call it at any time.
     """
+    with _lock:
+        return load_or_compile(kernel, dtype, operand)
+
+
+@functools.cache
+def load_or_compile(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
+    """For `compile_kernel`."""
     arithmetic = ARITHMETIC[dtype]
     signature = kernel.signature(*(_numpy_dtype(each) for each in (arithmetic, dtype, operand or arithmetic)))
     name, key = kernel.function.__name__, _key(kernel.function, signature)
@@ -114,7 +127,8 @@ def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | No
 def _compile(function: Callable, signature: Signature) -> ObjectFile:
     compiled: Any = numba.cfunc(signature, **COMPILE_OPTIONS)(function)
     library = compiled._library
-    assert not library.has_dynamic_globals, f"{function.__name__} encloses an address of this process"
+    if library.has_dynamic_globals:
+        raise RuntimeError(f"{function.__name__} contains an address of this process, as NUMBA_OPT=0 leaves some")
     _name, _kind, (code, _bitcode) = library.serialize_using_object_code()
     return ObjectFile(compiled.native_name.encode(), code)
 
