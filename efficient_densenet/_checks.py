@@ -45,7 +45,7 @@ def number(low: float, high: float, closed: str) -> Rule:
 
 
 def choice(*allowed: Any) -> Rule:
-    """One of these values; True and 1 are different ones."""
+    """The rule that takes the `allowed` values alone; True and 1 are different values."""
 
     def accepts(value: Any) -> bool:
         plain = value is None or isinstance(value, (str, Number))  # the comparison of a tensor is a tensor

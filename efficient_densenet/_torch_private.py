@@ -91,12 +91,12 @@ def compiled_checkpoint_updates_once() -> bool:
 
 
 def may_read_converted_modules() -> bool:
-    """Return False under a compiler that cannot trace how converted modules are read, as that of PyTorch 2.6."""
+    """Return False under a compiler that cannot trace how converted modules are read, such as PyTorch 2.6's."""
     return torch.__version__ >= "2.11" or not torch.compiler.is_compiling()
 
 
 def memory_key(tensor: Tensor) -> int:
-    """Return a number that is the same for tensors that share memory: that of the storage of the tensor or its base."""
+    """Return the address of the tensor's storage object, which tensors that share memory have in common."""
     base = tensor if tensor._base is None else tensor._base
     try:
         return base.untyped_storage()._cdata
@@ -177,7 +177,7 @@ def is_flattened_by_fsdp1(module: torch.nn.Module) -> bool:
     if sharding_of(module) == "FullyShardedDataParallel":
         return True
     parameters = (type(parameter) for parameter in module._parameters.values() if parameter is not None)
-    return is_managed_by_fsdp(module) and not all(map(has_torch_dispatch, parameters))  # those of FSDP2 are DTensors
+    return is_managed_by_fsdp(module) and not all(map(has_torch_dispatch, parameters))  # FSDP2's are DTensors
 
 
 def class_before_fully_shard(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:

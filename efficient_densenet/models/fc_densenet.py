@@ -152,7 +152,7 @@ class TransitionUp(nn.Module):
 
 
 def _run_down(block: nn.Module, transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of the transition on that of the block, and the latter."""
+    """The transition's output and the block's output."""
     if choose.as_engine_block(block).can_join_stage:
         return choose.run_stage_with_features(block, transition, x)
     features = block(x)

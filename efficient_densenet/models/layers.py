@@ -74,8 +74,8 @@ class DenseLayer(nn.Module):
 class DenseBlock(nn.Module):
     """`num_layers` dense layers, each of which reads the block's input and the outputs of all layers before it.
 
-    The output is the concatenation of the input and the layers' outputs, with `new_features_only` of the latter alone.
-    With `bias` the convolutions have biases.
+    The output is the concatenation of the input and the layers' outputs; with `new_features_only`, of the layers'
+    outputs alone. With `bias` the convolutions have biases.
     """
 
     def __init__(

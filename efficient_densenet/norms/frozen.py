@@ -1,7 +1,7 @@
 """What an engine asks of a norm: whether its statistics are constants, its eps and its number of channels.
 
-Frozen are batch norms in eval mode and, in any mode, the FrozenBatchNorm2d of detection libraries. Those of
-torchvision, detectron2 and DETR have weight, bias and statistics as buffers, and differ in little else.
+Frozen are batch norms in eval mode and, in any mode, the FrozenBatchNorm2d of detection libraries:
+torchvision's, detectron2's and DETR's have weight, bias and statistics as buffers, and differ in little else.
 """
 
 import copy

@@ -84,7 +84,7 @@ class SyncGroup(NamedTuple):
         return None if name is None else cls(process_group_named(name))
 
     def statistics(self, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, biased variance and count over all processes, from those of this process.
+        """Mean, biased variance and count over all processes, from this process's mean, biased variance and count.
 
         Chan's parallel formula: M = Σ nᵢ·mᵢ / N and V = Σ nᵢ·(vᵢ + (mᵢ − M)²) / N, with no difference of large sums.
         """
@@ -138,7 +138,7 @@ class _SyncedBatchNormFunction(torch.autograd.Function):
         mean_grad, mean_product = (total / count for total in SyncGroup(ctx.group).sums(grad_bias, grad_weight))
         centered = grad_output - _per_channel(mean_grad, x) - normalized * _per_channel(mean_product, x)
         grad_input = centered * _per_channel(inv_std * weight.to(inv_std.dtype), x)
-        # The parameters' gradients remain those of this process: they are reduced later, with all the others.
+        # The parameters' gradients are this process's own: DistributedDataParallel reduces them later, with all others.
         return grad_input.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
 
 

@@ -21,7 +21,7 @@ class WeightsReport:
 
     Attributes:
         used: names in the source of the tensors that were loaded.
-        renamed: of these, the names that differ from the model's, mapped to the model's.
+        renamed: the names in `used` that differ from the model's, mapped to the model's.
         skipped: names in the source of the tensors that were skipped, as asked.
         kept: names in the model of the tensors that were not loaded: those to skip, and `num_batches_tracked` that the
             source does not have.
@@ -53,7 +53,7 @@ def load_weights(
     Args:
         model: a DenseNet of this package, or another model with one of the known layouts.
         source: a file of `torch.save` (read with `weights_only=True`) or of safetensors, or a dict. The state dict may
-            be nested in a dict, under a key such as "state_dict". Names may be those of torchvision, new or old, timm,
+            be nested in a dict, under a key such as "state_dict". Names may be as in torchvision, new or old, timm,
             MONAI, gpleiss/efficient_densenet_pytorch, `DataParallel`, `torch.compile`, or keras.applications. Keras's
             layer and variable names are joined by "/", "_" or "."; a `kernel` has Keras's order of dimensions, a
             `weight` PyTorch's. (Keras's norms have eps 1.001e-5. The model's eps is not changed.)
