@@ -13,8 +13,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from .._compilers import constant_to_compilers
 from .._mixins import base_class
-from .._torch_private import constant_to_compilers
 from ..engine.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader, is_norm
 from .connection_pattern import ConnectionPattern, LayerCall
 from .fingerprint import names_read

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .._compilers import constant_to_compilers, may_read_converted_modules
 from .._mixins import add_mixin, remove_mixin
-from .._torch_private import constant_to_compilers, may_read_converted_modules
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
 from .converted import KeepsSignature

@@ -18,8 +18,9 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from .. import kernels
+from .._compilers import compiled_checkpoint_updates_once, is_exporting
 from .._tensors import compute_dtype, formatted
-from .._torch_private import compiled_checkpoint_updates_once, functorch_is_active, is_exporting
+from .._torch_private import functorch_is_active
 from ..checkpoint.parameters import parameters_of
 from . import layerwise, stem
 from .layerwise import RunFirstHalf

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._compilers import skipped_by_compilers
 from ..._tensors import autocast_disabled
-from ..._torch_private import below_autograd, is_batched_gradient, skipped_by_compilers, will_execute
+from ..._torch_private import below_autograd, is_batched_gradient, will_execute
 from ...kernels import scratch
 from ..parts import BlockParts, ConsumerParts
 from . import operators, second_order

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..._compilers import skipped_by_compilers
 from ..._tensors import accumulation_dtype, autocast_disabled
-from ..._torch_private import skipped_by_compilers
 from ...kernels import scratch
 from .backward import Backward
 from .forward import Forward, StageInputs

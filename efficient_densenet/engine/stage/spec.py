@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._compilers import constant_to_compilers
 from ..._tensors import CHANNELS_LAST
-from ..._torch_private import constant_to_compilers
 
 
 class LayerSpec(NamedTuple):

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compilers import skipped_by_compilers
 from ..._tensors import autocast_disabled
-from ..._torch_private import below_autograd, skipped_by_compilers
+from ..._torch_private import below_autograd
 from ..parts import Norm
 from ..stage.function import refuse_batched_gradients, refuse_synchronized
 from ..stage.operators import LIBRARY

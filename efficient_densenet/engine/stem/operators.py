@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..._compilers import skipped_by_compilers
 from ..._tensors import autocast_disabled, memory_format_of
-from ..._torch_private import skipped_by_compilers
 from ...kernels import scratch
 from ...kernels.interface import BatchNormAffine
 from ..stage.operators import LIBRARY

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.pooling import _MaxPoolNd
 
+from ..._compilers import specialized
 from ..._tensors import accumulation_dtype, compute_dtype
-from ..._torch_private import specialized
 from ...kernels.convolution import CONV_BY_DIMS
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
