@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from efficient_densenet import DenseBlock
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import function as shared
 from efficient_densenet.engine.stage import groups
-from efficient_densenet.engine.stage.read_spec import StagePlan
+from efficient_densenet.engine.stage import run as shared
+from efficient_densenet.engine.stage.run import StagePlan
 
 NEW = 3 * GROWTH
 
@@ -103,7 +103,7 @@ def test_gradcheck(newest_first, training):
     stage = StagePlan(parts.parts_of(block.train(training)), None, x)
 
     def function(x, *tensors):
-        return shared.apply(stage, x, *tensors)
+        return stage.apply(x, *tensors)
 
     assert torch.autograd.gradcheck(function, (x, *stage.tensors))
 

@@ -15,7 +15,7 @@ from efficient_densenet._mixins import add_mixin
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import function as shared
+from efficient_densenet.engine.stage import run as shared
 
 GROWTH = 3
 

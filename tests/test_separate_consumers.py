@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from efficient_densenet import DenseNet
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.refuse import separate_consumer
-from efficient_densenet.engine.stage import function as shared
 from efficient_densenet.engine.stage import groups
+from efficient_densenet.engine.stage import run as shared
 from efficient_densenet.engine.stage.statistics import ForwardStatistics
 from efficient_densenet.memory import tensor_peak
 
@@ -277,7 +277,7 @@ def test_features_that_hooks_pack_are_not_unpacked_for_a_consumer():
 def test_nothing_outlives_the_graph():
     block, after = _randomized(Block(), ALONE["transition"]())
     kept, gone = _run_block(block, torch.randn(*SIZE, dtype=torch.double, requires_grad=True)), []
-    gone.append(kept.grad_fn.stored_features.features)
+    gone.append(kept.grad_fn.block_features.features)
     output = _run_consumer(after, kept)
     gone.append(weakref.ref(output.grad_fn))
     gc.collect()

@@ -26,7 +26,7 @@ from . import layerwise, stem
 from .layerwise import RunFirstHalf
 from .parts import BlockParts
 from .refuse import joined_consumer, must_be_called, separate_consumer, shared_eligibility
-from .stage import function as shared
+from .stage import run as shared
 
 
 class Engine(str, Enum):

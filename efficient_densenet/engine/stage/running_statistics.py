@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..._tensors import as_dtype
 from ..._torch_private import foreach_add_, foreach_lerp_, in_backward
+from ..library import LIBRARY, implement
 from ..parts import Norm, buffer_of
-from .operators import LIBRARY
 
 LIBRARY.define(
     "update_running_statistics(Tensor(a!)[] running, Tensor(b!)[] num_batches_tracked, Tensor statistics, "
@@ -71,7 +71,7 @@ class _Tensors(NamedTuple):
     biases: list[Tensor | None]
 
 
-@torch.library.impl(LIBRARY, "update_running_statistics", "CompositeExplicitAutograd")
+@implement("update_running_statistics")
 def _update(
     running: list[Tensor],
     num_batches_tracked: list[Tensor],

@@ -14,18 +14,17 @@ from torch import Tensor
 from ...kernels.convolution import CONV_BY_DIMS
 from ...kernels.interface import INV_STD, MEAN
 from ...kernels.portable import to_spatial
-from .handoff import Handoff
-from .saved import SavedStage
-from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
+from .groups import Handoff
+from .spec import ConsumerSpec, NormConv, SavedStage, StageSpec, norm_convs
 
 _AVG_POOL_BY_DIMS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 class Reconnected(torch.autograd.Function):
-    """`values`, in the place that `token` has in the autograd graph; hands their gradient on to the token's node."""
+    """`values`, in the place that `anchor` has in the autograd graph; hands their gradient on to the anchor's node."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, values: Tensor, handoff: Handoff[Tensor]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, handoff: Handoff[Tensor]) -> Tensor:
         ctx.handoff = handoff
         return values.view_as(values)
 

@@ -1,4 +1,7 @@
-"""The plan of a stage: its specification, read from the modules of a block and its consumer, and their tensors."""
+"""Runs a stage: reads its specification from the modules of a block and its consumer, and updates their running
+statistics."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,8 +12,39 @@ from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
-from .running_statistics import NormUpdate
+from .autograd import features_behind, stage
+from .forward import StageInputs
+from .running_statistics import NormUpdate, update_running_statistics
 from .spec import ConsumerSpec, LayerSpec, StageSpec, cached_spec
+
+
+def run(
+    block: BlockParts,
+    x: Tensor,
+    consumer: ConsumerParts | None = None,
+    memory_format: torch.memory_format | None = None,
+    keeps_channels_last: bool = False,
+) -> Tensor:
+    """The output of a block, or of `consumer` (a transition or a norm) on it.
+
+    It has the memory format that is given, or x's. With `keeps_channels_last`, for an output that only another stage
+    reads, it stays in channels_last, in which it is computed.
+    """
+    plan = StagePlan(block, consumer, x, memory_format=memory_format, keeps_channels_last=keeps_channels_last)
+    return plan.finish(plan.apply(x, *plan.tensors)[0])
+
+
+def run_with_features(block: BlockParts, x: Tensor, consumer: ConsumerParts) -> tuple[Tensor, Tensor]:
+    """The output of `consumer` on the output of a block, and the block's too."""
+    plan = StagePlan(block, consumer, x, return_features=True)
+    output, features = plan.apply(x, *plan.tensors)
+    return plan.finish(output), features
+
+
+def run_consumer(consumer: ConsumerParts, x: Tensor) -> Tensor:
+    """The output of `consumer` on x, which may be any tensor; a block's own output need not be stored again."""
+    plan = StagePlan(BlockParts(()), consumer, x)
+    return plan.finish(plan.apply(x, *plan.tensors, reused=features_behind(x, plan.spec))[0])
 
 
 class StagePlan:
@@ -55,6 +89,18 @@ class StagePlan:
                 self.updates.append(NormUpdate(norm, columns, bias))
             conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
             self.tensors += [weight, norm_bias, conv_weight, bias]
+
+    def apply(self, x: Tensor, *tensors: Tensor | None, reused: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters.
+
+        `reused` are features that a block has stored already, and their statistics.
+        """
+        inputs = StageInputs(x, tensors, self.running_statistics, self.dropout_masks(x), reused)
+        results = stage(self.spec, inputs)
+        count = self.spec.num_outputs
+        if self.updates:
+            update_running_statistics(self.updates, [*reused, *results[count:]][1])
+        return tuple(results[:count])
 
     def dropout_masks(self, x: Tensor) -> list[Tensor]:
         """For each layer with dropout, what dropout of ones keeps, in the plain layer's shape and order, so that the
