@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from efficient_densenet.engine.parts import ConsumerParts, consumer_parts, parts_of
 from efficient_densenet.engine.stage import operator, spec
 from efficient_densenet.engine.stage.forward import StageInputs
-from efficient_densenet.engine.stage.run import StagePlan, run_consumer
+from efficient_densenet.engine.stage.run import StageFormats, StagePlan, run_consumer
 from efficient_densenet.engine.stem import Stem
 from efficient_densenet.engine.stem import autograd as stem_function
 from efficient_densenet.engine.stem import spec as stem_spec
@@ -106,7 +106,8 @@ def _stage(
     after = None if consumer is None else consumer_parts(features.get_submodule(consumer))
     x = torch.randn(2, 3, *SIDES[:dims], dtype=dtype).to(memory_format=memory_format).requires_grad_(input)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return StagePlan(block, after, x, return_features, keeps_channels_last=keeps_channels_last), x
+        formats = StageFormats(memory_format, keeps_channels_last)
+        return StagePlan(block, after, x, return_features, formats), x
 
 
 def _calls(run: Any) -> list[tuple[Any, tuple]]:

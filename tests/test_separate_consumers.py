@@ -53,7 +53,7 @@ def _run_consumer(consumer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _engine(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
-    return _run_consumer(consumer, shared.run(parts.parts_of(block), x))
+    return _run_consumer(consumer, shared.run(parts.parts_of(block), None, x))
 
 
 def _plain(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def test_uses_of_the_features_between(use, layer_group_bytes, stored, monkeypatc
 
 
 def _run_block(block: nn.Module, x: Tensor) -> Tensor:
-    return shared.run(parts.parts_of(block), x)
+    return shared.run(parts.parts_of(block), None, x)
 
 
 @pytest.mark.parametrize("order", ["block first", "consumer first"])

@@ -2,6 +2,7 @@
 statistics."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +19,21 @@ from .running_statistics import NormUpdate, update_running_statistics
 from .spec import ConsumerSpec, LayerSpec, StageSpec, cached_spec
 
 
-def run(
-    block: BlockParts,
-    x: Tensor,
-    consumer: ConsumerParts | None = None,
-    memory_format: torch.memory_format | None = None,
-    keeps_channels_last: bool = False,
-) -> Tensor:
-    """The output of a block, or of `consumer` (a transition or a norm) on it.
+class StageFormats(NamedTuple):
+    """The memory format that x and what is computed of it have in the plain network, and whether the consumer's output
+    stays in channels_last, in which it is computed, since only another stage reads it."""
 
-    It has the memory format that is given, or x's. With `keeps_channels_last`, for an output that only another stage
-    reads, it stays in channels_last, in which it is computed.
-    """
-    plan = StagePlan(block, consumer, x, memory_format=memory_format, keeps_channels_last=keeps_channels_last)
+    plain: torch.memory_format
+    keeps_channels_last: bool = False
+
+
+def run(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, formats: StageFormats | None = None) -> Tensor:
+    """The output of a block, or of `consumer` (a transition or a norm) on it."""
+    plan = StagePlan(block, consumer, x, formats=formats)
     return plan.finish(plan.apply(x, *plan.tensors)[0])
 
 
-def run_with_features(block: BlockParts, x: Tensor, consumer: ConsumerParts) -> tuple[Tensor, Tensor]:
+def run_with_features(block: BlockParts, consumer: ConsumerParts, x: Tensor) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on the output of a block, and the block's too."""
     plan = StagePlan(block, consumer, x, return_features=True)
     output, features = plan.apply(x, *plan.tensors)
@@ -63,16 +62,10 @@ class StagePlan:
         consumer: ConsumerParts | None,
         x: Tensor,
         return_features: bool = False,
-        memory_format: torch.memory_format | None = None,
-        keeps_channels_last: bool = False,
+        formats: StageFormats | None = None,
     ) -> None:
         self.layers, self.consumer = block.layers, consumer
-        keeps_channels_last = (
-            keeps_channels_last and consumer is not None and consumer.after is None and x.dim() in CHANNELS_LAST
-        )
-        self.spec = _read_spec(
-            block, consumer, x, return_features, memory_format or memory_format_of(x), keeps_channels_last
-        )
+        self.spec = _read_spec(block, consumer, x, return_features, formats or StageFormats(memory_format_of(x)))
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
@@ -134,15 +127,15 @@ def _read_spec(
     consumer: ConsumerParts | None,
     x: Tensor,
     return_features: bool,
-    memory_format: torch.memory_format,
-    keeps_channels_last: bool,
+    formats: StageFormats,
 ) -> StageSpec:
     norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
-    group = sync_group(norm)
+    group, has_format = sync_group(norm), x.dim() in CHANNELS_LAST
+    keeps_channels_last = formats.keeps_channels_last and has_format and consumer is not None and consumer.after is None
     stage_spec = StageSpec if torch.compiler.is_compiling() else cached_spec
     return stage_spec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
-        channels_last=memory_format is not torch.contiguous_format,
+        channels_last=formats.plain is not torch.contiguous_format,
         keeps_channels_last=keeps_channels_last,
         in_channels=norm.weight.shape[0],
         growth_rate=int(block.layers[0].last_conv.out_channels) if block.layers else 0,
