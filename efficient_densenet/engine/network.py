@@ -15,7 +15,7 @@ from torch.fx import Proxy
 
 from .._tensors import formatted, memory_format_of
 from . import choose
-from .parts import BlockParts, ConsumerParts
+from .parts import BlockParts
 from .refuse import must_be_called
 from .stage import run as shared
 from .stage.run import StageFormats
@@ -32,7 +32,12 @@ def run_sequence(
     A module for which `is_block` is true has an `engine`, and with `can_join_stage` it may be run without being called.
     """
     walk = _Walk(modules, x, is_block, taps)
-    walk.run()
+    walk.run_stem()
+    while walk.position < len(modules):
+        if walk.is_at_stage():
+            walk.run_stage()
+        else:
+            walk.call_next()
     return walk.x, walk.outputs
 
 
@@ -52,15 +57,7 @@ class _Walk:
         self.first_block = next((module for _, module in modules if is_block(module)), None)
         self.first_parts: BlockParts | None = None
 
-    def run(self) -> None:
-        self._run_stem()
-        while self.position < len(self.modules):
-            if self._is_at_stage():
-                self._run_stage()
-            else:
-                self._call_next()
-
-    def _run_stem(self) -> None:
+    def run_stem(self) -> None:
         tapped = any(name in self.taps for name, _ in self.modules[: STEM_LENGTH - 1])
         if self.first_block is None or tapped or not isinstance(self.x, Tensor):
             return
@@ -68,42 +65,39 @@ class _Walk:
         if result is not None:
             (self.x, self.first_parts), self.position = result, STEM_LENGTH
 
-    def _is_at_stage(self) -> bool:
+    def is_at_stage(self) -> bool:
         """Whether the next module is a block that may run with the module after it."""
         _, module = self.modules[self.position]
         has_consumer = self.position + 1 < len(self.modules) and isinstance(self.x, (Tensor, Proxy))
         return has_consumer and self.is_block(module) and choose.as_engine_block(module).can_join_stage
 
-    def _run_stage(self) -> None:
-        (name, block), (consumer_name, consumer) = self.modules[self.position : self.position + 2]
+    def run_stage(self) -> None:
+        """Run a block with its consumer. If a block follows that reads the output alone, it stays in channels_last, in
+        which it is computed."""
+        (name, block), (consumer_name, consumer), *following = self.modules[self.position : self.position + 3]
         parts, relu = self.first_parts if block is self.first_block else None, f"{consumer_name}.relu"
+        joined = None if relu in self.taps else choose.join(block, consumer, self.x, parts)
         if relu in self.taps:
             self._use_plain_format()
             self.x, self.outputs[relu] = _run_with_rectified(block, consumer, self.x, parts)
+        elif joined is None:
+            return self.call_next()
+        elif name in self.taps:
+            self._use_plain_format()
+            self.x, self.outputs[name] = shared.run_with_features(*joined, self.x)
         else:
-            joined = choose.join(block, consumer, self.x, parts)
-            if joined is None:
-                self._call_next()
-                return
-            if name in self.taps:
-                self._use_plain_format()
-                self.x, self.outputs[name] = shared.run_with_features(*joined, self.x)
-            else:
-                self._run_joined(*joined, is_tapped=consumer_name in self.taps)
+            formats = StageFormats(
+                plain=self.plain_format or memory_format_of(self.x),
+                keeps_channels_last=consumer_name not in self.taps and any(self.is_block(m) for _, m in following),
+            )
+            self.x = shared.run(*joined, self.x, formats)
+            self.plain_format = formats.plain if formats.keeps_channels_last else None
         self.position += 2
         if consumer_name in self.taps:
             self.outputs[consumer_name] = self.x
+        return None
 
-    def _run_joined(self, block: BlockParts, consumer: ConsumerParts, is_tapped: bool) -> None:
-        """Run a block with its consumer. If a block follows that reads the output alone, it stays in channels_last, in
-        which it is computed."""
-        plain_format = self.plain_format or memory_format_of(self.x)
-        following = self.modules[self.position + 2 : self.position + 3]
-        keeps_channels_last = not is_tapped and any(self.is_block(module) for _, module in following)
-        self.x = shared.run(block, consumer, self.x, StageFormats(plain_format, keeps_channels_last))
-        self.plain_format = plain_format if keeps_channels_last else None
-
-    def _call_next(self) -> None:
+    def call_next(self) -> None:
         self._use_plain_format()
         name, module = self.modules[self.position]
         self.x = module(self.x)

@@ -34,21 +34,9 @@ from .groups import (
 from .spec import SavedStage, StageSpec, decode
 
 
+@skipped_by_compilers
 def stage(spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
     """The stage's outputs, then what `Forward.saved` lists."""
-    if torch.compiler.is_compiling():
-        return torch.ops.efficient_densenet.stage.default(*inputs, spec.encoded)
-    return _differentiable_stage(spec, inputs)
-
-
-@implement("stage", "Autograd")
-def _stage_for_autograd(*arguments: Any) -> list[Tensor]:
-    *inputs, text = arguments
-    return _differentiable_stage(decode(text), StageInputs(*inputs))
-
-
-@skipped_by_compilers
-def _differentiable_stage(spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
     x, parameters = inputs.x, inputs.parameters
     if not needs_graph(x, *parameters):
         return operator.stage(spec, inputs)
@@ -65,6 +53,12 @@ def _groups(spec: StageSpec, x: Tensor, parameters: Sequence[Tensor | None]) -> 
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
         return layer_groups(spec, parameters)
     return [whole_stage(spec)]
+
+
+@implement("stage", "Autograd")
+def _stage(*arguments: Any) -> list[Tensor]:
+    *inputs, text = arguments
+    return stage(decode(text), StageInputs(*inputs))
 
 
 class SharedStage(torch.autograd.Function):

@@ -89,7 +89,10 @@ class StagePlan:
         `reused` are features that a block has stored already, and their statistics.
         """
         inputs = StageInputs(x, tensors, self.running_statistics, self.dropout_masks(x), reused)
-        results = stage(self.spec, inputs)
+        if torch.compiler.is_compiling():
+            results = torch.ops.efficient_densenet.stage.default(*inputs, self.spec.encoded)
+        else:
+            results = stage(self.spec, inputs)
         count = self.spec.num_outputs
         if self.updates:
             update_running_statistics(self.updates, [*reused, *results[count:]][1])

@@ -20,27 +20,27 @@ from .spec import StemSpec, decode
 def apply(spec: StemSpec, norm: Norm, x: Tensor, *tensors: Tensor | None) -> Tensor:
     """The stem's output, with `tensors` as norm.weight, norm.bias, conv.weight and conv.bias."""
     running = (norm.running_mean, norm.running_var) if spec.frozen else (None, None)
-    output, statistics, *_ = _stem(spec, x, *tensors, *running)
+    tensors = x, *tensors, *running
+    if torch.compiler.is_compiling():
+        results = torch.ops.efficient_densenet.stem.default(*tensors, spec.encoded)
+    else:
+        results = stem(spec, *tensors)
+    output, statistics, *_ = results
     if not spec.frozen:
         update_running_statistics([NormUpdate(norm, slice(0, statistics.shape[1]))], statistics)
     return output
 
 
-def _stem(spec: StemSpec, *tensors: Tensor | None) -> list[Tensor]:
-    if torch.compiler.is_compiling():
-        return torch.ops.efficient_densenet.stem.default(*tensors, spec.encoded)
-    return _differentiable_stem(spec, *tensors)
+@skipped_by_compilers
+def stem(spec: StemSpec, *tensors: Tensor | None) -> list[Tensor]:
+    """The stem's output, the matrix of statistics and, in a sync group, the number of values per channel."""
+    return list(SharedStem.apply(spec, *tensors)) if needs_graph(*tensors) else operator.stem(spec, *tensors)
 
 
 @implement("stem", "Autograd")
-def _stem_for_autograd(*arguments: Any) -> list[Tensor]:
+def _stem(*arguments: Any) -> list[Tensor]:
     *tensors, text = arguments
-    return _differentiable_stem(decode(text), *tensors)
-
-
-@skipped_by_compilers
-def _differentiable_stem(spec: StemSpec, *tensors: Tensor | None) -> list[Tensor]:
-    return list(SharedStem.apply(spec, *tensors)) if needs_graph(*tensors) else operator.stem(spec, *tensors)
+    return stem(decode(text), *tensors)
 
 
 class SharedStem(torch.autograd.Function):
