@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch_private import constant_to_compilers
+from ._compilers import constant_to_compilers
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

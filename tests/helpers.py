@@ -13,7 +13,7 @@ from efficient_densenet import DenseNet, create_model, kernels
 from efficient_densenet.engine.parts import parts_of
 from efficient_densenet.engine.refuse import joined_consumer
 from efficient_densenet.engine.stage import groups
-from efficient_densenet.engine.stage.read_spec import StagePlan
+from efficient_densenet.engine.stage.run import StagePlan
 from efficient_densenet.kernels import row_tiles
 
 FAMILIES = {

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from efficient_densenet import kernels
-from efficient_densenet.engine.stage import operators as shared
+from efficient_densenet.engine.stage import operator as shared
 from efficient_densenet.engine.stage import running_statistics as running
-from efficient_densenet.engine.stem import operators as stem
+from efficient_densenet.engine.stem import operator as stem
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach"}
 _LAUNCHES = {"convolution_backward": 2}

@@ -8,7 +8,7 @@ import rows as results
 import torch
 from inference import METHODS, forward_of
 
-from efficient_densenet.engine.stage import operators
+from efficient_densenet.engine.stage import operator
 
 MODEL = "densenet_bc_16_4"
 
@@ -20,8 +20,8 @@ def _run(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["plain", "shared", "shared_channels_last"])
 def test_theshared_engine_runs_where_it_is_the_method(name, monkeypatch):
-    stages, run_stage = [], operators.stage
-    monkeypatch.setattr(operators, "stage", lambda *arguments: stages.append(arguments) or run_stage(*arguments))
+    stages, run_stage = [], operator.run_forward
+    monkeypatch.setattr(operator, "run_forward", lambda *arguments: stages.append(arguments) or run_stage(*arguments))
     output = _run(name)
     assert bool(stages) == name.startswith("shared")
     assert not output.requires_grad

@@ -28,8 +28,8 @@ from efficient_densenet import DenseNet
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.parts import parts_of
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import function as shared
 from efficient_densenet.engine.stage import groups
+from efficient_densenet.engine.stage import run as shared
 
 WHERE = {"every": "", "first": "conv1", "last": "conv2", "transition": "transition"}
 
@@ -170,7 +170,7 @@ def test_gradcheck(bn_size, training, return_features, kernels, monkeypatch):
     stage = shared.StagePlan(parts, joined_consumer(parts, transition), x, return_features)
 
     def function(x, *tensors):
-        return shared.apply(stage, x, *tensors)
+        return stage.apply(x, *tensors)
 
     assert torch.autograd.gradcheck(function, (x, *stage.tensors))
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engine.stage import operators as shared
+from efficient_densenet.engine.stage import operator as shared
 from efficient_densenet.engine.stage import running_statistics as running
 from efficient_densenet.engine.stage.statistics import BackwardStatistics, ForwardStatistics
-from efficient_densenet.engine.stem import operators as stem
+from efficient_densenet.engine.stem import operator as stem
 from efficient_densenet.kernels import row_tiles
 
 OPERATORS = torch.ops.efficient_densenet

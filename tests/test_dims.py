@@ -25,7 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, Transition
 from efficient_densenet.engine import choose
-from efficient_densenet.engine.stage import function as shared
 from efficient_densenet.memory import tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
@@ -152,7 +151,7 @@ def test_gradcheck(dims, bn_size, consumer):
     channels = block.denselayer1.norm1.num_features
     x = torch.randn(2, channels, *(3, 2, 2)[:dims], dtype=torch.double, requires_grad=True)
     stage = plan_stage(block, consumers[consumer], x)
-    assert torch.autograd.gradcheck(lambda x, *tensors: shared.apply(stage, x, *tensors), (x, *stage.tensors))
+    assert torch.autograd.gradcheck(lambda x, *tensors: stage.apply(x, *tensors), (x, *stage.tensors))
 
 
 @pytest.mark.parametrize("dims", [1, 3])

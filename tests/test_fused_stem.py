@@ -17,7 +17,7 @@ from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixt
 from efficient_densenet import DenseNet, kernels
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.stem import fused
-from efficient_densenet.engine.stem.plan import Conv, MaxPool, StemSpec
+from efficient_densenet.engine.stem.spec import Conv, MaxPool, StemSpec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -41,7 +41,7 @@ def fused_stems(monkeypatch) -> list[bool]:
             asked.append(can_fuse(*arguments))
         return asked[-1]
 
-    monkeypatch.setattr("efficient_densenet.engine.stem.operators.can_fuse", everywhere)
+    monkeypatch.setattr("efficient_densenet.engine.stem.operator.can_fuse", everywhere)
     return asked
 
 

@@ -10,7 +10,7 @@ from helpers import use_kernels
 from kernel_operations import OPERATIONS, Case
 
 from efficient_densenet import DenseBlock, kernels
-from efficient_densenet.engine.stage import operators
+from efficient_densenet.engine.stage import operator
 from efficient_densenet.kernels import portable, scratch
 from efficient_densenet.kernels.interface import GradAccumulator
 from efficient_densenet.kernels.numba_cpu.host import openmp
@@ -106,7 +106,7 @@ def compiled_kernels():
 def count(run, monkeypatch):
     """The operations that `run` calls, outside of the operators and, where a dispatch mode ends, inside."""
     with CountingOperations() as counted, monkeypatch.context() as patch:
-        patch.setattr(operators, "autocast_disabled", lambda x: counted)
+        patch.setattr(operator, "autocast_disabled", lambda x: counted)
         run()
     return counted.counts.total()
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from efficient_densenet import DenseBlock
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import function as shared
 from efficient_densenet.engine.stage import groups
-from efficient_densenet.engine.stage.read_spec import StagePlan
+from efficient_densenet.engine.stage import run as shared
+from efficient_densenet.engine.stage.run import StagePlan
 
 NEW = 3 * GROWTH
 
@@ -63,7 +63,7 @@ def test_output_gradients_and_buffers_match_plain(
     plain.train(not frozen)
     block, results = copy.deepcopy(plain), []
     x = torch.randn(3, 4, 7, 6, dtype=torch.double).to(memory_format=memory_format)
-    for run in (lambda x: shared.run(parts.parts_of(block), x), plain):
+    for run in (lambda x: shared.run(parts.parts_of(block), None, x), plain):
         torch.manual_seed(1)
         leaf = x.clone().requires_grad_()
         output = run(leaf)
@@ -85,7 +85,7 @@ def test_partly_frozen_layers(trainable, bytes_per_group, monkeypatch):
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(name.startswith(trainable))
     block, x, grads = copy.deepcopy(plain), torch.randn(2, 4, 5, 5, dtype=torch.double), []
-    for run in (lambda x: shared.run(parts.parts_of(block), x), plain):
+    for run in (lambda x: shared.run(parts.parts_of(block), None, x), plain):
         leaf = x.clone().requires_grad_(trainable.startswith("none"))
         run(leaf).square().sum().backward()
         grads.append(leaf.grad)
@@ -103,7 +103,7 @@ def test_gradcheck(newest_first, training):
     stage = StagePlan(parts.parts_of(block.train(training)), None, x)
 
     def function(x, *tensors):
-        return shared.apply(stage, x, *tensors)
+        return stage.apply(x, *tensors)
 
     assert torch.autograd.gradcheck(function, (x, *stage.tensors))
 
@@ -151,8 +151,8 @@ def test_a_block_of_this_package_before_a_norm_of_its_new_channels_runs_alone():
     block = DenseBlock(2, 5, 3, efficient="shared", new_features_only=True).double()
     consumer = nn.BatchNorm2d(6).double()
     x = torch.randn(2, 5, 6, 7, dtype=torch.double)
-    output, joined = choose.run_stage(block, consumer, x)
-    assert not joined
+    assert choose.join(block, consumer, x) is None
+    output = block(x)
     assert output.shape[1] == 6
     normalized, features = choose.run_stage_with_features(block, consumer, x)
     assert_close(features, output)

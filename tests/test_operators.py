@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from efficient_densenet.engine.parts import ConsumerParts, consumer_parts, parts_of
-from efficient_densenet.engine.stage import function, operators, spec
+from efficient_densenet.engine.stage import operator, spec
 from efficient_densenet.engine.stage.forward import StageInputs
-from efficient_densenet.engine.stage.read_spec import StagePlan
-from efficient_densenet.engine.stem import Stem, plan
-from efficient_densenet.engine.stem import function as stem_function
+from efficient_densenet.engine.stage.run import StageFormats, StagePlan, run_consumer
+from efficient_densenet.engine.stem import Stem
+from efficient_densenet.engine.stem import autograd as stem_function
+from efficient_densenet.engine.stem import spec as stem_spec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")  # raised by opcheck
@@ -105,7 +106,8 @@ def _stage(
     after = None if consumer is None else consumer_parts(features.get_submodule(consumer))
     x = torch.randn(2, 3, *SIDES[:dims], dtype=dtype).to(memory_format=memory_format).requires_grad_(input)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return StagePlan(block, after, x, return_features, keeps_channels_last=keeps_channels_last), x
+        formats = StageFormats(memory_format, keeps_channels_last)
+        return StagePlan(block, after, x, return_features, formats), x
 
 
 def _calls(run: Any) -> list[tuple[Any, tuple]]:
@@ -141,13 +143,13 @@ def _check(operator: Any, arguments: tuple, needs_grad: int) -> None:
 @pytest.mark.parametrize("case", STAGES)
 def test_stage(case):
     stage, x = _stage(**STAGES[case])
-    forward, backward = _calls(lambda: function.apply(stage, x, *stage.tensors))
+    forward, backward = _calls(lambda: stage.apply(x, *stage.tensors))
     assert (forward[0], backward[0]) == (
         torch.ops.efficient_densenet.stage.default,
         torch.ops.efficient_densenet.stage_backward.default,
     )
-    operator, (_, *rest) = forward
-    _check(operator, (x, *rest), needs_grad=2)
+    called, (_, *rest) = forward
+    _check(called, (x, *rest), needs_grad=2)
     _check(*backward, needs_grad=0)
 
 
@@ -155,12 +157,12 @@ def test_stage(case):
 def test_consumer_of_stored_features(frozen):
     stage, x = _stage(frozen="norm" if frozen else None)
     consumer, _ = _stage("transition1", biases=True, frozen="norm" if frozen else None)
-    block_output, *_ = function.apply(stage, x, *stage.tensors)
+    block_output, *_ = stage.apply(x, *stage.tensors)
     after = ConsumerParts(consumer.consumer.norm, consumer.consumer.conv, pools=True)
-    forward, backward, _ = _calls(lambda: [function.run_consumer(after, block_output)])
-    operator, (_, *rest) = forward
+    forward, backward, _ = _calls(lambda: [run_consumer(after, block_output)])
+    called, (_, *rest) = forward
     assert len(rest[3]) == 2 - frozen
-    _check(operator, (block_output.detach().requires_grad_(), *rest), needs_grad=2)
+    _check(called, (block_output.detach().requires_grad_(), *rest), needs_grad=2)
     _check(*backward, needs_grad=0)
 
 
@@ -191,7 +193,7 @@ def _stem(
     pool: nn.Module | None = None,
     autocast: bool = False,
     synchronized: bool = False,
-) -> tuple[plan.StemSpec, Stem, Tensor]:
+) -> tuple[stem_spec.StemSpec, Stem, Tensor]:
     model = small_model("imagenet", dims=dims, block_config=(1,))
     if bias:
         add_conv_biases(model, "conv0")
@@ -206,10 +208,10 @@ def _stem(
         stem = stem._replace(pool=pool)
     x = torch.randn(2, 3, *(9, 10, 7)[:dims], dtype=dtype).to(memory_format=memory_format).requires_grad_(input)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return plan.read_spec(stem, x), stem, x
+        return stem_spec.read_spec(stem, x), stem, x
 
 
-def _run_stem(settings: plan.StemSpec, stem: Stem, x: Tensor) -> Tensor:
+def _run_stem(settings: stem_spec.StemSpec, stem: Stem, x: Tensor) -> Tensor:
     conv, norm = stem.conv, stem.norm
     return stem_function.apply(settings, norm, x, norm.weight, norm.bias, conv.weight, conv.bias)
 
@@ -218,12 +220,12 @@ def _run_stem(settings: plan.StemSpec, stem: Stem, x: Tensor) -> Tensor:
 def test_stem(case):
     settings, stem, x = _stem(**STEMS[case])
     forward, backward = _calls(lambda: [_run_stem(settings, stem, x)])
-    operator, (_, *rest) = forward
-    assert (operator, backward[0]) == (
+    called, (_, *rest) = forward
+    assert (called, backward[0]) == (
         torch.ops.efficient_densenet.stem.default,
         torch.ops.efficient_densenet.stem_backward.default,
     )
-    _check(operator, (x, *rest), needs_grad=6)
+    _check(called, (x, *rest), needs_grad=6)
     _check(*backward, needs_grad=0)
 
 
@@ -239,12 +241,12 @@ def test_synchronized_norms():
     """The operators return the number of values that the processes have counted."""
     stage, x = _stage("transition1", synchronized=True)
     assert stage.spec.has_count
-    for operator, arguments in _calls(lambda: function.apply(stage, x, *stage.tensors)):
-        _check(operator, arguments, needs_grad=0)
+    for called, arguments in _calls(lambda: stage.apply(x, *stage.tensors)):
+        _check(called, arguments, needs_grad=0)
     settings, stem, x = _stem(synchronized=True)
     assert settings.has_count
-    for operator, arguments in _calls(lambda: [_run_stem(settings, stem, x)]):
-        _check(operator, arguments, needs_grad=0)
+    for called, arguments in _calls(lambda: [_run_stem(settings, stem, x)]):
+        _check(called, arguments, needs_grad=0)
 
 
 @pytest.mark.parametrize("case", STAGES)
@@ -259,7 +261,7 @@ def test_a_stage_s_specification_survives_encoding(case):
 @pytest.mark.parametrize("case", STEMS)
 def test_a_stem_s_specification_survives_encoding(case):
     settings, *_ = _stem(**STEMS[case])
-    decoded = plan.decode(settings.encoded)
+    decoded = stem_spec.decode(settings.encoded)
     assert decoded.encoded == settings.encoded
     assert decoded._replace(conv=None, pool=None) == settings._replace(conv=None, pool=None)
     assert [list(map(_listed, part)) for part in decoded[-2:]] == [list(map(_listed, part)) for part in settings[-2:]]
@@ -295,16 +297,26 @@ def test_every_setting_of_a_stage_is_in_its_encoding():
     assert all(spec.decode(each.encoded) == each for each in changed)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_eager_mode_encodes_no_specification(create_graph, monkeypatch):
+    """It runs the engine without the operators, which take a specification as a string."""
+    model, images = small_model("imagenet", efficient="shared"), torch.randn(2, 3, 40, 40, dtype=torch.double)
+    for spec_class in (spec.StageSpec, stem_spec.StemSpec):
+        monkeypatch.setattr(spec_class, "encoded", property(lambda self: pytest.fail("encoded")))
+    grads = torch.autograd.grad(model(images).sum(), list(model.parameters()), create_graph=create_graph)
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 def test_running_statistics_are_updated_outside_the_operator():
     model = small_model("bc", block_config=(2, 1))
     block, transition = model.features.denseblock1, model.features.transition1
     x = torch.randn(2, 4, 5, 6, dtype=torch.double)
     stage = StagePlan(parts_of(block), consumer_parts(transition), x)
     before = copy.deepcopy(model)
-    operators.stage(stage.spec, StageInputs(x, stage.tensors))
+    operator.stage(stage.spec, StageInputs(x, stage.tensors))
     assert_same_buffers(model, before, 0)
     for run in range(1, 3):
-        function.apply(stage, x, *stage.tensors)
+        stage.apply(x, *stage.tensors)
         assert block.denselayer2.norm2.num_batches_tracked == run
 
 

@@ -15,7 +15,7 @@ from efficient_densenet._mixins import add_mixin
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import function as shared
+from efficient_densenet.engine.stage import run as shared
 
 GROWTH = 3
 
@@ -112,10 +112,10 @@ def _shared(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Ten
     assert choose.why_not(choose.Engine.SHARED, block, x) is None
     read = parts.parts_of(block)
     if consumer is None:
-        return [shared.run(read, x)]
+        return [shared.run(read, None, x)]
     joined = joined_consumer(read, consumer)
     assert joined is not None
-    return list(shared.run_with_features(read, x, joined))
+    return list(shared.run_with_features(read, joined, x))
 
 
 def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tuple[float, ...] = (1, 2)) -> None:
@@ -161,7 +161,7 @@ def test_either_order_of_channels_with_every_consumer_and_a_tap(newest_first, bo
 def test_either_order_without_a_tap(newest_first, consumer):
     def run(block: nn.Module, x: Tensor, after: nn.Module) -> list[Tensor]:
         read = parts.parts_of(block)
-        return [shared.run(read, x, joined_consumer(read, after))]
+        return [shared.run(read, joined_consumer(read, after), x)]
 
     _assert_same(run, *_randomized(Block(newest_first=newest_first), CONSUMERS[consumer]()), weights=(1,))
 

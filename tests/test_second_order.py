@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from efficient_densenet import FCDenseNet, features, make_efficient
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.parts import consumer_parts, parts_of
-from efficient_densenet.engine.stage import function, groups
-from efficient_densenet.engine.stage.read_spec import StagePlan
+from efficient_densenet.engine.stage import groups
+from efficient_densenet.engine.stage.run import StagePlan
 from efficient_densenet.engine.stem import Stem
-from efficient_densenet.engine.stem import function as stem_function
-from efficient_densenet.engine.stem.plan import read_spec
+from efficient_densenet.engine.stem import autograd as stem_function
+from efficient_densenet.engine.stem.spec import read_spec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 
@@ -188,7 +188,7 @@ def test_gradgradcheck_of_a_stage(consumer, return_features, newest_first, bn_si
 
     def apply(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         given = iter(values)
-        return function.apply(stage, x, *(None if tensor is None else next(given) for tensor in stage.tensors))
+        return stage.apply(x, *(None if tensor is None else next(given) for tensor in stage.tensors))
 
     assert torch.autograd.gradgradcheck(apply, (x, *tensors))
 

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from efficient_densenet import DenseNet
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.refuse import separate_consumer
-from efficient_densenet.engine.stage import function as shared
 from efficient_densenet.engine.stage import groups
+from efficient_densenet.engine.stage import run as shared
 from efficient_densenet.engine.stage.statistics import ForwardStatistics
 from efficient_densenet.memory import tensor_peak
 
@@ -53,7 +53,7 @@ def _run_consumer(consumer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _engine(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
-    return _run_consumer(consumer, shared.run(parts.parts_of(block), x))
+    return _run_consumer(consumer, shared.run(parts.parts_of(block), None, x))
 
 
 def _plain(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def test_uses_of_the_features_between(use, layer_group_bytes, stored, monkeypatc
 
 
 def _run_block(block: nn.Module, x: Tensor) -> Tensor:
-    return shared.run(parts.parts_of(block), x)
+    return shared.run(parts.parts_of(block), None, x)
 
 
 @pytest.mark.parametrize("order", ["block first", "consumer first"])
@@ -277,7 +277,7 @@ def test_features_that_hooks_pack_are_not_unpacked_for_a_consumer():
 def test_nothing_outlives_the_graph():
     block, after = _randomized(Block(), ALONE["transition"]())
     kept, gone = _run_block(block, torch.randn(*SIZE, dtype=torch.double, requires_grad=True)), []
-    gone.append(kept.grad_fn.stored_features.features)
+    gone.append(kept.grad_fn.block_features.features)
     output = _run_consumer(after, kept)
     gone.append(weakref.ref(output.grad_fn))
     gc.collect()

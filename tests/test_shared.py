@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
 from efficient_densenet.engine import choose
-from efficient_densenet.engine.stage import function as shared
 from efficient_densenet.engine.stage import groups
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import saved_bytes, tensor_peak
@@ -131,7 +130,7 @@ def test_gradcheck(kernels, consumer, bn_size, training, return_features, monkey
     stage = plan_stage(block, after[consumer], x, return_features=return_features)
 
     def function(x, *tensors):
-        return shared.apply(stage, x, *tensors)
+        return stage.apply(x, *tensors)
 
     assert torch.autograd.gradcheck(function, (x, *stage.tensors))
 

@@ -22,8 +22,8 @@ from efficient_densenet import DenseNet, create_model
 from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.stem import Stem
-from efficient_densenet.engine.stem import function as stem_function
-from efficient_densenet.engine.stem.plan import read_spec
+from efficient_densenet.engine.stem import autograd as stem_function
+from efficient_densenet.engine.stem.spec import read_spec
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import saved_bytes, tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms

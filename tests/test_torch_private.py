@@ -13,17 +13,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
+from efficient_densenet._compilers import (
+    constant_to_compilers,
+    may_read_converted_modules,
+    skipped_by_compilers,
+    specialized,
+)
 from efficient_densenet._torch_private import (
     below_autograd,
     bypass_saved_tensor_hooks,
     class_before_fully_shard,
-    constant_to_compilers,
     early_stop_enabled,
     foreach_add_,
     foreach_copy_,
     foreach_lerp_,
     functorch_is_active,
     graph_task_id,
+    has_dispatch_mode,
     has_function_mode,
     has_global_module_hooks,
     has_torch_dispatch,
@@ -36,15 +42,12 @@ from efficient_densenet._torch_private import (
     is_managed_by_fsdp,
     is_part_of_leaf,
     leaf_of,
-    may_read_converted_modules,
     memory_key,
     observe_selection,
     parametrization_cache_enabled,
     process_group_named,
     queue_backward_callback,
     sharding_of,
-    skipped_by_compilers,
-    specialized,
     tensor_hooks,
     will_execute,
     without_dispatch_modes,
@@ -192,7 +195,9 @@ def test_without_dispatch_modes():
             return operation(*args, **(kwargs or {}))
 
     seen = []
+    assert not has_dispatch_mode()
     with Recording():
+        assert has_dispatch_mode()
         with without_dispatch_modes():
             torch.ones(1).sin()
         assert seen == []

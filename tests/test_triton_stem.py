@@ -13,7 +13,7 @@ from torch import Tensor
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 from triton_resources import ARCHITECTURES, POINTERS, Compilation, compile_all
 
-from efficient_densenet.engine.stem.plan import MaxPool
+from efficient_densenet.engine.stem.spec import MaxPool
 from efficient_densenet.kernels.interface import BatchNormAffine, StatisticsOutput
 
 pytest.importorskip("triton", reason="needs Triton")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from .._compilers import constant_to_compilers, may_read_converted_modules
 from .._mixins import ModuleMixin, add_mixin, base_class, remove_mixin
-from .._torch_private import constant_to_compilers, may_read_converted_modules
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engine import choose, layerwise

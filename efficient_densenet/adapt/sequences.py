@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from .._torch_private import may_read_converted_modules
+from .._compilers import may_read_converted_modules
 from ..engine import choose
 from ..engine.network import run_sequence
 from ..engine.refuse import must_be_called

@@ -13,8 +13,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from .._compilers import constant_to_compilers
+from .._dimensions import classes
 from .._mixins import base_class
-from .._torch_private import constant_to_compilers
 from ..engine.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader, is_norm
 from .connection_pattern import ConnectionPattern, LayerCall
 from .fingerprint import names_read
@@ -26,7 +27,7 @@ _DROPOUTS = {
     nn.Dropout3d.forward: F.dropout3d,
 }
 _BY_STRUCTURE = ConnectionPattern()
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BATCH_NORMS = classes("BatchNorm")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .._compilers import constant_to_compilers, may_read_converted_modules
+from .._dimensions import classes, dimensions_of
 from .._mixins import add_mixin, remove_mixin
-from .._torch_private import constant_to_compilers, may_read_converted_modules
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
 from .converted import KeepsSignature
@@ -136,12 +137,12 @@ def _read(module: nn.Module, pool: str) -> ConsumerParts | None:
 
 
 def _avg_pool(x: Tensor) -> Tensor:
-    return (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[x.dim() - 3](x, 2)
+    return dimensions_of(x).avg_pool(x, 2)
 
 
 def _max_pool(x: Tensor) -> Tensor:
-    return (F.max_pool1d, F.max_pool2d, F.max_pool3d)[x.dim() - 3](x, 2)
+    return dimensions_of(x).max_pool(x, 2)
 
 
 _POOL_FUNCTIONS = {"avg_pool": _avg_pool, "max_pool": _max_pool}
-_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_POOLS = (*classes("AvgPool"), *classes("MaxPool"))

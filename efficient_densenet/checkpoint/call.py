@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from .._compilers import compiled_checkpoint_updates_once, is_exporting
 from .._recompute_mode import is_checkpointing_disabled
-from .._torch_private import compiled_checkpoint_updates_once, functorch_is_active, is_exporting, is_managed_by_fsdp
+from .._torch_private import functorch_is_active, is_managed_by_fsdp
 from ..norms.batch_norm import update_once
 from .frame import CheckpointFrame
 from .hooks import fire_once

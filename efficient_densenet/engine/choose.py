@@ -18,14 +18,15 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from .. import kernels
-from .._tensors import compute_dtype, formatted
-from .._torch_private import compiled_checkpoint_updates_once, functorch_is_active, is_exporting
+from .._compilers import compiled_checkpoint_updates_once, is_exporting
+from .._tensors import compute_dtype
+from .._torch_private import functorch_is_active
 from ..checkpoint.parameters import parameters_of
 from . import layerwise, stem
 from .layerwise import RunFirstHalf
-from .parts import BlockParts
+from .parts import BlockParts, ConsumerParts
 from .refuse import joined_consumer, must_be_called, separate_consumer, shared_eligibility
-from .stage import function as shared
+from .stage import run as shared
 
 
 class Engine(str, Enum):
@@ -104,7 +105,7 @@ def as_engine_block(block: Any) -> EngineBlock:
 def may_run_engines(module: nn.Module, x: Tensor) -> bool:
     """Whether an engine may do better than the plain modules in what `module` runs on `x`: by saving less for a
     backward, with ordinary autograd to do it, or by the faster forward."""
-    if _is_tracing(module, x) or not _ordinary_autograd(x) or x.numel() == 0:
+    if _is_tracing(module, x) or _why_not_ordinary_autograd(x) or x.numel() == 0:
         return False
     return torch.is_grad_enabled() or _has_faster_forward(x)
 
@@ -141,38 +142,26 @@ def describe_plan(block: nn.Module, x: Tensor, compiled: bool = False) -> str:
 def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
     """The output of a dense block."""
     if plan.parts is not None:
-        return shared.run(plan.parts, x)
+        return shared.run(plan.parts, None, x)
     return as_engine_block(block).run_layers(x, RUN_FIRST_HALF[plan.engine])
 
 
-def run_stage(
-    block: nn.Module,
-    consumer: nn.Module,
-    x: Tensor,
-    parts: BlockParts | None = None,
-    memory_format: torch.memory_format | None = None,
-    keeps_channels_last: bool = False,
-) -> tuple[Tensor, bool]:
-    """The output of `consumer` on that of `block`, and True; if they cannot run as one, that of `block`, and False.
-
-    `memory_format` is the plain network's of x, where the stage before has kept x in channels_last. With
-    `keeps_channels_last` this stage does so too.
-    """
-    plan = None if must_be_called(block) else plan_block(block, x, parts)
-    joined = None if plan is None or plan.parts is None else joined_consumer(plan.parts, consumer)
-    if plan is None or plan.parts is None or joined is None:
-        return block(formatted(x, memory_format)), False
-    return shared.run(plan.parts, x, joined, memory_format, keeps_channels_last), True
-
-
-def run_stage_with_features(
+def join(
     block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockParts | None = None
-) -> tuple[Tensor, Tensor]:
-    """The output of `consumer` on that of `block`, and the latter."""
+) -> tuple[BlockParts, ConsumerParts] | None:
+    """The parts of `block` and of `consumer` where the shared engine runs them as one stage on `x`, else None."""
     plan = None if must_be_called(block) else plan_block(block, x, parts)
-    joined = None if plan is None or plan.parts is None else joined_consumer(plan.parts, consumer)
-    if plan is not None and plan.parts is not None and joined is not None:
-        return shared.run_with_features(plan.parts, x, joined)
+    if plan is None or plan.parts is None:
+        return None
+    joined = joined_consumer(plan.parts, consumer)
+    return None if joined is None else (plan.parts, joined)
+
+
+def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of `consumer` on that of `block`, and the output of `block`."""
+    joined = join(block, consumer, x)
+    if joined is not None:
+        return shared.run_with_features(*joined, x)
     features = block(x)
     return consumer(features), features
 
@@ -258,11 +247,9 @@ def _plan_by(
     """How `engine` runs `block` on `x`, or why it cannot."""
     if engine is Engine.PLAIN:
         return BlockPlan(engine), None
-    if not torch.compiler.is_compiling():
-        if functorch_is_active():
-            return None, "found a torch.func transform (vmap, grad, …), but recomputation needs ordinary autograd"
-        if forward_ad.unpack_dual(x).tangent is not None:
-            return None, "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
+    reason = _why_not_ordinary_autograd(x)
+    if reason is not None:
+        return None, reason
     if engine is Engine.SHARED:
         parts, reason = shared_eligibility(block, x, parts)
     else:
@@ -279,9 +266,15 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=stacklevel)
 
 
-def _ordinary_autograd(x: Tensor) -> bool:
-    """Whether no transform of `torch.func` and no forward-mode derivative is there; a compiler has neither here."""
-    return torch.compiler.is_compiling() or not (functorch_is_active() or forward_ad.unpack_dual(x).tangent is not None)
+def _why_not_ordinary_autograd(x: Tensor) -> str | None:
+    """What is there beside ordinary autograd, or None; a compiler has neither transforms nor derivatives here."""
+    if torch.compiler.is_compiling():
+        return None
+    if functorch_is_active():
+        return "found a torch.func transform (vmap, grad, …), but recomputation needs ordinary autograd"
+    if forward_ad.unpack_dual(x).tangent is not None:
+        return "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
+    return None
 
 
 def _is_tracing(block: nn.Module, x: Tensor) -> bool:

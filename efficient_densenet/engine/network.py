@@ -17,6 +17,8 @@ from .._tensors import formatted, memory_format_of
 from . import choose
 from .parts import BlockParts
 from .refuse import must_be_called
+from .stage import run as shared
+from .stage.run import StageFormats
 
 NamedModules = Sequence[tuple[str, nn.Module]]
 STEM_LENGTH = 4
@@ -29,88 +31,82 @@ def run_sequence(
 
     A module for which `is_block` is true has an `engine`, and with `can_join_stage` it may be run without being called.
     """
-    outputs: dict[str, Tensor] = {}
-    blocks = [module for _, module in modules if is_block(module)]
-    first_block = blocks[0] if blocks else None
-    x, position, first_parts = _run_stem(modules, x, first_block, taps)
-    # The plain network's memory format of x, where a stage has kept x in channels_last.
-    memory_format: torch.memory_format | None = None
-    while position < len(modules):
-        name, module = modules[position]
-        position += 1
-        has_consumer = position < len(modules) and isinstance(x, (Tensor, Proxy))
-        if has_consumer and is_block(module) and choose.as_engine_block(module).can_join_stage:
-            consumer_name, consumer = modules[position]
-            parts = first_parts if module is first_block else None
-            if _is_stage_tapped(name, consumer_name, taps):
-                x = formatted(x, memory_format)
-                x, consumed = _run_tapped_stage(name, module, consumer_name, consumer, x, parts, taps, outputs)
-                memory_format = None
-            else:
-                keeps_channels_last = any(is_block(following) for _, following in modules[position + 1 : position + 2])
-                x, consumed, memory_format = _run_stage(module, consumer, x, parts, memory_format, keeps_channels_last)
-            position += consumed
+    walk = _Walk(modules, x, is_block, taps)
+    walk.run_stem()
+    while walk.position < len(modules):
+        if walk.is_at_stage():
+            walk.run_stage()
         else:
-            x, memory_format = module(formatted(x, memory_format)), None
-            if name in taps:
-                outputs[name] = x
-    return x, outputs
+            walk.call_next()
+    return walk.x, walk.outputs
 
 
-def _run_stem(
-    modules: NamedModules, x: Any, block: nn.Module | None, taps: Collection[str]
-) -> tuple[Any, int, BlockParts | None]:
-    """The stem's output, how many modules have run, and the parts of the first block if they were read."""
-    tapped = any(name in taps for name, _ in modules[: STEM_LENGTH - 1])
-    if block is None or tapped or not isinstance(x, Tensor):
-        return x, 0, None
-    result = choose.run_stem([module for _, module in modules], block, x)
-    if result is None:
-        return x, 0, None
-    return result[0], STEM_LENGTH, result[1]
+class _Walk:
+    """One pass over a network's modules.
 
+    `plain_format` is the memory format that x has in the plain network, where a stage has kept x in channels_last.
+    """
 
-def _run_stage(
-    block: nn.Module,
-    consumer: nn.Module,
-    x: Any,
-    parts: BlockParts | None,
-    memory_format: torch.memory_format | None,
-    keeps_channels_last: bool,
-) -> tuple[Any, bool, torch.memory_format | None]:
-    """The output of `block`, or of `consumer` on it, and whether that has run; and the output's memory format in the
-    plain network, where it has been kept in channels_last."""
-    output, consumed = choose.run_stage(block, consumer, x, parts, memory_format, keeps_channels_last)
-    if not (consumed and keeps_channels_last):
-        return output, consumed, None
-    return output, consumed, memory_format or memory_format_of(x)
+    def __init__(
+        self, modules: NamedModules, x: Any, is_block: Callable[[nn.Module], bool], taps: Collection[str]
+    ) -> None:
+        self.modules, self.x, self.is_block, self.taps = modules, x, is_block, taps
+        self.outputs: dict[str, Tensor] = {}
+        self.position = 0
+        self.plain_format: torch.memory_format | None = None
+        self.first_block = next((module for _, module in modules if is_block(module)), None)
+        self.first_parts: BlockParts | None = None
 
+    def run_stem(self) -> None:
+        tapped = any(name in self.taps for name, _ in self.modules[: STEM_LENGTH - 1])
+        if self.first_block is None or tapped or not isinstance(self.x, Tensor):
+            return
+        result = choose.run_stem([module for _, module in self.modules], self.first_block, self.x)
+        if result is not None:
+            (self.x, self.first_parts), self.position = result, STEM_LENGTH
 
-def _is_stage_tapped(name: str, consumer_name: str, taps: Collection[str]) -> bool:
-    return not {name, consumer_name, f"{consumer_name}.relu"}.isdisjoint(taps)
+    def is_at_stage(self) -> bool:
+        """Whether the next module is a block that may run with the module after it."""
+        _, module = self.modules[self.position]
+        has_consumer = self.position + 1 < len(self.modules) and isinstance(self.x, (Tensor, Proxy))
+        return has_consumer and self.is_block(module) and choose.as_engine_block(module).can_join_stage
 
+    def run_stage(self) -> None:
+        """Run a block with its consumer. If a block follows that reads the output alone, it stays in channels_last, in
+        which it is computed."""
+        (name, block), (consumer_name, consumer), *following = self.modules[self.position : self.position + 3]
+        parts, relu = self.first_parts if block is self.first_block else None, f"{consumer_name}.relu"
+        joined = None if relu in self.taps else choose.join(block, consumer, self.x, parts)
+        if relu in self.taps:
+            self._use_plain_format()
+            self.x, self.outputs[relu] = _run_with_rectified(block, consumer, self.x, parts)
+        elif joined is None:
+            return self.call_next()
+        elif name in self.taps:
+            self._use_plain_format()
+            self.x, self.outputs[name] = shared.run_with_features(*joined, self.x)
+        else:
+            formats = StageFormats(
+                plain=self.plain_format or memory_format_of(self.x),
+                keeps_channels_last=consumer_name not in self.taps and any(self.is_block(m) for _, m in following),
+            )
+            self.x = shared.run(*joined, self.x, formats)
+            self.plain_format = formats.plain if formats.keeps_channels_last else None
+        self.position += 2
+        if consumer_name in self.taps:
+            self.outputs[consumer_name] = self.x
+        return None
 
-def _run_tapped_stage(
-    name: str,
-    block: nn.Module,
-    consumer_name: str,
-    consumer: nn.Module,
-    x: Any,
-    parts: BlockParts | None,
-    taps: Collection[str],
-    outputs: dict[str, Tensor],
-) -> tuple[Tensor, bool]:
-    """The output of `block`, or of `consumer` on it, and whether that has run; adds what is tapped to `outputs`."""
-    consumed = True
-    if f"{consumer_name}.relu" in taps:
-        x, outputs[f"{consumer_name}.relu"] = _run_with_rectified(block, consumer, x, parts)
-    elif name in taps:
-        x, outputs[name] = choose.run_stage_with_features(block, consumer, x, parts)
-    else:
-        x, consumed = choose.run_stage(block, consumer, x, parts)
-    if consumed and consumer_name in taps:
-        outputs[consumer_name] = x
-    return x, consumed
+    def call_next(self) -> None:
+        self._use_plain_format()
+        name, module = self.modules[self.position]
+        self.x = module(self.x)
+        self.position += 1
+        if name in self.taps:
+            self.outputs[name] = self.x
+
+    def _use_plain_format(self) -> None:
+        self.x, self.plain_format = formatted(self.x, self.plain_format), None
 
 
 def _run_with_rectified(
@@ -119,12 +115,11 @@ def _run_with_rectified(
     """The output of `transition` on that of `block`, and the output of the transition's ReLU."""
     if must_be_called(transition):
         return _call_with_rectified(transition, block(x))
-    x, normalized = choose.run_stage(block, transition.norm, x, parts)
-    rectified = transition.relu(x if normalized else transition.norm(x))
+    joined = choose.join(block, transition.norm, x, parts)
+    x = rectified = transition.relu(transition.norm(block(x)) if joined is None else shared.run(*joined, x))
     rest = list(transition)[2:]
-    if normalized and not any(map(must_be_called, rest)):
+    if joined is not None and not any(map(must_be_called, rest)):
         rest.reverse()  # average pooling commutes with the 1×1 convolution, and leaves it a quarter of the pixels
-    x = rectified
     for module in rest:
         x = module(x)
     return x, rectified

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .._dimensions import classes
 from .._mixins import original_class
 from .._torch_private import class_before_fully_shard
 from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce, UsesTorchForward
@@ -107,9 +108,7 @@ ConsumerReader = Callable[[nn.Module], ConsumerParts | None]
 Reader = TypeVar("Reader", BlockReader, ConsumerReader)
 
 NORMS: set[type[nn.Module]] = {
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
+    *classes("BatchNorm"),
     CpBatchNorm1d,
     CpBatchNorm2d,
     CpBatchNorm3d,
@@ -120,6 +119,7 @@ NORMS: set[type[nn.Module]] = {
 """The classes that normalize as nn.BatchNorm does. A subclass that also applies an activation may be added if every
 reader lists that activation among the parts."""
 
+_AVG_POOLS = classes("AvgPool")
 _BLOCKS: dict[type[nn.Module], BlockReader] = {}
 _CONSUMERS: dict[type[nn.Module], ConsumerReader] = dict.fromkeys(NORMS, ConsumerParts)
 
@@ -228,9 +228,9 @@ def buffer_of(module: Any, name: str) -> Any:
     return buffers[name] if name in buffers else getattr(module, name)
 
 
-def halves(pool: nn.Module) -> bool:
+def halves(pool: Any) -> bool:
     """Whether `pool` is average pooling with kernel size and stride 2 in every dimension and without padding."""
-    if not (type(pool) is nn.AvgPool1d or type(pool) is nn.AvgPool2d or type(pool) is nn.AvgPool3d) or pool.ceil_mode:
+    if type(pool) not in _AVG_POOLS or pool.ceil_mode:
         return False
     sizes = {*_as_tuple(pool.kernel_size), *_as_tuple(pool.stride)}
     return sizes == {2} and set(_as_tuple(pool.padding)) == {0} and not getattr(pool, "divisor_override", None)

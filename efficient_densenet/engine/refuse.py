@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .._dimensions import DIMENSIONS, classes
 from .._mixins import author_class
 from .._tensors import autocast_enabled, compute_dtype
 from .._torch_private import has_global_module_hooks, sharding_of
@@ -25,9 +26,6 @@ from .parts import (
     weight_and_bias,
 )
 
-_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-_MAX_POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 _HALVES = (torch.float16, torch.bfloat16)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -55,10 +53,10 @@ def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     if not layers:
         return "found a block without layers"
     dims = x.dim() - 2
-    if dims not in _CONVOLUTIONS:
+    if dims not in DIMENSIONS:
         return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
     last = layers[0].last_conv
-    if type(last) in _CONVOLUTIONS.values() and _dims(last) != dims:
+    if type(last) in classes("Conv") and _dims(last) != dims:
         return f"found an input of {x.dim()} dimensions, where the block takes {_dims(last) + 2}"
     for layer in layers:
         reason = _why_not_layer(layer, dims)
@@ -78,13 +76,13 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
             return f"found a parametrization of a {type(module).__name__} inside a layer"
     for norm in layer.norms:
         if not _is_norm_of(norm, dims):
-            return _wrong_class(norm, _NORMS[dims])
+            return _wrong_class(norm, DIMENSIONS[dims].BatchNorm)
     for activation in layer.activations:
         if type(activation) is not nn.ReLU:
             return _wrong_class(activation, nn.ReLU)
     for conv in layer.convolutions:
-        if type(conv) is not _CONVOLUTIONS[dims]:
-            return _wrong_class(conv, _CONVOLUTIONS[dims])
+        if type(conv) is not DIMENSIONS[dims].Conv:
+            return _wrong_class(conv, DIMENSIONS[dims].Conv)
     for conv, size in zip(layer.convolutions[::-1], (3, 1), strict=False):
         reason = _unusual(conv, size)
         if reason is not None:
@@ -105,7 +103,7 @@ def _modules_inside(module: nn.Module) -> list[nn.Module]:
     return [each for each in modules if each is not None]
 
 
-def _wrong_class(module: nn.Module, usual: type[nn.Module]) -> str:
+def _wrong_class(module: nn.Module, usual: Any) -> str:
     # The name of torch's own class: with that of ours, put there by a recomputation, the warning would be a second one.
     name = torch_class(module).__name__
     remedy = "; engine 'checkpoint' runs it" if isinstance(module, nn.SyncBatchNorm) else ""
@@ -210,7 +208,7 @@ def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | N
 def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
     """The parts of `consumer` where the shared engine can run it by itself on `x`; None as in `joined_consumer`."""
     dims, parts = x.dim() - 2, consumer_parts(consumer)
-    if parts is None or dims not in _CONVOLUTIONS or not _can_share_consumer(parts, dims):
+    if parts is None or dims not in DIMENSIONS or not _can_share_consumer(parts, dims):
         return None
     if has_global_module_hooks() or any(map(must_be_called, consumer.modules())):
         return None
@@ -231,13 +229,15 @@ def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
         return False
     if conv is None:
         return not _may_widen(norm)
-    return type(conv) is _CONVOLUTIONS[dims] and not _unusual(conv, 1)
+    return type(conv) is DIMENSIONS[dims].Conv and not _unusual(conv, 1)
 
 
 def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor) -> bool:
     """Whether the stem engine can run these four modules on `x`."""
     dims = x.dim() - 2
-    if type(conv) is not _CONVOLUTIONS.get(dims) or type(pool) is not _MAX_POOLS[dims] or type(relu) is not nn.ReLU:
+    if dims not in DIMENSIONS:
+        return False
+    if (type(conv), type(relu), type(pool)) != (DIMENSIONS[dims].Conv, nn.ReLU, DIMENSIONS[dims].MaxPool):
         return False
     if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)) or _may_widen(norm):
         return False
@@ -317,7 +317,9 @@ def _normalization(norm: Norm) -> tuple[bool, float, SyncGroup | None]:
 
 def _is_norm_of(norm: Norm, dims: int) -> bool:
     """Whether this is a norm of signals, images or volumes that the shared engine can run."""
-    return is_norm(norm) and (isinstance(norm, _NORMS[dims]) or (dims == 2 and is_frozen_batch_norm(norm)))
+    return is_norm(norm) and (
+        isinstance(norm, DIMENSIONS[dims].BatchNorm) or (dims == 2 and is_frozen_batch_norm(norm))
+    )
 
 
 def _missing_tensors(norm: Norm) -> str | None:

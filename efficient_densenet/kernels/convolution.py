@@ -6,13 +6,10 @@ several.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .._dimensions import dimensions_of
 from .._torch_private import im2col_conv3x3, im2col_conv3x3_backward
-
-CONV_BY_DIMS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-"""The convolution for each number of spatial dimensions."""
 
 IM2COL_BYTES = 1 << 18
 """The largest im2col matrix of images that are too small for oneDNN."""
@@ -24,7 +21,7 @@ def conv3x3(images: Tensor, weight: Tensor, dilation: int) -> Tensor:
     """The convolution of images in channels_last."""
     if _by_im2col(images, dilation):
         return im2col_conv3x3(images, weight)
-    return CONV_BY_DIMS[images.dim() - 2](images, weight, padding=dilation, dilation=dilation)
+    return dimensions_of(images).conv(images, weight, padding=dilation, dilation=dilation)
 
 
 def conv3x3_backward(

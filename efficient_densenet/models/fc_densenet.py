@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .._checks import check_between, check_integer
 from ..engine import choose
 from .base import DenseModel
-from .dimensions import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, modules_for
+from .dimensions import CONVOLUTIONS, NORMS, TRANSPOSED_CONVOLUTIONS, modules_for
 from .layers import DenseBlock
 
 
@@ -130,7 +130,7 @@ class TransitionDown(nn.Sequential):
     def __init__(self, channels: int, drop_rate: float, dims: int = 2) -> None:
         super().__init__()
         modules = modules_for(dims)
-        self.norm = modules.Norm(channels)
+        self.norm = NORMS[dims](channels)
         self.relu = nn.ReLU(inplace=True)
         self.conv = modules.Conv(channels, channels, kernel_size=1)
         self.drop = nn.Dropout(drop_rate)

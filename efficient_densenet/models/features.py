@@ -12,7 +12,7 @@ from .._checks import check_choice
 from ..engine.network import run_sequence
 from ..engine.parts import Norm
 from .backbone import FeatureInfo
-from .dimensions import CONVOLUTIONS, Modules, modules_for
+from .dimensions import CONVOLUTIONS, NORMS, modules_for
 from .layers import DenseBlock, Transition
 
 
@@ -64,8 +64,7 @@ def build_features(
     dims: int,
 ) -> tuple[Features, FeatureInfo]:
     """The modules and a description of the feature maps; `make_block` takes a number of layers and of channels."""
-    modules = modules_for(dims)
-    features = Features(_stem(in_channels, num_init_features, small_inputs, modules))
+    features = Features(_stem(in_channels, num_init_features, small_inputs, dims))
     channels = num_init_features
     info = [_map_info(channels, 1 if small_inputs else 2, "conv0" if small_inputs else "relu0")]
     for i, num_layers in enumerate(block_config, start=1):
@@ -77,7 +76,7 @@ def build_features(
             compressed = max(int(channels * compression), 1)
             features.add_module(f"transition{i}", Transition(channels, compressed, dims))
             channels = compressed
-    features.add_module("norm5", modules.Norm(channels))
+    features.add_module("norm5", NORMS[dims](channels))
     info[-1] = _map_info(channels, strides[-1], "norm5")
     return features, FeatureInfo(info, range(len(info)))
 
@@ -104,14 +103,13 @@ def dilate(features: Features, strides: Sequence[int]) -> None:
                 module.dilation = module.padding = (dilation,) * len(module.kernel_size)
 
 
-def _stem(
-    in_channels: int, num_init_features: int, small_inputs: bool, modules: Modules
-) -> OrderedDict[str, nn.Module]:
+def _stem(in_channels: int, num_init_features: int, small_inputs: bool, dims: int) -> OrderedDict[str, nn.Module]:
+    modules = modules_for(dims)
     if small_inputs:
         return OrderedDict(conv0=modules.Conv(in_channels, num_init_features, kernel_size=3, padding=1, bias=False))
     return OrderedDict(
         conv0=modules.Conv(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False),
-        norm0=modules.Norm(num_init_features),
+        norm0=NORMS[dims](num_init_features),
         relu0=nn.ReLU(inplace=True),
         pool0=modules.MaxPool(kernel_size=3, stride=2, padding=1),
     )

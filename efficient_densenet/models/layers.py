@@ -20,7 +20,7 @@ from ..engine.parts import (
     register_consumer,
 )
 from ..engine.refuse import why_sharded
-from .dimensions import modules_for
+from .dimensions import NORMS, modules_for
 
 
 class DenseLayer(nn.Module):
@@ -46,11 +46,11 @@ class DenseLayer(nn.Module):
         self.has_bottleneck = bn_size > 0
         width = bn_size * growth_rate if self.has_bottleneck else growth_rate
         kernel_size = 1 if self.has_bottleneck else 3
-        self.norm1 = modules.Norm(num_input_features)
+        self.norm1 = NORMS[dims](num_input_features)
         self.relu1 = nn.ReLU(inplace=True)
         self.conv1 = modules.Conv(num_input_features, width, kernel_size, padding=kernel_size // 2, bias=bias)
         if self.has_bottleneck:
-            self.norm2 = modules.Norm(width)
+            self.norm2 = NORMS[dims](width)
             self.relu2 = nn.ReLU(inplace=True)
             self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=bias)
 
@@ -128,7 +128,7 @@ class Transition(nn.Sequential):
     def __init__(self, num_input_features: int, num_output_features: int, dims: int = 2) -> None:
         super().__init__()
         modules = modules_for(dims)
-        self.norm = modules.Norm(num_input_features)
+        self.norm = NORMS[dims](num_input_features)
         self.relu = nn.ReLU(inplace=True)
         self.conv = modules.Conv(num_input_features, num_output_features, kernel_size=1, bias=False)
         self.pool = modules.AvgPool(kernel_size=2, stride=2)

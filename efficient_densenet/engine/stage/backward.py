@@ -16,8 +16,7 @@ from ...kernels.interface import AffineInput, BatchNormAffine, BatchNormBackward
 from ...kernels.portable import to_pixel_matrix, to_spatial
 from .forward import bottleneck_conv
 from .groups import LayerGroup
-from .saved import SavedStage
-from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec, columns_of, norm_convs
+from .spec import ConsumerSpec, LayerSpec, NormConv, SavedStage, StageSpec, columns_of, norm_convs
 from .statistics import BackwardStatistics
 from .weights import converted_weights
 

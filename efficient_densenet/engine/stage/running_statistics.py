@@ -6,15 +6,16 @@ matrix of statistics itself: outside, two slices for each norm would be nodes of
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._tensors import as_dtype
-from ..._torch_private import foreach_add_, foreach_lerp_, in_backward
+from ..._torch_private import foreach_add_, foreach_lerp_
+from ...norms.batch_norm import in_recomputation
+from ..library import LIBRARY, implement
 from ..parts import Norm, buffer_of
-from .operators import LIBRARY
 
 LIBRARY.define(
     "update_running_statistics(Tensor(a!)[] running, Tensor(b!)[] num_batches_tracked, Tensor statistics, "
@@ -36,7 +37,7 @@ def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor)
 
     Another checkpoint around this forward recomputes it while autograd executes a backward: then nothing is updated.
     """
-    if not torch.compiler.is_compiling() and in_backward():
+    if in_recomputation():
         return
     by_momentum: dict[float | None, _Tensors] = {}
     with torch.no_grad():
@@ -71,7 +72,7 @@ class _Tensors(NamedTuple):
     biases: list[Tensor | None]
 
 
-@torch.library.impl(LIBRARY, "update_running_statistics", "CompositeExplicitAutograd")
+@implement("update_running_statistics")
 def _update(
     running: list[Tensor],
     num_batches_tracked: list[Tensor],
@@ -118,12 +119,5 @@ def _cumulative_weights(num_batches_tracked: list[Tensor], batch: list[Tensor]) 
 
 
 @torch.library.register_fake("efficient_densenet::update_running_statistics", lib=LIBRARY)
-def _fake_update(
-    running: list[Tensor],
-    num_batches_tracked: list[Tensor],
-    statistics: Tensor,
-    columns: list[int],
-    biases: list[Tensor | None],
-    momentum: float | None,
-) -> None:
+def _fake_update(*arguments: Any) -> None:
     pass

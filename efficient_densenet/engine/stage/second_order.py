@@ -11,21 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.convolution import CONV_BY_DIMS
+from ..._dimensions import dimensions_of
 from ...kernels.interface import INV_STD, MEAN
 from ...kernels.portable import to_spatial
-from .handoff import Handoff
-from .saved import SavedStage
-from .spec import ConsumerSpec, NormConv, StageSpec, norm_convs
-
-_AVG_POOL_BY_DIMS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+from .groups import Handoff
+from .spec import ConsumerSpec, NormConv, SavedStage, StageSpec, norm_convs
 
 
 class Reconnected(torch.autograd.Function):
-    """`values`, in the place that `token` has in the autograd graph; hands their gradient on to the token's node."""
+    """`values`, in the place that `anchor` has in the autograd graph; hands their gradient on to the anchor's node."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, values: Tensor, handoff: Handoff[Tensor]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, handoff: Handoff[Tensor]) -> Tensor:
         ctx.handoff = handoff
         return values.view_as(values)
 
@@ -115,7 +112,7 @@ class _PlainStage:
         if not consumer.has_conv:
             return x
         x = self._convolve(F.relu(x), tensors.conv_weight, tensors.conv_bias, 1)
-        return _AVG_POOL_BY_DIMS[x.dim() - 2](x, 2) if consumer.pools else x
+        return dimensions_of(x).avg_pool(x, 2) if consumer.pools else x
 
     def _norm(self, x: Tensor, tensors: NormConv, eps: float, frozen: slice | None) -> Tensor:
         """A norm with batch statistics, or a `frozen` one with those in its columns."""
@@ -125,4 +122,4 @@ class _PlainStage:
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         dtype, padding = self.spec.torch_dtype, weight.shape[2] // 2 * dilation
         bias = None if bias is None else bias.to(dtype)
-        return CONV_BY_DIMS[x.dim() - 2](x.to(dtype), weight.to(dtype), bias, padding=padding, dilation=dilation)
+        return dimensions_of(x).conv(x.to(dtype), weight.to(dtype), bias, padding=padding, dilation=dilation)

@@ -1,6 +1,6 @@
-"""The specification of a stage: its settings as plain data, which an operator takes as a string.
+"""The specification of a stage: its settings as plain data, and with it the order of what the stage saves.
 
-A compiler, a graph on disk or another process knows no modules. A stage's operators take tensors, and this.
+A compiler, a graph on disk or another process knows no modules. A stage's operators take tensors, and this as a string.
 """
 
 import json
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._compilers import constant_to_compilers
 from ..._tensors import CHANNELS_LAST
-from ..._torch_private import constant_to_compilers
 
 
 class LayerSpec(NamedTuple):
@@ -235,6 +235,34 @@ def decode(text: str) -> StageSpec:
     *settings, layers, consumer = json.loads(text)
     layers = tuple(LayerSpec(*layer) for layer in layers)
     return StageSpec(*settings, layers=layers, consumer=None if consumer is None else ConsumerSpec(*consumer))
+
+
+class SavedStage(NamedTuple):
+    """What the backward of a stage reads.
+
+    Attributes:
+        features: (pixels, channels), centered unless the norms are frozen.
+        statistics: the matrix of `ForwardStatistics`.
+        count: how many values of a channel the processes of the sync group have, if there is one.
+        bottlenecks: (pixels, width) of each layer that keeps it.
+        dropout_masks, parameters: those of `StageInputs`.
+    """
+
+    features: Tensor
+    statistics: Tensor
+    count: Tensor | None
+    bottlenecks: Sequence[Tensor]
+    dropout_masks: Sequence[Tensor]
+    parameters: Sequence[Tensor | None]
+
+    @classmethod
+    def of(cls, spec: StageSpec, tensors: Sequence[Any]) -> "SavedStage":
+        """From all of them in one list, in which `count` is missing where there is none."""
+        features, statistics, *rest = tensors
+        count = rest.pop(0) if spec.has_count else None
+        start = sum(layer.keep_bottleneck for layer in spec.layers)
+        stop = start + sum(1 for layer in spec.layers if layer.drop_rate)
+        return cls(features, statistics, count, rest[:start], rest[start:stop], rest[stop:])
 
 
 def norm_convs(tensors: Sequence[Any]) -> list[NormConv]:

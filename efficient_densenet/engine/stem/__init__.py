@@ -27,8 +27,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..refuse import can_share_stem
-from .function import apply
-from .plan import Stem, output_dtype, read_spec
+from .autograd import apply
+from .spec import Stem, output_dtype, read_spec
 
 __all__ = ["Stem", "output_dtype", "run", "stem_at_the_start"]
 

@@ -10,7 +10,7 @@ from ...kernels import scratch
 from ...kernels.portable import to_spatial
 from ...kernels.row_tiles import TILE_BYTES
 from ..refuse import convolved_size
-from .plan import StemSpec
+from .spec import StemSpec
 
 Tile = tuple[slice, slice]
 """Images, and channels of them."""

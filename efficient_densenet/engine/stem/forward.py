@@ -7,7 +7,7 @@ from ..._tensors import CHANNELS_LAST
 from ...kernels.interface import BatchNormAffine
 from ...norms.sync_batch_norm import SyncGroup
 from .conv_output import ConvOutput, Tile
-from .plan import StemSpec
+from .spec import StemSpec
 
 
 def batch_statistics(conv_output: ConvOutput) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:

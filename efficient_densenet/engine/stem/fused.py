@@ -13,7 +13,7 @@ from ...norms.sync_batch_norm import SyncGroup
 from ..refuse import convolved_size
 from ..stage.synchronized import synchronize_statistics
 from .forward import running_statistics
-from .plan import StemSpec
+from .spec import StemSpec
 
 MAX_WINDOW = 25
 """The largest pooling window, in pixels: the kernels unroll it, and store a place in it in int8."""

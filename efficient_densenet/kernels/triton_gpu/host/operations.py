@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...._dimensions import DIMENSIONS
 from ... import portable, row_tiles
-from ...convolution import CONV_BY_DIMS
 from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
 from ...portable import to_pixel_matrix, to_spatial
 from ..device import kernels, statistics_kernels
@@ -150,7 +150,7 @@ def pooled_conv1x1_backward(
 
 def _cudnn_conv(input: AffineInput, weight: Tensor, shape: torch.Size, pool: int, dilation: int = 1) -> Tensor:
     """The convolution of the activation, or of its average over pool × pool pixels: (pixels, out_channels)."""
-    conv = CONV_BY_DIMS[len(shape) - 1]
+    conv = DIMENSIONS[len(shape) - 1].conv
     padding = weight.shape[-1] // 2 * dilation
     outputs = [
         to_pixel_matrix(conv(activation, weight, padding=padding, dilation=dilation))

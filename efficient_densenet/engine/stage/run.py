@@ -1,16 +1,49 @@
-"""The plan of a stage: its specification, read from the modules of a block and its consumer, and their tensors."""
+"""Runs a stage: reads its specification from the modules of a block and its consumer, and updates their running
+statistics."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..._compilers import specialized
 from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
-from ..._torch_private import specialized
 from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
-from .running_statistics import NormUpdate
+from .autograd import features_behind, stage
+from .forward import StageInputs
+from .running_statistics import NormUpdate, update_running_statistics
 from .spec import ConsumerSpec, LayerSpec, StageSpec, cached_spec
+
+
+class StageFormats(NamedTuple):
+    """The memory format that x and what is computed of it have in the plain network, and whether the consumer's output
+    stays in channels_last, in which it is computed, since only another stage reads it."""
+
+    plain: torch.memory_format
+    keeps_channels_last: bool = False
+
+
+def run(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, formats: StageFormats | None = None) -> Tensor:
+    """The output of a block, or of `consumer` (a transition or a norm) on it."""
+    plan = StagePlan(block, consumer, x, formats=formats)
+    return plan.finish(plan.apply(x, *plan.tensors)[0])
+
+
+def run_with_features(block: BlockParts, consumer: ConsumerParts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of `consumer` on the output of a block, and the block's too."""
+    plan = StagePlan(block, consumer, x, return_features=True)
+    output, features = plan.apply(x, *plan.tensors)
+    return plan.finish(output), features
+
+
+def run_consumer(consumer: ConsumerParts, x: Tensor) -> Tensor:
+    """The output of `consumer` on x, which may be any tensor; a block's own output need not be stored again."""
+    plan = StagePlan(BlockParts(()), consumer, x)
+    return plan.finish(plan.apply(x, *plan.tensors, reused=features_behind(x, plan.spec))[0])
 
 
 class StagePlan:
@@ -29,16 +62,10 @@ class StagePlan:
         consumer: ConsumerParts | None,
         x: Tensor,
         return_features: bool = False,
-        memory_format: torch.memory_format | None = None,
-        keeps_channels_last: bool = False,
+        formats: StageFormats | None = None,
     ) -> None:
         self.layers, self.consumer = block.layers, consumer
-        keeps_channels_last = (
-            keeps_channels_last and consumer is not None and consumer.after is None and x.dim() in CHANNELS_LAST
-        )
-        self.spec = _read_spec(
-            block, consumer, x, return_features, memory_format or memory_format_of(x), keeps_channels_last
-        )
+        self.spec = _read_spec(block, consumer, x, return_features, formats or StageFormats(memory_format_of(x)))
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
@@ -55,6 +82,21 @@ class StagePlan:
                 self.updates.append(NormUpdate(norm, columns, bias))
             conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
             self.tensors += [weight, norm_bias, conv_weight, bias]
+
+    def apply(self, x: Tensor, *tensors: Tensor | None, reused: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters.
+
+        `reused` are features that a block has stored already, and their statistics.
+        """
+        inputs = StageInputs(x, tensors, self.running_statistics, self.dropout_masks(x), reused)
+        if torch.compiler.is_compiling():
+            results = torch.ops.efficient_densenet.stage.default(*inputs, self.spec.encoded)
+        else:
+            results = stage(self.spec, inputs)
+        count = self.spec.num_outputs
+        if self.updates:
+            update_running_statistics(self.updates, [*reused, *results[count:]][1])
+        return tuple(results[:count])
 
     def dropout_masks(self, x: Tensor) -> list[Tensor]:
         """For each layer with dropout, what dropout of ones keeps, in the plain layer's shape and order, so that the
@@ -88,15 +130,15 @@ def _read_spec(
     consumer: ConsumerParts | None,
     x: Tensor,
     return_features: bool,
-    memory_format: torch.memory_format,
-    keeps_channels_last: bool,
+    formats: StageFormats,
 ) -> StageSpec:
     norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
-    group = sync_group(norm)
+    group, has_format = sync_group(norm), x.dim() in CHANNELS_LAST
+    keeps_channels_last = formats.keeps_channels_last and has_format and consumer is not None and consumer.after is None
     stage_spec = StageSpec if torch.compiler.is_compiling() else cached_spec
     return stage_spec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
-        channels_last=memory_format is not torch.contiguous_format,
+        channels_last=formats.plain is not torch.contiguous_format,
         keeps_channels_last=keeps_channels_last,
         in_channels=norm.weight.shape[0],
         growth_rate=int(block.layers[0].last_conv.out_channels) if block.layers else 0,

@@ -1,20 +1,21 @@
-"""The stem as PyTorch operators: `efficient_densenet::stem` and `::stem_backward`, with their fake implementations."""
+"""The stem as PyTorch operators, `efficient_densenet::stem` and `::stem_backward`, with their fake implementations."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._tensors import autocast_disabled, memory_format_of
-from ..._torch_private import skipped_by_compilers
+from ..._torch_private import below_autograd
 from ...kernels import scratch
 from ...kernels.interface import BatchNormAffine
-from ..stage.operators import LIBRARY
+from ..library import LIBRARY, are_ordinary, implement
 from .backward import StemBackward
 from .conv_output import ConvOutput
 from .forward import batch_statistics, pooled_output, running_statistics
 from .fused import FusedStem, can_fuse
-from .plan import StemSpec, decode
+from .spec import StemSpec, decode
 
 LIBRARY.define(
     "stem(Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor? bias, Tensor? running_mean, "
@@ -26,24 +27,32 @@ LIBRARY.define(
 )
 
 
-def stem(spec: StemSpec, *tensors: Tensor | None) -> list[Tensor]:
-    """The stem's output, the matrix of statistics and, in a sync group, the number of values per channel."""
-    return torch.ops.efficient_densenet.stem.default(*tensors, spec.encoded)
+def stem(spec: StemSpec, *tensors: Any) -> list[Tensor]:
+    """The stem's output, the matrix of statistics and, in a sync group, the number of values per channel; autograd does
+    not record them."""
+    with below_autograd():
+        if are_ordinary(*tensors):
+            return run_forward(spec, *tensors)
+        return torch.ops.efficient_densenet.stem.default(*tensors, spec.encoded)
 
 
-def stem_backward(spec: StemSpec, grad_output: Tensor, tensors: Sequence[Tensor | None], needs_grad: Sequence[bool]):
+def stem_backward(
+    spec: StemSpec, grad_output: Tensor, tensors: Sequence[Any], needs_grad: Sequence[bool]
+) -> list[Tensor | None]:
     """The gradients of x, norm_weight, norm_bias, weight and bias, None where it is not needed.
 
     `tensors` are these five, the statistics and the count.
     """
-    operator = torch.ops.efficient_densenet.stem_backward.default
-    grads = iter(operator(grad_output, *tensors, needs_grad, spec.encoded))
+    if are_ordinary(grad_output, *tensors):
+        grads = iter(run_backward(spec, grad_output, *tensors, needs_grad=needs_grad))
+    else:
+        operator = torch.ops.efficient_densenet.stem_backward.default
+        grads = iter(operator(grad_output, *tensors, needs_grad, spec.encoded))
     return [next(grads) if needed else None for needed in needs_grad]
 
 
-@torch.library.impl(LIBRARY, "stem", "CompositeExplicitAutograd")
-@skipped_by_compilers
-def _stem(
+def run_forward(
+    spec: StemSpec,
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
@@ -51,17 +60,15 @@ def _stem(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    spec: str,
 ) -> list[Tensor]:
-    settings = decode(spec)
-    if can_fuse(settings, x, weight):
+    if can_fuse(spec, x, weight):
         running = None if running_mean is None or running_var is None else (running_mean, running_var)
         with autocast_disabled(x):
-            return FusedStem(settings, x, weight, bias).forward((norm_weight, norm_bias), running)
+            return FusedStem(spec, x, weight, bias).forward((norm_weight, norm_bias), running)
     with autocast_disabled(x), scratch.reused():
-        conv_output = ConvOutput(settings, x, weight, bias)
+        conv_output = ConvOutput(spec, x, weight, bias)
         if running_mean is not None and running_var is not None:
-            mean, inv_std = running_statistics(settings, running_mean, running_var)
+            mean, inv_std = running_statistics(spec, running_mean, running_var)
             variance, count = torch.zeros_like(mean), None
         else:
             mean, variance, inv_std, count = batch_statistics(conv_output)
@@ -69,9 +76,8 @@ def _stem(
     return [output, torch.stack([mean, variance, inv_std]), *([count] if isinstance(count, Tensor) else [])]
 
 
-@torch.library.impl(LIBRARY, "stem_backward", "CompositeExplicitAutograd")
-@skipped_by_compilers
-def _stem_backward(
+def run_backward(
+    spec: StemSpec,
     grad_output: Tensor,
     x: Tensor,
     norm_weight: Tensor,
@@ -80,17 +86,17 @@ def _stem_backward(
     bias: Tensor | None,
     statistics: Tensor,
     count: Tensor | None,
-    needs_grad: list[bool],
-    spec: str,
+    needs_grad: Sequence[bool],
 ) -> list[Tensor]:
-    settings, (mean, _, inv_std) = decode(spec), statistics.unbind()
+    """The gradients that are needed."""
+    mean, _, inv_std = statistics.unbind()
     needed = needs_grad if bias is not None else needs_grad[:-1]
     with autocast_disabled(x), scratch.reused():
-        if can_fuse(settings, x, weight):
-            stem = FusedStem(settings, x, weight, bias)
+        if can_fuse(spec, x, weight):
+            stem = FusedStem(spec, x, weight, bias)
             grads = stem.backward(grad_output, (norm_weight, norm_bias), statistics, count, needed)
         else:
-            conv_output = ConvOutput(settings, x, weight, bias)
+            conv_output = ConvOutput(spec, x, weight, bias)
             norm = BatchNormAffine(norm_weight, norm_bias, inv_std)
             count_or_number = conv_output.count if count is None else count
             grads = StemBackward(conv_output, mean, norm, count_or_number, needed).run(grad_output)
@@ -109,44 +115,37 @@ def _with_strides_like(x: Tensor, grad_input: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(grad_input)
 
 
+@implement("stem")
+def _stem(*arguments: Any) -> list[Tensor]:
+    *tensors, text = arguments
+    return run_forward(decode(text), *tensors)
+
+
+@implement("stem_backward")
+def _stem_backward(*arguments: Any) -> list[Tensor]:
+    *tensors, text = arguments
+    return run_backward(decode(text), *tensors)
+
+
 @torch.library.register_fake("efficient_densenet::stem", lib=LIBRARY)
-def _fake_stem(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    spec: str,
-) -> list[Tensor]:
-    settings = decode(spec)
+def _fake_stem(*arguments: Any) -> list[Tensor]:
+    x, _, _, weight, bias, _, _, text = arguments
+    spec = decode(text)
     # Which memory format a convolution's output has depends on the device's routine: a fake convolution tells.
-    dtype = settings.torch_dtype
-    convolved = settings.conv.forward(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    pooled, dtype = settings.pool.forward(convolved)[0].shape, getattr(torch, settings.output_dtype)
+    dtype = spec.torch_dtype
+    convolved = spec.conv.forward(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    pooled, dtype = spec.pool.forward(convolved)[0].shape, getattr(torch, spec.output_dtype)
     output = torch.empty(pooled, dtype=dtype, device=x.device, memory_format=memory_format_of(convolved))
-    statistics = x.new_empty(3, weight.shape[0], dtype=settings.accumulation_dtype)
-    return [output, statistics, *([statistics.new_empty(())] if settings.has_count else [])]
+    statistics = x.new_empty(3, weight.shape[0], dtype=spec.accumulation_dtype)
+    return [output, statistics, *([statistics.new_empty(())] if spec.has_count else [])]
 
 
 @torch.library.register_fake("efficient_densenet::stem_backward", lib=LIBRARY)
-def _fake_stem_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    statistics: Tensor,
-    count: Tensor | None,
-    needs_grad: list[bool],
-    spec: str,
-) -> list[Tensor]:
-    needs_grad_input, *needs_grads = needs_grad
+def _fake_stem_backward(*arguments: Any) -> list[Tensor]:
+    _, x, *parameters, _, _, (needs_grad_input, *needs_grads), _ = arguments
     grads = [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for tensor, needed in zip((norm_weight, norm_bias, weight, bias), needs_grads, strict=True)
-        if needed and tensor is not None
+        torch.empty_like(parameter, memory_format=torch.contiguous_format)
+        for parameter, needed in zip(parameters, needs_grads, strict=True)
+        if needed and parameter is not None
     ]
     return [torch.empty_like(x), *grads] if needs_grad_input else grads

@@ -6,14 +6,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.pooling import _MaxPoolNd
 
+from ..._compilers import specialized
+from ..._dimensions import dimensions_of
 from ..._tensors import accumulation_dtype, compute_dtype
-from ..._torch_private import specialized
-from ...kernels.convolution import CONV_BY_DIMS
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..parts import Norm
@@ -91,8 +90,7 @@ def read_spec(stem: Stem, x: Tensor) -> StemSpec:
 def output_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the stem's output: the convolution's, unless autocast changes it for the pooling (volumes on a
     CPU)."""
-    pool = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}[x.dim()]
-    return pool(x.new_zeros([1] * x.dim(), dtype=compute_dtype(x)), 1).dtype
+    return dimensions_of(x).max_pool(x.new_zeros([1] * x.dim(), dtype=compute_dtype(x)), 1).dtype
 
 
 def _per_dim(setting: int | tuple[int, ...], dims: int) -> list[int]:
@@ -113,7 +111,7 @@ class Conv(NamedTuple):
     groups: int
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return CONV_BY_DIMS[x.dim() - 2](x, weight, bias, *self)
+        return dimensions_of(x).conv(x, weight, bias, *self)
 
     def backward(
         self, grad_output: Tensor, x: Tensor, weight: Tensor, output_mask: list[bool]
@@ -138,8 +136,7 @@ class MaxPool(NamedTuple):
         if values.dim() == 3:
             maxima, indices = self._for_images().forward(values.unsqueeze(2))
             return maxima.squeeze(2), indices.squeeze(2)
-        pool = F.max_pool2d if values.dim() == 4 else F.max_pool3d
-        return pool(values, *self, return_indices=True)
+        return dimensions_of(values).max_pool(values, *self, return_indices=True)
 
     def backward(self, grad_output: Tensor, indices: Tensor, values: Tensor) -> Tensor:
         """grad_output scattered to `indices`, of the shape and memory format of `values`."""

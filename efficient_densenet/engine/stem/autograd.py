@@ -1,4 +1,4 @@
-"""The autograd Function of a stem."""
+"""The autograd formula of a stem, for eager mode and, as the operator's implementation for autograd, for compilers."""
 
 from functools import partial
 from typing import Any
@@ -7,35 +7,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compilers import skipped_by_compilers
 from ..._tensors import autocast_disabled
-from ..._torch_private import below_autograd, skipped_by_compilers
+from ..library import implement, needs_graph, refuse_batched_gradients, refuse_synchronized
 from ..parts import Norm
-from ..stage.function import refuse_batched_gradients, refuse_synchronized
-from ..stage.operators import LIBRARY
 from ..stage.running_statistics import NormUpdate, update_running_statistics
 from ..stage.second_order import differentiable_gradients, plain_norm
-from . import operators
-from .plan import StemSpec, decode
+from . import operator
+from .spec import StemSpec, decode
 
 
 def apply(spec: StemSpec, norm: Norm, x: Tensor, *tensors: Tensor | None) -> Tensor:
     """The stem's output, with `tensors` as norm.weight, norm.bias, conv.weight and conv.bias."""
     running = (norm.running_mean, norm.running_var) if spec.frozen else (None, None)
-    output, statistics, *_ = operators.stem(spec, x, *tensors, *running)
+    tensors = x, *tensors, *running
+    if torch.compiler.is_compiling():
+        results = torch.ops.efficient_densenet.stem.default(*tensors, spec.encoded)
+    else:
+        results = stem(spec, *tensors)
+    output, statistics, *_ = results
     if not spec.frozen:
         update_running_statistics([NormUpdate(norm, slice(0, statistics.shape[1]))], statistics)
     return output
 
 
-@torch.library.impl(LIBRARY, "stem", "Autograd")
 @skipped_by_compilers
-def _differentiable_stem(*arguments: Any) -> list[Tensor]:
-    """The operator on tensors that may require gradients: it adds a node to the autograd graph."""
+def stem(spec: StemSpec, *tensors: Tensor | None) -> list[Tensor]:
+    """The stem's output, the matrix of statistics and, in a sync group, the number of values per channel."""
+    return list(SharedStem.apply(spec, *tensors)) if needs_graph(*tensors) else operator.stem(spec, *tensors)
+
+
+@implement("stem", "Autograd")
+def _stem(*arguments: Any) -> list[Tensor]:
     *tensors, text = arguments
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return list(SharedStem.apply(decode(text), *tensors))
-    with below_autograd():
-        return operators.stem(decode(text), *tensors)
+    return stem(decode(text), *tensors)
 
 
 class SharedStem(torch.autograd.Function):
@@ -43,8 +48,7 @@ class SharedStem(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spec: StemSpec, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        with below_autograd():
-            output, statistics, *count = operators.stem(spec, *tensors)
+        output, statistics, *count = operator.stem(spec, *tensors)
         ctx.spec = spec
         ctx.save_for_backward(*tensors[:5], statistics, *(count or [None]))
         ctx.mark_non_differentiable(statistics, *count)
@@ -65,7 +69,7 @@ class SharedStem(torch.autograd.Function):
             with autocast_disabled(statistics):
                 return None, *differentiable_gradients(function, tensors, [grad_output]), None, None
         needs_grad = ctx.needs_input_grad[1:6]
-        return None, *operators.stem_backward(ctx.spec, grad_output, ctx.saved_tensors, needs_grad), None, None
+        return None, *operator.stem_backward(ctx.spec, grad_output, ctx.saved_tensors, needs_grad), None, None
 
 
 def plain_stem(

@@ -1,0 +1,71 @@
+"""What runs otherwise, or only, under a compiler, an exporter or a tracer, with the private APIs of PyTorch's compiler.
+
+`tests/test_torch_private.py` tests each function, so that a PyTorch release that changes one of them fails there.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def is_exporting(training: bool) -> bool:
+    """Return True while a model is traced or exported. `training` is the training mode of the model."""
+    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():  # pyright: ignore[reportPrivateImportUsage] (public)
+        return True
+    if hasattr(torch.compiler, "_is_exporting_flag"):  # PyTorch 2.11's compiler takes is_exporting() for True
+        return torch.compiler._is_exporting_flag
+    # PyTorch 2.6 has no such query. There, a compilation without dynamo, or of a model in eval mode, is an export.
+    return torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() and training)
+
+
+def compiled_checkpoint_updates_once() -> bool:
+    """Return True if a compiled `torch.utils.checkpoint` updates running statistics in the forward only."""
+    return torch.__version__ >= "2.11"
+
+
+def may_read_converted_modules() -> bool:
+    """Return False under a compiler that cannot trace how converted modules are read, such as PyTorch 2.6's."""
+    return torch.__version__ >= "2.11" or not torch.compiler.is_compiling()
+
+
+def constant_to_compilers(function: Function) -> Function:
+    """Make compilers call `function` while they trace, and take its result as a constant.
+
+    That is `torch.compiler.assume_constant_result`, which would import the compiler.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def specialized(value: float) -> float:
+    """Return `value`, which a compiler then takes as a constant, although it has seen others in the same place."""
+    return float.fromhex(value.hex()) if torch.compiler.is_compiling() else value  # hex of a symbolic float is a guard
+
+
+def skipped_by_compilers(function: Function) -> Function:
+    """Make a compiler that meets a call of `function` outside of its graphs skip the function and all that it calls.
+
+    That is `torch.compiler.disable`, which would import the compiler.
+    """
+    private: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    if not hasattr(private, "skip_code"):
+        skip = private._FrameAction.SKIP
+        code = cast(Any, function).__code__
+        private.set_code_exec_strategy(code, private._FrameExecStrategy(skip, skip))
+        return function
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:  # PyTorch 2.6 skips a function, but not what it calls
+        callback = private.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            private.set_eval_frame(callback)
+
+    skipped: Any = wrapper
+    private.skip_code(skipped.__code__)
+    return skipped
