@@ -51,7 +51,8 @@ class Case:
     def norm(self, channels=None):
         """The norm of the values, or of the first channels."""
         mean = None if self.mean is None else self.mean[:channels]
-        return BatchNormAffine(self.norm_weight[:channels], self.norm_bias[:channels], self.inv_std[:channels], mean)
+        vectors = (vector[:channels] for vector in (self.norm_weight, self.norm_bias, self.inv_std))
+        return BatchNormAffine(*vectors, mean, self.frozen)
 
     @property
     def input(self):
@@ -60,12 +61,13 @@ class Case:
     def accumulator(self, grad_accum, overwrite=False):
         """Under a frozen norm there are no sums."""
         sums = None if self.frozen else self.sums.clone()
-        return GradAccumulator(self.norm(), self.frozen, grad_accum, overwrite, self.needs_grad_weight, sums)
+        return GradAccumulator(grad_accum, overwrite, self.needs_grad_weight, sums)
 
-    def accumulated(self, accumulator):
-        """What a backward kernel has written."""
+    def results(self, grads, accumulator):
+        """What a backward kernel has returned and written."""
+        conv_weight = [] if grads.conv_weight is None else [grads.conv_weight]
         sums = [] if accumulator.sums is None else [accumulator.sums]
-        return accumulator.norm.grad_bias, accumulator.norm.grad_weight, *sums, accumulator.grad_accum
+        return *conv_weight, grads.norm_bias, grads.norm_weight, *sums, accumulator.grad_accum
 
     def batch_norm_backward(self, values, grad_accum, channels):
         """A batch norm's backward, with vectors of its own."""
@@ -80,7 +82,8 @@ class Case:
         )
 
     def with_statistics(self, function, channels):
-        """What `function` returns, and the statistics that it writes into columns of a wider matrix."""
+        """The tensor that `function` returns, if any, and the statistics that it writes into columns of a wider
+        matrix."""
         matrix = torch.zeros(3, channels + 5, device=self.device, dtype=self.inv_std.dtype)
         result = function(StatisticsOutput(matrix[:, 2 : channels + 2], EPS))
         assert not matrix[:, :2].any()
@@ -95,7 +98,9 @@ class Case:
 
     def conv1x1_with_statistics(self, kernels):
         def function(statistics):
-            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics))
+            mean, _, inv_std = statistics.rows
+            norm = BatchNormAffine(torch.ones_like(mean), torch.zeros_like(mean), inv_std, mean)
+            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics, norm))
 
         return self.with_statistics(function, len(self.weight1x1))
 
@@ -117,18 +122,18 @@ class Case:
         input = AffineInput(self.values[:, :fewer], self.norm(fewer))
         grad_output, accumulator = self.grad_bottleneck(output), self.accumulator(self.grad_accum.clone())
         conv = Conv1x1(input, self.weight1x1[:, :fewer], output)
-        grad_weight = kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
-        return grad_weight, *self.accumulated(accumulator), output
+        grads = kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
+        return *self.results(grads, accumulator), output
 
     def backward(self, function, grad_output, *rest):
         """What a backward kernel returns and writes; grad_accum is a slice of the channels of a wider buffer."""
         channels = self.grad_accum.shape[1]
         buffer = torch.zeros(len(self.grad_accum), channels + 5, device=self.device, dtype=self.grad_accum.dtype)
         accumulator = self.accumulator(buffer[:, :channels].copy_(self.grad_accum), self.overwrite)
-        grad_weight = function(grad_output, self.input, *rest[:1], accumulator, *rest[1:])
+        grads = function(grad_output, self.input, *rest[:1], accumulator, *rest[1:])
         assert not buffer[:, channels:].any()
-        assert (grad_weight is not None) == (bool(rest) and self.needs_grad_weight)
-        return *([] if grad_weight is None else [grad_weight]), *self.accumulated(accumulator)
+        assert (grads.conv_weight is not None) == (bool(rest) and self.needs_grad_weight)
+        return self.results(grads, accumulator)
 
 
 OPERATIONS = {

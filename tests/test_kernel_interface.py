@@ -8,7 +8,12 @@ import pytest
 from efficient_densenet.kernels.interface import Kernels
 
 MEMBERS = {name: member for name, member in vars(Kernels).items() if inspect.isfunction(member) and name[0] != "_"}
-IMPLEMENTATIONS = {"portable": "torch", "numba_cpu.host.operations": "numba", "triton_gpu.host.operations": "triton"}
+IMPLEMENTATIONS = {
+    "portable": "torch",
+    "few_rows": "torch",
+    "numba_cpu.host.operations": "numba",
+    "triton_gpu.host.operations": "triton",
+}
 
 
 def _parameters(function):

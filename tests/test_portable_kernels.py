@@ -1,15 +1,15 @@
-"""The portable kernels' faster operations for small inputs: where they are chosen, and that they compute the same."""
+"""The portable kernels' faster operations for few rows or pixels: where they are chosen, and what they compute."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checkpoint_outcomes import CountingOperations
 from helpers import use_kernels
-from kernel_operations import Case
+from kernel_operations import OPERATIONS, Case, check
 
 from efficient_densenet import DenseBlock, kernels
 from efficient_densenet.engine.stage import backward
-from efficient_densenet.kernels import batch_norm, convolution, portable, row_tiles
+from efficient_densenet.kernels import convolution, few_rows, portable
 from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,
@@ -70,52 +70,67 @@ def test_other_images_are_not(shape, dtype, dilation):
     assert counts[torch.ops.aten.convolution_backward.default] == 1
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 37, batch_norm.FEW_ROWS, batch_norm.FEW_ROWS + 1])
+@pytest.fixture
+def only_portable(monkeypatch):
+    use_kernels(monkeypatch, "portable", 1 << 22)
+
+
+@pytest.mark.usefixtures("only_portable")
+def test_where_kernels_for_few_rows_are_chosen():
+    few, many = torch.empty(few_rows.MAX_ROWS, 4), torch.empty(few_rows.MAX_ROWS + 1, 4)
+    assert kernels.kernels_for(few) is kernels.kernels_for(few.double()) is few_rows
+    others = [many, few[:1], few.bfloat16(), torch.empty(few.shape, device="meta")]
+    assert all(kernels.kernels_for(values) is portable for values in others)
+    assert kernels.kernels_for(few, synchronized=True) is portable
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5), (1, 2, 3), (4, 8, 8)])
+@pytest.mark.parametrize("operation", sorted(OPERATIONS.keys() - {"batch_norm_grad_input"}))
+def test_few_rows_are_computed_as_many_are(operation, shape):
+    check(few_rows, operation, Case(shape, 6, 3))
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
+def test_mixed_precision_is_computed_as_for_many_rows(operation):
+    """Features in float32 whose convolutions are in bfloat16."""
+    case = Case((1, 8, 8), 6, 16, torch.bfloat16)
+    case.values, case.grad_accum = case.values.float(), case.grad_accum.float()
+    results, reference = (OPERATIONS[operation](each, case) for each in (few_rows, portable))
+    for actual, expected in zip(results, reference, strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("num_rows", [2, 37, few_rows.MAX_ROWS])
 @pytest.mark.parametrize("mean", [0.0, 30.0])
-def test_batch_statistics_are_accurate(num_rows, mean):
+@pytest.mark.parametrize("kernel_set", [few_rows, portable])
+def test_batch_statistics_are_accurate(num_rows, mean, kernel_set):
     """Few values take one pass of PyTorch's batch norm; more have partial sums."""
     values = torch.randn(num_rows, 9) + mean
     case = Case((1, 1, 1), 9, 2)
     with CountingOperations() as counted:
-        result_mean, variance, inv_std = case.with_statistics(lambda s: portable.batch_statistics(values, s), 9)
-    one_call = counted.counts[torch.ops.aten.native_batch_norm.out]
-    assert one_call == (1 < num_rows <= batch_norm.FEW_ROWS)
+        result_mean, variance, inv_std = case.with_statistics(lambda s: kernel_set.batch_statistics(values, s), 9)
+    assert counted.counts[torch.ops.aten.native_batch_norm.out] == (kernel_set is few_rows)
     exact = values.double()
     torch.testing.assert_close(result_mean, exact.mean(0).float(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(variance, exact.var(0, correction=0).float(), rtol=1e-5, atol=1e-12)
     torch.testing.assert_close(inv_std, (variance + 1e-3).rsqrt())
 
 
-def applied_bottleneck(case, with_norm):
-    """The norm of a bottleneck's output and its statistics; its activation, where the kernel has kept that."""
-    matrix = torch.zeros(3, 3, dtype=case.values.dtype)
-    norm = BatchNormAffine(case.norm_weight[:3], case.norm_bias[:3], matrix[2], matrix[0])
-    statistics = StatisticsOutput(matrix, 1e-3)
-    statistics.norm = norm if with_norm else None
-    output = case.values.new_empty(len(case.values), 3)
-    portable.conv1x1_forward_with_statistics(Conv1x1(case.input, case.weight1x1, output), statistics)
-    return norm, matrix, norm.take_activation(), output
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("shape", [(2, 4, 5), (1, 1, 2), (4, 8, 8)])
-def test_a_small_bottleneck_s_norm_is_applied_by_the_call_that_computes_its_statistics(shape, dtype, tolerance):
+def test_a_bottleneck_s_norm_is_applied_by_the_call_that_computes_its_statistics(shape, dtype, tolerance):
     case = Case(shape, 6, 3)
-    exact = case.in_float64()
-    case = exact if dtype is torch.float64 else case
-    norm, matrix, activation, output = applied_bottleneck(case, True)
-    reference, expected, not_kept, exact_output = applied_bottleneck(exact, False)
-    assert not_kept is None
-    assert norm.take_activation() is None
-    tolerances = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
-    torch.testing.assert_close(matrix, expected, **tolerances)
-    torch.testing.assert_close(output, exact_output, **tolerances)
-    exact_activation = torch.addcmul(reference.shift, exact_output, reference.scale).relu()
-    torch.testing.assert_close(activation, exact_activation, **tolerances)
-
-
-def test_a_larger_bottleneck_s_norm_is_not():
-    assert applied_bottleneck(Case((1, 1, batch_norm.FEW_ROWS + 1), 6, 3), True)[2] is None
+    case = case.in_float64() if dtype is torch.float64 else case
+    matrix = torch.zeros(3, 3, dtype=dtype)
+    norm = BatchNormAffine(case.norm_weight[:3], case.norm_bias[:3], matrix[2], matrix[0])
+    conv = Conv1x1(case.input, case.weight1x1, case.values.new_empty(len(case.values), 3))
+    input = few_rows.conv1x1_forward_with_statistics(conv, StatisticsOutput(matrix, 1e-3), norm)
+    assert input[:2] == (conv.output, norm)
+    exact = torch.addcmul(norm.shift.double(), conv.output.double(), norm.scale.double()).relu()
+    torch.testing.assert_close(input.activation, exact, rtol=tolerance, atol=tolerance, check_dtype=False)
+    weight = case.weight3x3[:, :3]
+    results = [few_rows.conv3x3_forward(each, weight, case.shape) for each in (input, AffineInput(*input[:2]))]
+    torch.testing.assert_close(*results, rtol=tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
@@ -125,108 +140,59 @@ def test_the_sums_of_few_rows_are_computed_with_the_gradient(dtype, tolerance):
     sums = torch.stack([exact.grad_accum.sum(0), (exact.grad_accum * exact.values * inv_std).sum(0)])
     expected = BatchNormBackward(exact.values, exact.grad_accum, inv_std, None, sums, len(exact.values))
     matrices = [torch.cat([matrix, matrix], 1).to(dtype)[:, :6] for matrix in (exact.values, exact.grad_accum)]
-    backward = BatchNormBackward(*matrices, inv_std.to(dtype), torch.zeros(6, dtype=dtype))
-    result = portable.batch_norm_grad_input(backward)
+    result = few_rows.batch_norm_grad_input(BatchNormBackward(*matrices, inv_std.to(dtype)))
     assert result.is_contiguous()
     assert result.dtype is dtype
     reference = portable.batch_norm_grad_input(expected)
     torch.testing.assert_close(result, reference, rtol=tolerance, atol=tolerance, check_dtype=False)
 
 
-def test_where_the_sums_are_computed_in_the_end(monkeypatch):
-    few, many = torch.empty(batch_norm.FEW_ROWS, 4), torch.empty(batch_norm.FEW_ROWS + 1, 4)
-    use_kernels(monkeypatch, "portable", 1 << 22)
-    assert kernels.add_up_when_done(few)
-    assert not kernels.add_up_when_done(many)
-    assert not kernels.add_up_when_done(few.bfloat16())
-    assert not kernels.add_up_when_done(torch.empty(few.shape, device="meta"))
-    monkeypatch.setattr(kernels, "kernels_for", lambda values: None)
-    assert not kernels.add_up_when_done(few)
-
-
-def bottleneck_gradients(case, is_complete, **changes):
+def bottleneck_gradients(kernel_set, case, is_only_consumer=True):
     """All gradients of a bottleneck's norm and of the convolution behind it; whether one operation computed them."""
-    norm, values = case.norm(), changes.get("values", case.values)
+    values = case.values
     sums, grad_accum = torch.zeros_like(case.sums), torch.full_like(values, torch.nan)
-    accumulator = GradAccumulator(norm, False, grad_accum, True, True, sums, is_complete)
-    arguments = case.grad_output, AffineInput(values, norm), case.weight3x3, accumulator, case.shape, 1
-    grad_weight = portable.conv3x3_backward(*arguments)
-    grad_input = norm.take_grad_input()
-    completed = grad_input is not None
-    assert norm.grad_input is None
-    if grad_input is None:
-        backward = BatchNormBackward(values, grad_accum, norm.inv_std, norm.mean, sums, len(values))
-        grad_input = portable.batch_norm_grad_input(backward)
-    return (grad_weight, *norm.take_gradients(), grad_input), completed
-
-
-def contiguous_case(shape, channels):
-    """In float64, with the statistics of its own values."""
-    case = Case(shape, channels, 3).in_float64()
-    case.values = case.values.contiguous()
-    case.mean, case.inv_std = case.values.mean(0), (case.values.var(0, correction=0) + 1e-3).rsqrt()
-    return case
+    accumulator = GradAccumulator(grad_accum, True, True, sums, is_only_consumer)
+    arguments = case.grad_output, case.input, case.weight3x3, accumulator, case.shape, 1
+    *grads, grad_values = kernel_set.conv3x3_backward(*arguments)
+    at_once = grad_values is not None
+    if grad_values is None:
+        norm = case.norm()
+        grad_values = portable.batch_norm_grad_input(
+            BatchNormBackward(values, grad_accum, norm.inv_std, norm.mean, sums, len(values))
+        )
+    return (*grads, grad_values), at_once
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 5), (1, 1, 2), (3, 7, 7)])
-def test_the_backward_of_a_small_bottleneck_s_norm_is_one_operation(shape):
-    case = contiguous_case(shape, 6)
-    results, completed = bottleneck_gradients(case, True)
-    expected, in_one_pass = bottleneck_gradients(case, False)
-    assert (completed, in_one_pass) == (True, False)
-    for result, reference in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-10)
+def test_the_backward_of_a_bottleneck_s_norm_is_one_operation(shape):
+    case = Case(shape, 6, 3).in_float64()
+    case.values = case.values.contiguous()
+    case.mean, case.inv_std = case.values.mean(0), (case.values.var(0, correction=0) + 1e-3).rsqrt()
+    results, at_once = bottleneck_gradients(few_rows, case)
+    assert at_once
+    for other in (bottleneck_gradients(few_rows, case, False), bottleneck_gradients(portable, case)):
+        assert not other[1]
+        for result, reference in zip(results, other[0], strict=True):
+            torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-10)
 
 
-def test_the_backward_of_another_bottleneck_s_norm_is_not(monkeypatch):
-    case = contiguous_case((2, 5, 4), 6)
-    strided = torch.cat([case.values, case.values], 1)[:, :6]
-    many_rows = contiguous_case((1, 17, 16), 2)
-    assert not bottleneck_gradients(case, True, values=strided)[1]
-    assert not bottleneck_gradients(many_rows, True)[1]
-    expected, completed = bottleneck_gradients(case, True)
-    assert completed
-    monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", 20 * 6 * 8)  # an image is a tile, which is small
-    monkeypatch.setattr(row_tiles, "SMALL_TILE", 1)
-    results, completed = bottleneck_gradients(case, True)
-    assert not completed
-    for result, reference in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("case", ["batch statistics", "frozen", "synchronized"])
-def test_which_norms_have_a_complete_backward(case, monkeypatch):
-    """A bottleneck's, unless it is frozen or other processes have a part in its sums; the features' then need sums."""
-    use_kernels(monkeypatch, "portable", 1 << 22)
+@pytest.mark.usefixtures("only_portable")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_which_norms_have_an_only_consumer(frozen, monkeypatch):
+    """A bottleneck's; the features' have sums only where kernels need them."""
     created = []
 
-    def accumulator(*arguments):
-        created.append(GradAccumulator(*arguments))
+    def accumulator(*arguments, **settings):
+        created.append(GradAccumulator(*arguments, **settings))
         return created[-1]
 
     monkeypatch.setattr(backward, "GradAccumulator", accumulator)
-    if case == "synchronized":
-        statistics = backward.BackwardStatistics
-        monkeypatch.setattr(statistics, "sync_group", _OneProcess(), raising=False)
-        monkeypatch.setattr(statistics, "__setattr__", _keep_sync_group)
     block = DenseBlock(2, 3, 4, efficient="shared")
-    if case == "frozen":
+    if frozen:
         block.eval()
     block(torch.randn(2, 3, 4, 4, requires_grad=True)).sum().backward()
-    of_bottlenecks = [each.is_complete for each in created if each.overwrite]
-    assert of_bottlenecks == [case == "batch statistics"] * 2
+    of_bottlenecks = [each for each in created if each.overwrite]
+    assert [each.is_only_consumer for each in of_bottlenecks] == [True, True]
     of_features = [each for each in created if not each.overwrite]
-    assert not any(each.is_complete for each in of_features)
-    assert [each.sums is not None for each in of_features] == [case == "synchronized"] * 2
-
-
-class _OneProcess:
-    """A sync group of this process alone."""
-
-    def sums(self, *local):
-        return local
-
-
-def _keep_sync_group(statistics, name, value):
-    if name != "sync_group":
-        object.__setattr__(statistics, name, value)
+    assert not any(each.is_only_consumer or each.sums is not None for each in of_features)
+    assert [each.sums is None for each in of_bottlenecks] == [frozen, frozen]

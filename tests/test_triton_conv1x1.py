@@ -54,14 +54,14 @@ def rounded_products(case, operation):
     """The result in float64, but for the operands of the products, which are rounded from float32 to TF32."""
     weight = nearest_tf32(case.weight1x1).double()
     input, grad = case.input, case.grad_bottleneck(case.grad_output)
-    activation = torch.relu(input.values * input.scale + input.shift)
+    activation = torch.relu(input.values * input.norm.scale + input.norm.shift)
     y = nearest_tf32(activation).double()
     if operation == "conv1x1_forward":
         return [y @ weight.t()]
     slope, constant, inv_std = grad.coefficients()
     grad_output = nearest_tf32(grad.values * slope + constant + grad.grad_accum * inv_std).double()
     grad_input = torch.where(activation <= 0, 0.0, grad_output @ weight)
-    grad_accum = case.accumulator(case.grad_accum).grad_scale * grad_input + (0 if case.overwrite else case.grad_accum)
+    grad_accum = case.norm().grad_scale * grad_input + (0 if case.overwrite else case.grad_accum)
     return [grad_output.t() @ y, grad_accum]
 
 

@@ -135,11 +135,11 @@ def test_grids_of_many_pixels_are_within_cuda_s_limits(operation, monkeypatch):
         norm, matrix = BatchNormAffine(*(torch.empty(4) for _ in range(4))), torch.empty(3, 12)
         assert conv3x3.is_for_triton(weight, shape)
         if operation == "conv3x3_backward":
-            accumulator = GradAccumulator(norm, False, torch.empty_like(values))
-            conv3x3.backward(torch.empty(shape.numel(), 12), norm.input(values), weight, accumulator, shape)
+            accumulator = GradAccumulator(torch.empty_like(values))
+            conv3x3.backward(torch.empty(shape.numel(), 12), AffineInput(values, norm), weight, accumulator, shape)
         else:
             statistics = StatisticsOutput(matrix, 1e-5) if operation.endswith("statistics") else None
-            conv3x3.forward(norm.input(values), weight, shape, 1, statistics)
+            conv3x3.forward(AffineInput(values, norm), weight, shape, 1, statistics)
     assert grids
     assert all(max(grid[1:], default=0) <= 65535 for grid in grids)
 

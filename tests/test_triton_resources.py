@@ -74,7 +74,7 @@ def record(job, monkeypatch):
     conv1x1.forward(Conv1x1(input, weight, output), with_statistics=True)
     mean, inv_std = matrix(2, width, torch.float32)
     grad = BatchNormBackward(output, output, inv_std, mean, matrix(2, width, torch.float32), rows)
-    accumulator = GradAccumulator(norm, False, matrix(rows, channels), sums=matrix(2, channels, torch.float32))
+    accumulator = GradAccumulator(matrix(rows, channels), sums=matrix(2, channels, torch.float32))
     conv1x1.backward(grad, input, weight, accumulator)
     precision = conv1x1.product_precision(weight)
     forward_tile, backward_tile = (

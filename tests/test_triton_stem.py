@@ -75,8 +75,8 @@ class Case:
 
     def norm_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """The places of the maxima, and the norm's grad_weight and grad_bias."""
-        places = triton_stem.norm_gradients(self.grad_output, self.values, self.norm, self.pool)
-        return places, self.norm.grad_weight, self.norm.grad_bias
+        places, grads = triton_stem.norm_gradients(self.grad_output, self.values, self.norm, self.pool)
+        return places, grads.norm_weight, grads.norm_bias
 
     def maxima(self) -> tuple[Tensor, Tensor]:
         """PyTorch's, and their indices in the image."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import accumulation_dtype
-from . import portable
-from .batch_norm import is_short
+from . import few_rows, portable
 from .interface import Kernels
 from .numba_cpu.host import openmp
 
@@ -23,8 +22,11 @@ _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def kernels_for(values: Tensor) -> Kernels:
-    """The kernels for a stage whose features are `values`: those of the device where they can run, else portable."""
+def kernels_for(values: Tensor, synchronized: bool = False) -> Kernels:
+    """The kernels for a stage whose features are `values`: those of the device where they can run, else portable.
+
+    `synchronized` says that the statistics are those of other processes' values too.
+    """
     if triton_supports(values):
         from .triton_gpu.host import operations as triton_kernels
 
@@ -33,12 +35,10 @@ def kernels_for(values: Tensor) -> Kernels:
         from .numba_cpu.host import operations as numba_kernels
 
         return numba_kernels
+    is_exact = values.dtype is accumulation_dtype(values.dtype)
+    if values.is_cpu and is_exact and not synchronized and 1 < values.shape[0] <= few_rows.MAX_ROWS:
+        return few_rows
     return portable
-
-
-def add_up_when_done(values: Tensor) -> bool:
-    """Whether `batch_norm_grad_input` adds up itself what it needs, so that no kernel before it has to."""
-    return kernels_for(values) is portable and is_short(values, accumulation_dtype(values.dtype))
 
 
 def kernel_set_name(values: Tensor) -> str:

@@ -6,6 +6,7 @@ be a slice of the channels of a larger matrix: its row stride is then larger tha
 float32 for half precisions, else the values' own.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -18,103 +19,66 @@ MEAN, VARIANCE, INV_STD = range(3)
 """The rows of a matrix of statistics."""
 
 
-class BatchNormAffine:
-    """One norm as an affine map, and, once a backward kernel has computed them, the norm's own gradients.
+class _BatchNorm(NamedTuple):
+    weight: Tensor
+    bias: Tensor
+    inv_std: Tensor
+    mean: Tensor | None = None
+    frozen: bool = False
 
-    With mean μ, r = 1 / sqrt(var + eps) and the norm's parameters γ and β: y = γ · (x − μ) · r + β = scale · x + shift.
-    `mean` is None where the values are stored centered (less their batch mean).
 
-    `weight` and `bias` have the dtype of the parameters, all else that of the statistics. A kernel may read the vectors
-    themselves, and then nothing is computed from them before it runs.
+class BatchNormAffine(_BatchNorm):
+    """One norm as an affine map: y = γ · (x − μ) · r + β = scale · x + shift, with r = 1 / sqrt(var + eps).
+
+    `mean`, μ, is None where the values are stored centered (less their batch mean). `frozen` norms have running
+    statistics. `weight`, γ, and `bias`, β, have the dtype of the parameters, all else the dtype of the statistics. A
+    kernel may read the vectors themselves, and then nothing is computed from them before it runs.
     """
 
-    grad_weight: Tensor
-    grad_bias: Tensor
-    grad_input: Tensor | None = None
-    _activation: Tensor | None = None
-    _scale: Tensor | None = None
-    _shift: Tensor | None = None
-
-    def __init__(self, weight: Tensor, bias: Tensor, inv_std: Tensor, mean: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
-        self.inv_std, self.mean = inv_std, mean
-
-    @property
+    @functools.cached_property
     def scale(self) -> Tensor:
         """γ · r"""
-        if self._scale is None:
-            self._scale = as_dtype(self.weight, self.inv_std.dtype) * self.inv_std
-        return self._scale
+        return as_dtype(self.weight, self.inv_std.dtype) * self.inv_std
 
-    @property
+    @functools.cached_property
     def shift(self) -> Tensor:
         """β − μ · scale"""
-        if self._shift is None:
-            bias = as_dtype(self.bias, self.inv_std.dtype)
-            self._shift = bias if self.mean is None else torch.addcmul(bias, self.mean, self.scale, value=-1)
-        return self._shift
+        bias = as_dtype(self.bias, self.inv_std.dtype)
+        return bias if self.mean is None else torch.addcmul(bias, self.mean, self.scale, value=-1)
 
-    def input(self, values: Tensor) -> "AffineInput":
-        """What the convolution after the norm reads."""
-        return AffineInput(values, self)
-
-    def grad_scale(self, frozen: bool) -> Tensor:
+    @property
+    def grad_scale(self) -> Tensor:
         """The factor of the gradient behind the ReLU in the accumulated gradient.
 
         That is the gradient of the values themselves under a frozen norm, and of the normalized values x̂ under one with
         batch statistics, whose r and mean terms follow in the batch norm's backward.
         """
-        return self.scale if frozen else as_dtype(self.weight, self.inv_std.dtype)
+        return self.scale if self.frozen else as_dtype(self.weight, self.inv_std.dtype)
 
-    def grad_conv_bias(self, frozen: bool) -> Tensor:
-        """The gradient of the bias of the convolution before the norm, Σ dx over the pixels, from the norm's gradients.
+    def grad_conv_bias(self, grad_bias: Tensor) -> Tensor:
+        """The gradient of the bias of the convolution before the norm, Σ dx over the pixels, from the norm's.
 
         Batch statistics remove a bias: its gradient is zero, summed over the processes of a sync group.
         """
-        return self.scale * self.grad_bias if frozen else torch.zeros_like(self.grad_bias)
+        return self.scale * grad_bias if self.frozen else torch.zeros_like(grad_bias)
 
-    def set_gradients(self, grad_sum: Tensor, grad_values_sum: Tensor) -> None:
-        """From Σ grad and Σ grad · values: grad_bias = Σ grad and grad_weight = Σ grad · x̂."""
-        self.grad_bias = grad_sum
+    def grad_weight(self, grad_sum: Tensor, grad_values_sum: Tensor) -> Tensor:
+        """Σ grad · x̂, from Σ grad and Σ grad · values."""
         centered = grad_values_sum
         if self.mean is not None:
             centered = torch.addcmul(grad_values_sum, self.mean, grad_sum, value=-1)
-        self.grad_weight = centered * self.inv_std
-
-    def keep_activation(self, activation: Tensor) -> None:
-        """Keep relu(y) of all values for the kernel that reads them next."""
-        self._activation = activation
-
-    def take_activation(self) -> Tensor | None:
-        """relu(y), which the norm forgets, if a kernel has kept it: the caller may overwrite it."""
-        activation, self._activation = self._activation, None
-        return activation
-
-    def take_grad_input(self) -> Tensor | None:
-        """grad_input, which the norm forgets, if a kernel has computed it: see `GradAccumulator.is_complete`."""
-        grad_input, self.grad_input = self.grad_input, None
-        return grad_input
-
-    def take_gradients(self) -> tuple[Tensor, Tensor]:
-        """grad_weight and grad_bias. The norm forgets them: autograd copies a gradient that anyone else refers to."""
-        grads = self.grad_weight, self.grad_bias
-        del self.grad_weight, self.grad_bias
-        return grads
+        return centered * self.inv_std
 
 
 class AffineInput(NamedTuple):
-    """A convolution's input y = relu(scale · values + shift): a batch norm and its ReLU, applied on the fly."""
+    """A convolution's input y = relu(scale · values + shift): a batch norm and its ReLU, applied on the fly.
+
+    `activation` is y where a kernel has computed it already.
+    """
 
     values: Tensor  # (pixels, channels)
     norm: BatchNormAffine
-
-    @property
-    def scale(self) -> Tensor:
-        return self.norm.scale
-
-    @property
-    def shift(self) -> Tensor:
-        return self.norm.shift
+    activation: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,53 +86,44 @@ class AffineInput(NamedTuple):
         return self.norm.inv_std.dtype
 
     def tile(self, rows: slice) -> "AffineInput":
-        return self._replace(values=self.values[rows])
+        return AffineInput(self.values[rows], self.norm)
 
 
 class GradAccumulator(NamedTuple):
     """Where a backward kernel accumulates: grad_accum += grad_scale · grad, or `=` with `overwrite`.
 
-    `norm` is that of the kernel's input, which gets its grad_weight and grad_bias; γ · grad_bias and γ · grad_weight
-    are added to `sums`, (2, channels), if there are any: not under a frozen norm, nor where `kernels.add_up_when_done`
-    says that they are computed from grad_accum in the end. `needs_grad_weight` is False where the convolution's weight
-    does not require a gradient: the kernel then returns None.
-
-    `is_complete` where the norm has batch statistics, those of this process, and grad_accum no other consumer. A kernel
-    may then compute the norm's own grad_input at once: it sets the norm's, and may leave grad_accum and `sums` alone.
+    γ · grad_bias and γ · grad_weight of the norm are added to `sums`, (2, channels), if there are any: not under a
+    frozen norm, nor for kernels without `needs_sums`. `needs_grad_weight` is False where the convolution's weight does
+    not require a gradient. With `is_only_consumer` nobody else accumulates in grad_accum.
     """
 
-    norm: BatchNormAffine
-    frozen: bool
     grad_accum: Tensor  # (pixels, channels)
     overwrite: bool = False
     needs_grad_weight: bool = True
     sums: Tensor | None = None
-    is_complete: bool = False
-
-    @property
-    def grad_scale(self) -> Tensor:
-        return self.norm.grad_scale(self.frozen)
+    is_only_consumer: bool = False
 
     def tile(self, rows: slice) -> "GradAccumulator":
         return self._replace(grad_accum=self.grad_accum[rows])
 
-    def finish(self, grad_sum: Tensor, grad_values_sum: Tensor) -> None:
-        """Set the norm's gradients from Σ grad and Σ grad · values, and add to `sums`."""
-        norm = self.norm
-        norm.set_gradients(grad_sum, grad_values_sum)
-        if self.sums is not None:
-            self.sums.addcmul_(norm.grad_scale(False), torch.stack([norm.grad_bias, norm.grad_weight]))
+
+class Gradients(NamedTuple):
+    """What a backward kernel returns: the gradients of the parameters, those of the norm in the accumulation dtype.
+
+    `values` is the gradient of the input's values, where their only consumer's kernel has computed it already. It may
+    then leave grad_accum and sums alone.
+    """
+
+    norm_weight: Tensor
+    norm_bias: Tensor
+    conv_weight: Tensor | None = None
+    values: Tensor | None = None
 
 
 class StatisticsOutput:
     """Where a kernel writes the statistics of its output, `matrix` (3, channels): mean, biased variance and, from
-    `eps`, 1 / sqrt(var + eps). `rows` are views of these three.
-
-    `norm` is the norm that reads the output by these statistics, where they are final: a kernel may apply it at once.
-    On a CPU, the matrix must be zero before.
+    `eps`, 1 / sqrt(var + eps). `rows` are views of these three. On a CPU, the matrix must be zero before.
     """
-
-    norm: BatchNormAffine | None = None
 
     def __init__(self, matrix: Tensor, eps: float, rows: Sequence[Tensor] | None = None) -> None:
         self.matrix, self.eps = matrix, eps
@@ -187,9 +142,8 @@ class BatchNormBackward(NamedTuple):
     """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)): a batch norm's backward, its two sums being known.
 
     g is `grad_accum`, `sums` are Σ g and Σ g · x̂ over `count` rows, (2, channels), and `inv_std` is r. x̂ is
-    (values − mean) · r; `mean` is None where the values are stored centered. `sums` is None where the kernel has to
-    compute them, see `kernels.add_up_when_done`, and then there is a `mean`. Where `inv_std` is None too, as under a
-    frozen norm, `grad_accum` is grad_input already.
+    (values − mean) · r; `mean` is None where the values are stored centered. `sums` is None for kernels without
+    `needs_sums`. Where `inv_std` is None too, as under a frozen norm, `grad_accum` is grad_input already.
     """
 
     values: Tensor  # (pixels, channels)
@@ -212,13 +166,16 @@ class BatchNormBackward(NamedTuple):
 
 
 class Kernels(Protocol):
-    """A set of kernels. Modules implement it: `portable`, `numba_cpu.operations`, `triton_gpu.operations`.
+    """A set of kernels, which a module implements. `portable` shows each of them in a few lines of PyTorch.
 
-    `*_forward` reads an `AffineInput` y. `*_backward` computes g, the gradient of y, masks it by the ReLU,
-    accumulates it in `accumulator`, sets the gradients of the accumulator's norm and adds to its sums. That of a
-    convolution returns grad_weight, None where it is not needed. `portable` shows each of them in a few lines of
-    PyTorch.
+    `*_forward` reads an `AffineInput` y. `*_backward` computes g, the gradient of y, masks it by the ReLU, accumulates
+    it in `accumulator`, and returns the gradients of the norm and, where it is needed, of the convolution's weight.
     """
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether `batch_norm_grad_input` reads `sums`. If not, it adds up itself."""
+        ...
 
     def batch_statistics(self, values: Tensor, statistics: StatisticsOutput) -> None:
         """Writes the statistics over the rows of values, (pixels, channels)."""
@@ -233,7 +190,7 @@ class Kernels(Protocol):
         """scale · values + shift without ReLU, (pixels, channels): a norm whose output leaves the stage."""
         ...
 
-    def affine_backward(self, grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
+    def affine_backward(self, grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
         """The backward of `affine_forward`, with g = grad_output."""
         ...
 
@@ -241,8 +198,13 @@ class Kernels(Protocol):
         """Writes conv.output."""
         ...
 
-    def conv1x1_forward_with_statistics(self, conv: Conv1x1, statistics: StatisticsOutput) -> None:
-        """Writes conv.output and its statistics."""
+    def conv1x1_forward_with_statistics(
+        self, conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine
+    ) -> AffineInput:
+        """Writes conv.output and its statistics, by which `norm` reads it: its vectors are rows of them.
+
+        Returns what the convolution after `norm` reads.
+        """
         ...
 
     def conv1x1_backward(
@@ -252,7 +214,7 @@ class Kernels(Protocol):
         weight: Tensor,
         accumulator: GradAccumulator,
         next_bottleneck: Conv1x1 | None = None,
-    ) -> Tensor | None:
+    ) -> Gradients:
         """g = grad_output @ weight, grad_weight = grad_output.T @ y, with grad_output computed on the fly.
 
         Also computes `next_bottleneck`, the bottleneck of the layer that the backward walks to next, while a tile of
@@ -279,7 +241,7 @@ class Kernels(Protocol):
         accumulator: GradAccumulator,
         shape: torch.Size,
         dilation: int = 1,
-    ) -> Tensor | None:
+    ) -> Gradients:
         """The backward of `conv3x3_forward`, given grad_output (pixels, out_channels)."""
         ...
 
@@ -297,6 +259,6 @@ class Kernels(Protocol):
         weight: Tensor,
         accumulator: GradAccumulator,
         shape: torch.Size,
-    ) -> Tensor | None:
+    ) -> Gradients:
         """The backward of `pooled_conv1x1_forward`, given grad_output (pooled pixels, out_channels)."""
         ...

@@ -10,11 +10,11 @@ convolution. The backward recomputes each tile of y in the same way. Every backw
 3. grad_accum += grad_scale · g
 4. Σ g and Σ g · x over the rows, from which the norm's grad_bias and grad_weight follow
 
-and returns grad_weight of the convolution (None where it is not needed). Sums and statistics are in the accumulation
-dtype: float32 for half precisions.
+and returns the gradients of the norm and of the convolution's weight (None where it is not needed). Sums and statistics
+are in the accumulation dtype: float32 for half precisions.
 
-On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile: nothing is sliced, PyTorch
-allocates memory in less time than scratch is found, and `batch_norm` and `convolution` have faster operations.
+On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile: nothing is sliced, and PyTorch
+allocates memory in less time than scratch is found. `few_rows` has fewer calls where there are few rows.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,20 @@ import torch
 from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, as_dtype
-from . import batch_norm, convolution, scratch
+from . import convolution, scratch
 from .average_pooling import as_slabs, average_pool, average_pool_backward
-from .batch_norm import batch_norm_backward, batch_statistics, is_small_batch
-from .interface import AffineInput, BatchNormAffine, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
+from .interface import (
+    AffineInput,
+    BatchNormAffine,
+    BatchNormBackward,
+    Conv1x1,
+    GradAccumulator,
+    Gradients,
+    StatisticsOutput,
+)
 from .row_tiles import WHOLE, is_small, rows, tile_scratch, tiles
+
+needs_sums = True
 
 Sums = tuple[Tensor | None, Tensor, Tensor]
 """grad_weight of a convolution, None where it is not needed; Σ grad and Σ grad · values over the rows, (channels,)
@@ -56,12 +65,21 @@ def halved(shape: torch.Size) -> torch.Size:
     return torch.Size([shape[0], *(size // 2 for size in shape[1:])])
 
 
+def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
+    """Mean, biased variance and 1 / sqrt(var + eps) of each channel, by two passes: var = Σ (x − mean)² / pixels."""
+    mean, variance, inv_std = statistics.rows
+    if values.is_cpu:  # this is as accurate as var_mean there, and ten times as fast
+        _mean_and_variance(values, mean, variance)
+    else:
+        for row, vector in zip((variance, mean), torch.var_mean(values.to(mean.dtype), 0, correction=0), strict=True):
+            row.copy_(vector)
+    torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
+
+
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
     if grad.inv_std is None:
         return grad.grad_accum.contiguous()
-    if grad.sums is None:
-        return batch_norm.batch_norm_grad_input(grad)
     slope, constant, inv_std = grad.coefficients()
     grad_input = torch.addcmul(constant, grad.values, slope)
     return as_dtype(grad_input.addcmul_(grad.grad_accum, inv_std), grad.values.dtype)
@@ -70,17 +88,17 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
 def affine_forward(input: AffineInput) -> Tensor:
     """scale · values + shift, without ReLU."""
     out = torch.empty_like(input.values, memory_format=torch.contiguous_format)
-    return torch.addcmul(input.shift, input.values, input.scale, out=out)
+    return torch.addcmul(input.norm.shift, input.values, input.norm.scale, out=out)
 
 
-def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
     """Steps 3 and 4 of the module's docstring, with g = grad_output."""
     sums: Sums | None = None
     for tile in tiles(input.values, input.dtype):
-        grad, values = rows(grad_output, tile), rows(input.values, tile)
+        grad = rows(grad_output, tile)
         buffer = scratch.take("accumulation_tile", grad.shape, input.dtype, grad.device)
-        sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
-    _finish(sums, accumulator)
+        sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
+    return _finish(sums, input.norm, accumulator)
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
@@ -89,10 +107,11 @@ def conv1x1_forward(conv: Conv1x1) -> None:
         _conv1x1_tile(conv, tile)
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
-    """The same, and the output's statistics."""
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine) -> AffineInput:
+    """The convolution and its output's statistics."""
     conv1x1_forward(conv)
     batch_statistics(conv.output, statistics)
+    return AffineInput(conv.output, norm)
 
 
 def conv1x1_backward(
@@ -101,7 +120,7 @@ def conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
-) -> Tensor | None:
+) -> Gradients:
     """g = grad_output @ weight and grad_weight = grad_output.T @ y, grad_output being a batch norm's grad_input.
 
     `next_bottleneck` is computed for the same tile of rows while the features are in cache. Its output may be the
@@ -109,22 +128,22 @@ def conv1x1_backward(
     """
     sums: Sums | None = None
     coefficients = None if grad_output.sums is None else grad_output.coefficients()
-    for tile, values, activation, buffer in _activation_tiles(input, weight.dtype):
+    for tile, activation, buffer in _activation_tiles(input, weight.dtype):
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
         grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.dtype)
         grad = torch.mm(grad_output_tile, weight, out=tile_scratch("grad_activation_tile", activation, weight.dtype))
-        grad = _mask_inactive(grad, activation)
-        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
+        grad = mask_inactive(grad, activation)
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
         if next_bottleneck is not None:
-            _conv1x1_tile(next_bottleneck, tile, keep_activation=True)
-    return _finish(sums, accumulator)
+            _conv1x1_tile(next_bottleneck, tile)
+    return _finish(sums, input.norm, accumulator)
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     """conv(y), (pixels, out_channels); padding = dilation keeps the spatial size. A tile holds whole images."""
     outputs = [
         to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
-        for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
+        for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
     ]
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -132,7 +151,7 @@ def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilat
 def conv3x3_forward_with_statistics(
     input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
 ) -> Tensor:
-    """The same, and the output's statistics."""
+    """The convolution and its output's statistics."""
     output = conv3x3_forward(input, weight, shape, dilation)
     batch_statistics(output, statistics)
     return output
@@ -145,21 +164,18 @@ def conv3x3_backward(
     accumulator: GradAccumulator,
     shape: torch.Size,
     dilation: int = 1,
-) -> Tensor | None:
+) -> Gradients:
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
     sums: Sums | None = None
-    for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+    for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         images, grad_images = _to_images(activation, tile, shape), _to_images(rows(grad_output, tile), tile, shape)
         grad, grad_weight = convolution.conv3x3_backward(
             grad_images, images, weight, dilation, accumulator.needs_grad_weight
         )
         grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
-        grad = _mask_inactive(to_pixel_matrix(grad), activation)
-        if accumulator.is_complete and tile is WHOLE and is_small_batch(values, input.dtype):
-            batch_norm_backward(grad, input)
-            return grad_weight
-        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
-    return _finish(sums, accumulator)
+        grad = mask_inactive(to_pixel_matrix(grad), activation)
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
+    return _finish(sums, input.norm, accumulator)
 
 
 def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -169,7 +185,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     """
     shape = as_slabs(shape)
     output = weight.new_empty(halved(shape).numel(), weight.shape[0])
-    for tile, _, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+    for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         pooled = to_pixel_matrix(average_pool(_to_images(activation, tile, shape)))
         torch.mm(pooled, weight.t(), out=rows(output, _pooled_tile(tile, shape)))
     return output
@@ -181,28 +197,43 @@ def pooled_conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     shape: torch.Size,
-) -> Tensor | None:
+) -> Gradients:
     """g = average_pool_backward(grad_output @ weight) and grad_weight = grad_output.T @ average_pool(y)."""
     sums: Sums | None = None
     shape = as_slabs(shape)
-    for tile, values, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+    for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         images, grad_output_tile = _to_images(activation, tile, shape), rows(grad_output, _pooled_tile(tile, shape))
         pooled = to_pixel_matrix(average_pool(images))
         grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.dtype)
         grad_pooled = _to_images(torch.mm(grad_output_tile, weight), tile, halved(shape))
-        grad = _mask_inactive(to_pixel_matrix(average_pool_backward(grad_pooled, images)), activation)
-        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, values, accumulator, tile, buffer)))
-    return _finish(sums, accumulator)
+        grad = mask_inactive(to_pixel_matrix(average_pool_backward(grad_pooled, images)), activation)
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
+    return _finish(sums, input.norm, accumulator)
+
+
+def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
+    """Writes mean and variance."""
+    torch.mean(values, 0, dtype=mean.dtype, out=mean)
+    for tile in tiles(values, mean.dtype):
+        part = rows(values, tile)
+        centered = torch.sub(part, mean, out=tile_scratch("accumulation_tile", part, mean.dtype))
+        squares = torch.mul(centered, centered, out=centered)
+        if tile is WHOLE:
+            torch.mean(squares, 0, out=variance)
+        elif tile.start == 0:
+            torch.sum(squares, 0, out=variance)
+        else:
+            variance.add_(squares.sum(0))
+    if tile is not WHOLE:
+        variance.div_(values.shape[0])
 
 
 def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """For each tile of rows: its slice, its values, the activation y in `dtype`, and the buffer of `_affine_relu`."""
-    matrix, norm = input
-    for tile in tiles(matrix, norm.inv_std.dtype, multiple_of):
-        values = rows(matrix, tile)
-        yield tile, values, *_affine_relu(values, norm, dtype)
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `_affine_relu`."""
+    for tile in tiles(input.values, input.dtype, multiple_of):
+        yield tile, *_affine_relu(rows(input.values, tile), input.norm, dtype)
 
 
 def _affine_relu(values: Tensor, norm: BatchNormAffine, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -210,9 +241,6 @@ def _affine_relu(values: Tensor, norm: BatchNormAffine, dtype: torch.dtype) -> t
 
     The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
     """
-    buffer = norm.take_activation()
-    if buffer is not None:
-        return buffer, buffer
     scale, accumulation_dtype = norm.scale, norm.inv_std.dtype
     out = tile_scratch("accumulation_tile", values, accumulation_dtype)
     buffer = torch.addcmul(norm.shift, values, scale, out=out).relu_()
@@ -222,12 +250,9 @@ def _affine_relu(values: Tensor, norm: BatchNormAffine, dtype: torch.dtype) -> t
     return buffer.to(dtype) if out is None else out.copy_(buffer), buffer
 
 
-def _conv1x1_tile(conv: Conv1x1, tile: slice, keep_activation: bool = False) -> None:
-    """A small activation can be kept for the backward of the same convolution."""
-    (values, norm), weight, output = conv
-    activation, buffer = _affine_relu(rows(values, tile), norm, weight.dtype)
-    if keep_activation and activation is buffer and tile is WHOLE and is_small(activation, activation.dtype):
-        norm.keep_activation(activation)
+def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
+    input, weight, output = conv
+    activation, _ = _affine_relu(rows(input.values, tile), input.norm, weight.dtype)
     torch.mm(activation, weight.t(), out=rows(output, tile))
 
 
@@ -255,20 +280,20 @@ def _batch_norm_grad_input_tile(
     return as_dtype(grad_input.addcmul_(grad_accum, inv_std), values.dtype)
 
 
-def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
+def mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
     """ReLU's backward in place: zero where the activation is not positive."""
     return _relu_backward(grad, activation, 0, grad_input=grad)
 
 
 def _accumulate_grad(
-    grad: Tensor, values: Tensor, accumulator: GradAccumulator, tile: slice, buffer: Tensor
+    grad: Tensor, input: AffineInput, accumulator: GradAccumulator, tile: slice, buffer: Tensor
 ) -> tuple[Tensor, Tensor]:
     """grad_accum += grad_scale · grad for a tile; returns the tile's Σ grad and Σ grad · values."""
-    grad_accum = rows(accumulator.grad_accum, tile)
+    grad_accum, grad_scale, values = rows(accumulator.grad_accum, tile), input.norm.grad_scale, rows(input.values, tile)
     if accumulator.overwrite:
-        torch.mul(grad, accumulator.grad_scale, out=grad_accum)
+        torch.mul(grad, grad_scale, out=grad_accum)
     else:
-        grad_accum.addcmul_(grad, accumulator.grad_scale)
+        grad_accum.addcmul_(grad, grad_scale)
     in_half_precision = buffer.dtype != grad.dtype  # where a product would be rounded
     product = buffer.copy_(grad).mul_(values) if in_half_precision else torch.mul(grad, values, out=buffer)
     return grad.sum(0, dtype=buffer.dtype), product.sum(0)
@@ -284,12 +309,14 @@ def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
     return sums
 
 
-def _finish(sums: Sums | None, accumulator: GradAccumulator) -> Tensor | None:
-    """After the last tile: the gradients of the norm. Returns that of the convolution's weight."""
+def _finish(sums: Sums | None, norm: BatchNormAffine, accumulator: GradAccumulator) -> Gradients:
+    """After the last tile: the gradients of the norm and of the convolution's weight."""
     assert sums is not None  # there is a tile
-    grad_weight, grad_sum, product_sum = sums
-    accumulator.finish(grad_sum, product_sum)
-    return grad_weight
+    conv_weight, grad_bias, product_sum = sums
+    grad_weight = norm.grad_weight(grad_bias, product_sum)
+    if accumulator.sums is not None:
+        accumulator.sums.addcmul_(norm.grad_scale, torch.stack([grad_bias, grad_weight]))
+    return Gradients(grad_weight, grad_bias, conv_weight)
 
 
 def _to_images(matrix: Tensor, tile: slice, shape: torch.Size) -> Tensor:

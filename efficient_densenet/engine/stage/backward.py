@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..._tensors import as_dtype
 from ...kernels import kernels_for, scratch
-from ...kernels.interface import AffineInput, BatchNormAffine, BatchNormBackward, Conv1x1, GradAccumulator
+from ...kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ...kernels.portable import to_pixel_matrix, to_spatial
 from .forward import bottleneck_conv
 from .groups import LayerGroup
-from .spec import ConsumerSpec, LayerSpec, NormConv, SavedStage, StageSpec, columns_of, norm_convs
+from .spec import ConsumerSpec, NormConv, SavedStage, StageSpec, columns_of, norm_convs
 from .statistics import BackwardStatistics
 from .weights import converted_weights
 
@@ -33,9 +33,10 @@ class Backward:
         self.grad_of_input = grad_of_input
         self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, list(saved.parameters)
         self.features = saved.features
-        self.kernels = kernels_for(self.features)
+        self.kernels = kernels_for(self.features, spec.sync_group is not None)
         self.tensors = norm_convs(saved.parameters)
-        self.statistics = BackwardStatistics(spec, saved.features, saved.statistics, saved.count, self.tensors)
+        features = saved.features, saved.statistics, saved.count
+        self.statistics = BackwardStatistics(spec, *features, self.tensors, self.kernels.needs_sums)
         self.grads: list[Tensor | None] = [None] * len(self.parameters)
         self.next_bottleneck: Conv1x1 | None = None
         self.scratch: scratch.Held = {}
@@ -86,12 +87,11 @@ class Backward:
         """Whether neither this layer nor anything before it needs a gradient."""
         return not self.needs_grad_input and not any(self.needs_grad[: self.spec.layer_tensors(i).stop])
 
-    def _accumulator(self, number: int, norm: BatchNormAffine, overwrite: bool = False) -> GradAccumulator:
+    def _accumulator(self, number: int, overwrite: bool = False) -> GradAccumulator:
         """For a consumer of the features, by the number of its norm."""
-        columns, frozen = self.spec.feature_columns[number], self.spec.frozen
-        grad_accum = columns_of(self.grad_accum, columns)
+        grad_accum = columns_of(self.grad_accum, self.spec.feature_columns[number])
         sums = self.statistics.sums_of_features(number)
-        return GradAccumulator(norm, frozen, grad_accum, overwrite, self.needs_grads[number].conv_weight, sums)
+        return GradAccumulator(grad_accum, overwrite, self.needs_grads[number].conv_weight, sums)
 
     def _grad_output(self, i: int) -> Tensor:
         """The gradient of layer i's output, in the dtype of the convolutions."""
@@ -122,15 +122,14 @@ class Backward:
         if self.needs_grads[last].conv_bias:
             self._store_bias(last, grad_output.sum(0, dtype=self.statistics.dtype))
         if not layer.width:
-            input = self._input(first)
-            arguments = grad_output, input, self._weight(first), self._accumulator(first, input.norm), self.shape
-            self._store(first, input.norm, self.kernels.conv3x3_backward(*arguments, layer.dilation))
+            arguments = grad_output, self._input(first), self._weight(first), self._accumulator(first), self.shape
+            self._store(first, self.kernels.conv3x3_backward(*arguments, layer.dilation))
             return
         conv = self._bottleneck(i)
-        grad_bottleneck = self._grad_bottleneck(layer, last, conv.output, grad_output)
+        grad_bottleneck = self._grad_bottleneck(layer.dilation, last, conv.output, grad_output)
         self.next_bottleneck = self._next_bottleneck(i - 1, layer.width)
-        arguments = grad_bottleneck, conv.input, conv.weight, self._accumulator(first, conv.input.norm)
-        self._store(first, conv.input.norm, self.kernels.conv1x1_backward(*arguments, self.next_bottleneck))
+        arguments = grad_bottleneck, conv.input, conv.weight, self._accumulator(first)
+        self._store(first, self.kernels.conv1x1_backward(*arguments, self.next_bottleneck))
 
     def _input(self, number: int) -> AffineInput:
         """What the convolution after a norm of the features reads."""
@@ -160,50 +159,48 @@ class Backward:
         number = self.spec.layer_norms[i].start
         return bottleneck_conv(self._input(number), self._weight(number).flatten(1))
 
-    def _grad_bottleneck(self, layer: LayerSpec, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
+    def _grad_bottleneck(self, dilation: int, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
         """The gradient of the bottleneck's output, from that of the layer's; `number` is that of the norm between."""
-        norm, frozen = self.statistics.own_norm(number), layer.norm2_frozen
+        norm = self.statistics.own_norm(number)
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
-        sums = None if frozen else self.statistics.own_sums(number)
+        sums = None if norm.frozen else self.statistics.own_sums(number)
         needs_grad_weight = self.needs_grads[number].conv_weight
-        is_complete = not frozen and self.statistics.sync_group is None
-        accumulator = GradAccumulator(norm, frozen, grad_accum, True, needs_grad_weight, sums, is_complete)
-        arguments = grad_output, norm.input(output), self._weight(number), accumulator, self.shape
-        grad_weight = self.kernels.conv3x3_backward(*arguments, layer.dilation)
+        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, is_only_consumer=True)
+        arguments = grad_output, AffineInput(output, norm), self._weight(number), accumulator, self.shape
+        grads = self.kernels.conv3x3_backward(*arguments, dilation)
         if self.needs_grads[number - 1].conv_bias:
-            self._store_bias(number - 1, norm.grad_conv_bias(frozen))
-        self._store(number, norm, grad_weight)
-        grad_input = norm.take_grad_input()
-        if frozen or grad_input is not None:
-            return BatchNormBackward(output, grad_accum if grad_input is None else grad_input)
+            self._store_bias(number - 1, norm.grad_conv_bias(grads.norm_bias))
+        self._store(number, grads)
+        grad_input = grad_accum if norm.frozen else grads.values
+        if grad_input is not None:
+            return BatchNormBackward(output, grad_input)
         return self.statistics.own_grad_input(number, output, grad_accum)
 
     def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:
         number = self.spec.consumer_norm
         grad, input = to_pixel_matrix(grad_output), self._input(number)
-        accumulator = self._accumulator(number, input.norm, overwrite=True)
+        accumulator = self._accumulator(number, overwrite=True)
         if not consumer.has_conv:
-            grad_weight = None
-            self.kernels.affine_backward(grad, input, accumulator)
+            grads = self.kernels.affine_backward(grad, input, accumulator)
         else:
             conv1 = self._weight(number).flatten(1)
             if consumer.pools:
-                grad_weight = self.kernels.pooled_conv1x1_backward(grad, input, conv1, accumulator, self.shape)
+                grads = self.kernels.pooled_conv1x1_backward(grad, input, conv1, accumulator, self.shape)
             else:
-                grad_weight = self.kernels.conv1x1_backward(BatchNormBackward(grad, grad), input, conv1, accumulator)
+                grads = self.kernels.conv1x1_backward(BatchNormBackward(grad, grad), input, conv1, accumulator)
         if self.needs_grads[number].conv_bias:
             self._store_bias(number, grad.sum(0, dtype=self.statistics.dtype))
-        self._store(number, input.norm, grad_weight)
+        self._store(number, grads)
 
-    def _store(self, number: int, norm: BatchNormAffine, grad_conv: Tensor | None) -> None:
+    def _store(self, number: int, grads: Gradients) -> None:
         """Store the gradients of a norm, by its number, and of the weight of the convolution after it."""
-        start, weight = number * len(NormConv._fields), self.tensors[number].conv_weight
-        if grad_conv is not None and grad_conv.dim() != weight.dim():
-            grad_conv = grad_conv.view_as(weight)
-        self.grads[start : start + 3] = *norm.take_gradients(), grad_conv
+        start, weight, conv_weight = number * len(NormConv._fields), self.tensors[number].conv_weight, grads.conv_weight
+        if conv_weight is not None and conv_weight.dim() != weight.dim():
+            conv_weight = conv_weight.view_as(weight)
+        self.grads[start : start + 3] = grads.norm_weight, grads.norm_bias, conv_weight
 
     def _store_bias(self, number: int, grad: Tensor) -> None:
-        """Store that of the convolution's bias."""
+        """Store the gradient of the bias of the convolution after a norm."""
         self.grads[number * len(NormConv._fields) + 3] = grad
 
     def _weight(self, number: int) -> Tensor:

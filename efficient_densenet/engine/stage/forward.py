@@ -40,8 +40,8 @@ class Forward:
         self.spec, self.inputs, self.x = spec, inputs, inputs.x
         self.shape = torch.Size([self.x.shape[0], *self.x.shape[2:]])
         features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
-        self.statistics = ForwardStatistics(spec, features, *inputs.stored[1:])
-        self.kernels = kernels_for(features)
+        self.kernels = kernels_for(features, spec.sync_group is not None)
+        self.statistics = ForwardStatistics(spec, self.kernels, features, *inputs.stored[1:])
         self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype))
         self.bottlenecks: list[Tensor] = []
         self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
@@ -121,11 +121,11 @@ class Forward:
         if layer.norm2_frozen:
             self.kernels.conv1x1_forward(conv)
             norm = self.statistics.frozen_norm(second, output, self._running(number + 1), first.conv_bias)
-        else:
-            norm = self.statistics.own_norm(second, output)
-            self.kernels.conv1x1_forward_with_statistics(conv, output)
-            self.statistics.synchronize(output)
-        return norm.input(conv.output)
+            return AffineInput(conv.output, norm)
+        norm = self.statistics.own_norm(second, output)
+        normalized = self.kernels.conv1x1_forward_with_statistics(conv, output, norm)
+        self.statistics.synchronize(output)
+        return normalized
 
     def _consumer(self, consumer: ConsumerSpec) -> Tensor:
         number, shape = self.spec.consumer_norm, self.shape

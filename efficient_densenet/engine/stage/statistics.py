@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..._tensors import accumulation_dtype
-from ...kernels import add_up_when_done, kernels_for
 from ...kernels.interface import (
     INV_STD,
     MEAN,
@@ -20,6 +19,7 @@ from ...kernels.interface import (
     AffineInput,
     BatchNormAffine,
     BatchNormBackward,
+    Kernels,
     StatisticsOutput,
 )
 from ...norms.sync_batch_norm import SyncGroup
@@ -50,8 +50,8 @@ class ForwardStatistics(_FeatureStatistics):
     `stored` is the matrix of an earlier stage with the same features.
     """
 
-    def __init__(self, spec: StageSpec, features: Tensor, stored: Tensor | None = None) -> None:
-        self.spec, self.features, self.is_stored = spec, features, stored is not None
+    def __init__(self, spec: StageSpec, kernels: Kernels, features: Tensor, stored: Tensor | None = None) -> None:
+        self.spec, self.kernels, self.features, self.is_stored = spec, kernels, features, stored is not None
         self.matrix = _statistics_matrix(features, spec.num_columns) if stored is None else stored
         self.sync_group = SyncGroup.named(spec.sync_group)
         self.count: Count = features.shape[0]
@@ -82,7 +82,7 @@ class ForwardStatistics(_FeatureStatistics):
             return
         if statistics is None:
             statistics = self.of_segment(segment)
-            kernels_for(values).batch_statistics(values, statistics)
+            self.kernels.batch_statistics(values, statistics)
         self.synchronize(statistics)
         mean = statistics.rows[MEAN]
         torch.sub(values, mean, out=features)
@@ -92,10 +92,7 @@ class ForwardStatistics(_FeatureStatistics):
     def own_norm(self, tensors: NormConv, statistics: StatisticsOutput) -> BatchNormAffine:
         """A norm with columns and batch statistics of its own, which a kernel is to write."""
         mean, _, inv_std = statistics.rows
-        norm = BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
-        if self.sync_group is None:
-            statistics.norm = norm
-        return norm
+        return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
 
     def frozen_norm(
         self, tensors: NormConv, output: StatisticsOutput, running: Sequence[Tensor], bias: Tensor | None = None
@@ -110,7 +107,7 @@ class ForwardStatistics(_FeatureStatistics):
         if bias is not None:
             mean.sub_(bias)
         torch.add(variance, output.eps, out=inv_std).rsqrt_()
-        return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
+        return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean, frozen=True)
 
     def finish(self) -> Tensor:
         """The matrix, when all norms are done."""
@@ -137,7 +134,13 @@ class BackwardStatistics(_FeatureStatistics):
     """
 
     def __init__(
-        self, spec: StageSpec, features: Tensor, matrix: Tensor, count: Count | None, tensors: Sequence[NormConv]
+        self,
+        spec: StageSpec,
+        features: Tensor,
+        matrix: Tensor,
+        count: Count | None,
+        tensors: Sequence[NormConv],
+        needs_sums: bool,
     ) -> None:
         self.spec, self.features, self.dtype = spec, features, matrix.dtype
         self.sync_group = SyncGroup.named(spec.sync_group)
@@ -147,12 +150,11 @@ class BackwardStatistics(_FeatureStatistics):
         inv_stds, means = map(spec.written_columns, (self.inv_std, means))
         sums = spec.written_columns(self.sums) if spec.updates else [self.sums] * len(means)
         self._own = {
-            norm: (BatchNormAffine(*tensors[norm][:2], inv_stds[i], means[i]), sums[i])
+            norm: (BatchNormAffine(*tensors[norm][:2], inv_stds[i], means[i], spec.norms_frozen[norm]), sums[i])
             for norm, i in spec.own_positions.items()
         }
         self._segments = () if spec.frozen else tuple(zip(spec.segments(features), inv_stds, sums, strict=False))
-        self._adds_up_when_done = not spec.frozen and self.sync_group is None and add_up_when_done(features)
-        self._zeros = spec.written_columns(self.sums[0]) if self._adds_up_when_done else ()
+        self._needs_sums = needs_sums and not spec.frozen
 
     def norm(self, number: int, tensors: NormConv) -> BatchNormAffine:
         """The affine map of a norm of the features."""
@@ -168,15 +170,13 @@ class BackwardStatistics(_FeatureStatistics):
 
     def sums_of_features(self, number: int) -> Tensor | None:
         """Where a consumer of the features, by the number of its norm, adds its Σ γ · dβ and Σ γ · dγ, if it has to."""
-        if self.spec.frozen or self._adds_up_when_done:
-            return None
-        return columns_of(self.sums, self.spec.feature_columns[number])
+        return columns_of(self.sums, self.spec.feature_columns[number]) if self._needs_sums else None
 
     def grad_input(self, segment: int, grad_accum: Tensor) -> BatchNormBackward:
         """The gradient of a segment whose last consumer is done, from the sum of the consumers' gradients."""
         features, inv_std, sums = self._segments[segment]
-        if self._adds_up_when_done:
-            return BatchNormBackward(features, grad_accum, inv_std, self._zeros[segment])  # centered: the mean is 0
+        if not self._needs_sums:
+            return BatchNormBackward(features, grad_accum, inv_std)
         return self._grad_input(features, grad_accum, (inv_std, None), sums)
 
     def own_grad_input(self, number: int, values: Tensor, grad_accum: Tensor) -> BatchNormBackward:

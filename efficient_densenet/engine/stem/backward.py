@@ -33,13 +33,13 @@ class StemBackward:
 
     def run(self, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x and of each parameter, in the order of `needs_grad`."""
-        self._norm_gradients(grad_output)
+        grad_weight, grad_bias = self._norm_gradients(grad_output)
         grad_input, *conv_grads = [None] * (1 + len(self.needs_conv_grads))
         if self.needs_grad_input or any(self.needs_conv_grads):
-            grad_input, *conv_grads = self._conv_gradients(grad_output)
-        return grad_input, self.norm.grad_weight, self.norm.grad_bias, *conv_grads
+            grad_input, *conv_grads = self._conv_gradients(grad_output, grad_weight, grad_bias)
+        return grad_input, grad_weight, grad_bias, *conv_grads
 
-    def _norm_gradients(self, grad_output: Tensor) -> None:
+    def _norm_gradients(self, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """First pass: Σ g and Σ g · (z − mean), summed over the maxima only. Stores their indices, −1 if inactive."""
         conv_output, memory_format = self.conv_output, self.conv_output.memory_format
         grad_sum, product_sum = torch.zeros_like(self.mean), torch.zeros_like(self.mean)
@@ -56,12 +56,12 @@ class StemBackward:
             if self.indices is None:
                 self.indices = conv_output.new_empty(indices, torch.int32)
             self.indices[tile] = indices.masked_fill_(inactive, -1)
-        self.norm.set_gradients(grad_sum, product_sum)
+        return self.norm.grad_weight(grad_sum, product_sum), grad_sum
 
-    def _conv_gradients(self, grad_output: Tensor) -> list[Tensor | None]:
+    def _conv_gradients(self, grad_output: Tensor, *norm_grads: Tensor) -> list[Tensor | None]:
         """Second pass: grad_input, grad_weight and grad_bias of the convolution."""
         conv_output, values = self.conv_output, self.conv_output.values
-        scale, shift, grad_scale = self._coefficients()
+        scale, shift, grad_scale = self._coefficients(*norm_grads)
         output_mask = [self.needs_grad_input, *self.needs_conv_grads, False][:3]
         grad_input = torch.empty_like(conv_output.x) if self.needs_grad_input else None
         sums: list[Tensor | None] = []
@@ -77,14 +77,14 @@ class StemBackward:
             sums = self._add_partial_sums(sums, partial_sums[: len(self.needs_conv_grads)])
         return [grad_input, *sums]
 
-    def _coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _coefficients(self, grad_weight: Tensor, grad_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What `_grad_conv_output` takes."""
         norm = self.norm
         if self.spec.frozen:
             zeros = torch.zeros_like(norm.scale)
             return zeros, zeros, norm.scale
-        weight = norm.grad_scale(False)
-        sums, group = weight * torch.stack([norm.grad_bias, norm.grad_weight]), SyncGroup.named(self.spec.sync_group)
+        weight = norm.grad_scale
+        sums, group = weight * torch.stack([grad_bias, grad_weight]), SyncGroup.named(self.spec.sync_group)
         # The values and their gradient are placeholders here: `_grad_conv_output` scatters a tile's g when it needs it.
         placeholder = self.conv_output.values
         vectors = norm.inv_std, norm.mean

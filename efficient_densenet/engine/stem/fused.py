@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import kernels
 from ..._tensors import memory_format_of
-from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormAffine, StatisticsOutput
+from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormAffine, Gradients, StatisticsOutput
 from ...norms.sync_batch_norm import SyncGroup
 from ..refuse import convolved_size
 from ..stage.synchronized import synchronize_statistics
@@ -60,7 +60,7 @@ class FusedStem:
         else:
             mean, inv_std = running_statistics(spec, *running)
             torch.stack([mean, torch.zeros_like(mean), inv_std], out=matrix)
-        dtype, affine = getattr(torch, spec.output_dtype), _affine(norm, matrix)
+        dtype, affine = getattr(torch, spec.output_dtype), self._affine(norm, matrix)
         output = self.kernels.norm_relu_max_pool(self.values, affine, self.pool, dtype)
         return [output, matrix, *([count] if isinstance(count, Tensor) else [])]
 
@@ -77,25 +77,24 @@ class FusedStem:
         z's own gradient is written over it.
         """
         needs_grad_input, _, _, needs_grad_weight, *needs_grad_bias = needs_grad
-        affine, values, spec = _affine(norm, statistics), self.values, self.spec
+        affine, values, spec = self._affine(norm, statistics), self.values, self.spec
         grad_output = grad_output.contiguous(memory_format=self.memory_format)
-        indices = self.kernels.norm_gradients(grad_output, values, affine, self.pool)
+        indices, norm_grads = self.kernels.norm_gradients(grad_output, values, affine, self.pool)
         grads: list[Tensor | None] = [None, None]
         if needs_grad_input or needs_grad_weight:
-            sums = None if spec.frozen else self._sums(affine, count)
+            sums = None if spec.frozen else self._sums(norm_grads, count)
             self.kernels.write_grad_input(grad_output, indices, values, affine, self.pool, sums)
             *grads, _ = spec.conv.backward(values, self.x, self.weight, [needs_grad_input, needs_grad_weight, False])
-        conv_bias_grads = [affine.grad_conv_bias(spec.frozen) for needed in needs_grad_bias if needed]
-        return grads[0], affine.grad_weight, affine.grad_bias, grads[1], *conv_bias_grads
+        conv_bias_grads = [affine.grad_conv_bias(norm_grads.norm_bias) for needed in needs_grad_bias if needed]
+        return grads[0], *norm_grads[:2], grads[1], *conv_bias_grads
 
-    def _sums(self, norm: BatchNormAffine, count: Tensor | None) -> tuple[Tensor, Tensor, float]:
+    def _sums(self, norm: Gradients, count: Tensor | None) -> tuple[Tensor, Tensor, float]:
         """The norm's grad_weight and grad_bias over all processes, and by what they are multiplied to be means."""
         group = SyncGroup.named(self.spec.sync_group)
         if group is None or count is None:
-            return norm.grad_weight, norm.grad_bias, 1 / self.count
-        grad_weight, grad_bias = (total / count for total in group.sums(norm.grad_weight, norm.grad_bias))
+            return norm.norm_weight, norm.norm_bias, 1 / self.count
+        grad_weight, grad_bias = (total / count for total in group.sums(norm.norm_weight, norm.norm_bias))
         return grad_weight, grad_bias, 1.0
 
-
-def _affine(norm: tuple[Tensor, Tensor], statistics: Tensor) -> BatchNormAffine:
-    return BatchNormAffine(*norm, statistics[INV_STD], statistics[MEAN])
+    def _affine(self, norm: tuple[Tensor, Tensor], statistics: Tensor) -> BatchNormAffine:
+        return BatchNormAffine(*norm, statistics[INV_STD], statistics[MEAN], self.spec.frozen)

@@ -97,7 +97,7 @@ def run_backward(
             grads = stem.backward(grad_output, (norm_weight, norm_bias), statistics, count, needed)
         else:
             conv_output = ConvOutput(spec, x, weight, bias)
-            norm = BatchNormAffine(norm_weight, norm_bias, inv_std)
+            norm = BatchNormAffine(norm_weight, norm_bias, inv_std, frozen=spec.frozen)
             count_or_number = conv_output.count if count is None else count
             grads = StemBackward(conv_output, mean, norm, count_or_number, needed).run(grad_output)
     grad_input, *grads = (

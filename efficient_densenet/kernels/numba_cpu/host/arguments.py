@@ -93,7 +93,7 @@ class Norm:
         return *parameters, norm.inv_std.contiguous(), mean
 
 
-class AffineInput:
+class AffineInputRecord:
     """relu(scale · values + shift) of values (pixels, channels). The kernel computes scale and shift, (channels,) each,
     into scratch."""
 
@@ -106,7 +106,7 @@ class AffineInput:
     @staticmethod
     def of(input: interface.AffineInput, vectors: Address) -> Fields:
         """`vectors` is the address of scratch for both."""
-        values, norm = input
+        values, norm, _ = input
         channels = values.shape[1]
         return *Matrix.of(values), channels, *Norm.of(norm), vectors, vectors + channels * norm.inv_std.itemsize
 
@@ -133,7 +133,7 @@ class PackedWeight:
 class ConvForward:
     """What a 1×1, 3×3 or pooled 1×1 convolution reads, its weight, and its output (pixels, out_channels)."""
 
-    input: AffineInput
+    input: AffineInputRecord
     weight: PackedWeight
     output: Matrix
 
@@ -160,10 +160,11 @@ class NormGradients:
     sums: Matrix | None
 
     @staticmethod
-    def of(accumulator: interface.GradAccumulator, partials: Address) -> Fields:
-        norm, sums = accumulator.norm, accumulator.sums
+    def of(
+        grads: interface.Gradients, sums: Tensor | None, norm: interface.BatchNormAffine, partials: Address
+    ) -> Fields:
         matrix = (0, 0) if sums is None else Matrix.output(sums)
-        return partials, norm.grad_bias, norm.grad_weight, norm.inv_std.shape[0], *Norm.of(norm), *matrix
+        return partials, grads.norm_bias, grads.norm_weight, norm.inv_std.shape[0], *Norm.of(norm), *matrix
 
 
 class GradWeight:
@@ -173,7 +174,7 @@ class GradWeight:
     result: Address
 
 
-class GradAccumulator:
+class GradAccumulatorRecord:
     """grad_accum += grad_scale · grad, or `=` with `overwrite`."""
 
     grad_scale: Address
@@ -181,14 +182,13 @@ class GradAccumulator:
     overwrite: int
 
     @staticmethod
-    def of(accumulator: interface.GradAccumulator, scale: Address | Tensor) -> Fields:
-        """`scale` is that of the norm, for a frozen one."""
-        norm = accumulator.norm
-        grad_scale = scale if accumulator.frozen else as_dtype(norm.weight, norm.inv_std.dtype).contiguous()
+    def of(accumulator: interface.GradAccumulator, norm: interface.BatchNormAffine, scale: Address | Tensor) -> Fields:
+        """`scale` is the norm's, which is read of a frozen one."""
+        grad_scale = scale if norm.frozen else as_dtype(norm.weight, norm.inv_std.dtype).contiguous()
         return grad_scale, *Matrix.output(accumulator.grad_accum), accumulator.overwrite
 
 
-class BatchNormBackward:
+class BatchNormBackwardRecord:
     """grad_input = slope · values + constant + inv_std · grad_accum, or grad_accum alone where there are no `sums`.
 
     The kernel computes slope and constant into scratch, from `sums` (2, channels) over `count` rows.
@@ -237,9 +237,9 @@ class Images:
 class ConvBackward:
     """What the backward of every convolution reads and writes. `grad_weight` is absent where it is not needed."""
 
-    input: AffineInput
+    input: AffineInputRecord
     weight: PackedWeight
-    accumulator: GradAccumulator
+    accumulator: GradAccumulatorRecord
     gradients: NormGradients
     grad_weight: GradWeight | None
 
@@ -255,7 +255,7 @@ class BatchStatisticsArguments:
 class BatchNormGradInputArguments:
     openmp: OpenMP
     rows: int
-    grad: BatchNormBackward
+    grad: BatchNormBackwardRecord
     grad_input: Matrix
 
 
@@ -265,7 +265,7 @@ class AffineBackwardArguments:
     tile: int
     grad_output: Matrix
     values: Matrix
-    accumulator: GradAccumulator
+    accumulator: GradAccumulatorRecord
     gradients: NormGradients
 
 
@@ -288,7 +288,7 @@ class Conv1x1BackwardArguments:
     tile: int
     scratch: Scratch
     conv: ConvBackward
-    grad_output: BatchNormBackward
+    grad_output: BatchNormBackwardRecord
     next_bottleneck: ConvForward | None
 
 

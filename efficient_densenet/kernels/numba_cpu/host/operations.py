@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from ... import portable, scratch
-from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
+from ...interface import (
+    AffineInput,
+    BatchNormAffine,
+    BatchNormBackward,
+    Conv1x1,
+    GradAccumulator,
+    Gradients,
+    StatisticsOutput,
+)
 from ...portable import halved
 from ..compiled import kernels
 from . import arguments, openmp, tiling
@@ -25,6 +33,8 @@ from .compilation import ARITHMETIC, Kernel, compile_kernel
 from .products import product_of
 from .records import absent
 from .tiling import Tiles
+
+needs_sums = True
 
 affine_forward = portable.affine_forward
 
@@ -56,31 +66,31 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
     tiles = tiling.for_grad_input(*_limits(), *values.shape, ARITHMETIC[values.dtype].itemsize)
     memory = _scratch(tiles, values.dtype)
+    vectors = memory.data_ptr() + tiles.grad_vectors
     record = (
-        *(*_openmp(), values.shape[0], *arguments.BatchNormBackward.of(grad, memory.data_ptr() + tiles.grad_vectors)),
+        *(*_openmp(), values.shape[0], *arguments.BatchNormBackwardRecord.of(grad, vectors)),
         *arguments.Matrix.output(grad_input),
     )
     _run(kernels.batch_norm_grad_input, values.dtype, tiles.threads, record)
     return grad_input
 
 
-def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
     values = input.values
     if grad_output.dtype != values.dtype or not _has_arithmetic(input, values.dtype):
-        portable.affine_backward(grad_output, input, accumulator)
-        return
+        return portable.affine_backward(grad_output, input, accumulator)
     rows, channels = values.shape
     tiles = tiling.for_affine_backward(*_limits(), rows, channels, input.dtype.itemsize)
-    _new_norm_gradients(accumulator)
-    memory = _scratch(tiles, values.dtype)
-    scale = input.scale if accumulator.frozen else 0
+    grads, memory = _new_gradients(input, accumulator), _scratch(tiles, values.dtype)
+    scale = input.norm.scale if input.norm.frozen else 0
     record = (
         *(*_openmp(), rows, tiles.rows),
         *(*arguments.Matrix.of(grad_output), *arguments.Matrix.of(values)),
-        *arguments.GradAccumulator.of(accumulator, scale),
-        *arguments.NormGradients.of(accumulator, memory.data_ptr() + tiles.partials),
+        *arguments.GradAccumulatorRecord.of(accumulator, input.norm, scale),
+        *arguments.NormGradients.of(grads, accumulator.sums, input.norm, memory.data_ptr() + tiles.partials),
     )
     _run(kernels.affine_backward, values.dtype, tiles.threads, record)
+    return grads
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
@@ -89,10 +99,11 @@ def conv1x1_forward(conv: Conv1x1) -> None:
     return _conv1x1(conv, None)
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine) -> AffineInput:
     if not _supported(conv.input, conv.weight):
-        return portable.conv1x1_forward_with_statistics(conv, statistics)
-    return _conv1x1(conv, statistics)
+        return portable.conv1x1_forward_with_statistics(conv, statistics, norm)
+    _conv1x1(conv, statistics)
+    return AffineInput(conv.output, norm)
 
 
 def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
@@ -113,22 +124,22 @@ def conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
-) -> Tensor | None:
+) -> Gradients:
     if not _supported(input, weight):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
-    tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
+    tiles, grads = tiling.for_backward(*_limits(), *settings), _new_gradients(input, accumulator, weight)
     memory = _scratch(tiles, weight.dtype)
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
-        *_conv_backward(input, weight, accumulator, grad_weight, memory, tiles),
-        *arguments.BatchNormBackward.of(grad_output, memory.data_ptr() + tiles.grad_vectors),
+        *_conv_backward(input, weight, accumulator, grads, memory, tiles),
+        *arguments.BatchNormBackwardRecord.of(grad_output, memory.data_ptr() + tiles.grad_vectors),
         *(next_conv or absent(arguments.ConvForward)),
     )
     _run(kernels.conv1x1_backward, weight.dtype, tiles.threads, record)
-    return grad_weight
+    return grads
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -167,18 +178,18 @@ def conv3x3_backward(
     accumulator: GradAccumulator,
     shape: torch.Size,
     dilation: int = 1,
-) -> Tensor | None:
+) -> Gradients:
     if not _supported(input, weight):
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
-    rows, grad_weight = input.values.shape[0], _new_gradients(weight, accumulator)
+    rows, grads = input.values.shape[0], _new_gradients(input, accumulator, weight)
     tiles = tiling.for_backward(*_limits(), rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight)
     memory = _scratch(tiles, weight.dtype)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
-        *(*_conv_backward(input, weight, accumulator, grad_weight, memory, tiles), grad_output.contiguous()),
+        *(*_conv_backward(input, weight, accumulator, grads, memory, tiles), grad_output.contiguous()),
     )
     _run(kernels.conv3x3_backward, weight.dtype, tiles.threads, record)
-    return grad_weight
+    return grads
 
 
 def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -198,22 +209,22 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
 
 def pooled_conv1x1_backward(
     grad_output: Tensor, input: AffineInput, weight: Tensor, accumulator: GradAccumulator, shape: torch.Size
-) -> Tensor | None:
+) -> Gradients:
     if not _supported(input, weight):
         return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
     if accumulator.overwrite and any(side % 2 for side in shape[1:]):
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
     rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window
-    tiles, grad_weight = tiling.for_backward(*_limits(), *settings), _new_gradients(weight, accumulator)
+    tiles, grads = tiling.for_backward(*_limits(), *settings), _new_gradients(input, accumulator, weight)
     memory = _scratch(tiles, weight.dtype)
     record = (
         *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
-        *_conv_backward(input, weight / window, accumulator, grad_weight, memory, tiles),
+        *_conv_backward(input, weight / window, accumulator, grads, memory, tiles),
         grad_output.contiguous(),
     )
     _run(kernels.pooled_conv1x1_backward, weight.dtype, tiles.threads, record)
-    return grad_weight
+    return grads
 
 
 def _supported(input: AffineInput, weight: Tensor) -> bool:
@@ -253,17 +264,14 @@ def _scratch(tiles: Tiles, dtype: torch.dtype) -> Tensor:
     return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, _CPU)
 
 
-def _new_norm_gradients(accumulator: GradAccumulator) -> None:
-    norm = accumulator.norm
-    norm.grad_bias, norm.grad_weight = torch.empty_like(norm.inv_std), torch.empty_like(norm.inv_std)
-
-
-def _new_gradients(weight: Tensor, accumulator: GradAccumulator) -> Tensor | None:
-    """The norm's, and the convolution's grad_weight, in the dtype of the arithmetic as portable's."""
-    _new_norm_gradients(accumulator)
-    if not accumulator.needs_grad_weight:
-        return None
-    return torch.empty_like(weight, dtype=ARITHMETIC[weight.dtype], memory_format=torch.contiguous_format)
+def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Tensor | None = None) -> Gradients:
+    """Memory for them; grad_weight of the convolution is in the dtype of the arithmetic as portable's."""
+    norm_weight, norm_bias = torch.empty_like(input.norm.inv_std), torch.empty_like(input.norm.inv_std)
+    if weight is None or not accumulator.needs_grad_weight:
+        return Gradients(norm_weight, norm_bias)
+    dtype = ARITHMETIC[weight.dtype]
+    conv_weight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    return Gradients(norm_weight, norm_bias, conv_weight)
 
 
 def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tiles) -> Fields:
@@ -286,7 +294,7 @@ def _conv(
     start = memory.data_ptr()
     vectors, panels = (tiles.next_vectors, tiles.next_panels) if is_next else (tiles.vectors, tiles.panels)
     return (
-        *arguments.AffineInput.of(input, start + vectors),
+        *arguments.AffineInputRecord.of(input, start + vectors),
         *arguments.PackedWeight.of(weight, start + panels, False, _gemm(weight.dtype)),
         *arguments.Matrix.output(output),
     )
@@ -296,16 +304,16 @@ def _conv_backward(
     input: AffineInput,
     weight: Tensor,
     accumulator: GradAccumulator,
-    grad_weight: Tensor | None,
+    grads: Gradients,
     memory: Tensor,
     tiles: Tiles,
 ) -> Fields:
-    start = memory.data_ptr()
+    start, grad_weight = memory.data_ptr(), grads.conv_weight
     return (
-        *arguments.AffineInput.of(input, start + tiles.vectors),
+        *arguments.AffineInputRecord.of(input, start + tiles.vectors),
         *arguments.PackedWeight.of(weight, start + tiles.panels, True, _gemm(weight.dtype)),
-        *arguments.GradAccumulator.of(accumulator, start + tiles.vectors),
-        *arguments.NormGradients.of(accumulator, start + tiles.partials),
+        *arguments.GradAccumulatorRecord.of(accumulator, input.norm, start + tiles.vectors),
+        *arguments.NormGradients.of(grads, accumulator.sums, input.norm, start + tiles.partials),
         *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
     )
 

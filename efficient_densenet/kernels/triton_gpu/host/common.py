@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...interface import BatchNormAffine, GradAccumulator, StatisticsOutput
+from ...interface import BatchNormAffine, Gradients, StatisticsOutput
 from ..device import finishing_kernels, statistics_kernels
 from . import launch
 
@@ -39,39 +39,36 @@ def with_contiguous_rows(matrix: Tensor) -> Tensor:
 
 
 def finish_backward(
-    accumulator: GradAccumulator,
+    norm: BatchNormAffine,
+    sums: Tensor | None,
     partial_sums: Tensor,
-    grad_weight: Tensor | None,
-    partial_grad_weight: Tensor | None = None,
+    conv_weight: Tensor | None = None,
+    partial_conv_weight: Tensor | None = None,
     taps: int = 1,
-) -> None:
-    """Set the norm's gradients and add to the accumulator's sums, from partial sums (splits, 2, channels); with a
-    `grad_weight`, add up its partial sums too, (splits, out_channels, taps, channels), into (out_channels, channels,
-    taps)."""
-    norm, sums = accumulator.norm, accumulator.sums
+) -> Gradients:
+    """The norm's gradients, which are also added to an accumulator's `sums`, from partial sums (splits, 2, channels).
+
+    With a gradient `conv_weight` to be written, its partial sums are added up too, (splits, out_channels, taps,
+    channels), into (out_channels, channels, taps).
+    """
     splits, _, channels = partial_sums.shape
-    norm.grad_bias, norm.grad_weight = partial_sums.new_empty(channels), partial_sums.new_empty(channels)
+    grads = Gradients(partial_sums.new_empty(channels), partial_sums.new_empty(channels), conv_weight)
     (weight, _, mean, inv_std), has_mean = norm_vectors(norm)
     # What is absent is given by some other tensor, which the kernel does not read.
-    optional = (partial_sums if each is None else each for each in (grad_weight, sums, partial_grad_weight))
-    grad_weight_or_any, sums_or_any, partial_grad_weight_or_any = optional
-    tensors = (
-        norm.grad_bias,
-        norm.grad_weight,
-        grad_weight_or_any,
-        sums_or_any,
-        partial_sums,
-        partial_grad_weight_or_any,
+    conv_weight_or_any, sums_or_any, partial_conv_weight_or_any = (
+        partial_sums if each is None else each for each in (conv_weight, sums, partial_conv_weight)
     )
-    num_weights = 0 if grad_weight is None else grad_weight.numel()
-    weight_splits = 0 if partial_grad_weight is None else len(partial_grad_weight)
+    outputs = grads.norm_bias, grads.norm_weight, conv_weight_or_any, sums_or_any
+    inputs = partial_sums, partial_conv_weight_or_any, weight, mean, inv_std
+    num_weights = 0 if conv_weight is None else conv_weight.numel()
+    weight_splits = 0 if partial_conv_weight is None else len(partial_conv_weight)
     sizes = splits, weight_splits, channels, num_weights, 0 if sums is None else sums.stride(0)
-    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": grad_weight is not None}
-    blocks = {"TAPS": taps, **_FINISHING_TILE}
+    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": conv_weight is not None}
     columns = _FINISHING_TILE["BLOCK_COLUMNS"]
     grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
-    vectors = weight, mean, inv_std
-    launch.launch(finishing_kernels.finish_backward, grid, *tensors, *vectors, *sizes, **constants, **blocks)
+    constants |= {"TAPS": taps, **_FINISHING_TILE}
+    launch.launch(finishing_kernels.finish_backward, grid, *outputs, *inputs, *sizes, **constants)
+    return grads
 
 
 def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:

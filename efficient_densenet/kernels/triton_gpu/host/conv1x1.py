@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator
+from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ..device import conv1x1_kernels
 from . import launch, tiles
 from .common import cdiv, divisibility, finish_backward, norm_vectors, precision, with_contiguous_rows
@@ -37,8 +37,8 @@ def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
 
 def backward(
     grad_output: BatchNormBackward, input: AffineInput, weight: Tensor, accumulator: GradAccumulator
-) -> Tensor | None:
-    """Accumulates the gradient of the input and finishes its norm's; returns grad_weight."""
+) -> Gradients:
+    """Accumulates the gradient of the input; returns the gradients of the parameters."""
     values, weight = with_contiguous_rows(input.values), weight.contiguous()
     grad_accum, needs_grad_weight = accumulator.grad_accum, accumulator.needs_grad_weight
     (num_rows, channels), width = values.shape, len(weight)
@@ -50,7 +50,7 @@ def backward(
     partial_sums = values.new_empty(len(slices), splits, 2, channels, dtype=torch.float32)
     (norm, has_mean), (norm_backward, norm_constants) = norm_vectors(input.norm), _norm_backward(grad_output)
     sizes = channels, grad_accum.stride(0), values.stride(0)
-    constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
+    constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
     constants |= {"PRECISION": products.input_precision, "OUT_STRIDE": width, **norm_constants, **tile.constants()}
     constants["BLOCK_REST"] = tile.rest
     constants["DIVISIBILITY"] = divisibility(weight.dtype, *sizes)
@@ -64,8 +64,7 @@ def backward(
         launch.launch(conv1x1_kernels.conv1x1_backward, grid, *outputs, *inputs, *numbers, **constants)
     grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad_weight else None
     sums = partial_sums[0] if len(slices) == 1 else partial_sums.sum(0)
-    finish_backward(accumulator, sums, grad_weight, partial_grad_weight)
-    return grad_weight
+    return finish_backward(input.norm, accumulator.sums, sums, grad_weight, partial_grad_weight)
 
 
 def product_precision(weight: Tensor) -> tiles.Precision:

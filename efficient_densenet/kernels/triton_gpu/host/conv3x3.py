@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...interface import AffineInput, GradAccumulator, StatisticsOutput
+from ...interface import AffineInput, GradAccumulator, Gradients, StatisticsOutput
 from ..device import conv3x3_kernels
 from ..device.conv3x3_kernels import HAS_GATHER
 from . import launch
@@ -89,13 +89,12 @@ def backward(
     accumulator: GradAccumulator,
     shape: torch.Size,
     dilation: int = 1,
-) -> Tensor | None:
-    """The gradient of the weight, if it is needed; all else is the accumulator's."""
+) -> Gradients:
+    """Accumulates the gradient of the input; returns the gradients of the parameters."""
     grad_output = with_contiguous_rows(grad_output.to(weight.dtype))
     partial_sums = _grad_input(grad_output, input, weight, accumulator, shape, dilation)
     if not accumulator.needs_grad_weight:
-        finish_backward(accumulator, partial_sums, None)
-        return None
+        return finish_backward(input.norm, accumulator.sums, partial_sums)
     partial_grad_weight = _grad_weight(grad_output, input, shape, dilation)
     grad_weight = torch.empty_like(weight, dtype=torch.float32)
     taps = 9
@@ -104,8 +103,7 @@ def backward(
             taps = 1  # it lies as its partial sums do
         else:
             grad_weight = torch.empty_like(grad_weight, memory_format=torch.contiguous_format)
-    finish_backward(accumulator, partial_sums, grad_weight, partial_grad_weight, taps)
-    return grad_weight
+    return finish_backward(input.norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight, taps)
 
 
 def _grad_input(
@@ -127,7 +125,7 @@ def _grad_input(
     norm, has_mean = norm_vectors(input.norm)
     tensors = partial_sums, grad_accum, grad_output, values, *norm, weight
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
-    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "FROZEN": accumulator.frozen}
+    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "FROZEN": input.norm.frozen}
     constants |= {"OVERWRITE": accumulator.overwrite, "PRECISION": precision()}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, strides[0], strides[2])
     constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, strides[1])

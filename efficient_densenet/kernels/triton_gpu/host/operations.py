@@ -15,7 +15,15 @@ from torch import Tensor
 
 from ...._dimensions import DIMENSIONS
 from ... import portable, row_tiles
-from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, StatisticsOutput
+from ...interface import (
+    AffineInput,
+    BatchNormAffine,
+    BatchNormBackward,
+    Conv1x1,
+    GradAccumulator,
+    Gradients,
+    StatisticsOutput,
+)
 from ...portable import to_pixel_matrix, to_spatial
 from ..device import kernels, statistics_kernels
 from . import conv1x1, conv3x3, launch
@@ -28,6 +36,8 @@ from .common import (
     num_splits,
     with_contiguous_rows,
 )
+
+needs_sums = True
 
 SECTOR_BYTES = 32
 """What a GPU reads at least: rows of a slice of channels are read again at no loss where they fill whole sectors."""
@@ -72,19 +82,20 @@ def affine_forward(input: AffineInput) -> Tensor:
     return _affine_relu_pool(input, input.values.dtype, torch.Size([len(input.values), 1, 1]), relu=False)
 
 
-def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
     shape = torch.Size([len(input.values), 1, 1])
     partial_sums = _affine_relu_pool_backward(grad_output, input, accumulator, shape, relu=False)
-    finish_backward(accumulator, partial_sums, None)
+    return finish_backward(input.norm, accumulator.sums, partial_sums)
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
     conv1x1.forward(conv, with_statistics=False)
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine) -> AffineInput:
     stats, block_rows = conv1x1.forward(conv, with_statistics=True)
     combine_statistics(stats, block_rows, len(conv.output), statistics)
+    return AffineInput(conv.output, norm)
 
 
 def conv1x1_backward(
@@ -93,11 +104,11 @@ def conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
-) -> Tensor | None:
-    grad_weight = conv1x1.backward(grad_output, input, weight, accumulator)
+) -> Gradients:
+    grads = conv1x1.backward(grad_output, input, weight, accumulator)
     if next_bottleneck is not None:
         conv1x1_forward(next_bottleneck)
-    return grad_weight
+    return grads
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -123,7 +134,7 @@ def conv3x3_backward(
     accumulator: GradAccumulator,
     shape: torch.Size,
     dilation: int = 1,
-) -> Tensor | None:
+) -> Gradients:
     if conv3x3.is_for_triton(weight, shape, dilation):
         return conv3x3.backward(grad_output, input, weight, accumulator, shape, dilation)
     return _cudnn_conv_backward(grad_output, input, weight, accumulator, shape, pool=1, dilation=dilation)
@@ -141,11 +152,11 @@ def pooled_conv1x1_backward(
     weight: Tensor,
     accumulator: GradAccumulator,
     shape: torch.Size,
-) -> Tensor | None:
+) -> Gradients:
     if len(shape) != 3:
         return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
-    grad_weight = _cudnn_conv_backward(grad_output, input, weight[:, :, None, None], accumulator, shape, pool=2)
-    return None if grad_weight is None else grad_weight.flatten(1)
+    grads = _cudnn_conv_backward(grad_output, input, weight[:, :, None, None], accumulator, shape, pool=2)
+    return grads if grads.conv_weight is None else grads._replace(conv_weight=grads.conv_weight.flatten(1))
 
 
 def _cudnn_conv(input: AffineInput, weight: Tensor, shape: torch.Size, pool: int, dilation: int = 1) -> Tensor:
@@ -167,7 +178,7 @@ def _cudnn_conv_backward(
     shape: torch.Size,
     pool: int,
     dilation: int = 1,
-) -> Tensor | None:
+) -> Gradients:
     grad_weight, partial_sums = None, []
     padding = [size // 2 * dilation for size in weight.shape[2:]]
     stride, output_padding, dilations = ([size] * len(padding) for size in (1, 0, dilation))
@@ -191,8 +202,8 @@ def _cudnn_conv_backward(
                 to_pixel_matrix(grad), input.tile(tile), accumulator.tile(tile), tile_shape, pool
             )
         )
-    finish_backward(accumulator, partial_sums[0] if len(partial_sums) == 1 else torch.cat(partial_sums), None)
-    return grad_weight
+    all_sums = partial_sums[0] if len(partial_sums) == 1 else torch.cat(partial_sums)
+    return finish_backward(input.norm, accumulator.sums, all_sums)._replace(conv_weight=grad_weight)
 
 
 def _activation_tiles(
@@ -248,7 +259,7 @@ def _affine_relu_pool_backward(
     tensors = partial_sums, grad_accum, grad_output.contiguous(), values, *norm
     strides = grad_accum.stride(0), values.stride(0)
     _, height, width = _as_images(shape)
-    constants = {"HAS_MEAN": has_mean, "FROZEN": accumulator.frozen, "POOL": pool, "RELU": relu, **_TILE}
+    constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "POOL": pool, "RELU": relu, **_TILE}
     constants["OVERWRITE"] = overwrite
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, *strides)
     sizes = num_rows, channels, *strides, height, width

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...._tensors import memory_format_of
-from ...interface import BatchNormAffine, GradAccumulator, StatisticsOutput
+from ...interface import BatchNormAffine, Gradients, StatisticsOutput
 from ..device import stem_kernels
 from . import launch
 from .common import cdiv, combine_statistics, divisibility, finish_backward, norm_vectors, num_splits
@@ -59,8 +59,10 @@ def norm_relu_max_pool(values: Tensor, norm: BatchNormAffine, pool: Pooling, dty
     return output
 
 
-def norm_gradients(grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: Pooling) -> Tensor:
-    """Set the norm's gradients; the place of each maximum within its window, −1 where the ReLU is inactive.
+def norm_gradients(
+    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: Pooling
+) -> tuple[Tensor, Gradients]:
+    """The place of each maximum within its window, −1 where the ReLU is inactive, and the norm's gradients.
 
     `grad_output` is in the memory format of `values`.
     """
@@ -75,9 +77,7 @@ def norm_gradients(grad_output: Tensor, values: Tensor, norm: BatchNormAffine, p
     kernel, grid = stem_kernels.norm_relu_max_pool_backward_reduce, (channel_tiles, splits)
     launch.launch(kernel, grid, *tensors, num_rows, *sizes, **constants)
     of_centered = BatchNormAffine(norm.weight, norm.bias, norm.inv_std)  # the kernel subtracts the mean
-    finish_backward(GradAccumulator(of_centered, False, values), partial_sums, None)
-    norm.grad_weight, norm.grad_bias = of_centered.grad_weight, of_centered.grad_bias
-    return indices
+    return indices, finish_backward(of_centered, None, partial_sums)
 
 
 def write_grad_input(

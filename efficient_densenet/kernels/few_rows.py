@@ -1,0 +1,122 @@
+"""`portable` for few rows on a CPU, where an operation takes the time of its call: the same with fewer operations.
+
+PyTorch's batch norm is accurate for so few rows, of which it makes no partial sums. One call of it has the statistics
+and the normalized values, another one all gradients of a norm whose statistics are those of these rows alone.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .._tensors import as_dtype
+from . import convolution, portable
+from .interface import (
+    AffineInput,
+    BatchNormAffine,
+    BatchNormBackward,
+    Conv1x1,
+    GradAccumulator,
+    Gradients,
+    StatisticsOutput,
+)
+from .portable import (  # noqa: F401 (this set's too)
+    affine_backward,
+    affine_forward,
+    conv1x1_backward,
+    conv1x1_forward,
+    pooled_conv1x1_backward,
+    pooled_conv1x1_forward,
+    to_pixel_matrix,
+    to_spatial,
+)
+
+needs_sums = False
+
+MAX_ROWS = 256
+"""The most values of a channel that PyTorch's batch norm adds up, on a CPU, without partial sums."""
+
+_native_backward = torch.ops.aten.native_batch_norm_backward.default
+
+
+def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
+    if values.is_contiguous() and values.dtype is statistics.matrix.dtype:
+        _batch_norm(values, statistics)
+    else:
+        portable.batch_statistics(values, statistics)
+
+
+def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
+    if grad.inv_std is None:
+        return grad.grad_accum.contiguous()
+    mean = _zeros(grad.values.shape[1], grad.inv_std.dtype) if grad.mean is None else grad.mean
+    vectors = None, None, None, mean, grad.inv_std
+    return _native_backward(grad.grad_accum, grad.values, *vectors, True, 0.0, [True, False, False])[0]
+
+
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine) -> AffineInput:
+    if conv.output.dtype is not conv.input.dtype:
+        return portable.conv1x1_forward_with_statistics(conv, statistics, norm)
+    conv1x1_forward(conv)
+    return AffineInput(conv.output, norm, _batch_norm(conv.output, statistics, norm).relu_())
+
+
+def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
+    if weight.dtype is not input.dtype:
+        return portable.conv3x3_forward(input, weight, shape, dilation)
+    return to_pixel_matrix(convolution.conv3x3(to_spatial(_activation(input), shape), weight, dilation))
+
+
+def conv3x3_forward_with_statistics(
+    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+) -> Tensor:
+    output = conv3x3_forward(input, weight, shape, dilation)
+    batch_statistics(output, statistics)
+    return output
+
+
+def conv3x3_backward(
+    grad_output: Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    dilation: int = 1,
+) -> Gradients:
+    norm = input.norm
+    if norm.frozen or not accumulator.is_only_consumer or weight.dtype is not input.dtype:
+        return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
+    activation, grad_images = _activation(input), to_spatial(grad_output, shape)
+    grad, grad_conv_weight = convolution.conv3x3_backward(
+        grad_images, to_spatial(activation, shape), weight, dilation, accumulator.needs_grad_weight
+    )
+    grad = portable.mask_inactive(to_pixel_matrix(grad), activation)
+    vectors = as_dtype(norm.weight, input.dtype), None, None, norm.mean, norm.inv_std
+    grad_values, grad_weight, grad_bias = _native_backward(grad, input.values, *vectors, True, 0.0, [True, True, True])
+    return Gradients(grad_weight, grad_bias, grad_conv_weight, grad_values)
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(size, dtype=dtype)
+
+
+def _activation(input: AffineInput) -> Tensor:
+    if input.activation is not None:
+        return input.activation
+    return torch.addcmul(input.norm.shift, input.values, input.norm.scale).relu_()
+
+
+def _batch_norm(values: Tensor, statistics: StatisticsOutput, norm: BatchNormAffine | None = None) -> Tensor:
+    """The normalized values, with the norm's parameters if it is given; writes the statistics.
+
+    The running variance that PyTorch updates, zero before, becomes momentum times the unbiased variance: with this
+    momentum, the biased one. native_batch_norm takes a running mean with the running variance: the mean's own row,
+    which then is the mean up to rounding, whichever of the two is written first.
+    """
+    mean, variance, inv_std = statistics.rows
+    affine = (None, None) if norm is None else (as_dtype(norm.weight, mean.dtype), as_dtype(norm.bias, mean.dtype))
+    output, momentum = torch.empty_like(values), 1 - 1 / values.shape[0]
+    settings = mean, variance, True, momentum, statistics.eps
+    torch.native_batch_norm(values, *affine, *settings, out=(output, mean, inv_std))
+    return output
