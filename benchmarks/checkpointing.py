@@ -3,7 +3,7 @@
     python benchmarks/checkpointing.py behaviours     does a checkpointed call behave as the plain call? yes or no
     python benchmarks/checkpointing.py costs          time on tiny layers and memory on large ones, beside torch's
 
-Both write a CSV file to benchmarks/results. `behaviours` also prints a Markdown table. The time is that of a training
+Both write a CSV file to benchmarks/results. `behaviours` also prints a Markdown table. The time is for a training
 step of 40 tiny layers, where Python takes longest; the implementations take one step each in turn, so that a ratio
 compares two steps of the same round. The memory is the tensor peak of a step of 8 large layers.
 """

@@ -159,7 +159,7 @@ def _with_small_stem(arguments: dict[str, Any], model: Any) -> nn.Module:
 METHODS: dict[str, Method] = {
     "plain": Method("torch modules, everything kept", partial(_ours, efficient="plain")),
     "shared": Method("the features once, nothing concatenated", partial(_ours, efficient="shared")),
-    "shared_keep": Method("the same, bottlenecks kept", partial(_ours, efficient="shared", keep_bottleneck=True)),
+    "shared_keep": Method("`shared`, bottlenecks kept", partial(_ours, efficient="shared", keep_bottleneck=True)),
     "shared_portable": Method("`shared` without Numba", _portable),
     "checkpoint": Method("our recomputation of each layer", partial(_ours, efficient="checkpoint")),
     "official": Method("torch.utils.checkpoint around each layer", partial(_ours, efficient="official")),
