@@ -4,6 +4,7 @@ All methods are then affected alike if the machine becomes faster or slower duri
 """
 
 import contextlib
+import glob
 import json
 import os
 import select
@@ -16,14 +17,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from settings import Setting
+from methods import Setting
 
 WORKER = Path(__file__).parent / "worker.py"
 PAUSE = 0.05
 """Seconds between steps. OpenMP threads spin for some milliseconds after their work, which would slow the next step."""
 OUT_OF_MEMORY = "out of memory"
-SLOW_TO_PREPARE = ("compile_plain", "compile_shared")
-"""Methods whose preparation can take minutes. Each is prepared after those before it have been measured."""
+FOLDERS = ("/usr/lib/*", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/opt/homebrew/lib", f"{sys.prefix}/lib")
+"""Where an allocator's library may be."""
 
 
 class MethodError(Exception):
@@ -33,8 +34,8 @@ class MethodError(Exception):
 class WorkerProcess:
     """The process that runs one method. It answers each command by one line of JSON, and ends with the context.
 
-    Its compiler keeps nothing from earlier processes, so that the first step's time is that of compiling everything,
-    unless it is given a directory of what they kept.
+    Its compiler keeps nothing from earlier processes, so that everything is compiled in the first step, unless it is
+    given a directory of what they kept.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class WorkerProcess:
         if not line:
             raise MethodError(self._exit_reason())
         answer = json.loads(line)
-        if "error" in answer:
-            raise MethodError(answer["error"])
+        if "failure" in answer:
+            raise MethodError(answer["failure"])
         return answer
 
     def _exit_reason(self) -> str:
@@ -98,9 +99,44 @@ class WorkerProcess:
         return f"the process ended with code {code}: {lines[-1]}"
 
 
+def _is_compiled(method: str) -> bool:
+    """Whether its preparation can take minutes: it begins after the methods before it have been measured."""
+    return method.startswith("compile_")
+
+
 def _pipe(stream: IO[str] | None) -> IO[str]:
     assert stream is not None
     return stream
+
+
+def ask(method: str, setting: Setting, command: str, preload: str = "", timeout: float = 300) -> dict[str, Any]:
+    """Send a command to a process of its own, and return the answer."""
+    try:
+        with WorkerProcess(method, setting, preload, timeout) as worker:
+            worker.receive()
+            return worker.request(command)
+    except MethodError as exc:
+        raise ValueError(f"{method} could not be measured: {exc}") from exc
+
+
+def find_allocator(name: str) -> str:
+    """Return the path of the library called `name`, such as "tcmalloc". A path is returned as it is.
+
+    Returns "" for "system" and "", which preload nothing.
+    """
+    if not name or name == "system":
+        return ""
+    if "/" in name:
+        if not Path(name).is_file():
+            raise ValueError(f"no file at {name}: --allocator takes a name such as tcmalloc, or the path of a library")
+        return name
+    paths = [path for folder in FOLDERS for path in glob.glob(f"{folder}/lib{name}*.so*") if "debug" not in path]
+    if not paths:
+        raise ValueError(
+            f"no lib{name}*.so in {', '.join(FOLDERS)}: install it (Debian and Ubuntu: apt-get install "
+            f"libtcmalloc-minimal4, or libjemalloc2) or give its path, --allocator /where/it/is/lib{name}.so"
+        )
+    return min(paths, key=len)
 
 
 @dataclass
@@ -131,17 +167,20 @@ class Comparison:
         self.rounds = rounds
         self.workers: dict[str, WorkerProcess] = {}
 
-    def run(self, setting: Setting, preload: str = "", timeout: float = 300) -> dict[str, Measurement]:
+    def run(
+        self, setting: Setting, preload: str = "", timeout: float = 300, compiler_cache: str = ""
+    ) -> dict[str, Measurement]:
         with contextlib.ExitStack() as stack:
             for method in self.measurements:
-                self.workers[method] = stack.enter_context(WorkerProcess(method, setting, preload, timeout))
+                worker = WorkerProcess(method, setting, preload, timeout, compiler_cache)
+                self.workers[method] = stack.enter_context(worker)
             for method in self.measurements:  # the workers import in parallel; after this, one computes at a time
                 self._try(method, WorkerProcess.receive)
             self._prepare("plain")
             waiting = [method for method in self.measurements if method != "plain"]
             while True:
                 group = []
-                while waiting and (not group or (waiting[0] not in SLOW_TO_PREPARE and self._fits_another())):
+                while waiting and (not group or (not _is_compiled(waiting[0]) and self._fits_another())):
                     group.append(waiting.pop(0))
                     self._prepare(group[-1])
                 self._run_rounds(["plain", *group])

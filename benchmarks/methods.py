@@ -1,26 +1,118 @@
-"""The methods that are compared: DenseNets of this package, torchvision and timm; ours compiled, or as CUDA graphs."""
+"""What is measured: the configurations, and the methods that are compared in each.
+
+The methods are DenseNets of this package, torchvision and timm; ours compiled, or as CUDA graphs.
+"""
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from settings import architecture
 from torch import nn
 
 from efficient_densenet import DenseNet, kernels, make_efficient
+from efficient_densenet.models.zoo import VARIANTS
+
+PRECISIONS = ("float32", "tf32", "bf16", "fp16")
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The configuration that all methods of one comparison share."""
+
+    model: str
+    batch_size: int
+    image_size: int
+    precision: str
+    layout: str
+    device: str
+    threads: int
+    inference: bool = False
+
+
+def expand(
+    model: Any,
+    batch_size: Any,
+    image_size: int = 0,
+    precision: Any = "float32",
+    layout: Any = "contiguous",
+    device: str = "cpu",
+    threads: int = 0,
+    inference: bool = False,
+) -> list[Setting]:
+    """Return all combinations of the given models, batch sizes, precisions and layouts."""
+    for name in as_list(precision):
+        _check("precision", name, PRECISIONS)
+        if name == "tf32" and not device.startswith("cuda"):
+            raise ValueError(f"precision 'tf32' needs a CUDA device, found {device!r}: take 'float32' or 'bf16'")
+    for name in as_list(layout):
+        _check("layout", name, LAYOUTS)
+    sizes = {name: image_size or default_image_size(name) for name in as_list(model)}
+    threads = threads or torch.get_num_threads()
+    combinations = itertools.product(sizes, as_list(batch_size), as_list(precision), as_list(layout))
+    return [
+        Setting(name, int(batch), sizes[name], numbers, memory_format, device, threads, inference)
+        for name, batch, numbers, memory_format in combinations
+    ]
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the values of an option: `8,64` is parsed as a tuple, `8` as a number, and names stay text."""
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def architecture(model: str) -> dict[str, Any]:
+    """Return the arguments of `DenseNet` for a zoo model, or for any densenet_bc_<depth>_<growth rate>."""
+    if model in VARIANTS:
+        return VARIANTS[model]
+    match = re.fullmatch(r"densenet_bc_(\d+)_(\d+)", model)
+    depth, growth_rate = (int(number) for number in match.groups()) if match else (0, 0)
+    if depth < 10 or (depth - 4) % 6 or not growth_rate:
+        raise ValueError(
+            f"unknown model {model!r}: take one of the zoo's ({', '.join(VARIANTS)}) or "
+            "densenet_bc_<depth>_<growth rate> with a depth of 6n + 4"
+        )
+    return VARIANTS["densenet_bc_100_12"] | {
+        "growth_rate": growth_rate,
+        "block_config": ((depth - 4) // 6,) * 3,
+        "num_init_features": 2 * growth_rate,
+    }
+
+
+def default_image_size(model: str) -> int:
+    """Return the height and width of the images of CIFAR or ImageNet, whichever the model is for."""
+    return 32 if architecture(model)["small_inputs"] else 224
+
+
+def _check(option: str, name: str, allowed: Iterable[str]) -> None:
+    if name not in allowed:
+        raise ValueError(f"unknown {option} {name!r}: there are {', '.join(allowed)}")
 
 
 class Method(NamedTuple):
-    """A label for the table, a function from `DenseNet` arguments to a model, the package that it needs, and whether
-    forward, loss and backward run as one CUDA graph."""
+    """A way to run a model.
+
+    Attributes:
+        label: what it is, for the table.
+        build: from arguments of `DenseNet` to a model.
+        package: what must be installed.
+        as_cuda_graph: whether forward, loss and backward run as one CUDA graph.
+        layout: of weights and images in the place of the setting's, so that plain in another one is the reference.
+    """
 
     label: str
     build: Callable[[dict[str, Any]], nn.Module]
     package: str = "efficient_densenet"
     as_cuda_graph: bool = False
+    layout: str = ""
 
 
 def _ours(arguments: dict[str, Any], **overrides: Any) -> nn.Module:
@@ -67,7 +159,7 @@ def _with_small_stem(arguments: dict[str, Any], model: Any) -> nn.Module:
 METHODS: dict[str, Method] = {
     "plain": Method("torch modules, everything kept", partial(_ours, efficient="plain")),
     "shared": Method("the features once, nothing concatenated", partial(_ours, efficient="shared")),
-    "shared_keep": Method("the same, bottlenecks kept", partial(_ours, efficient="shared", keep_bottleneck=True)),
+    "shared_keep": Method("`shared`, bottlenecks kept", partial(_ours, efficient="shared", keep_bottleneck=True)),
     "shared_portable": Method("`shared` without Numba", _portable),
     "checkpoint": Method("our recomputation of each layer", partial(_ours, efficient="checkpoint")),
     "official": Method("torch.utils.checkpoint around each layer", partial(_ours, efficient="official")),
@@ -83,31 +175,39 @@ METHODS: dict[str, Method] = {
     "compile_plain": Method("`torch.compile` of `plain`", partial(_compiled, efficient="plain")),
     "compile_shared": Method("`torch.compile` of `shared`", partial(_compiled, efficient="shared")),
 }
+METHODS |= {
+    f"{name}_channels_last": METHODS[name]._replace(label=f"`{name}` in channels_last", layout="channels_last")
+    for name in ("plain", "shared", "compile_plain")
+}
+ORDINARY = [name for name in METHODS if not METHODS[name].layout]
+"""Those that are measured unless others are named."""
 
 
-def choose(names: list[str], model: str, device: str = "cpu") -> list[str]:
+def choose(names: list[str], setting: Setting) -> list[str]:
     """Return the methods `names` that can run here, plain first, and print the reason for each that cannot."""
     for name in names:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}: there are {', '.join(METHODS)}")
     chosen = ["plain", *(name for name in METHODS if name in names and name != "plain")]
-    reasons = {name: reason for name in chosen if (reason := unavailable_reason(name, model, device))}
+    reasons = {name: reason for name in chosen if (reason := unavailable_reason(name, setting))}
     for name, reason in reasons.items():
         print(f"{name} left out: {reason}")
     return [name for name in chosen if name not in reasons]
 
 
-def unavailable_reason(name: str, model: str, device: str = "cpu") -> str | None:
-    """Return why the method `name` cannot train `model` here, or None if it can."""
+def unavailable_reason(name: str, setting: Setting) -> str | None:
+    """Return why the method `name` cannot run here, or None if it can."""
     package = METHODS[name].package
-    if METHODS[name].as_cuda_graph and not device.startswith("cuda"):
-        return f"CUDA graphs need a GPU, and the device is {device}"
+    if METHODS[name].as_cuda_graph and not setting.device.startswith("cuda"):
+        return f"CUDA graphs need a GPU, and the device is {setting.device}"
+    if METHODS[name].as_cuda_graph and setting.inference:
+        return "a CUDA graph is one of a training step"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
-    arguments = architecture(model)
+    model, arguments = setting.model, architecture(setting.model)
     is_standard = arguments["bn_size"] == 4 and arguments["compression"] == 0.5
     if package in ("torchvision", "timm") and not is_standard:
         return f"{package} has no DenseNet without bottlenecks or compression, as {model} is"
     if package == "timm" and arguments["num_init_features"] != 2 * arguments["growth_rate"]:
-        return f"timm's stem has 2 × growth_rate channels, and that of {model} has not"
+        return f"timm's stem has 2 × growth_rate channels, and the stem of {model} has not"
     return None

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, within nine minutes on one card, the important first: the tests of the Triton kernels on
 # the real device, gradients at real sizes, times and memory of plain, shared and compiled, CUDA graphs, profiles, then
-# the rest of the matrix. CSV and text files go to $OUT, or to benchmarks/results.
+# other memory formats, precisions and methods. CSV and text files go to $OUT, or to benchmarks/results.
 #
 #     bash benchmarks/on_gpu.sh
 #     bash benchmarks/on_gpu.sh --dry-run      the same parts with tiny sizes on the CPU, to see that the script works
@@ -33,16 +33,12 @@ measure() { # measure <seconds at most> <options of run.py>...
     part "run.py ${*:2}" "$1" "$python" benchmarks/run.py --folder "$out" --patience 150 "${@:2}"
 }
 
-profile() { # profile <seconds at most> <options of profile_step.py>...
-    part "profile_step.py ${*:2}" "$1" "$python" benchmarks/profile_step.py --folder "$out" "${@:2}"
+profile() { # profile <seconds at most> <options of run.py>...
+    measure "$@" --what profile
 }
 
-gradients() { # gradients <seconds at most> <options of gradient_check.py>...
-    part "gradient_check.py ${*:2}" "$1" "$python" benchmarks/gradient_check.py "${@:2}"
-}
-
-model() { # model <seconds at most> <options of gpu_model.py>...: estimates beside measurements
-    part "gpu_model.py ${*:2}" "$1" "$python" benchmarks/gpu_model.py --folder "$out" "${@:2}"
+check() { # check <seconds at most> <options of run.py>...
+    measure "$@" --what check --methods shared
 }
 
 kernel_tests() { # kernel_tests <file>...: in several processes, since most of their time is Triton's compiler's
@@ -82,11 +78,10 @@ if [[ -z $python ]]; then
 elif [[ ${1:-} == --dry-run ]]; then
     tiny=(--device cpu --model densenet_bc_10_4 --batch_size 2 --image_size 8)
     kernel_tests tests/test_triton_launch.py
-    gradients 100 "${tiny[@]}" --precision float32,bf16
+    check 100 "${tiny[@]}" --precision float32,bf16
     measure 100 "${tiny[@]}" --rounds 1 --methods $graphs
     measure 100 "${tiny[@]}" --rounds 1 --methods plain --layout channels_last
     profile 100 "${tiny[@]}" --methods $graphs
-    model 60 --model densenet_bc_10_4 --batch_size 2 --image_size 8
 elif [[ $# -gt 0 ]]; then
     echo "error: unknown option $1: there is --dry-run" >&2
     exit 2
@@ -98,7 +93,7 @@ else
     small=(--device cuda --model densenet_bc_100_12)
     unset TRITON_INTERPRET
     kernel_tests "${tests[@]}"
-    gradients 40 "${small[@]}" --batch_size 64 --precision float32,tf32,bf16
+    check 40 "${small[@]}" --batch_size 64 --precision float32,tf32,bf16
     measure 140 "${small[@]}" --batch_size 256 --precision tf32 --methods $graphs,$compiled
     measure 140 "${big[@]}" --precision tf32 --methods $graphs,$compiled
     measure 40 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
@@ -107,8 +102,7 @@ else
     profile 25 "${big[@]}" --precision tf32 --methods plain,shared
     measure 40 "${small[@]}" --batch_size 256 --precision tf32 --layout channels_last --methods plain,shared
     measure 40 "${big[@]}" --precision tf32 --layout channels_last --methods plain,shared
-    gradients 40 "${big[@]}" --precision float32,tf32
-    model 30 --model densenet_bc_100_12 --batch_size 256 --precision tf32
+    check 40 "${big[@]}" --precision float32,tf32
     measure 40 "${small[@]}" --batch_size 256 --precision bf16 --methods plain,shared,graph_shared
     measure 40 "${big[@]}" --precision bf16 --methods plain,shared,graph_shared
     measure 60 "${small[@]}" --batch_size 256 --precision tf32 --methods $others

@@ -1,32 +1,30 @@
-"""Run a benchmark's function as a command: with fire if it is installed, otherwise with argparse."""
+"""Run a benchmark's function as a command, by the standard library: a machine with a GPU may have torch alone."""
 
 import argparse
 import ast
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from training.command_line import EXPECTED, command
+EXPECTED = (ValueError, OSError, RuntimeError, ImportError)
+"""What a command reports by its message alone."""
 
 
-def run_command(function: Callable) -> None:
+def run_command(function: Callable[..., object]) -> None:
     """Call `function` with the arguments of the command line."""
-    if importlib.util.find_spec("fire"):
-        command(function)
-        return
-    print("fire is not installed: options are parsed by argparse")
+    positional, options = parse_arguments(function, sys.argv[1:])
     try:
-        positional, options = parse_arguments(function, sys.argv[1:])
         function(*positional, **options)
     except EXPECTED as exc:
         sys.exit(f"error: {exc}")
 
 
-def parse_arguments(function: Callable, argv: list[str]) -> tuple[list[Any], dict[str, Any]]:
+def parse_arguments(function: Callable[..., object], argv: list[str]) -> tuple[list[Any], dict[str, Any]]:
     """Parse `argv` by the signature of `function`; return its positional arguments, and its options by name."""
-    parser = argparse.ArgumentParser(description=inspect.getdoc(function))
+    parser = argparse.ArgumentParser(
+        description=inspect.getdoc(function), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     positional = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -40,7 +38,7 @@ def parse_arguments(function: Callable, argv: list[str]) -> tuple[list[Any], dic
 
 
 def _value(text: str) -> Any:
-    """Parse a value as fire does: a Python literal such as a number, a tuple or True, otherwise a string."""
+    """A Python literal such as a number, a tuple or True, otherwise the text."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):

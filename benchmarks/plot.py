@@ -1,21 +1,24 @@
-"""Draw the figures. Each is drawn from one CSV file of measurements and named after it.
+"""Draw the figures. Each is drawn from one CSV file of measurements and named after it, or from a directory of runs.
 
     python benchmarks/plot.py                                                    all files of measurements
     python benchmarks/plot.py cpu_torch2.15.0_depth_sweep.csv --methods plain,shared
+    python benchmarks/plot.py convergence                                        the errors of runs, and their table
 
 A depth sweep shows memory against depth, a batch sweep memory against batch size, any other file time against memory.
 Text is gray, colors are of medium brightness, and the background is transparent, so that light and dark pages suit.
 """
 
+import csv
 import hashlib
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import rows as results
+from methods import as_list
 from options import run_command
-from settings import as_list
 
 from efficient_densenet._extras import need
 
@@ -38,6 +41,10 @@ COLORS = {
     "graph_plain": "#e08e79",
     "graph_shared": "#1d6b4f",
 }
+COLORS |= {f"{name}_channels_last": COLORS[name] for name in ("plain", "shared", "compile_plain")}
+RUN_COLORS = COLORS | {"plain_bf16": COLORS["compile_plain"], "shared_bf16": COLORS["checkpoint"]}
+Run = list[dict[str, str]]
+"""The rows of a run's results.csv, which demos/cp_demo.py writes."""
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "efficient_densenet",
@@ -52,7 +59,8 @@ def plot(*files: str, methods: str | list[str] | None = None, folder: str = "") 
     """Draw the figures of CSV files in benchmarks/results as SVG files in benchmarks/figures.
 
     Args:
-        files: their names in benchmarks/results, or paths. Default: all files of measurements there.
+        files: their names in benchmarks/results, or paths. Default: all files of measurements there. Of a directory of
+            runs, <engine>_seed<number>.csv, the table is printed too.
         methods: names of methods. Default: all.
         folder: where to write the figures. Default: benchmarks/figures.
     """
@@ -62,12 +70,16 @@ def plot(*files: str, methods: str | list[str] | None = None, folder: str = "") 
 
 
 def save(path: Path, folder: Path, methods: list[str] | None = None) -> None:
-    """Draw the figure of a file. Its metadata contains the fingerprint of the file."""
+    """Draw the figure of a file or a directory. Its metadata contains the fingerprint of each file."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{path.stem}.svg"
+    source = "; ".join(map(fingerprint, sorted(path.glob("*.csv")) if path.is_dir() else [path]))
     with need("matplotlib", extra="bench").rc_context(STYLE):
-        draw(path, methods).savefig(target, transparent=True, metadata={"Date": None, "Source": fingerprint(path)})
+        figure = _plot_runs(read_runs(path)) if path.is_dir() else draw(path, methods)
+        figure.savefig(target, transparent=True, metadata={"Date": None, "Source": source})
     print(f"wrote {target}")
+    if path.is_dir():
+        print(table_of_runs(read_runs(path)))
 
 
 def fingerprint(path: Path) -> str:
@@ -131,6 +143,48 @@ def _plot_times(rows: list[results.Row]) -> Any:
         axes.set_title(_title(panel) + f"\n{', '.join(properties)}", fontsize=10, loc="left")
         axes.grid(alpha=0.2, color=GRAY)
         _label(axes, {row["method"]: (_mib(row), _seconds(row)) for row in panel})
+    return figure
+
+
+def read_runs(folder: Path) -> dict[str, list[Run]]:
+    """The runs in a directory by engine, in the order of their seeds."""
+    runs: dict[str, list[Run]] = {}
+    for path in sorted(folder.glob("*_seed*.csv"), key=lambda path: path.stem.partition("_seed")):
+        with path.open(newline="") as file:
+            runs.setdefault(path.stem.partition("_seed")[0], []).append(list(csv.DictReader(file)))
+    if not runs:
+        raise ValueError(f"no <engine>_seed<number>.csv in {folder}: copy the results.csv of runs of demos/cp_demo.py")
+    return runs
+
+
+def table_of_runs(runs: dict[str, list[Run]]) -> str:
+    """For each engine the test errors of its seeds, the peak of its process's memory, and its hours, as Markdown.
+
+    Every epoch counts as the median one: other work on the machine slows some of them.
+    """
+    lines = ["| engine | seeds | test error: median (range) | memory of the process | hours at the median epoch |"]
+    lines.append("|---|---:|---:|---:|---:|")
+    for name, seeds in runs.items():
+        errors = [float(rows[-1]["test_error"]) for rows in seeds]
+        memory = max(float(row["peak_memory_mib"]) for rows in seeds for row in rows)
+        seconds = statistics.median(float(row["seconds"]) for rows in seeds for row in rows)
+        hours = seconds * statistics.median(map(len, seeds)) / 3600
+        spread = f"{statistics.median(errors):.2%} ({min(errors):.2%} to {max(errors):.2%})"
+        lines.append(f"| `{name}` | {len(seeds)} | {spread} | {memory:,.0f} MiB | {hours:.2f} |")
+    return "\n".join(lines)
+
+
+def _plot_runs(runs: dict[str, list[Run]]) -> Any:
+    """Plot the validation error against the epoch: one line for each run."""
+    figure = _figure(7.2)
+    axes = figure.subplots()
+    for name, seeds in runs.items():
+        for i, rows in enumerate(seeds):
+            epochs, errors = zip(*((int(row["epoch"]), 100 * float(row["valid_error"])) for row in rows), strict=True)
+            axes.plot(epochs, errors, color=RUN_COLORS[name], linewidth=1, label=None if i else name)
+    axes.set(xlabel="epoch", ylabel="validation error, %", yscale="log")
+    axes.grid(alpha=0.2, color=GRAY, which="both")
+    axes.legend(frameon=False)
     return figure
 
 

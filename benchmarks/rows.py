@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from comparison import Measurement
-from settings import Setting
+from methods import Setting
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,7 +42,7 @@ NEWER_COLUMNS = {"kernels", "step_peak_mib"}
 of a step that makes its gradients anew, which count."""
 
 RENAMED_METHODS = {"compile": "compile_plain"}
-"""Names that methods had in older files."""
+"""Methods that have another name in older files."""
 
 
 def make(setting: Setting, measurements: dict[str, Measurement]) -> list[Row]:
@@ -112,12 +112,13 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def file_name(setting: Setting, device_name: str, sweep: str = "") -> str:
-    """Return <device>_torch<version>_<model>_<batch size>.csv, or a name of its own for a sweep."""
+def stem(setting: Setting, device_name: str, sweep: str = "") -> str:
+    """Return a file's name: <device>_torch<version>_<model>_<batch size>, with another end for a sweep."""
     device = "cpu" if setting.device == "cpu" else re.sub(r"\W+", "_", device_name).lower()
     subject = {"depth": "depth_sweep", "batch": f"{setting.model}_batch_sweep"}.get(sweep)
+    subject = subject or f"{setting.model}_{setting.batch_size}"
     version = torch.__version__.split("+")[0]
-    return f"{device}_torch{version}_{subject or f'{setting.model}_{setting.batch_size}'}.csv"
+    return f"{device}_torch{version}_{'inference_' if setting.inference else ''}{subject}"
 
 
 def read(path: Path) -> list[Row]:
@@ -128,11 +129,8 @@ def read(path: Path) -> list[Row]:
         reader = csv.DictReader(file)
         if not set(COLUMNS) - NEWER_COLUMNS <= set(reader.fieldnames or ()) <= set(COLUMNS):
             return []
-        return [dict.fromkeys(COLUMNS, "") | row | {"method": _present_name(row["method"])} for row in reader]
-
-
-def _present_name(method: str) -> str:
-    return RENAMED_METHODS.get(method, method)
+        rows = [dict.fromkeys(COLUMNS, "") | row for row in reader]
+        return [row | {"method": RENAMED_METHODS.get(row["method"], row["method"])} for row in rows]
 
 
 def write(path: Path, measured: list[dict[str, Any]]) -> None:

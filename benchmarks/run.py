@@ -1,28 +1,31 @@
-"""Measure memory and time of a training step with each method, relative to plain.
+"""Measure methods: time and memory of a training step or of inference, relative to plain.
 
     python benchmarks/run.py --model densenet_bc_100_12 --batch_size 64,256
     python benchmarks/run.py --allocator tcmalloc                      an allocator that keeps its pages, best for plain
     python benchmarks/run.py --precision float32,bf16 --layout channels_last --methods plain,shared
+    python benchmarks/run.py --inference                               a forward in eval mode without gradients
+    python benchmarks/run.py --batch_size 2 --image_size 8 --threads 1 the host's time: hardly anything is computed
     python benchmarks/run.py --sweep depth                             memory only, for the figures
+    python benchmarks/run.py --what check                              are the gradients right? beside plain in float64
+    python benchmarks/run.py --what profile                            what takes the time
 
 Each method runs in a fresh process. First its memory is measured: the tensor peak is the maximum of allocated tensor
 memory during a step, minus what was allocated before the step; the process peak is the growth of the process's
 high-water mark. The seconds of the first step are printed and written too: `torch.compile` compiles in it, with nothing
-kept from earlier runs. Then, in each round, every method takes one timed step. A ratio of times compares two steps of
-the same round, so that all methods are affected alike if the machine becomes faster or slower.
+kept from earlier runs unless --compiler_cache names a directory. Then, in each round, every method takes one timed
+step. A ratio of times compares two steps of the same round, so that all methods are affected alike if the machine
+becomes faster or slower.
 """
 
 import signal
 import sys
 from pathlib import Path
 
-import allocator as allocators
 import rows as results
 import torch
-from comparison import Comparison, Measurement
-from methods import METHODS, choose
+from comparison import Comparison, Measurement, ask, find_allocator
+from methods import ORDINARY, Setting, as_list, choose, expand
 from options import run_command
-from settings import Setting, as_list, expand
 
 SWEEPS = {
     "depth": {
@@ -32,6 +35,11 @@ SWEEPS = {
     "batch": {"batch_size": [8, 16, 32, 64, 128, 256]},
 }
 SWEEP_METHODS = ("plain", "shared", "shared_keep", "checkpoint")
+WHAT = ("time", "check", "profile")
+ERROR_OVER_PLAIN = 2.0
+"""How many times plain's error a method's may be."""
+ROUNDING = {"float32": 1e-4, "tf32": 1e-2, "bf16": 0.1, "fp16": 0.02}
+"""Errors that are no sign of a defect: where rounding changes a sign, ReLU's mask is the other one."""
 
 
 def run(
@@ -46,6 +54,9 @@ def run(
     threads: int = 0,
     allocator: str = "",
     sweep: str = "",
+    inference: bool = False,
+    what: str = "time",
+    compiler_cache: str = "",
     patience: float = 300,
     folder: str = "",
 ) -> None:
@@ -57,44 +68,92 @@ def run(
         image_size: height and width of the images. Default: 32 for models for CIFAR, 224 for ImageNet.
         precision: float32, tf32 (on CUDA), bf16 or fp16 (both with autocast).
         layout: contiguous or channels_last.
-        methods: names of methods. Default: all. Plain is always measured, because the others are compared with it.
+        methods: names of methods. Default: all but those in channels_last. Plain is always measured, because the
+            others are compared with it.
         rounds: number of timed steps. 0 measures only memory and the first step. Default: 9, or 0 for a sweep.
         device: cpu or cuda. Default: cuda if there is a GPU.
         threads: number of CPU threads. Default: PyTorch's.
         allocator: allocator of CPU memory to preload in the workers: tcmalloc, jemalloc or the path of a library.
         sweep: depth or batch, for the figures. It sets the default models or batch sizes, and methods.
+        inference: measure a forward in eval mode without gradients instead of a training step.
+        what: time (and memory); check, which fails where the error of a method's gradients, or of its outputs in
+            inference, is more than twice plain's; or profile, which writes a text file for each method.
+        compiler_cache: a directory in which compilers find what they compiled before. Default: a new one each time.
         patience: timeout of a method's answer, in seconds.
         folder: where to write the files. Default: benchmarks/results.
     """
     if sweep and sweep not in SWEEPS:
         raise ValueError(f"unknown sweep {sweep!r}: there are {', '.join(SWEEPS)}")
+    if what not in WHAT:
+        raise ValueError(f"unknown measurement {what!r}: there are {', '.join(WHAT)}")
     defaults = {"model": "densenet_bc_100_12", "batch_size": 64} | SWEEPS.get(sweep, {})
     device = _device(device)
     settings = expand(
         defaults["model"] if model is None else model,
         defaults["batch_size"] if batch_size is None else batch_size,
-        *(image_size, precision, layout, device, threads),
+        *(image_size, precision, layout, device, threads, inference),
     )
-    names = as_list(methods) if methods else list(SWEEP_METHODS if sweep else METHODS)
+    names = as_list(methods) if methods else list(SWEEP_METHODS if sweep else ORDINARY)
     rounds = (0 if sweep else 9) if rounds is None else rounds
-    preload = allocators.find(allocator)
+    preload, target, too_large = find_allocator(allocator), Path(folder or results.RESULTS), []
     for setting in settings:
-        _measure(setting, names, rounds, preload, patience, sweep, Path(folder) if folder else results.RESULTS)
+        print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, {setting.device}")
+        chosen = choose(names, setting)
+        if what == "check":
+            too_large += _check(setting, chosen, patience)
+        elif what == "profile":
+            _profile(setting, chosen, preload, patience, target)
+        else:
+            _measure(setting, Comparison(chosen, rounds), preload, patience, compiler_cache, sweep, target)
+    if too_large:
+        raise ValueError(f"results differ by more than rounding: {', '.join(too_large)}")
 
 
 def _measure(
-    setting: Setting, names: list[str], rounds: int, preload: str, timeout: float, sweep: str, folder: Path
+    setting: Setting,
+    comparison: Comparison,
+    preload: str,
+    timeout: float,
+    compiler_cache: str,
+    sweep: str,
+    folder: Path,
 ) -> None:
-    print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, {setting.device}")
-    comparison = Comparison(choose(names, setting.model, setting.device), rounds)
     try:
-        comparison.run(setting, preload, timeout)
+        comparison.run(setting, preload, timeout, compiler_cache)
     finally:  # if a time limit ends the run, what has been measured is written too
         measurements = comparison.measurements
         plain = measurements["plain"]
         if preload and plain.allocator == "system":
             raise ValueError(f"{preload} was preloaded, but the workers do not use it: is it an allocator's library?")
-        _write(setting, measurements, folder / results.file_name(setting, plain.device_name, sweep))
+        _write(setting, measurements, folder / f"{results.stem(setting, plain.device_name, sweep)}.csv")
+
+
+def _check(setting: Setting, methods: list[str], timeout: float) -> list[str]:
+    """Print the error of each method beside plain's, and return the methods whose error is too large."""
+    too_large = []
+    for method in methods:
+        if method == "plain":
+            continue
+        answer = ask(method, setting, "check", timeout=timeout)
+        error, of_plain = answer["error"], answer["error_of_plain"]
+        print(f"  {method}: error {error:.2e}, plain's {of_plain:.2e}, beside plain in {answer['truth']}", flush=True)
+        if not error <= ERROR_OVER_PLAIN * of_plain + ROUNDING[setting.precision]:
+            too_large.append(f"{method} in {setting.precision}")
+    return too_large
+
+
+def _profile(setting: Setting, methods: list[str], preload: str, timeout: float, folder: Path) -> None:
+    """Write a text file for each method: the host's time beside the device's, and what takes longest."""
+    for method in methods:
+        answer = ask(method, setting, "profile", preload=preload, timeout=timeout)
+        ran = f"{method} ({answer['kernels']} kernels)" if answer["kernels"] else method
+        where = f"{answer['device_name']}, torch {torch.__version__}, commit {results.commit()}"
+        text = f"{ran}: {setting.model}, batch {setting.batch_size}, {setting.precision}; {where}\n{answer['profile']}"
+        stem = results.stem(setting, answer["device_name"])
+        path = folder / f"profile_{stem}_{setting.precision}_{method}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(f"{text}wrote {path}", flush=True)
 
 
 def _write(setting: Setting, measurements: dict[str, Measurement], path: Path) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 
 import rows as results
 from comparison import OUT_OF_MEMORY
-from methods import METHODS
+from methods import METHODS, as_list
 from options import parse_arguments, run_command
-from settings import as_list
 
 HEADER = ("| method | devices | batch | memory | time |", "|---|---|---:|---:|---:|")
 COMMAND = re.compile(r"<!-- python benchmarks/table\.py (.+?) -->\n+((?:\|.*\n?)*)")

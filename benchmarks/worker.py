@@ -1,24 +1,24 @@
-"""The process that runs one method. On command, it prepares a model or takes one training step.
+"""The process that runs one method. On command, it prepares a model, takes a step, checks it or profiles it.
 
 comparison.py starts it with a method and a setting. Commands are lines on the standard input, each answered by a line
 of JSON on the standard output. Between commands, the process blocks in a read and uses no CPU.
 """
 
 import contextlib
-import functools
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from comparison import OUT_OF_MEMORY
-from methods import METHODS
-from settings import LAYOUTS, Setting, architecture
+from methods import LAYOUTS, METHODS, Setting, architecture
 from torch import Tensor
+from torch.autograd import DeviceType
 from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward
 
 from efficient_densenet._tensors import compute_dtype
@@ -30,36 +30,40 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT_STEP = 0.3  # seconds
 ALGORITHMS_TRIED = 4
 """How many of cuDNN's convolution algorithms it may try for each shape: all would take longer than the measurement."""
+PROFILED_STEPS, PROFILED_KERNELS = 5, 10
 
 
-class Training:
-    """A model, one batch, and the forward and backward of a training step."""
+class Task:
+    """A model, one batch, and a step: forward and backward of training, or in inference a forward in eval mode."""
 
-    def __init__(self, method: str, setting: Setting) -> None:
-        self.device = torch.device(setting.device)
-        self.setting = setting
-        torch.manual_seed(0)
+    def __init__(self, method: str, setting: Setting, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.setting = torch.device(setting.device), setting
         torch.set_num_threads(setting.threads)
         torch.set_float32_matmul_precision("high" if setting.precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = setting.precision == "tf32"
         torch.backends.cudnn.benchmark = True  # plain's best configuration
         torch.backends.cudnn.benchmark_limit = ALGORITHMS_TRIED
-        self.last_seconds = 0.0
-        memory_format = LAYOUTS[setting.layout]
-        model: Any = METHODS[method].build(architecture(setting.model))
-        self.model = model.to(self.device, memory_format=memory_format)
+        memory_format: Any = LAYOUTS[METHODS[method].layout or setting.layout]
+        torch.manual_seed(0)
         shape = (setting.batch_size, 3, setting.image_size, setting.image_size)
-        self.images = torch.randn(shape, device=self.device).contiguous(memory_format=memory_format)
-        self.labels = torch.zeros(setting.batch_size, dtype=torch.long, device=self.device)
+        self.images = torch.randn(shape).to(self.device, dtype).contiguous(memory_format=memory_format)
+        self.labels = torch.arange(setting.batch_size, device=self.device) % 10
+        self.model: Any = METHODS[method].build(architecture(setting.model))
+        self.model.to(self.device, dtype, memory_format=memory_format).train(not setting.inference)
+        self.last_seconds, self.output = 0.0, self.images
         self.as_cuda_graph = METHODS[method].as_cuda_graph
         self.backward: Callable[[Tensor, Tensor, float], Tensor] = self._backward
         if self.as_cuda_graph:
             self.backward = CudaGraphBackward(self._backward, self.model.parameters())
 
     def step(self) -> None:
-        """Run the forward and backward of one batch, as a trainer does: gradients are made anew, not added up."""
-        self._forget_gradients()
-        self.backward(self.images, self.labels, 1.0)
+        """Run one batch. Gradients are made anew, as trainers do that set them to None before."""
+        if self.setting.inference:
+            with torch.no_grad(), self._autocast():
+                self.output = self.model(self.images)
+        else:
+            self._forget_gradients()
+            self.backward(self.images, self.labels, 1.0)
 
     def _forget_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -82,16 +86,15 @@ class Training:
         """Run the first steps, and return their memory peaks, the time of the first, and what ran.
 
         The second step adds to the gradients of the first, which do not count as memory of that step. In the third,
-        whose peak is `step_peak`, gradients are made anew, as in training, and count. Those of a CUDA graph always
-        count, since it owns them; its first step is all until it is captured.
+        whose peak is `step_peak`, gradients are made anew, as in training, and count. The gradients of a CUDA graph
+        always count, since it owns them; its first step is all until it is captured.
         """
         durations: list[float] = []
         if self.as_cuda_graph:
             peaks = self._capture(durations)
             step_peak = peaks.tensor
         else:
-            accumulate = functools.partial(self._backward, self.images, self.labels, 1.0)
-            peaks = measure(lambda: durations.append(self._time(accumulate)), self.device)
+            peaks = measure(lambda: durations.append(self._time(self._accumulate)), self.device)
             self._forget_gradients()
             step_peak = tensor_peak(self.step, self.device)
         self.last_seconds = durations[-1]
@@ -105,6 +108,12 @@ class Training:
             "kernels": self._kernels(),
         }
 
+    def _accumulate(self) -> None:
+        if self.setting.inference:
+            self.step()
+        else:
+            self._backward(self.images, self.labels, 1.0)
+
     def _capture(self, durations: list[float]) -> Peaks:
         """Run the steps before the capture, the one that captures, and one more."""
         before = high_water_mark(self.device)
@@ -116,7 +125,7 @@ class Training:
         return Peaks(tensor, None if before is None or after is None else after - before)
 
     def _kernels(self) -> str:
-        """The set of kernels that the shared engine runs on this device in this precision, or nothing of other engines.
+        """The set of kernels that the shared engine runs on this device in this precision; "" for other engines.
 
         An engine that a method names never falls back to another.
         """
@@ -125,6 +134,34 @@ class Training:
             return ""
         with self._autocast():
             return kernel_set_name(self.images.new_empty(0, dtype=compute_dtype(self.images)))
+
+    def results(self, state: list[Tensor]) -> list[Tensor]:
+        """A step's gradients, or in inference its output, with these parameters and buffers, in float64."""
+        for tensor, value in zip(self.model.state_dict().values(), state, strict=True):
+            tensor.copy_(value)
+        self.step()
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        return [each.double().cpu() for each in ([self.output] if self.setting.inference else gradients)]
+
+    def profile(self) -> str:
+        """The time of a step, the host's part of it, and what took longest: kernels on a GPU, operations on the CPU."""
+        host, whole = [], []
+        for _ in range(PROFILED_STEPS):
+            self._synchronize()
+            start = time.perf_counter()
+            self.step()
+            host.append(time.perf_counter() - start)
+            self._synchronize()
+            whole.append(time.perf_counter() - start)
+        step_ms, host_ms = (f"{statistics.median(each) * 1000:.2f} ms" for each in (whole, host))
+        on_gpu = self.device.type == "cuda"
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiled:
+            self.step()
+            self._synchronize()
+        heading = f"a step: {step_ms}, of which the host takes {host_ms} until it has launched everything"
+        return "\n".join([heading, "", *longest(profiled.key_averages(), on_gpu), ""])
 
     def _time(self, function: Callable[[], object]) -> float:
         self._synchronize()
@@ -138,9 +175,50 @@ class Training:
             torch.cuda.synchronize(self.device)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        if self.setting.precision not in AUTOCAST:
+        if self.setting.precision not in AUTOCAST or self.images.dtype == torch.double:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=AUTOCAST[self.setting.precision])
+
+
+def check(method: str, setting: Setting) -> dict[str, Any]:
+    """The error of the method's results and of plain's beside plain's in float64, each of the length of the truth.
+
+    Where plain in float64 does not fit in memory, the truth is plain in the setting's own precision.
+    """
+    plain = Task("plain", setting)
+    state = [value.clone() for value in plain.model.state_dict().values()]
+    expected = plain.results(state)
+    del plain
+    try:
+        truth, name = Task("plain", setting, torch.double).results(state), "float64"
+    except Exception as exc:
+        if not is_out_of_memory(exc):
+            raise
+        truth, name = expected, setting.precision
+    error, error_of_plain = (_distance(found, truth) for found in (Task(method, setting).results(state), expected))
+    return {"error": error, "error_of_plain": error_of_plain, "truth": name}
+
+
+def _distance(found: list[Tensor], truth: list[Tensor]) -> float:
+    difference = sum(float((ours - theirs).square().sum()) for ours, theirs in zip(found, truth, strict=True))
+    return (difference / sum(float(theirs.square().sum()) for theirs in truth)) ** 0.5
+
+
+def longest(events: Iterable[Any], on_gpu: bool) -> list[str]:
+    """A line for all events together, and one for each of those that take longest. Their times are in microseconds.
+
+    On a GPU the operations that launched kernels have the kernels' times too, and are left out.
+    """
+    if on_gpu:
+        own = {event: event.self_device_time_total for event in events if event.device_type != DeviceType.CPU}
+    else:
+        own = {event: event.self_cpu_time_total for event in events}
+    total, calls = sum(own.values()), sum(event.count for event in own)
+    lines = [f"{calls} {'kernels' if on_gpu else 'operations'} a step, together {total / 1000:.2f} ms:"]
+    for event in sorted(own, key=lambda event: -own[event])[:PROFILED_KERNELS]:
+        share = own[event] / total if total else 0.0
+        lines.append(f"{own[event] / 1000:9.3f} ms  {share:5.1%}  {event.count:5} ×  {event.key[:90]}")
+    return lines
 
 
 def device_name(device: torch.device) -> str:
@@ -185,20 +263,26 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output goes to stderr, not among the answers
     method, setting = sys.argv[1], Setting(**json.loads(sys.argv[2]))
-    training: Any = None
+    task: Any = None
     print(json.dumps({}), file=answers, flush=True)  # imports are done
     for line in sys.stdin:
         try:
-            if line.strip() == "prepare":
-                training = Training(method, setting)
-                answer = training.prepare()
-            elif line.strip() == "step":
-                answer = {"seconds": training.time_step()}
+            command = line.strip()
+            if command == "prepare":
+                task = Task(method, setting)
+                answer = task.prepare()
+            elif command == "step":
+                answer = {"seconds": task.time_step()}
+            elif command == "profile":
+                task = Task(method, setting)
+                answer = task.prepare() | {"profile": task.profile()}
+            elif command == "check":
+                answer = check(method, setting)
             else:
                 answer = {"free": free_bytes(torch.device(setting.device))}
         except Exception as exc:  # any error of a method is reported in its row
             first = (str(exc).strip().splitlines() or [""])[0]
-            answer = {"error": OUT_OF_MEMORY if is_out_of_memory(exc) else f"{type(exc).__name__}: {first}"}
+            answer = {"failure": OUT_OF_MEMORY if is_out_of_memory(exc) else f"{type(exc).__name__}: {first}"}
         print(json.dumps(answer), file=answers, flush=True)
 
 

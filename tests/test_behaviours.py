@@ -6,6 +6,7 @@ from pathlib import Path
 import checkpointing as benchmark
 import pytest
 from checkpointing_probes import PROBES, WRAPPERS, a_recomputation_that_differs_is_an_error
+from options import run_command
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,13 +36,18 @@ def test_the_documented_costs_are_the_benchmark_s():
 
 
 def test_the_benchmark_is_a_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "measure_costs", lambda rounds: [{"implementation": "ours", "rounds": rounds}])
     monkeypatch.setattr(benchmark.results, "RESULTS", tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # which nothing would undo
-    monkeypatch.setattr("sys.argv", ["checkpointing.py", "costs", "--rounds", "7"])
-    benchmark.command(benchmark.measure)
+    monkeypatch.setattr("sys.argv", ["checkpointing.py", "costs", "--rounds", "2"])
+    run_command(benchmark.measure)
     (path,) = tmp_path.glob("checkpointing_costs_torch*.csv")
-    assert path.read_text().split() == ["implementation,rounds", "ours,7"]
+    with path.open() as file:
+        rows = {row["implementation"]: row for row in csv.DictReader(file)}
+    assert (rows["torch"]["time_over_torch"], rows["torch"]["peak_over_torch"], rows["ours"]["rounds"]) == (
+        "1.0",
+        "1.0",
+        "2",
+    )
+    assert 0.9 < float(rows["ours"]["peak_over_torch"]) < 1.1 < float(rows["plain"]["peak_over_torch"])
     monkeypatch.setattr("sys.argv", ["checkpointing.py", "cost"])
     with pytest.raises(SystemExit, match="error: found cost: give behaviours or costs"):
-        benchmark.command(benchmark.measure)
+        run_command(benchmark.measure)

@@ -1,5 +1,6 @@
 """The rows, CSV files, tables and figures of the benchmarks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import comparison
@@ -8,8 +9,7 @@ import pytest
 import rows as results
 import table
 import torch
-from methods import METHODS
-from settings import Setting
+from methods import METHODS, Setting
 
 ROOT = Path(__file__).parents[1]
 TINY = Setting("densenet_bc_10_4", 2, 8, "float32", "contiguous", "cpu", 1)
@@ -70,11 +70,12 @@ def test_a_file_with_a_method_s_old_name_is_read(file):
 
 def test_files_are_named_by_device_torch_model_and_batch():
     version = torch.__version__.split("+")[0]
-    assert results.file_name(TINY, "A processor") == f"cpu_torch{version}_densenet_bc_10_4_2.csv"
+    assert results.stem(TINY, "A processor") == f"cpu_torch{version}_densenet_bc_10_4_2"
+    assert results.stem(replace(TINY, inference=True), "") == f"cpu_torch{version}_inference_densenet_bc_10_4_2"
     on_gpu = Setting("densenet121", 64, 224, "tf32", "contiguous", "cuda", 8)
-    assert results.file_name(on_gpu, "NVIDIA H200") == f"nvidia_h200_torch{version}_densenet121_64.csv"
-    assert results.file_name(TINY, "", "depth") == f"cpu_torch{version}_depth_sweep.csv"
-    assert results.file_name(TINY, "", "batch") == f"cpu_torch{version}_densenet_bc_10_4_batch_sweep.csv"
+    assert results.stem(on_gpu, "NVIDIA H200") == f"nvidia_h200_torch{version}_densenet121_64"
+    assert results.stem(TINY, "", "depth") == f"cpu_torch{version}_depth_sweep"
+    assert results.stem(TINY, "", "batch") == f"cpu_torch{version}_densenet_bc_10_4_batch_sweep"
 
 
 def test_the_table_shows_the_rows_of_the_file(file):
@@ -121,9 +122,33 @@ def test_figures_are_small_and_contain_their_fingerprint(file, tmp_path):
     assert len(plot.draw(file).axes) == 2  # one for each allocator
 
 
-def test_every_committed_figure_is_drawn_from_its_committed_file():
+def test_every_committed_figure_is_drawn_from_its_committed_files():
     for figure in plot.FIGURES.glob("*.svg"):
-        if figure.stem == "convergence":  # drawn from many
-            continue
-        assert plot.fingerprint(results.RESULTS / f"{figure.stem}.csv") in figure.read_text()
+        runs = results.RESULTS / figure.stem
+        files = list(runs.glob("*.csv")) or [runs.parent / f"{figure.stem}.csv"]
+        assert all(plot.fingerprint(path) in figure.read_text() for path in files)
     assert set(plot.COLORS) == set(METHODS)
+
+
+def test_a_table_of_runs_shows_medians_and_ranges(tmp_path):
+    header = "epoch,valid_error,test_error,seconds,peak_memory_mib\n"
+    rows = header + "1,0.5,,1200,100.5\n2,0.4,,9000,100.5\n3,0.2,{},1100,120.2\n"
+    for name, error in ("shared_seed0", 0.2), ("shared_seed1", 0.1), ("shared_seed2", 0.3), ("plain_seed0", 0.2):
+        (tmp_path / f"{name}.csv").write_text(rows.format(error))
+    runs = plot.read_runs(tmp_path)
+    assert list(runs) == ["plain", "shared"]
+    assert "| `shared` | 3 | 20.00% (10.00% to 30.00%) | 120 MiB | 1.00 |" in plot.table_of_runs(runs)
+    with pytest.raises(ValueError, match="copy the results"):
+        plot.read_runs(tmp_path / "nothing")
+
+
+def test_files_without_the_column_of_kernels_are_read(tmp_path):
+    columns = [name for name in results.COLUMNS if name != "kernels"]
+    path = tmp_path / "old.csv"
+    path.write_text(",".join(columns) + "\n" + ",".join(f"a {name}" for name in columns) + "\n")
+    (row,) = results.read(path)
+    assert (row["method"], row["kernels"], row["commit"]) == ("a method", "", "a commit")
+    results.merge(path, [row])
+    assert results.read(path) == [row]
+    path.write_text(",".join(columns[1:]) + "\n")
+    assert results.read(path) == []

@@ -1,10 +1,14 @@
-"""The benchmarks: methods, options, interleaved steps and workers."""
+"""The commands of benchmarks/: measuring by alternating processes, checking, profiling, and the script for a GPU."""
 
 import importlib.util
+import os
+import re
+import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
-import allocator as allocators
 import comparison
 import options
 import plot
@@ -14,19 +18,30 @@ import run as benchmark
 import table
 import torch
 import worker
-from methods import METHODS, choose, unavailable_reason
-from settings import Setting, architecture, as_list, expand
+from methods import METHODS, ORDINARY, Setting, architecture, as_list, choose, expand, unavailable_reason
+from torch.autograd import DeviceType
 
-from efficient_densenet import DenseNet
+from efficient_densenet import DenseNet, kernels
 
 ROOT = Path(__file__).parents[1]
 TINY = Setting("densenet_bc_10_4", 2, 8, "float32", "contiguous", "cpu", 1)
+TINY_OPTIONS = {"model": TINY.model, "batch_size": 2, "image_size": 8, "device": "cpu", "threads": 1}
 MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
 def _workers_import_the_package(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "demos"))))
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads_and_precision():
+    threads, precision, cudnn = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn
+    flags = cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32 = flags
 
 
 class FakeWorker:
@@ -43,7 +58,7 @@ class FakeWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        pass
 
     def receive(self) -> dict:
         return {}
@@ -75,8 +90,7 @@ def test_steps_are_interleaved_after_all_methods_are_prepared(fake):
     measurements = comparison.Comparison(["plain", "shared", "timm"], rounds=2).run(TINY)
     assert [method for method, command in fake.log if command == "prepare"] == ["plain", "shared", "timm"]
     assert [method for method, command in fake.log if command == "step"] == ["plain", "shared", "timm"] * 2
-    assert measurements["shared"].times == [1.0, 1.0]
-    assert measurements["shared"].ratios == [0.5, 0.5]
+    assert (measurements["shared"].times, measurements["shared"].ratios) == ([1.0, 1.0], [0.5, 0.5])
 
 
 def test_methods_that_do_not_fit_in_memory_together_are_measured_in_groups(fake):
@@ -87,23 +101,6 @@ def test_methods_that_do_not_fit_in_memory_together_are_measured_in_groups(fake)
     assert len(measurements["plain"].times) == 2
 
 
-@pytest.mark.parametrize("command", ["prepare", "step"])
-def test_out_of_memory_is_noted_in_the_row(fake, command):
-    fake.errors = {"shared": command}
-    measurements = comparison.Comparison(["plain", "shared", "timm"], rounds=2).run(TINY)
-    assert measurements["shared"].note == "out of memory"
-    assert measurements["timm"].ratios == [0.5, 0.5]
-    row = results.make(TINY, measurements)[1]
-    assert (row["note"], row["step_s_median"], row["device"]) == ("out of memory", "", "cpu")
-
-
-def test_if_plain_fails_the_others_have_times(fake):
-    fake.errors = {"plain": "prepare"}
-    measurements = comparison.Comparison(["plain", "shared"], rounds=2).run(TINY)
-    assert (measurements["shared"].times, measurements["shared"].ratios) == ([1.0, 1.0], [])
-    assert results.make(TINY, measurements)[1]["time_over_plain_median"] == ""
-
-
 def test_compiled_methods_are_prepared_after_the_others_are_measured(fake):
     fake.free = 10**12
     comparison.Comparison(["plain", "shared", "compile_plain", "compile_shared"], rounds=1).run(TINY)
@@ -112,17 +109,29 @@ def test_compiled_methods_are_prepared_after_the_others_are_measured(fake):
     assert commands.index(("compile_plain", "step")) < commands.index(("compile_shared", "prepare"))
 
 
+@pytest.mark.parametrize("command", ["prepare", "step"])
+def test_out_of_memory_is_noted_in_the_row(fake, command):
+    fake.errors = {"shared": command}
+    measurements = comparison.Comparison(["plain", "shared", "timm"], rounds=2).run(TINY)
+    assert measurements["timm"].ratios == [0.5, 0.5]
+    row = results.make(TINY, measurements)[1]
+    assert (row["note"], row["step_s_median"], row["device"]) == ("out of memory", "", "cpu")
+
+
+def test_if_plain_fails_the_others_have_times(fake):
+    fake.errors = {"plain": "prepare"}
+    measurements = comparison.Comparison(["plain", "shared"], rounds=2).run(TINY)
+    assert measurements["shared"].times == [1.0, 1.0]
+    assert results.make(TINY, measurements)[1]["time_over_plain_median"] == ""
+
+
 def test_a_sweep_writes_memory_to_one_file(fake, tmp_path):
     benchmark.run(sweep="depth", device="cpu", folder=str(tmp_path))
     (path,) = tmp_path.iterdir()
     rows = results.read(path)
     assert path.name.endswith("_depth_sweep.csv")
     assert {plot.depth(row) for row in rows} == {40, 70, 100, 130, 160, 190, 220, 250}
-    assert {row["batch_size"] for row in rows} == {"8"}
-    assert {row["rounds"] for row in rows} == {"0"}
-    benchmark.run(sweep="batch", batch_size=(2, 4), methods="plain", device="cpu", folder=str(tmp_path))
-    batches = next(tmp_path.glob("*_densenet_bc_100_12_batch_sweep.csv"))
-    assert [row["batch_size"] for row in results.read(batches)] == ["2", "4"]
+    assert {(row["batch_size"], row["rounds"]) for row in rows} == {("8", "0")}
 
 
 def test_an_interrupted_run_writes_its_measurements(fake, monkeypatch, tmp_path):
@@ -139,14 +148,36 @@ def test_an_interrupted_run_writes_its_measurements(fake, monkeypatch, tmp_path)
     assert (plain["note"], checkpoint["note"]) == ("", "not measured: the run was ended before")
 
 
-def test_a_worker_measures_and_reports_errors():
-    training = worker.Training("shared", TINY)
-    answer = training.prepare()
-    gradients = 4 * sum(parameter.numel() for parameter in training.model.parameters())
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_run_measures_and_writes_rows(inference, tmp_path):
+    benchmark.run(**TINY_OPTIONS, methods="shared", rounds=1, inference=inference, folder=str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    assert ("_inference_" in path.name) == inference
+    plain, shared = results.read(path)
+    assert (plain["method"], plain["tensor_peak_over_plain"], plain["note"]) == ("plain", "1.000", "")
+    ratio = float(shared["step_s_median"]) / float(plain["step_s_median"])
+    assert float(shared["time_over_plain_median"]) == pytest.approx(ratio, abs=0.05 * ratio)
+    assert 0 < float(shared["tensor_peak_over_plain"]) < 1
+    assert float(shared["process_peak_mib"]) > 0
+
+
+def test_a_task_counts_gradients_where_a_step_makes_them():
+    task = worker.Task("shared", TINY)
+    answer = task.prepare()
+    gradients = 4 * sum(parameter.numel() for parameter in task.model.parameters())
     assert gradients < answer["tensor_peak"] < answer["step_peak"] <= answer["tensor_peak"] + gradients < 10 * MIB
     assert answer["first_step_s"] > 0
-    assert training.time_step() > 0
-    too_small = Setting(TINY.model, 2, 1, "float32", "channels_last", "cpu", 1)
+    assert task.time_step() > 0
+    task.step()
+    first = task.model.classifier.weight.grad.clone()
+    task.step()
+    torch.testing.assert_close(task.model.classifier.weight.grad, first)
+    task._accumulate()
+    torch.testing.assert_close(task.model.classifier.weight.grad, 2 * first)
+
+
+def test_a_worker_reports_errors():
+    too_small = replace(TINY, image_size=1, layout="channels_last")
     with comparison.WorkerProcess("plain", too_small, timeout=60) as process:
         assert process.receive() == {}
         assert process.request("free")["free"] > MIB
@@ -161,33 +192,66 @@ def test_a_worker_measures_and_reports_errors():
             process.request("free")
 
 
+def test_compilers_find_what_they_compiled_in_the_directory_that_is_given(monkeypatch, tmp_path):
+    def start(*_, env, **__):
+        directories.append(env["TORCHINDUCTOR_CACHE_DIR"])
+        return SimpleNamespace(kill=lambda: None, communicate=lambda: None)
+
+    directories = []
+    monkeypatch.setattr(comparison.subprocess, "Popen", start)
+    for given in (str(tmp_path), "", ""):
+        with comparison.WorkerProcess("plain", TINY, compiler_cache=given):
+            pass
+    assert directories[0] == str(tmp_path)
+    assert len(set(directories)) == 3
+
+
 @pytest.mark.parametrize(("precision", "layout"), [("bf16", "contiguous"), ("fp16", "channels_last")])
-def test_a_worker_trains_with_the_precision_and_layout(precision, layout):
-    training = worker.Training("plain", Setting("densenet_bc_10_4", 2, 8, precision, layout, "cpu", 1))
+def test_a_task_has_the_precision_and_layout(precision, layout):
+    task = worker.Task("plain", replace(TINY, precision=precision, layout=layout))
     outputs: list[torch.Tensor] = []
-    training.model.classifier.register_forward_hook(lambda module, args, output: outputs.append(output))
-    training.step()
+    task.model.classifier.register_forward_hook(lambda module, args, output: outputs.append(output))
+    task.step()
     assert outputs[0].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert training.images.is_contiguous(memory_format=worker.LAYOUTS[layout])
+    assert task.images.is_contiguous(memory_format=worker.LAYOUTS[layout])
+    task = worker.Task("plain_channels_last", TINY)
+    assert task.images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_row_names_the_kernels_that_the_shared_engine_runs(monkeypatch):
+    assert worker.Task("plain", TINY).prepare()["kernels"] == ""
+    with_numba = kernels.numba_supports(torch.empty(1))
+    assert worker.Task("shared", TINY).prepare()["kernels"] == ("Numba" if with_numba else "portable")
+    monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
+    assert worker.Task("torchvision_converted", TINY).prepare()["kernels"] == "portable"
+
+
+def test_a_cuda_graph_is_prepared_by_its_first_steps_and_the_capture(monkeypatch):
+    class Graph:
+        def __init__(self, backward, parameters):
+            self.backward, self.parameters = backward, list(parameters)
+
+        def __call__(self, images, labels, loss_scale):
+            calls.append([parameter.grad for parameter in self.parameters])
+            return self.backward(images, labels, loss_scale)
+
+    calls = []
+    monkeypatch.setattr(worker, "CudaGraphBackward", Graph)
+    task = worker.Task("graph_shared", TINY)
+    answer = task.prepare()
+    assert len(calls) == worker.WARM_UP_STEPS + 2
+    assert all(grad is None for grads in calls for grad in grads)
+    size = sum(parameter.numel() * 4 for parameter in task.model.parameters())
+    assert answer["tensor_peak"] > worker.Task("shared", TINY).prepare()["tensor_peak"] + size / 2
+    assert answer["first_step_s"] > task.last_seconds > 0
 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_compiled_methods_train():
-    peaks = {
-        method: worker.Training(method, TINY).prepare()["tensor_peak"] for method in METHODS if "compile" in method
-    }
+    names = [name for name in ORDINARY if name.startswith("compile")]
+    peaks = {name: worker.Task(name, TINY).prepare()["tensor_peak"] for name in names}
     assert 0 < peaks["compile_shared"] < peaks["compile_plain"]
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads_and_precision():
-    threads, precision, cudnn = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn
-    flags = cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32
-    yield
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(precision)
-    cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32 = flags
 
 
 def test_out_of_memory_errors_are_recognized():
@@ -198,9 +262,7 @@ def test_out_of_memory_errors_are_recognized():
     assert not worker.is_out_of_memory(ValueError())
 
 
-@pytest.mark.parametrize(
-    "method", ["torchvision", "torchvision_efficient", "torchvision_converted", "timm", "timm_efficient"]
-)
+@pytest.mark.parametrize("method", [name for name in METHODS if name.startswith(("torchvision", "timm"))])
 @pytest.mark.parametrize("small_inputs", [True, False])
 def test_other_libraries_densenets_compute_the_same(method, small_inputs):
     pytest.importorskip(METHODS[method].package)
@@ -213,14 +275,98 @@ def test_other_libraries_densenets_compute_the_same(method, small_inputs):
     torch.testing.assert_close(theirs(images), ours(images))
 
 
+# Checks and profiles
+
+
+def test_methods_are_checked(monkeypatch, capsys, tmp_path):
+    answers = iter(
+        {"error": error, "error_of_plain": 1e-3, "truth": "float64"} for error in (1e-3, 2.2e-3, float("nan"))
+    )
+    monkeypatch.setattr(benchmark, "ask", lambda *_, **__: next(answers))
+    with pytest.raises(ValueError, match="by more than rounding: checkpoint in float32, official in float32"):
+        benchmark.run(**TINY_OPTIONS, what="check", methods="shared,checkpoint,official")
+    assert "shared: error 1.00e-03, plain's 1.00e-03, beside plain in float64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_error_is_relative_to_plain_in_float64(inference, monkeypatch):
+    setting = replace(TINY, inference=inference)
+    answer = worker.check("shared", setting)
+    assert answer["truth"] == "float64"
+    assert 0 < answer["error"] < 1e-5
+    assert 0 < answer["error_of_plain"] < 1e-5
+    monkeypatch.setattr(worker, "_distance", lambda found, truth: [len(found), len(truth)])
+    counts = worker.check("shared", setting)
+    num_gradients = len(list(worker.Task("plain", setting).model.parameters()))
+    assert counts["error"] == ([1, 1] if inference else [num_gradients] * 2)
+
+
+def test_a_distance_is_relative_to_the_length_of_the_truth():
+    truth = [torch.tensor([3.0]), torch.tensor([0.0, 4.0])]
+    assert worker._distance([torch.tensor([3.0]), torch.tensor([0.0, 4.5])], truth) == pytest.approx(0.1)
+
+
+def test_plain_is_the_truth_where_float64_does_not_fit(monkeypatch):
+    task = worker.Task
+
+    def too_large(method, setting, dtype=torch.float32):
+        if dtype == torch.double:
+            raise torch.OutOfMemoryError
+        return task(method, setting)
+
+    monkeypatch.setattr(worker, "Task", too_large)
+    answer = worker.check("shared", TINY)
+    assert (answer["truth"], answer["error_of_plain"]) == ("float32", 0)
+    assert 0 < answer["error"] < 1e-5
+
+
+def test_a_profile_lists_what_takes_longest(tmp_path):
+    benchmark.run(**TINY_OPTIONS, what="profile", methods="shared", folder=str(tmp_path))
+    texts = {path.stem.rpartition("_")[2]: path.read_text() for path in tmp_path.iterdir()}
+    assert texts.keys() == {"plain", "shared"}
+    for text in texts.values():
+        heading, times, _, total, *lines = text.splitlines()
+        assert "densenet_bc_10_4, batch 2, float32" in heading
+        assert re.fullmatch(r"a step: [\d.]+ ms, of which the host takes [\d.]+ ms until .*", times)
+        assert re.fullmatch(r"\d+ operations a step, together [\d.]+ ms:", total)
+        shares = [float(re.search(r"([\d.]+)%", line)[1]) for line in lines]
+        assert shares == sorted(shares, reverse=True)
+
+
+def test_a_profile_of_a_gpu_lists_kernels_and_not_what_launched_them():
+    class Event(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    times = {"aten::mm": (DeviceType.CPU, 400), "sgemm": (DeviceType.CUDA, 100), "copy": (DeviceType.CUDA, 300)}
+    events = [
+        Event(key=key, device_type=device, count=2, self_device_time_total=time, self_cpu_time_total=9)
+        for key, (device, time) in times.items()
+    ]
+    total, *lines = worker.longest(events, on_gpu=True)
+    assert total == "4 kernels a step, together 0.40 ms:"
+    assert [line.split() for line in lines] == [
+        ["0.300", "ms", "75.0%", "2", "×", "copy"],
+        ["0.100", "ms", "25.0%", "2", "×", "sgemm"],
+    ]
+
+
+# Options
+
+
 def test_methods_that_cannot_run_are_left_out_with_a_reason(monkeypatch, capsys):
-    assert choose(["timm", "shared"], "densenet_40_12") == ["plain", "shared"]
+    old, large = replace(TINY, model="densenet_40_12"), replace(TINY, model="densenet121")
+    assert choose(["timm", "shared"], old) == ["plain", "shared"]
     assert "timm left out: timm" in capsys.readouterr().out
+    graphs = ["shared", "graph_plain", "graph_shared"]
+    assert choose(graphs, large) == ["plain", "shared"]
+    assert "graph_shared left out: CUDA graphs need a GPU, and the device is cpu" in capsys.readouterr().out
+    assert choose(graphs, replace(large, device="cuda:0")) == ["plain", *graphs]
+    assert choose(graphs, replace(large, device="cuda:0", inference=True)) == ["plain", "shared"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else True)
-    assert unavailable_reason("torchvision", "densenet121") == "torchvision is not installed"
-    assert unavailable_reason("shared", "densenet121") is None
+    assert unavailable_reason("torchvision", large) == "torchvision is not installed"
+    assert unavailable_reason("shared", large) is None
     with pytest.raises(ValueError, match="unknown method 'share': there are plain, shared"):
-        choose(["share"], "densenet121")
+        choose(["share"], large)
 
 
 def test_expand_returns_all_combinations():
@@ -228,6 +374,7 @@ def test_expand_returns_all_combinations():
     assert len(settings) == 8
     assert {setting.image_size for setting in settings if setting.model == "densenet121"} == {224}
     assert (settings[0].batch_size, settings[0].image_size, settings[0].threads) == (8, 32, torch.get_num_threads())
+    assert Setting(**asdict(settings[0])) == settings[0]
     assert as_list("a, b") == ["a", "b"]
     assert as_list(8) == [8]
 
@@ -245,8 +392,14 @@ def test_architectures_of_any_depth():
         ({"precision": "int8"}, "unknown precision 'int8': there are float32"),
         ({"layout": "NHWC"}, "unknown layout 'NHWC': there are contiguous, channels_last"),
         ({"sweep": "width"}, "unknown sweep 'width': there are depth, batch"),
+        ({"what": "speed"}, "unknown measurement 'speed': there are time, check, profile"),
         ({"allocator": "nonesuch"}, "no libnonesuch.*install it"),
         ({"allocator": "/nowhere/libtcmalloc.so"}, "no file at /nowhere"),
+        pytest.param(
+            {"device": "cuda"},
+            "no CUDA device for --device cuda: run it on a machine with one",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
     ],
 )
 def test_invalid_options_are_errors(arguments, message):
@@ -254,36 +407,66 @@ def test_invalid_options_are_errors(arguments, message):
         benchmark.run(**arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_cuda_device_is_an_error():
-    with pytest.raises(ValueError, match="no CUDA device for --device cuda: run it on a machine with one"):
-        benchmark.run(device="cuda")
-
-
 def test_an_allocator_is_found_by_name(monkeypatch, tmp_path):
     for name in ("libtcmalloc_minimal.so.4.5.10", "libtcmalloc_minimal.so.4", "libtcmalloc_minimal_debug.so"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(allocators, "FOLDERS", (str(tmp_path),))
-    assert allocators.find("tcmalloc") == str(tmp_path / "libtcmalloc_minimal.so.4")
-    assert allocators.find(str(tmp_path / "libtcmalloc_minimal.so.4")).endswith(".so.4")
-    assert allocators.find("") == allocators.find("system") == ""
+    monkeypatch.setattr(comparison, "FOLDERS", (str(tmp_path),))
+    assert comparison.find_allocator("tcmalloc") == str(tmp_path / "libtcmalloc_minimal.so.4")
+    assert comparison.find_allocator(str(tmp_path / "libtcmalloc_minimal.so.4")).endswith(".so.4")
+    assert comparison.find_allocator("") == comparison.find_allocator("system") == ""
     assert worker.allocator() in ("system", "tcmalloc", "jemalloc", "mimalloc")
 
 
-def test_options_are_parsed_without_fire(monkeypatch, capsys):
-    positional, parsed = options.parse_arguments(
-        benchmark.run, ["--batch_size", "8,64", "--model=densenet121", "--rounds", "3"]
-    )
-    assert positional == []
-    assert (parsed["batch_size"], parsed["model"], parsed["rounds"], parsed["device"]) == (
-        (8, 64),
-        "densenet121",
-        3,
-        "",
-    )
+def test_options_are_parsed(monkeypatch, capsys):
+    words = ["--batch_size", "8,64", "--model=densenet121", "--rounds", "3", "--inference"]
+    positional, parsed = options.parse_arguments(benchmark.run, words)
+    found = [parsed[name] for name in ("batch_size", "model", "rounds", "device", "inference")]
+    assert (positional, found) == ([], [(8, 64), "densenet121", 3, "", True])
     assert options.parse_arguments(table.table, ["a.csv", "b.csv"])[0] == ["a.csv", "b.csv"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["run.py", "--sweep", "width"])
     with pytest.raises(SystemExit, match="error: unknown sweep 'width'"):
         options.run_command(benchmark.run)
-    assert "fire is not installed" in capsys.readouterr().out
+
+
+# The script for a GPU
+
+
+def _run_on_gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    script = ["bash", str(ROOT / "benchmarks" / "on_gpu.sh"), *arguments]
+    environment = os.environ | {"PYTHON": sys.executable} | environment
+    return subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.exhaustive
+def test_a_dry_run_of_the_gpu_script(tmp_path):
+    done = _run_on_gpu_sh("--dry-run", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = tmp_path / f"cpu_torch{torch.__version__.split('+')[0]}_{TINY.model}_2.csv"
+    assert [row["layout"] for row in results.read(path)] == ["contiguous", "contiguous", "channels_last"]
+    assert len(list(tmp_path.glob("profile_cpu_*.txt"))) == 2
+
+
+def test_the_gpu_script_needs_a_gpu():
+    done = _run_on_gpu_sh(CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "error: no CUDA device" in done.stderr
+    assert "--dry-run" in done.stderr
+    assert _run_on_gpu_sh("--dry").returncode == 2
+
+
+def test_an_interpreter_is_found_or_its_lack_is_a_sentence(tmp_path):
+    for tool in ("bash", "dirname", "env"):
+        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
+    done = _run_on_gpu_sh("--dry-run", PATH=str(tmp_path), PYTHON="")
+    assert (done.returncode, "found neither python3 nor python" in done.stderr) == (1, True)
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "python3").chmod(0o755)
+    assert "error: no CUDA device that" in _run_on_gpu_sh(PATH=str(tmp_path), PYTHON="").stderr
+
+
+def test_the_gpu_script_names_tests_methods_and_options_that_exist():
+    script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
+    assert all((ROOT / path).exists() for path in re.findall(r"tests/test_\w+\.py", script))
+    lists = re.findall(r"(?:^(?:graphs|compiled|others)=|--methods )([\w,]+)", script, re.MULTILINE)
+    assert len(lists) > 5
+    assert {name for names in lists for name in names.split(",") if name} <= METHODS.keys()

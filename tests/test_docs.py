@@ -17,22 +17,16 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
-import bf16_products
 import checkpointing as checkpointing_benchmark
-import compile_time
-import compiled_step
-import convergence
-import gpu_model
-import host_cost
-import inference
+import gpu_counts
 import options as benchmark_options
 import plot
 import pytest
-import robustness
 import run as benchmark
 import table
 import torch
 import training
+from methods import METHODS
 from PIL import Image
 from samples import CIFAR10_CLASSES, demo, write_folder
 from torch import nn
@@ -50,17 +44,8 @@ BENCHMARKS = {
     "plot.py": plot.plot,
     "table.py": table.table,
     "checkpointing.py": checkpointing_benchmark.measure,
-    "host_cost.py": host_cost.measure,
-    "bf16_products.py": bf16_products.measure,
-    "inference.py": inference.measure,
-    "compile_time.py": compile_time.measure,
-    "compiled_step.py": compiled_step.measure,
-    "robustness.py": robustness.measure,
-    "gpu_model.py": gpu_model.model_gpu,
-    "convergence.py train": convergence.train,
-    "convergence.py draw": convergence.draw,
+    "gpu_counts.py": gpu_counts.count,
 }
-"""The function of each, or of a command of it."""
 TORCHRUN = ("--nproc_per_node",)
 
 
@@ -231,8 +216,6 @@ def check_demo(script: str, words: list[str], folder: Path, monkeypatch: pytest.
 def check_benchmark(script: str, words: list[str], monkeypatch) -> None:
     if "--help" in words:
         return
-    if script not in BENCHMARKS:
-        script, words = f"{script} {words[0]}", words[1:]
     function = BENCHMARKS[script]
     known = set(inspect.signature(function).parameters)
     assert {word[2:].partition("=")[0] for word in words if word.startswith("--")} <= known, (script, words)
@@ -245,7 +228,7 @@ def check_benchmark(script: str, words: list[str], monkeypatch) -> None:
         monkeypatch.chdir(ROOT)
         table.table(*given, **named)
     if script == "run.py":
-        assert {name for name in str(named["methods"] or "plain").split(",") if name} <= set(benchmark.METHODS)
+        assert {name for name in str(named["methods"] or "plain").split(",") if name} <= set(METHODS)
         assert named["sweep"] in ("", *benchmark.SWEEPS)
 
 

@@ -1,8 +1,5 @@
 """What the host is asked to do, counted rather than timed: calls of PyTorch's operations and launches of kernels."""
 
-import csv
-
-import host_cost as benchmark
 import pytest
 import torch
 from checkpoint_outcomes import CountingOperations
@@ -128,23 +125,3 @@ def test_the_cost_of_a_layer(name, monkeypatch):
     assert (layer_launches, backward_launches) == LAYER_LAUNCHES[name]
     assert calls <= LAYER_CALLS[name][0], calls
     assert backward_calls <= LAYER_CALLS[name][1], backward_calls
-
-
-def test_the_benchmark_measures_each_set_of_kernels(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark.rows, "RESULTS", tmp_path)
-    before = torch.get_num_threads(), kernels.numba_supports
-    benchmark.measure("portable", "densenet_bc_10_4", rounds=1)
-    assert (torch.get_num_threads(), kernels.numba_supports) == before
-    (path,) = tmp_path.glob("host_cost_torch*.csv")
-    with path.open() as file:
-        (row,) = csv.DictReader(file)
-    assert (row["kernels"], row["threads"], row["rounds"]) == ("portable", "1", "1")
-    assert float(row["shared_over_plain"]) == pytest.approx(float(row["shared_ms"]) / float(row["plain_ms"]), rel=0.02)
-
-
-def test_the_benchmark_refuses_kernels_that_do_not_run_here(monkeypatch):
-    with pytest.raises(ValueError, match="unknown kernels 'numbas': there are numba, portable, triton"):
-        benchmark.measure("numbas")
-    monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
-    with pytest.raises(ValueError, match="numba kernels cannot run here, found portable ones: give --kernels portable"):
-        benchmark.measure("numba")

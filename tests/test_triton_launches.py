@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launch_counts import CountingLaunches
+from gpu_trace import trace_step
 
 from efficient_densenet import DenseNet
 
@@ -18,22 +18,19 @@ finishes those; the bottleneck's gradient, both gradients of its convolution in 
 """
 
 
-def step_launches(num_layers, dtype, monkeypatch, **settings):
+def step_launches(num_layers, precision, **settings):
     """Launches of the forward, and of the backward, of a network of one block."""
-    model = DenseNet(8, (num_layers,), num_init_features=8, efficient="shared", **settings)
-    x, counts = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last), []
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32), CountingLaunches(monkeypatch) as counted:
-        loss = model(x).sum()
-    counts.append(counted.counts)
-    with CountingLaunches(monkeypatch) as counted:
-        loss.backward()
-    return [*counts, counted.counts]
+    with torch.device("meta"):
+        model = DenseNet(8, (num_layers,), num_init_features=8, efficient="shared", **settings)
+        x = torch.empty(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    step = trace_step(model, x, precision)
+    return step.by_name("forward"), step.by_name("backward")
 
 
 @pytest.mark.parametrize("bn_size", LAYER_LAUNCHES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_launches_of_a_layer(dtype, bn_size, monkeypatch):
-    two, three = (step_launches(num_layers, dtype, monkeypatch, bn_size=bn_size) for num_layers in (2, 3))
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_launches_of_a_layer(precision, bn_size):
+    two, three = (step_launches(num_layers, precision, bn_size=bn_size) for num_layers in (2, 3))
     forward, backward = (many - few for few, many in zip(two, three, strict=True))
     assert forward["conv1x1_forward"] == backward["conv1x1_backward"] == (bn_size > 0)
     assert forward["combine_statistics"] == backward["finish_backward"] == 1 + (bn_size > 0)
@@ -41,17 +38,17 @@ def test_launches_of_a_layer(dtype, bn_size, monkeypatch):
     assert backward.total() <= LAYER_LAUNCHES[bn_size][1], backward
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_running_statistics_and_weights_take_launches_of_a_stage_and_not_of_a_norm(dtype, monkeypatch):
-    forward, backward = step_launches(5, dtype, monkeypatch)
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_running_statistics_and_weights_take_launches_of_a_stage_and_not_of_a_norm(precision):
+    forward, backward = step_launches(5, precision)
     assert forward["_foreach_lerp_"] == forward["_foreach_add_"] == 1
-    assert forward["_foreach_copy_"] == backward["_foreach_copy_"] == (dtype != torch.float32)
+    assert forward["_foreach_copy_"] == backward["_foreach_copy_"] == (precision == "bf16")
     assert forward["mul_"] == 1
 
 
 def test_gradients_of_layer_groups_are_not_copied(monkeypatch):
     """autograd copies what anyone else refers to."""
     monkeypatch.setattr("efficient_densenet.engine.stage.groups.LAYER_GROUP_BYTES", 1)
-    few, many = (step_launches(num_layers, torch.float32, monkeypatch)[1] for num_layers in (2, 3))
+    few, many = (step_launches(num_layers, "float32")[1] for num_layers in (2, 3))
     assert (many - few)["copy_"] == 0
     assert (many - few).total() <= LAYER_LAUNCHES[4][1] + 3  # a stage has a few scalars for each of its groups

@@ -214,7 +214,7 @@ def _plan_without_gradients(block: nn.Module, x: Tensor, parts: BlockParts | Non
 def _has_faster_forward(x: Tensor) -> bool:
     """Whether the shared engine's forward is faster on `x` than the plain modules.
 
-    That is measured for the Numba kernels, which write no concatenation (benchmarks/inference.py)."""
+    That is measured for the Numba kernels, which write no concatenation (docs/benchmarks.md)."""
     if torch.compiler.is_compiling() or not kernels.numba_supports(x):
         return False
     return kernels.numba_multiplies(compute_dtype(x))

@@ -22,7 +22,7 @@ class Product(NamedTuple):
 def product_of(dtype: torch.dtype) -> Product:
     """The product for matrices of this dtype. Sums are in the dtype of the arithmetic.
 
-    Processors with AMX run AVX512-BF16 more slowly than float32's instructions (`benchmarks/bf16_products.py`), so that
+    Processors with AMX run AVX512-BF16 more slowly than float32's instructions (docs/benchmarks.md), so that
     without their AMX operands are widened.
     """
     if dtype is torch.bfloat16 and has("amx") and usable():

@@ -1,21 +1,20 @@
-"""The model of a step on a GPU: what it counts, by rules and by bounds."""
+"""What a step asks of a GPU, counted by rules and held by bounds; a step that runs launches the same kernels."""
 
 import ast
-import dataclasses
 import inspect
 import textwrap
+from pathlib import Path
 from typing import NamedTuple
 
-import gpu_model
+import gpu_counts
 import gpu_trace
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_kernels import KERNELS, READ, WRITE, Access, KernelModel, Traffic, model_of
-from gpu_model import COUNTING_DEVICE
-from gpu_step import kernels_chosen, tensor_float_32, trace_step
-from gpu_trace import TracingMode, launches_replaced
-from settings import LAYOUTS, Setting, architecture
+from gpu_counts import layer_launches, trace
+from gpu_kernels import KERNELS, L2_BYTES, READ, WRITE, Access, launch_bytes
+from gpu_trace import TracingMode, trace_step
+from methods import LAYOUTS, Setting, architecture, expand
 
 from efficient_densenet import DenseNet
 from efficient_densenet.memory import tensor_peak
@@ -25,7 +24,6 @@ pytest.importorskip("triton", reason="needs Triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = Setting("densenet_bc_16_4", 3, 8, "float32", "contiguous", "cuda", 1)
-L2 = COUNTING_DEVICE.l2_bytes
 
 
 class Bounds(NamedTuple):
@@ -79,11 +77,7 @@ KIB = 256
 )
 def test_operations_of_aten(function, shapes, launches, kib):
     trace = traced(function, *shapes)
-    assert (trace.launches(), trace.bytes(L2)) == (launches, kib * 1024)
-
-
-def test_a_view_costs_the_host_a_call():
-    assert traced(lambda x: x.view(-1).t(), (4, 4)).host_only_calls == 2
+    assert (trace.launches(), trace.bytes) == (launches, kib * 1024)
 
 
 def test_a_batch_norm_reads_its_input_twice_and_its_backward_both_inputs():
@@ -94,8 +88,8 @@ def test_a_batch_norm_reads_its_input_twice_and_its_backward_both_inputs():
     trace = traced(step, (4, 1, 16, 16))
     forward, backward = (each for each in trace.computations if "batch_norm" in each.name)
     vectors = 2 * 4
-    assert forward.bytes(L2) == 3 * 4096 + vectors
-    assert backward.bytes(L2) == 5 * 4096 + vectors
+    assert forward.bytes == 3 * 4096 + vectors
+    assert backward.bytes == 5 * 4096 + vectors
 
 
 def test_a_convolution_backward_is_a_launch_for_each_gradient():
@@ -103,11 +97,10 @@ def test_a_convolution_backward_is_a_launch_for_each_gradient():
         F.conv2d(x.requires_grad_(), weight.requires_grad_()).backward(x.detach())
 
     trace = traced(step, (1, 16, 16, 16), (16, 16, 1, 1))
-    images, weight, flops = 16 * 1024, 1024, 2 * 16 * 16 * 256
+    images, weight = 16 * 1024, 1024
     assert [each.name for each in trace.computations] == ["convolution", "convolution_backward"]
     assert [each.launches for each in trace.computations] == [1, 2]
-    assert [each.bytes(L2) for each in trace.computations] == [2 * images + weight, 4 * images + 2 * weight]
-    assert [each.flops for each in trace.computations] == [flops, 2 * flops]
+    assert [each.bytes for each in trace.computations] == [2 * images + weight, 4 * images + 2 * weight]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +110,7 @@ def test_a_convolution_backward_is_a_launch_for_each_gradient():
 def test_foreach_operations_launch_a_kernel_for_each_chunk(count, size, launches):
     trace = traced(lambda *tensors: torch._foreach_add_(tensors, 1), *[(size,)] * count)
     assert trace.launches() == launches
-    assert trace.bytes(L2) == 2 * count * size * 4
+    assert trace.bytes == 2 * count * size * 4
 
 
 def test_foreach_operations_with_two_lists_take_fewer_tensors():
@@ -140,22 +133,12 @@ def test_the_memory_of_tensors_is_the_allocators_on_the_cpu():
 
 def step_on(device, setting):
     """The trace of a step that runs, through Triton's interpreter where there is no GPU."""
-    torch.manual_seed(0)
     memory_format = LAYOUTS[setting.layout]
     network = DenseNet(**architecture(setting.model), efficient="shared").to(device, memory_format=memory_format)
     images = torch.randn(setting.batch_size, 3, setting.image_size, setting.image_size, device=device)
-    images = images.contiguous(memory_format=memory_format)
-    labels = torch.zeros(setting.batch_size, dtype=torch.long, device=device)
-    mode = TracingMode(device, [*network.parameters(), *network.buffers(), images, labels])
-    launches = launches_replaced(mode.add_launch, also_launch=True)
-    with tensor_float_32(setting.precision == "tf32"), kernels_chosen(triton=True), launches, mode:
-        with torch.autocast(device, torch.bfloat16, enabled=setting.precision == "bf16"):
-            output = network(images)
-        loss = F.cross_entropy(output.float(), labels)
-        mode.phase = "backward"
-        loss.backward()
+    step = trace_step(network, images.contiguous(memory_format=memory_format), setting.precision, run_kernels=True)
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
-    return mode.trace
+    return step
 
 
 @pytest.mark.parametrize(
@@ -170,32 +153,32 @@ def step_on(device, setting):
 def test_the_trace_of_meta_tensors_is_that_of_a_step_that_runs(model, image_size, precision, layout, monkeypatch):
     monkeypatch.setitem(VARIANTS, "with_stem", architecture(TINY.model) | {"small_inputs": False})
     setting = Setting(model, 2, image_size, precision, layout, "cuda", 1)
-    expected, trace = step_on(DEVICE, setting), trace_step(setting, "shared")
-    launched, on_meta = ([each for each in t.computations if each.is_triton] for t in (expected, trace))
+    expected, on_meta = step_on(DEVICE, setting), trace(setting, "shared")
+    launched, counted = ([each for each in t.computations if each.is_triton] for t in (expected, on_meta))
     assert len(launched) > 20
-    assert on_meta == launched
+    assert counted == launched
     # On a CPU the portable stem pools in another memory format, and autocast casts other functions of PyTorch too.
     # Which memory format a convolution's gradients have depends on the device, and with it what must be copied. Only on
     # a CPU does a stage's matrix of statistics start at zero.
     if DEVICE == "cpu" and model == TINY.model and precision == "float32":
         others = {"clone", "copy_", "_to_copy", "new_zeros"}
         names, expected_names = (
-            [each.name for each in t.computations if each.name not in others] for t in (trace, expected)
+            [each.name for each in t.computations if each.name not in others] for t in (on_meta, expected)
         )
         assert names == expected_names
 
 
 def test_the_trace_sees_what_is_inside_operators():
-    names = {each.name for each in trace_step(TINY, "shared").computations}
+    names = trace(TINY, "shared").by_name().keys()
     assert not {"stage", "stage_backward", "stem", "update_running_statistics"} & names
     assert {"convolution_backward", "_foreach_lerp_", "conv1x1_backward"} <= names
 
 
 def test_kernels_outside_of_the_table_are_refused():
     with pytest.raises(ValueError, match=r"'conv5x5' is not in KERNELS: add to benchmarks/gpu_kernels\.py"):
-        model_of("conv5x5")
-    with pytest.raises(ValueError, match=r"the matrix 'halo' of the Triton kernel 'k' is not in KERNELS"):
-        KernelModel({}).traffic("k", (1,), {"halo": torch.empty(2, 2)})
+        launch_bytes("conv5x5", (1,), {})
+    with pytest.raises(ValueError, match=r"the matrix 'halo' of the Triton kernel 'tile_statistics' is not in KERNELS"):
+        launch_bytes("tile_statistics", (1,), {"halo": torch.empty(2, 2)})
 
 
 def launched_kernels():
@@ -218,57 +201,62 @@ def test_the_table_has_every_kernel():
     assert launched_kernels() <= KERNELS.keys()
 
 
-def test_the_bytes_of_a_launch():
-    model = KernelModel({"x": READ, "out": WRITE, "again": Access(reads=1, again_for=1)}, lambda arguments: 3)
+def test_the_bytes_of_a_launch(monkeypatch):
+    kernel = {"x": READ, "out": WRITE, "again": Access(reads=1, again_for=1)}
+    monkeypatch.setitem(KERNELS, "kernel", kernel)
     matrix = torch.empty(4, 16, device="meta")
     arguments = {"x": matrix[:, :8], "out": matrix, "again": matrix, "vector": matrix[0]}
-    rows = model.traffic("kernel", (2, 5), arguments)
-    assert rows == [Traffic(128), Traffic(256), Traffic(256, 4), Traffic(64)]
-    assert [each.total(256) for each in rows] == [128, 256, 256, 64]
-    assert [each.total(255) for each in rows] == [128, 256, 5 * 256, 64]
-    assert model.flops({"num_rows": 4, "channels": 8, "OUT_CHANNELS": 2}) == 2 * 3 * 4 * 8 * 2
+    assert launch_bytes("kernel", (2, 5), arguments) == 128 + 256 + 256 + 64
+    larger = torch.empty(L2_BYTES // 4 + 1, 1, device="meta")
+    assert launch_bytes("kernel", (2, 5), {"again": larger}) == 5 * (L2_BYTES + 4)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_is_accumulated_is_read_unless_it_is_overwritten(overwrite):
-    grads = torch.empty(4, 16, device="meta")
-    rows = model_of("conv1x1_backward").traffic("", (1, 1), {"grad_accum": grads, "OVERWRITE": overwrite})
-    assert rows == [Traffic(256)] * (1 if overwrite else 2)
+    arguments = {"grad_accum": torch.empty(4, 16, device="meta"), "OVERWRITE": overwrite}
+    assert launch_bytes("conv1x1_backward", (1, 1), arguments) == (256 if overwrite else 512)
 
 
 @pytest.mark.parametrize("needed", [False, True])
 def test_an_argument_that_is_not_used_is_not_counted(needed):
     arguments = {"grad_weight": torch.empty(4, 16, device="meta"), "HAS_GRAD_WEIGHT": needed}
-    assert model_of("finish_backward").traffic("", (1,), arguments) == [Traffic(256)] * needed
+    assert launch_bytes("finish_backward", (1,), arguments) == 256 * needed
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("engine", ["plain", "shared"])
-def test_products_under_autocast(engine, precision):
-    trace = trace_step(dataclasses.replace(TINY, precision=precision), engine)
-    dtypes = {each.product_dtype for each in trace.computations if each.flops}
-    assert dtypes == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+def test_a_step_under_autocast_moves_fewer_bytes(engine):
+    exact, half = (
+        trace(setting, engine) for setting in expand(TINY.model, 64, precision="float32,bf16", device="cuda")
+    )
+    assert half.bytes < 0.7 * exact.bytes
+    assert half.tensor_peak < 0.7 * exact.tensor_peak
     assert not torch.is_autocast_enabled("cuda")
 
 
-@pytest.fixture(scope="module", params=BOUNDS, ids=lambda configuration: configuration[0])
-def counted(request):
-    """The counts of a step of both engines."""
-    model, batch_size = request.param
-    setting = gpu_model.expand(model, batch_size, precision="tf32", device="cuda")[0]
-    traces = {engine: trace_step(setting, engine, device=COUNTING_DEVICE) for engine in ("plain", "shared")}
-    return request.param, {engine: gpu_model.count(setting, engine, trace) for engine, trace in traces.items()}
-
-
-def test_few_launches_few_bytes_and_little_memory(counted):
-    configuration, counts = counted
-    shared, plain = counts["shared"], counts["plain"]
+@pytest.mark.parametrize(("model", "batch_size"), BOUNDS)
+def test_few_launches_few_bytes_and_little_memory(model, batch_size):
+    (setting,) = expand(model, batch_size, precision="tf32", device="cuda")
+    plain, shared = trace(setting, "plain"), trace(setting, "shared")
     ratios = shared.bytes / plain.bytes, shared.tensor_peak / plain.tensor_peak
-    found = Bounds(shared.launches, shared.layer_forward, shared.layer_backward, *ratios)
-    bounds = BOUNDS[configuration]
-    assert all(number <= bound for number, bound in zip(found, bounds, strict=True)), found
+    found = Bounds(shared.launches(), *layer_launches(setting, "shared", shared), *ratios)
+    assert all(number <= bound for number, bound in zip(found, BOUNDS[model, batch_size], strict=True)), found
+    assert (plain.launches(is_triton=False), plain.launches(is_triton=True)) == (PLAIN_LAUNCHES[model], 0)
 
 
-def test_what_plain_is_compared_with(counted):
-    (model, _), counts = counted
-    assert (counts["plain"].aten, counts["plain"].triton) == (PLAIN_LAUNCHES[model], 0)
+def test_the_tables_of_a_page_are_written_again(tmp_path):
+    options, page = f"--model {TINY.model} --batch_size 2,3 --image_size 8", tmp_path / "page.md"
+    command, end = f"<!-- python benchmarks/gpu_counts.py {options} -->\n", "<!-- end of the counts -->\n\nText.\n"
+    page.write_text(f"# Title\n\n{command}An old table.\n{end}")
+    gpu_counts.count(page=str(page))
+    written = page.read_text()
+    assert written.startswith(f"# Title\n\n{command}\n{TINY.model}, batch 2, images of 8×8, tf32, contiguous:\n\n| ")
+    assert written.endswith(f" |\n\n{end}")
+    assert written.count("| counted |") == written.count("| `shared` | ") == 2
+    assert "An old table" not in written
+
+
+@pytest.mark.exhaustive
+def test_the_counts_in_the_docs_are_what_the_program_prints():
+    text = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text()
+    assert gpu_counts.COMMAND.search(text)
+    assert gpu_counts.rewritten(text) == text
