@@ -56,7 +56,7 @@ _DATA = Record(
         "fingerprint": text(),
         "statistics": Items(number(0, 255, "[]")),
     },
-    may_lack=frozenset({"fingerprint", "statistics"}),  # earlier versions recorded none
+    may_lack=frozenset({"fingerprint", "statistics", "note"}),  # some versions recorded none
 )
 _LATER_OPTIONS = frozenset(
     {"mirror", "accept_changed_data", "cuda_graph", "weight_decay", "weights", "freeze", "keep_bottleneck"}
