@@ -190,12 +190,12 @@ def test_a_flipped_bit_in_the_config_is_noticed_or_harmless_and_edits_are_possib
         except ValueError:
             noticed += 1
     assert noticed > 150
-    edited = content.replace(b'"note": "', b'"note": "edited')
+    edited = content.replace(b'"name": "', b'"name": "edited')
     path.write_bytes(edited)
     with pytest.raises(ValueError, match=r"config.json: its content has the checksum \w+, but .* remove the line \"ch"):
         read_config(tmp_path)
     path.write_bytes(b"".join(line for line in edited.splitlines() if b'"checksum"' not in line))
-    assert read_config(tmp_path)["data"]["note"] == f"edited{expected['data']['note']}"
+    assert read_config(tmp_path)["data"]["name"] == f"edited{expected['data']['name']}"
 
 
 @pytest.mark.parametrize("changed", [{"_use_new_zipfile_serialization": False}, "without checksums"])

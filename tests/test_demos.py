@@ -262,10 +262,10 @@ def test_an_unwritable_directory_is_reported_at_once(save, tmp_path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]
 
 
-def _write_package(folder: Path, name: str) -> None:
+def _write_package(place: Path, name: str) -> None:
     """A package that ends the process that imports it, with its name."""
-    (folder / "efficient_densenet").mkdir(parents=True)
-    (folder / "efficient_densenet" / "__init__.py").write_text(f"raise SystemExit({name!r})")
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text(f"raise SystemExit({name!r})")
 
 
 @pytest.mark.parametrize(
@@ -277,11 +277,13 @@ def _write_package(folder: Path, name: str) -> None:
     ],
 )
 def test_a_demo_prefers_the_package_beside_it_to_an_installed_one(script, cloned, tmp_path):
-    _write_package(tmp_path / "installed", "the installed package")
+    _write_package(tmp_path / "installed" / "efficient_densenet", "the installed package")
     if cloned:
-        _write_package(tmp_path / "clone", "the package of the clone")
-    (tmp_path / "clone" / "demos").mkdir(parents=True)
-    shutil.copy(DEMOS / script, tmp_path / "clone" / "demos")
+        _write_package(tmp_path / "clone" / "efficient_densenet", "the package of the clone")
+    training = tmp_path / "clone" / "demos" / "training"
+    training.mkdir(parents=True)
+    (training / "__init__.py").write_text("import efficient_densenet")
+    shutil.copy(DEMOS / script, training.parent)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
     command = [sys.executable, f"clone/demos/{script}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)

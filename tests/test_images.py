@@ -1,6 +1,7 @@
 """Decoding, prefetching, augmenting and normalizing images."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from samples import write_folder
-from training.data import Images, load, prefetch
+from training.data import Images, load
 from training.data.augment import Transform, generator_for, transform_for
 from training.data.decode import decode
 
@@ -134,7 +135,7 @@ def test_augmenting_50000_images_takes_under_three_seconds():
     assert time.perf_counter() - started < 3
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", [0, 3])
 def test_a_killed_worker_is_reported_in_a_sentence(tmp_path, number):
     batches = load(str(write_folder(tmp_path)), stream=True).train.fetch(torch.arange(24).split(1))
     for _ in range(number):
@@ -149,22 +150,12 @@ def test_a_killed_worker_is_reported_in_a_sentence(tmp_path, number):
 def test_too_little_shared_memory_is_reported_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "share_memory_", _no_space)
     batches = load(str(write_folder(tmp_path)), stream=True).train.fetch(torch.arange(24).split(24))
-    with pytest.raises(MemoryError, match="too little shared memory for 0 MiB of prefetched images"):
+    with pytest.raises(MemoryError, match="too little shared memory for prefetched batches of 0 MiB"):
         next(batches)
 
 
 def _no_space(tensor):
     raise RuntimeError("unable to allocate shared memory")
-
-
-def test_nothing_is_decoded_once_it_is_cancelled(tmp_path):
-    buffers, cancelled = torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.bool)
-    task = [tmp_path / "absent.png"], buffers, cancelled, 0, [0, 0]
-    with pytest.raises(ValueError, match=r"absent.png is not an image"):
-        prefetch._decode_batch(*task)
-    batches = prefetch._decode_in_processes(1, ([write_folder(tmp_path)], buffers, cancelled), iter([]))
-    assert list(batches) == []
-    assert prefetch._decode_batch(*task) == (0, 2)
 
 
 DECODING = """
@@ -206,6 +197,7 @@ def test_streamed_batches_of_any_size_use_the_same_number_of_open_files(tmp_path
         for _ in dataset.train.fetch([torch.arange(size)]):
             os.close(others.pop())
             counts.append(len(_open_files() - before))
+        gc.collect()  # a DataLoader iterator is part of a cycle
         assert _open_files() <= before
     assert counts[0] == counts[1] > 0
 

@@ -315,7 +315,7 @@ def test_weights_that_overflow_are_an_error_when_evaluating_and_predicting(stopp
     ("field", "value", "message"),
     [
         ("model.mean", [], "model.mean is [], but must be a list of at least 1"),
-        ("model.std", [0.0], "model.std.0 is 0.0, but must be a number in (0, 255]"),
+        ("model.std", [0.0], "model.std is [0.0], but must be a list of at least 1, each a number in (0, 255]"),
         ("model.std", [80.0, 80.0], "model.std is [80.0, 80.0], but must be a list of 1"),
         ("model.depth", 16, "model.depth is 16, but must be 10"),
         ("model.depth", 11, "model.depth is 11, but must be 6n + 4"),
@@ -327,7 +327,7 @@ def test_weights_that_overflow_are_an_error_when_evaluating_and_predicting(stopp
         ("data.statistics", [80.0], "data.statistics is [80.0], but must be a list of 2"),
         ("data.image_size", 33, "data.image_size is 33, but must be 32"),
         ("position.epoch", 5, "position.epoch is 5, but must be a whole number of at least 1 and at most 4"),
-        ("position.epoch", 3, "rows is a list of 1, but must be a list of 2"),
+        ("position.epoch", 3, "rows is [1], but must be a row of each of 2 epochs, in order"),
         ("position.step", 11, "position.step is 11, but must be a whole number of at least 0 and at most 10"),
         ("position.seen", 7.0, "position.seen is 7.0, but must be 256"),
         ("position.wrong", 257.0, "position.wrong is 257.0, but must be a number in [0, 256]"),

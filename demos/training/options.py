@@ -9,7 +9,6 @@ import torch
 from efficient_densenet._checks import Rule, check, choice, integer, number, optional
 from efficient_densenet.models.zoo import VARIANTS, create_model
 
-from .arguments import SWITCH
 from .data import DATASETS
 from .freezing import FREEZE
 from .recipes import RECIPES
@@ -19,6 +18,9 @@ PAIR = ("data", "save")
 """Options that may be given by position, together."""
 LETTERS = {"e": "efficient", "a": "amp"}
 """As everywhere, a letter stands for the only option that it begins; these begin several."""
+
+SWITCH = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
+"""What may be typed for True and False."""
 
 ENGINES = ("best", "plain", "official", "checkpoint", "shared")
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

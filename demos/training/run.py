@@ -20,9 +20,9 @@ from .data import (
     SplitDataset,
     StreamedImages,
     UndecodableImage,
-    check_buffers,
     check_images,
     check_options_of_folders,
+    check_prefetched,
     load,
 )
 from .data.augment import transform_for
@@ -165,7 +165,7 @@ class Run:
                 "give a larger --batch_size or fewer processes"
             )
         if isinstance(dataset.train, StreamedImages):
-            check_buffers(dataset.image_size, -(-smallest // context.world_size), options.workers)
+            check_prefetched(dataset.image_size, -(-smallest // context.world_size), options.workers)
         return dataset
 
     def _restore(self, state: dict[str, Any], changes: list[str]) -> None:
@@ -186,8 +186,6 @@ class Run:
         say(f"expected memory of a step: {expected_memory}")
         splits = f"{len(dataset.train):,} to train, {len(dataset.valid):,} to validate, {len(dataset.test):,} to test"
         say(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")
-        if dataset.note:
-            say(f"note: {dataset.note}")
 
     def _describe_engines(self) -> str:
         try:

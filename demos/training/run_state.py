@@ -156,7 +156,6 @@ def run_record(options: RunOptions, config: ModelConfig, dataset: SplitDataset) 
             "test_pictures": len(dataset.test),
             "image_size": dataset.image_size,
             "classes": list(dataset.classes),
-            "note": dataset.note,
             "fingerprint": dataset.fingerprint,
             "statistics": [*config.mean, *config.std],
         },

@@ -1,8 +1,11 @@
-"""What a file may contain, as data, and the one check of a file against it."""
+"""What a file may contain, as data, and the one check of a file against it.
+
+`torch.load(weights_only=True)` and strict loading would take a state that is not finite, of another dtype, or of no
+device, and options and positions that no run can have; and they name no field. Files say which one is wrong.
+"""
 
 import os
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,25 +14,9 @@ from torch import Tensor, nn
 
 from efficient_densenet._checks import Rule, describe
 
-
-@dataclass(frozen=True)
-class Record:
-    """A dict with these fields, of which those in `may_lack` may be missing; only an `open` one may have others."""
-
-    fields: Mapping[Any, "Schema"]
-    may_lack: frozenset[Any] = frozenset()
-    open: bool = False
-
-
-@dataclass(frozen=True)
-class Items:
-    """A list of at least so many items."""
-
-    item: "Schema"
-    at_least: int = 1
-
-
-Schema = Rule | Record | Items
+Schema = Any
+"""A rule; a list with the schema of every item; or a dict with the schema of every field. Fields whose name begins with
+a question mark may be missing; where `...` is a field, there may be others."""
 
 
 class Mismatch(NamedTuple):
@@ -40,64 +27,61 @@ class Mismatch(NamedTuple):
     needed: str
 
 
-def mismatch(value: Any, schema: Schema, field: str = "") -> Mismatch | None:
-    """The first field of `value` that is not as `schema` says."""
-    if isinstance(schema, Record) and isinstance(value, dict):
-        return _mismatch_in_record(value, schema, field)
-    if isinstance(schema, Items) and isinstance(value, (list, tuple)):
-        if len(value) >= schema.at_least:
-            found = (mismatch(item, schema.item, _join(field, i)) for i, item in enumerate(value))
-            return next(filter(None, found), None)
-    elif isinstance(schema, Rule) and schema.accepts(value):
-        return None
-    return Mismatch(field, f"is {describe(value)}", f"must be {_needed(schema)}")
-
-
-def _mismatch_in_record(value: dict[Any, Any], schema: Record, field: str) -> Mismatch | None:
-    for name, inner in schema.fields.items():
-        if name in value:
-            found = mismatch(value[name], inner, _join(field, name))
-            if found:
-                return found
-        elif name not in schema.may_lack:
-            return Mismatch(_join(field, name), "is missing", f"must be {_needed(inner)}")
-    extra = [name for name in value if name not in schema.fields]
-    if extra and not schema.open:
-        return Mismatch(_join(field, extra[0]), f"is {describe(value[extra[0]])}", "there is no field of that name")
-    return None
-
-
 def check_file(path: Path, value: Any, schema: Schema) -> None:
-    refuse(path, mismatch(value, schema))
+    """Raise ValueError, with the name of the field, unless the content of a file is as `schema` says."""
+    check_fields(path, [("", value, schema)])
 
 
-def check_fields(path: Path, fields: Iterable[tuple[str, Any, Rule]]) -> None:
-    """Check fields whose rule depends on other fields: the name, the value and the rule of each."""
-    refuse(path, next(filter(None, (mismatch(value, rule, name) for name, value, rule in fields)), None))
+def check_fields(path: Path, fields: Iterable[tuple[str, Any, Schema]]) -> None:
+    """Check fields one after another, by the name, the value and the schema of each."""
+    for name, value, schema in fields:
+        for field, found, needed in mismatches(value, schema, name):
+            raise ValueError(
+                f"{path}: {field or 'its content'} {found}, but {needed}; the file was left unchanged: "
+                "restore it from a copy, or give another run"
+            )
 
 
-def refuse(path: Path, mismatch: Mismatch | None) -> None:
-    """Raise ValueError if there is a mismatch."""
-    if mismatch:
-        where = f"{path}: {mismatch.field}" if mismatch.field else f"{path}: its content"
-        raise ValueError(
-            f"{where} {mismatch.found}, but {mismatch.needed}; the file was left unchanged: "
-            "restore it from a copy, or give another run"
-        )
+def mismatches(value: Any, schema: Schema, field: str = "") -> Iterator[Mismatch]:
+    """What in `value` is not as the schema says."""
+    if isinstance(schema, dict) and isinstance(value, dict):
+        yield from _mismatches_in_dict(value, schema, field)
+    elif isinstance(schema, list) and isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from mismatches(item, schema[0], _join(field, i))
+    elif not isinstance(schema, Rule) or not schema.accepts(value):
+        yield Mismatch(field, f"is {describe(value)}", f"must be {_needed(schema)}")
+
+
+def _mismatches_in_dict(value: dict[Any, Any], schema: dict[Any, Schema], field: str) -> Iterator[Mismatch]:
+    known = {_name(key): inner for key, inner in schema.items() if key is not ...}
+    for name, inner in known.items():
+        if name in value:
+            yield from mismatches(value[name], inner, _join(field, name))
+        elif f"?{name}" not in schema:
+            yield Mismatch(_join(field, name), "is missing", f"must be {_needed(inner)}")
+    for name in value:
+        if name not in known and ... not in schema:
+            yield Mismatch(_join(field, name), f"is {describe(value[name])}", "there is no field of that name")
+
+
+def _name(key: Any) -> Any:
+    return key.removeprefix("?") if isinstance(key, str) else key
 
 
 def _needed(schema: Schema) -> str:
     if isinstance(schema, Rule):
         return schema.needed
-    if isinstance(schema, Items):
-        return f"a list of at least {schema.at_least}"
-    names = [str(name) for name in schema.fields]
-    return f"a dict with {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" if names else "an empty dict"
+    names = [str(_name(name)) for name in schema]
+    return "a list" if isinstance(schema, list) else f"a dict with {', '.join(names[:3])}{', …' * (len(names) > 3)}"
 
 
-def _join(field: str, name: Hashable) -> str:
+def _join(field: str, name: Any) -> str:
     shown = str(name) if str(name).isprintable() else ascii(name)
     return f"{field}.{shown}" if field else shown
+
+
+ANY_DICT = Rule("a dict", lambda value: isinstance(value, dict))
 
 
 def equal_to(expected: Any) -> Rule:
@@ -112,13 +96,23 @@ def equal_to(expected: Any) -> Rule:
     return Rule(describe(expected), accepts)
 
 
-def text(empty: bool = False) -> Rule:
-    """A text of Unicode characters, which half of a surrogate pair is not."""
+def list_of(rule: Rule, length: int | None = None) -> Rule:
+    """A list of `length` items, or by default of any number but none."""
 
     def accepts(value: Any) -> bool:
-        return isinstance(value, str) and (empty or value != "") and is_utf8(value)
+        return (
+            isinstance(value, (list, tuple))
+            and len(value) == (length or max(len(value), 1))
+            and all(map(rule.accepts, value))
+        )
 
-    return Rule("a text" if empty else "a text that is not empty", accepts)
+    return Rule(f"a list of {length or 'at least 1'}, each {rule.needed}", accepts)
+
+
+def text(empty: bool = False) -> Rule:
+    """A text of Unicode characters, which half of a surrogate pair is not."""
+    needed = "a text" if empty else "a text that is not empty"
+    return Rule(needed, lambda value: isinstance(value, str) and (empty or value != "") and is_utf8(value))
 
 
 def is_utf8(value: str) -> bool:
@@ -130,10 +124,8 @@ def path_name() -> Rule:
     """A path that the operating system takes; it need not be valid UTF-8."""
 
     def accepts(value: Any) -> bool:
-        if not isinstance(value, str) or value == "" or "\0" in value:
-            return False
         try:
-            return bool(os.fsencode(value))
+            return isinstance(value, str) and "\0" not in value and bool(os.fsencode(value))
         except UnicodeEncodeError:
             return False
 
@@ -157,7 +149,7 @@ def tensor_like(expected: Tensor, nonnegative: bool = False) -> Rule:
     return Rule(f"a dense tensor of {shape}, {expected.dtype}, with {sign}finite values", accepts)
 
 
-def tensors_like(expected: Mapping[str, Tensor]) -> Record:
-    """A state dict with the same names and shapes."""
+def tensors_like(expected: Mapping[str, Tensor]) -> dict[Any, Schema]:
+    """The schema of a state dict with the same names and shapes."""
     counted = ("running_var", "num_batches_tracked")
-    return Record({name: tensor_like(tensor, name.endswith(counted)) for name, tensor in expected.items()})
+    return {name: tensor_like(tensor, name.endswith(counted)) for name, tensor in expected.items()}

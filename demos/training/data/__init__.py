@@ -1,9 +1,8 @@
 """Training data: recognizing and reading data sets, decoding images, making augmented batches."""
 
-from .decode import UndecodableImage
+from .decode import UndecodableImage, check_prefetched
 from .folder import check_images
 from .images import Images, ImageSet, StreamedImages
-from .prefetch import check_buffers
 from .sources import DATASETS, Dataset, SplitDataset, check_options_of_folders, load
 
 __all__ = [
@@ -14,8 +13,8 @@ __all__ = [
     "SplitDataset",
     "StreamedImages",
     "UndecodableImage",
-    "check_buffers",
     "check_images",
     "check_options_of_folders",
+    "check_prefetched",
     "load",
 ]

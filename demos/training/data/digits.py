@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from .images import Images
 
 NAME = "UCI handwritten digits"
-CLASSES = tuple("0123456789")
 
 
 def load_digits() -> Images:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .prefetch import decode_batches
+from .decode import decode_batches
 
 
 @dataclass(frozen=True)

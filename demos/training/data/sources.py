@@ -7,11 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from efficient_densenet._extras import need
-
-from . import cifar, digits, folder, idx
-from .download import TITLES, download
+from . import digits, folder, published
 from .images import Images, ImageSet, StreamedImages, digest, random_split
+from .published import TITLES
 
 DATASETS = tuple(TITLES)
 SPLIT_SEED = 0
@@ -31,7 +29,6 @@ class Dataset:
     classes: tuple[str, ...]
     horizontal_flip: bool
     """Whether training flips images by default."""
-    note: str = ""
     file_digest: str = ""
     """Of an image folder: a digest of the names and sizes of its files."""
 
@@ -105,7 +102,7 @@ def load(
                 f"found --dataset {dataset} without --data: give the directory to read it from, or to download it into"
             )
         train, test = random_split(digits.load_digits(), 359, SPLIT_SEED)
-        return Dataset(digits.NAME, train, None, test, digits.CLASSES, horizontal_flip=False)
+        return Dataset(digits.NAME, train, None, test, published.DIGITS, horizontal_flip=False)
     try:
         return _load(Path(data), dataset, image_size, workers, stream, may_download)
     except PermissionError as exc:
@@ -134,63 +131,51 @@ def _load(
     if not path.exists() or not any(path.iterdir()):
         if not may_download:
             raise ValueError(f"{path} is absent or empty, but images are needed there: give their place with --data")
-        download(path, dataset or "cifar10")
+        published.download(path, dataset or "cifar10")
     elif dataset and may_download and not any(find(path) for find in _FINDERS):
-        download(path, dataset)
-    return _recognize(path, dataset, image_size, workers, stream)
-
-
-def _recognize(path: Path, dataset: str | None, image_size: int, workers: int, stream: bool | None) -> Dataset:
-    found = cifar.find(path, dataset)
-    if found:
-        train, test, classes = cifar.read(*found)
-        modified = cifar.modified_files(*found)
-        note = f"not the original files: the checksums of {', '.join(modified)} differ" if modified else ""
-        return Dataset(found[1].name, train, None, test, classes, horizontal_flip=True, note=note)
-    if dataset is None and folder.is_image_folder(path):
+        published.download(path, dataset)
+    if dataset is None and folder.is_image_folder(path) and not published.find_cifar(path):
         splits, classes, file_digest = folder.read(path, image_size, workers, stream)
         train, valid, test = splits["train"], splits.get("val"), splits["test"]
         name = f"image folder {os.fsencode(path).decode(errors='replace')}"
         return Dataset(name, train, valid, test, classes, horizontal_flip=True, file_digest=file_digest)
-    idx_folder = idx.find(path) if dataset in (None, "fashion_mnist") else None
-    if idx_folder:
-        train, test = idx.read(idx_folder)
-        if not idx.is_mnist(train):
-            return Dataset("Fashion-MNIST", train, None, test, idx.CLASSES, horizontal_flip=True)
-        if dataset is None:
-            return Dataset("MNIST", train, None, test, digits.CLASSES, horizontal_flip=False)
-    if dataset in (None, "svhn") and _has_svhn(path):
-        return _load_svhn(path)
+    found = _read_published(path, dataset)
+    if found is None:
+        raise ValueError(_describe_other_content(path, dataset))
+    name, train, test, classes = found
+    return Dataset(name, train, None, test, classes, horizontal_flip=classes != published.DIGITS)
+
+
+_FINDERS = (published.find_cifar, folder.is_image_folder, published.find_mnist, published.has_svhn)
+
+
+def _read_published(path: Path, dataset: str | None) -> published.Splits | None:
+    """This `dataset`, or by default the first that is in the directory."""
+    cifar = published.find_cifar(path, dataset)
+    if cifar:
+        return published.read_cifar(*cifar)
+    mnist = published.find_mnist(path) if dataset in (None, "fashion_mnist") else None
+    if mnist:
+        found = published.read_mnist(mnist)
+        if dataset is None or found[0] == TITLES[dataset]:
+            return found
+    return published.read_svhn(path) if dataset in (None, "svhn") and published.has_svhn(path) else None
+
+
+def _describe_other_content(path: Path, dataset: str | None) -> str:
     names = sorted(entry.name for entry in path.iterdir())
     contains = f"{path} contains {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
     if dataset:
-        raise ValueError(
+        return (
             f"{contains}, but --dataset {dataset} needs {TITLES[dataset]} there: leave --dataset out to take what is "
             "there, or give another --data"
         )
     if any(folder.has_images(entry) for entry in path.iterdir() if entry.is_dir()):
-        raise ValueError(
+        return (
             f"{contains}, but no train/: move the folders of the classes into {path / 'train'}, and some images of "
             f"each class into folders of the same names in {path / 'test'}"
         )
-    raise ValueError(
+    return (
         f"{contains}, but a directory of images needs torchvision's CIFAR files, or train/ and test/ with a folder of "
         "images for each class: give another --data, or a --dataset to download beside what is there"
     )
-
-
-def _has_svhn(path: Path) -> bool:
-    return (path / "train_32x32.mat").exists()
-
-
-_FINDERS = (cifar.find, folder.is_image_folder, idx.find, _has_svhn)
-
-
-def _load_svhn(path: Path) -> Dataset:
-    need("scipy", extra="svhn")
-    try:
-        splits = [need("torchvision", extra="demos").datasets.SVHN(path, split=split) for split in ("train", "test")]
-    except (RuntimeError, OSError, ValueError) as exc:
-        raise ValueError(f"{path} is damaged ({exc}): remove it so that SVHN is downloaded again") from exc
-    train, test = (Images(torch.from_numpy(s.data), torch.from_numpy(s.labels).long()) for s in splits)
-    return Dataset("SVHN", train, None, test, tuple("0123456789"), horizontal_flip=False)
