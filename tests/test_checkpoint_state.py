@@ -17,6 +17,7 @@ from efficient_densenet.checkpoint import (
     checkpoint_sequential,
     checkpoint_wrapper,
 )
+from efficient_densenet.checkpoint.frame import CheckpointFrame
 
 
 @pytest.mark.parametrize("preserve", [True, False])
@@ -219,3 +220,120 @@ def test_weight_norm_and_pruning_can_still_be_removed():
     prune.l1_unstructured(module, "weight", 1)
     prune.remove(module, "weight")
     assert not prune.is_pruned(module)
+
+
+def _step(run, block: nn.Module, x: torch.Tensor, between=lambda block: None) -> list:
+    """The gradients of a step in which `between` comes after the forward, and the buffers."""
+    x = x.clone().requires_grad_()
+    output = run(block, x)
+    between(block)
+    output.square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in block.parameters()), *block.buffers()]
+
+
+def _block() -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()
+    with torch.no_grad():  # as an optimizer has: the weights have a version
+        for parameter in block.parameters():
+            parameter.mul_(0.9)
+    return block
+
+
+def _assert_as_plain(prepare=lambda block: None, between=lambda block: None) -> None:
+    x, results = torch.randn(2, 3, 5, 5, dtype=torch.double), []
+    for run in (lambda block, x: block(x), checkpoint):
+        block = _block()
+        prepare(block)
+        results.append(_step(run, block, x, between))
+    for expected, actual in zip(*results, strict=True):
+        assert (expected is None) == (actual is None)
+        assert expected is None or torch.allclose(expected, actual, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_parameters_may_be_frozen_or_trained_after_the_forward(trains):
+    """As those of a discriminator are for the generator's loss."""
+    _assert_as_plain(lambda block: block.requires_grad_(not trains), lambda block: block.requires_grad_(trains))
+
+
+def test_where_saved_tensors_hooks_are_disabled_everything_is_saved():
+    x, block = torch.randn(2, 3, 5, 5, dtype=torch.double), _block()
+    expected = _step(lambda block, x: block(x), _block(), x)
+    with torch.autograd.graph.disable_saved_tensors_hooks("disabled"):
+        actual = _step(checkpoint, block, x)
+    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
+
+
+def test_a_backward_that_raises_leaves_no_recomputed_tensors(monkeypatch):
+    frames = []
+    forward = CheckpointFrame.forward
+    monkeypatch.setattr(CheckpointFrame, "forward", lambda self, *args: (frames.append(self), forward(self, *args))[1])
+    block, x = _block(), torch.randn(2, 3, 5, 5, dtype=torch.double)
+    output = checkpoint(block, x)
+
+    def fail(grad):
+        raise ValueError("a hook of a gradient fails")
+
+    handle = block[3].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="hook of a gradient"):
+        output.sum().backward(retain_graph=True)
+    assert not list(frames[0].recomputed_tensors.values())
+    handle.remove()
+    output.sum().backward()
+    assert block[0].weight.grad is not None
+
+
+def _halve(module, args, output):
+    return output * 0.5
+
+
+def _square(module, args):
+    return args[0] * args[0]
+
+
+class _Hooks:
+    """Hooks on a norm, registered before the forward or after it, and removed in between."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.handles = kind, []
+
+    def add(self, block: nn.Module) -> None:
+        norm = block[1]
+        if self.kind == "forward":
+            self.handles.append(norm.register_forward_hook(_halve))
+        elif self.kind == "with_kwargs":
+            hook = lambda module, args, kwargs, output: output * 0.5  # noqa: E731
+            self.handles.append(norm.register_forward_hook(hook, with_kwargs=True))
+        else:
+            self.handles.append(norm.register_forward_pre_hook(_square))
+
+    def remove(self, block: nn.Module) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+@pytest.mark.parametrize("kind", ["forward", "with_kwargs", "pre"])
+def test_the_hooks_of_the_forward_take_part_whatever_changes_until_the_backward(kind):
+    hooks = _Hooks(kind)
+    _assert_as_plain(hooks.add, hooks.remove)
+    _assert_as_plain(between=hooks.add)
+
+
+def _count(module, args):
+    module.calls = getattr(module, "calls", 0) + 1
+    module.total.add_(args[0].detach().mean())
+    return args[0] * 2
+
+
+def test_side_effects_of_hooks_that_take_part_happen_once():
+    blocks = []
+
+    def prepare(block: nn.Module) -> None:
+        block[3].register_buffer("total", torch.zeros((), dtype=torch.double))
+        block[3].register_forward_pre_hook(_count)
+        blocks.append(block[3])
+
+    _assert_as_plain(prepare)
+    assert [block.calls for block in blocks] == [1, 1]
