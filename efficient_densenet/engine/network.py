@@ -81,7 +81,8 @@ class _Walk:
             self._use_plain_format()
             self.x, self.outputs[relu] = _run_with_rectified(block, consumer, self.x, parts)
         elif joined is None:
-            return self.call_next()
+            self.call_next()
+            return
         elif name in self.taps:
             self._use_plain_format()
             self.x, self.outputs[name] = shared.run_with_features(*joined, self.x)
@@ -95,7 +96,6 @@ class _Walk:
         self.position += 2
         if consumer_name in self.taps:
             self.outputs[consumer_name] = self.x
-        return None
 
     def call_next(self) -> None:
         self._use_plain_format()
