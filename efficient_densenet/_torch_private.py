@@ -79,7 +79,7 @@ def queue_backward_callback(callback: Callable[[], Any]) -> None:
 
 
 def memory_key(tensor: Tensor) -> int:
-    """Return the address of the tensor's storage object, which tensors that share memory have in common."""
+    """Return a number that tensors have in common if they share memory: their storage's, or their base's storage's."""
     base = tensor if tensor._base is None else tensor._base
     try:
         return base.untyped_storage()._cdata
@@ -165,7 +165,7 @@ def is_flattened_by_fsdp1(module: torch.nn.Module) -> bool:
     if sharding_of(module) == "FullyShardedDataParallel":
         return True
     parameters = (type(parameter) for parameter in module._parameters.values() if parameter is not None)
-    return is_managed_by_fsdp(module) and not all(map(has_torch_dispatch, parameters))  # FSDP2's are DTensors
+    return is_managed_by_fsdp(module) and not all(map(has_torch_dispatch, parameters))  # FSDP2 has DTensors
 
 
 def class_before_fully_shard(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -208,6 +208,6 @@ def im2col_conv3x3(images: Tensor, weight: Tensor) -> Tensor:
 def im2col_conv3x3_backward(
     grad_output: Tensor, images: Tensor, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor, Tensor, None]:
-    """Return grad_input and grad_weight of the same, as the mask says. All have one memory format."""
+    """Return grad_input and grad_weight of `im2col_conv3x3`, as the mask says. All have one memory format."""
     settings = [3, 3], [1, 1], [1, 1]
     return torch.ops.aten._slow_conv2d_backward.output_mask(grad_output, images, weight, *settings, mask)

@@ -143,7 +143,7 @@ def _recorded(engines: set[str]) -> Iterator[None]:
 
     def recording(*args: Any) -> choose.BlockPlan:
         plan = plan_block(*args)
-        choose.add(plan.engine.value)
+        engines.add(plan.engine.value)
         return plan
 
     choose.plan_block = recording

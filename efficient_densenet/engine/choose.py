@@ -158,7 +158,7 @@ def join(
 
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of `consumer` on that of `block`, and the output of `block`."""
+    """The outputs of `consumer`, which reads the output of `block`, and of `block`."""
     joined = join(block, consumer, x)
     if joined is not None:
         return shared.run_with_features(*joined, x)

@@ -81,7 +81,8 @@ class _Walk:
             self._use_plain_format()
             self.x, self.outputs[relu] = _run_with_rectified(block, consumer, self.x, parts)
         elif joined is None:
-            return self.call_next()
+            self.call_next()
+            return
         elif name in self.taps:
             self._use_plain_format()
             self.x, self.outputs[name] = shared.run_with_features(*joined, self.x)
@@ -95,7 +96,6 @@ class _Walk:
         self.position += 2
         if consumer_name in self.taps:
             self.outputs[consumer_name] = self.x
-        return None
 
     def call_next(self) -> None:
         self._use_plain_format()
@@ -112,7 +112,7 @@ class _Walk:
 def _run_with_rectified(
     block: nn.Module, transition: Any, x: Tensor, parts: BlockParts | None
 ) -> tuple[Tensor, Tensor]:
-    """The output of `transition` on that of `block`, and the output of the transition's ReLU."""
+    """The outputs of `transition`, which reads the output of `block`, and of the transition's ReLU."""
     if must_be_called(transition):
         return _call_with_rectified(transition, block(x))
     joined = choose.join(block, transition.norm, x, parts)
@@ -126,7 +126,10 @@ def _run_with_rectified(
 
 
 def _call_with_rectified(transition: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by calling the transition, for the hooks on it; they see a copy, which records the ReLU's output."""
+    """The outputs of `transition` and of its ReLU, by calling the transition, which may have hooks.
+
+    They see a copy, which records the ReLU's output.
+    """
     rectified = []
 
     def forward(x: Tensor) -> Tensor:

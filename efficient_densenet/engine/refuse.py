@@ -104,7 +104,7 @@ def _modules_inside(module: nn.Module) -> list[nn.Module]:
 
 
 def _wrong_class(module: nn.Module, usual: Any) -> str:
-    # The name of torch's own class: with that of ours, put there by a recomputation, the warning would be a second one.
+    # The name of torch's own class: with our class, put there by a recomputation, the warning would be a second one.
     name = torch_class(module).__name__
     remedy = "; engine 'checkpoint' runs it" if isinstance(module, nn.SyncBatchNorm) else ""
     found = f"found a {name} inside a layer, where the shared engine takes {usual.__name__}{remedy}"
@@ -334,6 +334,6 @@ def _missing_tensors(norm: Norm) -> str | None:
 
 
 def _may_widen(norm: Norm) -> bool:
-    """Whether the output of `norm` may have a wider dtype than the input: that of a FrozenBatchNorm2d under autocast,
+    """Whether the output of `norm` may have a wider dtype than the input, as a FrozenBatchNorm2d's has under autocast,
     which is ordinary arithmetic with float32 buffers."""
     return is_frozen_batch_norm(norm) and autocast_enabled(norm.weight)

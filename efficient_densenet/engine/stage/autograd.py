@@ -1,7 +1,7 @@
 """The autograd formula of a stage, for eager mode and, as the operator's implementation for autograd, for compilers.
 
 One node has all of the forward; the backward of a large stage is split into one node a layer group, which releases the
-group's gradients before those of earlier layers exist. Parameters are inputs of the nodes, so that replicas and
+group's gradients before the gradients of earlier layers exist. Parameters are inputs of the nodes, so that replicas and
 gathered parameters get their gradients.
 """
 

@@ -1,7 +1,7 @@
 """Derivatives of a stage's gradients: under `create_graph=True` its backward runs the stage again by plain functions.
 
 The stage's input is not saved. Its values are computed from the features; its place in the autograd graph is found
-again through a scalar that the stage's node returns, to whose gradient `Reconnected` adds that of those values.
+again through a scalar that the stage's node returns, to whose gradient `Reconnected` adds the values' gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -115,7 +115,7 @@ class _PlainStage:
         return dimensions_of(x).avg_pool(x, 2) if consumer.pools else x
 
     def _norm(self, x: Tensor, tensors: NormConv, eps: float, frozen: slice | None) -> Tensor:
-        """A norm with batch statistics, or a `frozen` one with those in its columns."""
+        """A norm with batch statistics, or a `frozen` one with the statistics in its columns."""
         statistics = None if frozen is None else self.saved.statistics[:, frozen]
         return plain_norm(x, tensors.norm_weight, tensors.norm_bias, eps, statistics)
 

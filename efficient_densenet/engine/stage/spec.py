@@ -70,7 +70,7 @@ class StageSpec:
     """The settings of a stage: of layers, or a consumer, or both.
 
     Attributes:
-        dtype: that of the convolutions, such as "float32".
+        dtype: the dtype of the convolutions, such as "float32".
         channels_last: the memory format of the outputs.
         keeps_channels_last: the consumer's output stays in channels_last, in which it is computed, for another stage.
         in_channels, growth_rate: the channels of the stage's input, and those that each layer adds.
@@ -85,11 +85,11 @@ class StageSpec:
         has_count: whether the processes of a sync group count their values.
         layer_norms: the norms of each layer, among all norms of the stage in their order; the consumer's is the last.
         feature_columns: for each norm of the features, the columns that it reads; none for one inside a layer.
-        norm_columns: for each norm, its own columns in the matrix of statistics, None for one that shares those of the
-            features. The features' come first; a norm of the features has its own only if it is frozen.
+        norm_columns: for each norm, its own columns in the matrix of statistics, None for one that shares the
+            columns of the features. These come first; a norm of the features has its own only if it is frozen.
         norms_frozen, running_positions: whether each norm is frozen, and where the running statistics of a frozen one
             are among the operator's inputs.
-        own_positions: for each norm with columns of its own, the place of those in `written_columns`.
+        own_positions: for each norm with columns of its own, their place in the list `written_columns`.
         segment_widths, column_widths: how many columns of the features, and of that matrix, are written at once, in the
             columns' order.
     """
@@ -186,7 +186,7 @@ class StageSpec:
 
     @property
     def consumer_norm(self) -> int:
-        """The number of the consumer's norm; without a consumer, that of all norms."""
+        """The number of the consumer's norm; without a consumer, how many norms there are."""
         return len(self.norm_columns) - (self.consumer is not None)
 
     @property
@@ -245,7 +245,7 @@ class SavedStage(NamedTuple):
         statistics: the matrix of `ForwardStatistics`.
         count: how many values of a channel the processes of the sync group have, if there is one.
         bottlenecks: (pixels, width) of each layer that keeps it.
-        dropout_masks, parameters: those of `StageInputs`.
+        dropout_masks, parameters: as in `StageInputs`.
     """
 
     features: Tensor
