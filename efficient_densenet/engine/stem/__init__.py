@@ -14,7 +14,7 @@ the sums over all pixels must be known before the gradient of any:
    grad_weight = Σ g · x̂.
 2. g is grad_output scattered to the indices, and grad_z = γ · r · (g − mean(g) − x̂ · mean(g · x̂)); where the norm is
    frozen, grad_z = γ · r · g. It is written over z. Then `convolution_backward`, some images at a time, computes
-   grad_input and the convolution's grad_weight. Its grad_bias follows from the norm's; it is zero unless that is frozen.
+   grad_input and the convolution's grad_weight. Its grad_bias, zero unless the norm is frozen, follows from the norm's.
 
 Where maxima are equal, PyTorch decides which gets the gradient: the pooling is PyTorch's own, on the values that the
 plain modules would pool, so it decides alike. Triton's kernels follow its rule.
