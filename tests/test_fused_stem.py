@@ -16,11 +16,16 @@ from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixt
 
 from efficient_densenet import DenseNet, kernels
 from efficient_densenet.engine import choose
-from efficient_densenet.engine.stem import fused
-from efficient_densenet.engine.stem.spec import Conv, MaxPool, StemSpec
+from efficient_densenet.engine.stem import backward as stem_backward
+from efficient_densenet.engine.stem import forward
+from efficient_densenet.engine.stem.spec import Conv, StemSpec
+from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.interface import INV_STD, MEAN, BatchNormAffine, StatisticsOutput
+from efficient_densenet.kernels.max_pooling import MaxPool
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 pytest.importorskip("triton", reason="needs Triton")
+triton_operations = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
 triton_stem = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.stem")
 
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
@@ -32,17 +37,16 @@ SPEC = StemSpec("float32", "float32", False, 1e-5, None, Conv([2, 2], [3, 3], [1
 
 @pytest.fixture
 def fused_stems(monkeypatch) -> list[bool]:
-    """Let the kernels run every stem that they could run on a GPU; whether they did, for each forward and backward."""
-    can_fuse, asked = fused.can_fuse, []
+    """Let the Triton kernels run every stem, as on a GPU; notes each forward and backward. None is left to portable."""
+    ran = []
 
-    def everywhere(*arguments):
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "triton_supports", lambda values: True)
-            asked.append(can_fuse(*arguments))
-        return asked[-1]
+    def chosen(x):
+        ran.append(True)
+        return triton_operations
 
-    monkeypatch.setattr("efficient_densenet.engine.stem.operator.can_fuse", everywhere)
-    return asked
+    monkeypatch.setattr(forward, "kernels_for", chosen)
+    monkeypatch.setattr(triton_stem, "portable_stem", None)
+    return ran
 
 
 @pytest.fixture
@@ -206,42 +210,59 @@ def test_launches_and_bytes_of_densenet121_s_stem(monkeypatch):
     monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
     x, weight = torch.empty(64, 3, 224, 224, device="meta"), torch.empty(64, 3, 7, 7, device="meta")
     norm, z, pooled = [torch.empty(64, device="meta")] * 2, 64 * 64 * 112**2 * 4, 64 * 64 * 56**2 * 4
-    stem = fused.FusedStem(SPEC, x, weight, None)
-    assert stem.values.nbytes == z
+    convolved = forward.Convolved(SPEC, x, weight, None)
+    assert convolved.values.nbytes == z
     with _Operations() as operations:
-        output, statistics = stem.forward(norm, None)
+        output, statistics = forward.forward(convolved, *norm, None, None)
     assert operations.names == ["mul_"]  # the variance that running statistics take
     assert len(bytes_of_launches) == 3
     assert sum(bytes_of_launches) <= 1.01 * (2 * z + pooled)
     bytes_of_launches.clear()
     grad_output = torch.empty_like(output)
     with _Operations() as operations:
-        stem.backward(grad_output, norm, statistics, None, [False, True, True, True])
+        affine = convolved.norm(*norm, statistics)
+        stem_backward.backward(convolved, grad_output, affine, None, [False, True, True, True])
     assert operations.names == ["convolution_backward"]
     assert len(bytes_of_launches) == 3
     assert sum(bytes_of_launches) <= 1.01 * (3 * z + 2 * pooled + 2 * pooled / 4)
 
 
 REFUSED = {
-    "double precision": (SPEC._replace(dtype="float64"), (2, 3, 8, 8)),
-    "a dilated pooling": (SPEC._replace(pool=MaxPool([3, 3], [2, 2], [1, 1], [1, 2], False)), (2, 3, 16, 16)),
-    "a large window": (SPEC._replace(pool=MaxPool([6, 5], [2, 2], [1, 1], [1, 1], False)), (2, 3, 64, 64)),
-    "no image": (SPEC, (0, 3, 8, 8)),
-    "nothing to pool": (SPEC._replace(pool=MaxPool([3, 3], [2, 2], [0, 0], [1, 1], False)), (2, 3, 4, 4)),
-    "images beyond 32 bits": (SPEC, (1, 3, 1 << 14, 1 << 14)),
+    "a dilated pooling": (POOL._replace(dilation=[1, 2]), (2, 64, 8, 8)),
+    "a large window": (POOL._replace(kernel_size=[6, 5]), (2, 64, 64, 64)),
+    "no image": (POOL, (0, 64, 4, 4)),
+    "nothing to pool": (POOL._replace(padding=[0, 0]), (2, 64, 2, 2)),
+    "images beyond 32 bits": (POOL, (1, 64, 1 << 13, 1 << 13)),
+    "volumes": (POOL, (2, 64, 4, 4, 4)),
 }
 
 
-def test_which_stems_are_fused(monkeypatch):
-    weight = torch.empty(64, 3, 7, 7, device="meta")
-    x = torch.empty(2, 3, 8, 8, device="meta")
-    assert not fused.can_fuse(SPEC, x, weight)  # not on a GPU
-    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
-    assert fused.can_fuse(SPEC, x, weight)
-    assert fused.can_fuse(SPEC._replace(dtype="bfloat16", frozen=True), x, weight)
-    for what, (spec, shape) in REFUSED.items():
-        assert not fused.can_fuse(spec, torch.empty(shape, device="meta"), weight), what
-    assert not fused.can_fuse(SPEC, torch.empty(2, 3, 8, 8, 8, device="meta"), weight)
+def test_which_stems_are_fused():
+    assert triton_stem.supports(torch.Size([2, 64, 4, 4]), POOL)
+    for what, (pool, shape) in REFUSED.items():
+        assert not triton_stem.supports(torch.Size(shape), pool), what
+
+
+@pytest.mark.parametrize("refused", ["a dilated pooling", "a large window", "volumes"])
+def test_other_stems_take_portable_s_operations(refused):
+    pool, (_, channels, *size) = REFUSED[refused]
+    if len(size) == 3:
+        pool = MaxPool([3] * 3, [2] * 3, [1] * 3, [1] * 3, False)
+    z, statistics = torch.randn(2, channels, *size, device=DEVICE), torch.zeros(3, channels, device=DEVICE)
+    results = []
+    for kernel_set in (triton_operations, portable):
+        values, matrix = z.clone(), statistics.clone()
+        kernel_set.image_statistics(values, StatisticsOutput(matrix, 1e-5))
+        weight, bias = torch.ones_like(matrix[0]), torch.zeros_like(matrix[0])
+        norm = BatchNormAffine(weight, bias, matrix[INV_STD], matrix[MEAN])
+        output = kernel_set.norm_relu_max_pool(values, norm, pool, torch.float32)
+        arguments = torch.ones_like(output), values, norm, pool
+        indices, grads = kernel_set.norm_relu_max_pool_reduce(*arguments)
+        count = values[:, 0].numel()
+        kernel_set.norm_relu_max_pool_backward(arguments[0], indices, values, norm, pool, grads, count)
+        results.append([output, *grads[:2], values])
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("ceil_mode", [False, True])

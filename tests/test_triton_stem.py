@@ -13,8 +13,8 @@ from torch import Tensor
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 from triton_resources import ARCHITECTURES, POINTERS, Compilation, compile_all
 
-from efficient_densenet.engine.stem.spec import MaxPool
-from efficient_densenet.kernels.interface import BatchNormAffine, StatisticsOutput
+from efficient_densenet.kernels.interface import BatchNormAffine, Gradients, StatisticsOutput
+from efficient_densenet.kernels.max_pooling import MaxPool
 
 pytest.importorskip("triton", reason="needs Triton")
 triton_stem = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.stem")
@@ -49,8 +49,8 @@ class Case:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
-        self.settings, channels, self.dtype = pool, shape[1], dtype
-        self.pool = triton_stem.Pooling(*pool[:3], pool.pooled_size(shape[2:]))
+        self.pool, channels, self.dtype = pool, shape[1], dtype
+        self.pooled_size = pool.pooled_size(shape[2:])
         values = torch.randint(-3, 4, shape).double()
         self.values = values.to(dtype).contiguous(memory_format=memory_format).to(DEVICE)
         weight, bias = torch.tensor([1.0, -1, 0, 2]), torch.tensor([0.5, 1, 0.25, -1])
@@ -58,7 +58,7 @@ class Case:
         vectors = (vector.repeat(-(-channels // 4))[:channels].to(DEVICE) for vector in (weight, bias, mean, inv_std))
         weight, bias, mean, inv_std = vectors
         self.norm = BatchNormAffine(weight, bias, inv_std, mean)
-        grad = torch.randint(-4, 5, (*shape[:2], *self.pool.pooled_size)).double()
+        grad = torch.randint(-4, 5, (*shape[:2], *self.pooled_size)).double()
         self.grad_output = grad.to(dtype).contiguous(memory_format=memory_format).to(DEVICE)
 
     @property
@@ -75,17 +75,17 @@ class Case:
 
     def norm_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """The places of the maxima, and the norm's grad_weight and grad_bias."""
-        places, grads = triton_stem.norm_gradients(self.grad_output, self.values, self.norm, self.pool)
+        places, grads = triton_stem.norm_relu_max_pool_reduce(self.grad_output, self.values, self.norm, self.pool)
         return places, grads.norm_weight, grads.norm_bias
 
     def maxima(self) -> tuple[Tensor, Tensor]:
         """PyTorch's, and their indices in the image."""
-        return self.settings.forward(self.normalized.clamp_min(0))
+        return self.pool.forward(self.normalized.clamp_min(0))
 
     def indices_in_image(self, places: Tensor) -> Tensor:
         """From places in the windows, those of inactive maxima being −1."""
         width, places = self.values.shape[3], places.long()
-        rows, columns = (torch.arange(size, device=DEVICE) for size in self.pool.pooled_size)
+        rows, columns = (torch.arange(size, device=DEVICE) for size in self.pooled_size)
         (stride_y, stride_x), (padding_y, padding_x) = self.pool.stride, self.pool.padding
         y = rows[:, None] * stride_y - padding_y + places // self.pool.kernel_size[1]
         x = columns * stride_x - padding_x + places % self.pool.kernel_size[1]
@@ -165,8 +165,8 @@ def test_the_gradient_of_the_values_is_gathered_from_the_windows(pool, shape, me
     if not frozen:
         grad_sum, product_sum = (vector.double().view(-1, 1, 1) for vector in (grad_bias, grad_weight))
         grad = grad - (grad_sum + (values - mean) * inv_std * product_sum) * 0.125
-    sums = None if frozen else (grad_weight, grad_bias, 0.125)
-    triton_stem.write_grad_input(case.grad_output, indices, case.values, case.norm, case.pool, sums)
+    norm, sums = case.norm._replace(frozen=frozen), Gradients(grad_weight, grad_bias)
+    triton_stem.norm_relu_max_pool_backward(case.grad_output, indices, case.values, norm, case.pool, sums, 8)
     torch.testing.assert_close(case.values.double(), weight * inv_std * grad, rtol=1e-6, atol=1e-5)
 
 
@@ -175,7 +175,7 @@ def test_the_gradient_of_the_values_is_gathered_from_the_windows(pool, shape, me
 def test_statistics_of_values_far_from_zero(shape, memory_format):
     values = (1000 + torch.randn(shape)).contiguous(memory_format=memory_format).to(DEVICE)
     statistics = torch.empty(3, shape[1], device=DEVICE)
-    triton_stem.batch_statistics(values, StatisticsOutput(statistics, 1e-5))
+    triton_stem.image_statistics(values, StatisticsOutput(statistics, 1e-5))
     variance, mean = torch.var_mean(values.double(), (0, 2, 3), correction=0)
     expected = torch.stack([mean, variance, torch.rsqrt(variance + 1e-5)])
     torch.testing.assert_close(statistics.double(), expected, rtol=1e-4, atol=1e-6)
@@ -212,10 +212,11 @@ def test_registers_and_occupancy(arch, dtype, monkeypatch):
     monkeypatch.setattr(triton_stem.launch, "launch", record)
     for memory_format in FORMATS:
         case = Case(POOLS["3x3"], (1, 64, 112, 112), dtype, memory_format)
-        triton_stem.batch_statistics(case.values, StatisticsOutput(torch.empty(3, 64), 1e-5))
+        triton_stem.image_statistics(case.values, StatisticsOutput(torch.empty(3, 64), 1e-5))
         triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, dtype)
         indices, *sums = case.norm_gradients()
-        triton_stem.write_grad_input(case.grad_output, indices, case.values, case.norm, case.pool, (*sums, 1.0))
+        arguments = case.grad_output, indices, case.values, case.norm, case.pool, Gradients(*sums), 1
+        triton_stem.norm_relu_max_pool_backward(*arguments)
     assert len(compilations) == 8
     for compilation, resources in zip(compilations, compile_all(compilations), strict=True):
         assert resources.spills == 0, compilation

@@ -1,4 +1,4 @@
-"""The few kernels that the shared engine is made of: portable PyTorch, Triton for GPUs, Numba for CPUs.
+"""The few kernels that the shared engine is made of: portable PyTorch (`few_rows` for few pixels), Triton, Numba.
 
 `kernels_for` is the only place that chooses between them; each set implements `interface.Kernels`.
 """
@@ -23,9 +23,10 @@ _NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def kernels_for(values: Tensor, synchronized: bool = False) -> Kernels:
-    """The kernels for a stage whose features are `values`: those of the device where they can run, else portable.
+    """The kernels for a stage whose features are `values`, or for a stem whose input they are.
 
-    `synchronized` says that the statistics are those of other processes' values too.
+    Those of the device where they can run, else portable. `synchronized` says that the statistics are those of other
+    processes' values too.
     """
     if triton_supports(values):
         from .triton_gpu.host import operations as triton_kernels

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import as_dtype
+from .max_pooling import MaxPool
 
 MEAN, VARIANCE, INV_STD = range(3)
 """The rows of a matrix of statistics."""
@@ -261,4 +262,40 @@ class Kernels(Protocol):
         shape: torch.Size,
     ) -> Gradients:
         """The backward of `pooled_conv1x1_forward`, given grad_output (pooled pixels, out_channels)."""
+        ...
+
+    def images_at_once(self, x: Tensor, shape: torch.Size) -> int:
+        """How many images of x a stem's convolution reads at a time; `shape` is the shape of its output."""
+        ...
+
+    def image_statistics(self, values: Tensor, statistics: StatisticsOutput) -> None:
+        """Writes the statistics of each channel of images, (N, channels, *spatial)."""
+        ...
+
+    def norm_relu_max_pool(self, values: Tensor, norm: BatchNormAffine, pool: MaxPool, dtype: torch.dtype) -> Tensor:
+        """max_pool(relu(norm(values))) of images in `dtype`, in the memory format of `values`.
+
+        As in plain modules, the norm's output is rounded to the dtype of `values` before the ReLU.
+        """
+        ...
+
+    def norm_relu_max_pool_reduce(
+        self, grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: MaxPool
+    ) -> tuple[Tensor, Gradients]:
+        """Where the maxima are, −1 where the ReLU is inactive, as `norm_relu_max_pool_backward` reads it; and the
+        gradients of the norm."""
+        ...
+
+    def norm_relu_max_pool_backward(
+        self,
+        grad_output: Tensor,
+        indices: Tensor,
+        values: Tensor,
+        norm: BatchNormAffine,
+        pool: MaxPool,
+        sums: Gradients,
+        count: int,
+    ) -> None:
+        """Writes the gradient of `values` over them. `sums` are the norm's gradients over all `count` values of a
+        channel, which a frozen norm does not need."""
         ...

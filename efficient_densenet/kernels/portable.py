@@ -35,6 +35,13 @@ from .interface import (
     StatisticsOutput,
 )
 from .row_tiles import WHOLE, is_small, rows, tile_scratch, tiles
+from .stem import (  # noqa: F401 (the set's operations of the stem)
+    image_statistics,
+    images_at_once,
+    norm_relu_max_pool,
+    norm_relu_max_pool_backward,
+    norm_relu_max_pool_reduce,
+)
 
 needs_sums = True
 

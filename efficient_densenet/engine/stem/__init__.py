@@ -2,23 +2,22 @@
 
 z = conv(x), the input of the norm, is the largest tensor of the whole network. It is not saved for backward: x, the
 parameters and the batch statistics are, and the backward recomputes z once, in full. What follows from z (its
-normalized values, and their gradient before the pooling) exists for a tile at a time. On an NVIDIA GPU that is a tile
-of a Triton kernel (`fused`), elsewhere some images or, where one image is too large, some channels of it (`forward` and
-`backward`); `fused.can_fuse` decides.
+normalized values, and their gradient before the pooling) exists for a tile at a time: on an NVIDIA GPU a tile of
+a Triton kernel, elsewhere some images or, where one image is too large, some channels of it (`kernels.stem`).
 
 With x̂ = (z − μ) · r, r = 1 / sqrt(var + eps), and y = relu(γ · x̂ + β), the backward passes over the tiles twice, since
 the sums over all pixels must be known before the gradient of any:
 
-1. The pooling is recomputed, and the indices of its maxima are stored in int32 (the fused kernels store their places
+1. The pooling is recomputed, and the indices of its maxima are stored in int32 (Triton's kernels store their places
    within the windows, in int8): −1 where the ReLU is inactive.
    With g = the gradient of γ · x̂ + β, which is zero but at the maxima, the norm's grad_bias = Σ g and
    grad_weight = Σ g · x̂.
 2. g is grad_output scattered to the indices, and grad_z = γ · r · (g − mean(g) − x̂ · mean(g · x̂)); where the norm is
    frozen, grad_z = γ · r · g. It is written over z. Then `convolution_backward`, some images at a time, computes
-   grad_input and the convolution's grad_weight and grad_bias.
+   grad_input and the convolution's grad_weight. Its grad_bias, zero unless the norm is frozen, follows from the norm's.
 
 Where maxima are equal, PyTorch decides which gets the gradient: the pooling is PyTorch's own, on the values that the
-plain modules would pool, so it decides alike. The fused kernels follow its rule.
+plain modules would pool, so it decides alike. Triton's kernels follow its rule.
 """
 
 from collections.abc import Sequence

@@ -1,64 +1,68 @@
-"""The forward of a stem after its convolution: statistics, then normalization, ReLU and max pooling of each tile."""
+"""The forward of a stem: its convolution, then the kernels' statistics, normalization, ReLU and max pooling."""
 
 import torch
 from torch import Tensor
 
-from ..._tensors import CHANNELS_LAST
-from ...kernels.interface import BatchNormAffine
+from ..._tensors import memory_format_of
+from ...kernels import kernels_for
+from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormAffine, StatisticsOutput
+from ...kernels.stem import slices
 from ...norms.sync_batch_norm import SyncGroup
-from .conv_output import ConvOutput, Tile
+from ..refuse import convolved_size
+from ..stage.synchronized import synchronize_statistics
 from .spec import StemSpec
 
 
-def batch_statistics(conv_output: ConvOutput) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
-    """Mean, unbiased variance, 1 / sqrt(var + eps) and the number of values per channel.
+class Convolved:
+    """The tensors of a stem's convolution in its dtype, and z = conv(x), (N, out_channels, *spatial)."""
 
-    The variance is computed in two passes, Σ (z − mean)² / count.
+    def __init__(self, spec: StemSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        dtype = spec.torch_dtype
+        self.spec, self.x, self.weight = spec, x.to(dtype), weight.to(dtype)
+        self.kernels = kernels_for(self.x)
+        size = convolved_size(x.shape[2:], weight.shape[2:], *spec.conv[:3])
+        shape = torch.Size([len(x), len(weight), *size])
+        self.image_tiles = list(slices(len(x), self.kernels.images_at_once(self.x, shape)))
+        self.values = self._convolve(shape, None if bias is None else bias.to(dtype))
+        self.count = self.values.numel() // len(weight)
+
+    def _convolve(self, shape: torch.Size, bias: Tensor | None) -> Tensor:
+        values = None
+        for images in self.image_tiles:
+            part = self.spec.conv.forward(self.x[images], self.weight, bias)
+            if len(part) == len(self.x):
+                return part.contiguous(memory_format=memory_format_of(part))
+            if values is None:
+                values = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=memory_format_of(part))
+            values[images] = part
+        assert values is not None  # there is an image
+        return values
+
+    def norm(self, weight: Tensor, bias: Tensor, statistics: Tensor) -> BatchNormAffine:
+        return BatchNormAffine(weight, bias, statistics[INV_STD], statistics[MEAN], self.spec.frozen)
+
+
+def forward(
+    convolved: Convolved,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+) -> list[Tensor]:
+    """The output, the matrix of statistics and, in a sync group, the number of values per channel.
+
+    There are running statistics of a frozen norm, which are copied: the buffers may change before the backward.
     """
-    spec, values = conv_output.spec, conv_output.values
-    mean = values.mean(conv_output.reduced_dims, dtype=spec.accumulation_dtype)
-    square_sum = torch.zeros_like(mean)
-    for tile in conv_output.tiles():
-        centered = conv_output.centered(tile, mean, conv_output.memory_format)
-        square_sum[tile[1]] += centered.square_().sum(conv_output.reduced_dims)
-    variance, group = square_sum.div_(conv_output.count), SyncGroup.named(spec.sync_group)
-    count: int | Tensor = conv_output.count
-    if group is not None:
-        mean, variance, count = group.statistics(mean, variance, count)
-    return mean, variance * (count / (count - 1)), torch.rsqrt(variance + spec.eps), count
-
-
-def running_statistics(spec: StemSpec, running_mean: Tensor, running_var: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and inverse standard deviation of a frozen norm, as copies: the buffers may change before the backward."""
-    mean, variance = running_mean.to(spec.accumulation_dtype, copy=True), running_var.to(spec.accumulation_dtype)
-    return mean, torch.rsqrt(variance + spec.eps)
-
-
-def pooled_output(conv_output: ConvOutput, mean: Tensor, norm: BatchNormAffine) -> Tensor:
-    """max_pool(relu(norm(z))), (N, channels, *pooled), tile by tile."""
-    output = None
-    for tile in conv_output.tiles():
-        maxima, _ = pooled_tile(conv_output, tile, mean, norm)
-        output = (
-            conv_output.new_empty(maxima, getattr(torch, conv_output.spec.output_dtype)) if output is None else output
-        )
-        output[tile] = maxima
-    assert output is not None  # there is a tile
-    return output
-
-
-def pooled_tile(conv_output: ConvOutput, tile: Tile, mean: Tensor, norm: BatchNormAffine) -> tuple[Tensor, Tensor]:
-    """The pooling's maxima and their indices."""
-    buffer = conv_output.centered(tile, mean, _pooling_format(conv_output, tile))
-    shift, scale = conv_output.by_channel(norm.shift, tile), conv_output.by_channel(norm.scale, tile)
-    normalized = torch.addcmul(shift, buffer, scale, out=buffer)
-    # Rounded before the ReLU, as plain modules do it: some values are equal only then, and ties decide the indices.
-    return conv_output.spec.pool.forward(normalized.to(conv_output.spec.torch_dtype).clamp_min_(0))
-
-
-def _pooling_format(conv_output: ConvOutput, tile: Tile) -> torch.memory_format:
-    """On a CPU, PyTorch pools eight or more contiguous channels ten times as fast."""
-    x, channels = conv_output.x, len(conv_output.weight[tile[1]])
-    if x.device.type == "cpu" and x.dim() > 3 and channels >= 8:
-        return CHANNELS_LAST[x.dim()]
-    return conv_output.memory_format
+    spec, values, count = convolved.spec, convolved.values, convolved.count
+    matrix = values.new_empty(3, values.shape[1], dtype=spec.accumulation_dtype)
+    statistics = StatisticsOutput(matrix, spec.eps)
+    if running_mean is not None and running_var is not None:
+        mean, variance = running_mean.to(matrix.dtype), running_var.to(matrix.dtype)
+        torch.stack([mean, torch.zeros_like(mean), torch.rsqrt(variance + spec.eps)], out=matrix)
+    else:
+        convolved.kernels.image_statistics(values, statistics)
+        count = synchronize_statistics(statistics, count, SyncGroup.named(spec.sync_group))
+        matrix[VARIANCE].mul_(count / (count - 1))
+    norm, dtype = convolved.norm(norm_weight, norm_bias, matrix), getattr(torch, spec.output_dtype)
+    output = convolved.kernels.norm_relu_max_pool(values, norm, spec.pool, dtype)
+    return [output, matrix, *([count] if isinstance(count, Tensor) else [])]

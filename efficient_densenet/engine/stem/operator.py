@@ -9,12 +9,9 @@ from torch import Tensor
 from ..._tensors import autocast_disabled, memory_format_of
 from ..._torch_private import below_autograd
 from ...kernels import scratch
-from ...kernels.interface import BatchNormAffine
 from ..library import LIBRARY, are_ordinary, implement
-from .backward import StemBackward
-from .conv_output import ConvOutput
-from .forward import batch_statistics, pooled_output, running_statistics
-from .fused import FusedStem, can_fuse
+from .backward import backward
+from .forward import Convolved, forward
 from .spec import StemSpec, decode
 
 LIBRARY.define(
@@ -61,19 +58,8 @@ def run_forward(
     running_mean: Tensor | None,
     running_var: Tensor | None,
 ) -> list[Tensor]:
-    if can_fuse(spec, x, weight):
-        running = None if running_mean is None or running_var is None else (running_mean, running_var)
-        with autocast_disabled(x):
-            return FusedStem(spec, x, weight, bias).forward((norm_weight, norm_bias), running)
     with autocast_disabled(x), scratch.reused():
-        conv_output = ConvOutput(spec, x, weight, bias)
-        if running_mean is not None and running_var is not None:
-            mean, inv_std = running_statistics(spec, running_mean, running_var)
-            variance, count = torch.zeros_like(mean), None
-        else:
-            mean, variance, inv_std, count = batch_statistics(conv_output)
-        output = pooled_output(conv_output, mean, BatchNormAffine(norm_weight, norm_bias, inv_std))
-    return [output, torch.stack([mean, variance, inv_std]), *([count] if isinstance(count, Tensor) else [])]
+        return forward(Convolved(spec, x, weight, bias), norm_weight, norm_bias, running_mean, running_var)
 
 
 def run_backward(
@@ -89,17 +75,11 @@ def run_backward(
     needs_grad: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients that are needed."""
-    mean, _, inv_std = statistics.unbind()
     needed = needs_grad if bias is not None else needs_grad[:-1]
     with autocast_disabled(x), scratch.reused():
-        if can_fuse(spec, x, weight):
-            stem = FusedStem(spec, x, weight, bias)
-            grads = stem.backward(grad_output, (norm_weight, norm_bias), statistics, count, needed)
-        else:
-            conv_output = ConvOutput(spec, x, weight, bias)
-            norm = BatchNormAffine(norm_weight, norm_bias, inv_std, frozen=spec.frozen)
-            count_or_number = conv_output.count if count is None else count
-            grads = StemBackward(conv_output, mean, norm, count_or_number, needed).run(grad_output)
+        convolved = Convolved(spec, x, weight, bias)
+        norm = convolved.norm(norm_weight, norm_bias, statistics)
+        grads = backward(convolved, grad_output, norm, count, needed)
     grad_input, *grads = (
         grad.to(tensor.dtype) if needed and grad is not None and tensor is not None else None
         for grad, tensor, needed in zip(grads, (x, norm_weight, norm_bias, weight, bias), needed, strict=False)

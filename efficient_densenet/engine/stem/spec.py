@@ -13,6 +13,7 @@ from torch.nn.modules.pooling import _MaxPoolNd
 from ..._compilers import specialized
 from ..._dimensions import dimensions_of
 from ..._tensors import accumulation_dtype, compute_dtype
+from ...kernels.max_pooling import MaxPool
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..parts import Norm
@@ -40,7 +41,7 @@ class StemSpec(NamedTuple):
     eps: float
     sync_group: str | None
     conv: "Conv"
-    pool: "MaxPool"
+    pool: MaxPool
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -120,46 +121,3 @@ class Conv(NamedTuple):
         output_padding = [0] * len(self.stride)
         settings = self.stride, self.padding, self.dilation, False, output_padding, self.groups
         return torch.ops.aten.convolution_backward(grad_output, x, weight, [weight.shape[0]], *settings, output_mask)
-
-
-class MaxPool(NamedTuple):
-    """The settings of the pooling. Signals are pooled as images of one row, as PyTorch does it."""
-
-    kernel_size: list[int]
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    ceil_mode: bool
-
-    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The maxima and their indices in the image's pixels, both (N, C, *pooled)."""
-        if values.dim() == 3:
-            maxima, indices = self._for_images().forward(values.unsqueeze(2))
-            return maxima.squeeze(2), indices.squeeze(2)
-        return dimensions_of(values).max_pool(values, *self, return_indices=True)
-
-    def backward(self, grad_output: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-        """grad_output scattered to `indices`, of the shape and memory format of `values`."""
-        if grad_output.dim() == 3:
-            tensors = (tensor.unsqueeze(2) for tensor in (grad_output, indices, values))
-            return self._for_images().backward(*tensors).squeeze(2)
-        name = f"max_pool{grad_output.dim() - 2}d_with_indices_backward"
-        return getattr(torch.ops.aten, name)(grad_output, values, *self, indices)
-
-    def pooled_size(self, size: Sequence[int]) -> list[int]:
-        """The spatial size of the pooled images; below 1 where there is none."""
-        sides = zip(size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        return [_pooled_side(*side, self.ceil_mode) for side in sides]
-
-    def _for_images(self) -> "MaxPool":
-        kernel_size, stride, padding, dilation, ceil_mode = self
-        return MaxPool([1, *kernel_size], [1, *stride], [0, *padding], [1, *dilation], ceil_mode)
-
-
-def _pooled_side(side: int, kernel_size: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """With `ceil_mode` the last window may end outside, but must begin inside or in the padding before the image."""
-    beyond_first = side + 2 * padding - dilation * (kernel_size - 1) - 1
-    if not ceil_mode:
-        return beyond_first // stride + 1
-    pooled = -(-beyond_first // stride) + 1
-    return pooled - 1 if (pooled - 1) * stride >= side + padding else pooled

@@ -37,6 +37,10 @@ from .tiling import Tiles
 needs_sums = True
 
 affine_forward = portable.affine_forward
+images_at_once, image_statistics = portable.images_at_once, portable.image_statistics
+norm_relu_max_pool = portable.norm_relu_max_pool
+norm_relu_max_pool_reduce = portable.norm_relu_max_pool_reduce
+norm_relu_max_pool_backward = portable.norm_relu_max_pool_backward
 
 TILE = 192
 """Rows: enough of them for a good matrix product, few enough for the caches."""

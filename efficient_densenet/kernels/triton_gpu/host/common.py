@@ -9,6 +9,9 @@ from ...interface import BatchNormAffine, Gradients, StatisticsOutput
 from ..device import finishing_kernels, statistics_kernels
 from . import launch
 
+MAX_PROGRAM_INSTANCES = 2048
+"""How many program instances share the rows: several for each multiprocessor of a large GPU, yet few partial sums."""
+
 _FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
 
 

@@ -28,6 +28,7 @@ from ...portable import to_pixel_matrix, to_spatial
 from ..device import kernels, statistics_kernels
 from . import conv1x1, conv3x3, launch
 from .common import (
+    MAX_PROGRAM_INSTANCES,
     cdiv,
     combine_statistics,
     divisibility,
@@ -36,14 +37,18 @@ from .common import (
     num_splits,
     with_contiguous_rows,
 )
+from .stem import (  # noqa: F401 (this set's operations of the stem)
+    image_statistics,
+    images_at_once,
+    norm_relu_max_pool,
+    norm_relu_max_pool_backward,
+    norm_relu_max_pool_reduce,
+)
 
 needs_sums = True
 
 SECTOR_BYTES = 32
 """What a GPU reads at least: rows of a slice of channels are read again at no loss where they fill whole sectors."""
-
-MAX_PROGRAM_INSTANCES = 2048
-"""How many program instances share the rows: several for each multiprocessor of a large GPU, yet few partial sums."""
 
 _TILE = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 32}
 _NARROW_TILE = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 16}

@@ -1,0 +1,167 @@
+"""`portable`'s operations between a stem's convolution and its output: batch norm, ReLU and max pooling of images.
+
+A tile is as many images as `TILE_BYTES` hold in the accumulation dtype, at least one; of one image that is too large,
+as many channels, at least one.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .._tensors import CHANNELS_LAST, accumulation_dtype, memory_format_of
+from . import scratch
+from .interface import BatchNormAffine, BatchNormBackward, Gradients, StatisticsOutput
+from .max_pooling import MaxPool
+from .row_tiles import TILE_BYTES
+
+Tile = tuple[slice, slice]
+"""Images, and channels of them."""
+
+
+def images_at_once(x: Tensor, shape: torch.Size) -> int:
+    """A convolution's own workspace may be as large as its output."""
+    return max(1, _channels_per_tile(x, shape) // shape[1])
+
+
+def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
+    """The variance is computed in two passes, Σ (z − mean)² / count."""
+    (mean, variance, inv_std), dims = statistics.rows, _reduced(values)
+    mean.copy_(values.mean(dims, dtype=mean.dtype))
+    variance.zero_()
+    for tile in _tiles(values):
+        centered = _centered(values, tile, mean, memory_format_of(values))
+        variance[tile[1]] += centered.square_().sum(dims)
+    variance.div_(values.numel() // values.shape[1])
+    torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
+
+
+def norm_relu_max_pool(values: Tensor, norm: BatchNormAffine, pool: MaxPool, dtype: torch.dtype) -> Tensor:
+    output = None
+    for tile in _tiles(values):
+        maxima, _ = _pooled_tile(values, tile, norm, pool)
+        output = _empty_pooled(values, maxima, dtype) if output is None else output
+        output[tile] = maxima
+    assert output is not None  # there is a tile
+    return output
+
+
+def norm_relu_max_pool_reduce(
+    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: MaxPool
+) -> tuple[Tensor, Gradients]:
+    """Σ g and Σ g · (z − mean) are summed over the maxima only."""
+    assert norm.mean is not None
+    indices, memory_format, dims = None, memory_format_of(values), _reduced(values)
+    grad_sum, product_sum = torch.zeros_like(norm.mean), torch.zeros_like(norm.mean)
+    for tile in _tiles(values):
+        maxima, tile_indices = (
+            each.contiguous(memory_format=memory_format) for each in _pooled_tile(values, tile, norm, pool)
+        )
+        inactive = maxima <= 0
+        grad = grad_output[tile].to(norm.mean.dtype).masked_fill(inactive, 0)
+        at_maxima = values[tile].flatten(2).gather(2, tile_indices.flatten(2)).view_as(tile_indices)
+        centered = at_maxima - _by_channel(norm.mean, tile, values)
+        grad_sum[tile[1]] += grad.sum(dims)
+        product_sum[tile[1]] += centered.mul_(grad).sum(dims)
+        indices = _empty_pooled(values, maxima, torch.int32) if indices is None else indices
+        indices[tile] = tile_indices.masked_fill_(inactive, -1)
+    assert indices is not None  # there is a tile
+    return indices, Gradients(_of_centered(norm).grad_weight(grad_sum, product_sum), grad_sum)
+
+
+def norm_relu_max_pool_backward(
+    grad_output: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    norm: BatchNormAffine,
+    pool: MaxPool,
+    sums: Gradients,
+    count: int,
+) -> None:
+    """grad_z = slope · (z − mean) + constant + grad_scale · g, with g = grad_output scattered to the maxima."""
+    assert norm.mean is not None
+    slope, constant, grad_scale = _grad_coefficients(values, norm, sums, count)
+    for tile in _tiles(values):
+        centered, active = _centered(values, tile, norm.mean, memory_format_of(values)), indices[tile].long()
+        grad = grad_output[tile].to(centered.dtype).masked_fill(active < 0, 0)
+        grad = pool.backward(grad, active.clamp_min_(0), centered)
+        grad.mul_(_by_channel(grad_scale, tile, values)).addcmul_(centered, _by_channel(slope, tile, values))
+        values[tile] = grad.add_(_by_channel(constant, tile, values))
+
+
+def _grad_coefficients(
+    values: Tensor, norm: BatchNormAffine, sums: Gradients, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if norm.frozen:
+        zeros = torch.zeros_like(norm.scale)
+        return zeros, zeros, norm.scale
+    weighted = norm.grad_scale * torch.stack([sums.norm_bias, sums.norm_weight])
+    slope, constant, inv_std = BatchNormBackward(values, values, norm.inv_std, None, weighted, count).coefficients()
+    return slope, constant, inv_std * norm.grad_scale
+
+
+def _pooled_tile(values: Tensor, tile: Tile, norm: BatchNormAffine, pool: MaxPool) -> tuple[Tensor, Tensor]:
+    """The pooling's maxima and their indices."""
+    assert norm.mean is not None
+    buffer = _centered(values, tile, norm.mean, _pooling_format(values, tile))
+    shift, scale = (_by_channel(vector, tile, values) for vector in (_of_centered(norm).shift, norm.scale))
+    normalized = torch.addcmul(shift, buffer, scale, out=buffer)
+    # Rounded before the ReLU, as plain modules do it: some values are equal only then, and ties decide the indices.
+    return pool.forward(normalized.to(values.dtype).clamp_min_(0))
+
+
+def _of_centered(norm: BatchNormAffine) -> BatchNormAffine:
+    """The norm of values less their mean."""
+    return norm._replace(mean=None)
+
+
+def _pooling_format(values: Tensor, tile: Tile) -> torch.memory_format:
+    """On a CPU, PyTorch pools eight or more contiguous channels ten times as fast."""
+    if values.is_cpu and values.dim() > 3 and len(range(values.shape[1])[tile[1]]) >= 8:
+        return CHANNELS_LAST[values.dim()]
+    return memory_format_of(values)
+
+
+def _centered(values: Tensor, tile: Tile, mean: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """z − mean of a tile in the accumulation dtype, in scratch."""
+    part = values[tile]
+    if memory_format is torch.contiguous_format:
+        buffer = scratch.take("centered_tile", part.shape, mean.dtype, mean.device)
+    else:
+        shape = part.shape[0], *part.shape[2:], part.shape[1]
+        buffer = scratch.take("centered_tile", shape, mean.dtype, mean.device).movedim(-1, 1)
+    return torch.sub(part, _by_channel(mean, tile, values), out=buffer)
+
+
+def _by_channel(vector: Tensor, tile: Tile, values: Tensor) -> Tensor:
+    """(channels,) to the tile's channels, (channels, 1, …), which broadcasts with (N, channels, *spatial)."""
+    return vector[tile[1]].view(-1, *[1] * (values.dim() - 2))
+
+
+def _empty_pooled(values: Tensor, part: Tensor, dtype: torch.dtype) -> Tensor:
+    """A buffer for all images and channels, of the spatial size of a tile's `part`."""
+    shape, memory_format = (*values.shape[:2], *part.shape[2:]), memory_format_of(values)
+    return torch.empty(shape, dtype=dtype, device=values.device, memory_format=memory_format)
+
+
+def _reduced(values: Tensor) -> list[int]:
+    """All dimensions but the channels."""
+    return [0, *range(2, values.dim())]
+
+
+def _tiles(values: Tensor) -> Iterator[Tile]:
+    for images in slices(len(values), images_at_once(values, values.shape)):
+        for channels in slices(values.shape[1], _channels_per_tile(values, values.shape)):
+            yield images, channels
+
+
+def _channels_per_tile(x: Tensor, shape: torch.Size) -> int:
+    tile_bytes = TILE_BYTES["cpu" if x.device.type == "cpu" else "cuda"]
+    return tile_bytes // (math.prod(shape[2:]) * accumulation_dtype(x.dtype).itemsize)
+
+
+def slices(count: int, step: int) -> Iterator[slice]:
+    step = max(1, step)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
