@@ -2,13 +2,14 @@
 
     python tools/plant_defects.py                 all of them, into a table
     python tools/plant_defects.py --only halo     those whose names contain a word
-    python tools/plant_defects.py --list          names and files
-    python tools/plant_defects.py --check         only that each edit still applies in exactly one place
+    python tools/plant_defects.py --list          their names
+    python tools/plant_defects.py --check         only that each edit still applies, in exactly one place
 
 A test that fails without the defect too does not count.
 """
 
 import argparse
+import ast
 import csv
 import os
 import re
@@ -24,39 +25,47 @@ from pathlib import Path
 from defects import DEFECTS, Defect
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "efficient_densenet"
-COLUMNS = ("defect", "file", "tier", "caught_by", "seconds")
+FOLDERS = "efficient_densenet", "demos"
+COLUMNS = ("defect", "tier", "caught_by", "seconds")
 LIMIT = 1800
 """Seconds that one command of tests may take: a defect may well make something wait for ever."""
 
 
-def stale(defect: Defect, root: Path = ROOT) -> str | None:
-    """Why the edit does not apply any more, or None."""
-    path = root / PACKAGE / defect.file
-    if not path.exists():
-        return f"there is no {defect.file}"
-    count = path.read_text().count(defect.old)
-    if count != 1:
-        return f"found its text {count} times in {defect.file}, but needs it exactly once"
+def place(defect: Defect, root: Path) -> Path:
+    """The file that has the defect's text; an error says why the edit does not apply any more."""
+    texts = {path: path.read_text() for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))}
+    found = [path for path, text in texts.items() for _ in range(text.count(defect.old))]
+    if len(found) != 1:
+        raise ValueError(f"found its text {len(found)} times, but needs it exactly once")
     if defect.old == defect.new:
-        return "changes nothing"
-    absent = [file for file in _hinted(defect) if not (root / file).exists()]
-    return f"there is no {absent[0]}" if absent else None
+        raise ValueError("changes nothing")
+    try:
+        ast.parse(texts[found[0]].replace(defect.old, defect.new))
+    except SyntaxError as exc:
+        raise ValueError(f"is no Python any more: {exc}") from exc
+    for file in _hinted(defect):
+        if not (root / file).exists():
+            raise ValueError(f"there is no {file}")
+    return found[0]
 
 
 def check() -> int:
     """Report every defect that is stale, or has the name of another; how many there are."""
-    names = [defect.name for defect in DEFECTS]
-    reasons = {f"{name!r}": "there are two of this name" for name in names if names.count(name) > 1}
-    reasons |= {f"{defect.name!r}": reason for defect in DEFECTS if (reason := stale(defect))}
-    for name, reason in reasons.items():
-        print(f"stale: {name}: {reason}")
-    print(f"{len(DEFECTS)} defects, {len(reasons)} stale")
-    return len(reasons)
+    names, num_stale = [defect.name for defect in DEFECTS], 0
+    for defect in DEFECTS:
+        try:
+            place(defect, ROOT)
+            if names.count(defect.name) > 1:
+                raise ValueError("there are two of this name")
+        except ValueError as exc:
+            print(f"stale: {defect.name!r}: {exc}")
+            num_stale += 1
+    print(f"{len(DEFECTS)} defects, {num_stale} stale")
+    return num_stale
 
 
 def _hinted(defect: Defect) -> list[str]:
-    return [f"tests/test_{name}.py" for name in defect.tests]
+    return [f"tests/test_{name}.py" for name in defect.tests.split()]
 
 
 class Copy:
@@ -86,7 +95,7 @@ class Copy:
 
     @contextmanager
     def _planted(self, defect: Defect) -> Iterator[None]:
-        path = self.folder / PACKAGE / defect.file
+        path = place(defect, self.folder)
         text, times = path.read_text(), path.stat()
         path.write_text(text.replace(defect.old, defect.new))
         try:
@@ -139,10 +148,13 @@ def run(chosen: list[Defect], table: Path) -> int:
         copy = Copy(Path(folder))
         for defect in chosen:
             start = time.monotonic()
-            tier, test = ("stale", reason) if (reason := stale(defect, copy.folder)) else copy.caught(defect)
+            try:
+                tier, test = copy.caught(defect)
+            except ValueError as exc:
+                tier, test = "stale", str(exc)
             seconds = round(time.monotonic() - start)
-            rows.append({"defect": defect.name, "file": defect.file, "tier": tier, "caught_by": test})
-            writer.writerow(rows[-1] | {"seconds": seconds})
+            rows.append({"defect": defect.name, "tier": tier, "caught_by": test, "seconds": seconds})
+            writer.writerow(rows[-1])
             file.flush()
             print(f"{tier:10}  {defect.name}  ({test}, {seconds} s)", flush=True)
     missed = [row["defect"] for row in rows if row["tier"] in ("none", "stale")]
@@ -163,8 +175,7 @@ def main() -> None:
     if not chosen:
         parser.error(f"no defect has {given.only!r} in its name: --list shows them")
     if given.list:
-        for defect in chosen:
-            print(f"{defect.name}  ({defect.file})")
+        print(*(defect.name for defect in chosen), sep="\n")
     else:
         sys.exit(min(1, check() if given.check else run(chosen, given.table)))
 
