@@ -18,7 +18,7 @@ from .._dimensions import classes
 from .._mixins import base_class
 from ..engine.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader, is_norm
 from .connection_pattern import ConnectionPattern, LayerCall
-from .fingerprint import names_read
+from .outside import names_read
 
 _DROPOUTS = {
     nn.Dropout.forward: F.dropout,
