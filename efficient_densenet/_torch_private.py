@@ -34,7 +34,7 @@ def functorch_is_active() -> bool:
 
 def saved_tensors_hooks_enabled() -> bool:
     """Return False inside `torch.autograd.graph.disable_saved_tensors_hooks`."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_batched_gradient(grad: Tensor | None) -> bool:
