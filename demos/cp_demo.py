@@ -8,21 +8,9 @@ torchrun --nproc_per_node 2 demos/cp_demo.py --data cifar --sync_bn    in severa
 --efficient True (the default) takes the best engine that can run, --efficient False the plain network.
 """
 
-import os
-import signal
-import sys
-from pathlib import Path
+import startup  # noqa: F401 - before all that takes seconds to import
 
-if __name__ == "__main__":  # Ctrl-C ends it with a line, even while modules are imported
-
-    def interrupted(*_: object) -> None:
-        print("interrupted", file=sys.stderr)
-        os._exit(130)
-
-    signal.signal(signal.SIGINT, interrupted)
-if (Path(__file__).resolve().parents[1] / "efficient_densenet").is_dir():  # in a clone, its package comes first
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+# isort: split
 from training import Options, command, train
 
 if __name__ == "__main__":

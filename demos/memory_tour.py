@@ -7,23 +7,13 @@ Each lesson below is a few lines that can be copied. Every number printed is mea
 tensors during a forward and a backward, above what was allocated before.
 """
 
+import startup  # noqa: F401 - before all that takes seconds to import
+
+# isort: split
 import os
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-if __name__ == "__main__":  # Ctrl-C ends it with a line, even while modules are imported
-
-    def interrupted(*_: object) -> None:
-        print("interrupted", file=sys.stderr)
-        os._exit(130)
-
-    signal.signal(signal.SIGINT, interrupted)
-if (Path(__file__).resolve().parents[1] / "efficient_densenet").is_dir():  # in a clone, its package comes first
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F

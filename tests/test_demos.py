@@ -283,7 +283,8 @@ def test_a_demo_prefers_the_package_beside_it_to_an_installed_one(script, cloned
     training = tmp_path / "clone" / "demos" / "training"
     training.mkdir(parents=True)
     (training / "__init__.py").write_text("import efficient_densenet")
-    shutil.copy(DEMOS / script, training.parent)
+    for name in (script, "startup.py"):
+        shutil.copy(DEMOS / name, training.parent)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
     command = [sys.executable, f"clone/demos/{script}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)

@@ -2,6 +2,10 @@
 
 A record lock (`fcntl.lockf`) belongs to the process: its forks do not keep it, and network file systems extend it to
 all hosts. The file remains, since removing it could give two processes a lock each on files of the same name.
+
+`filelock` promises less: it locks by `flock`, which forks share unless the library closes its file in them, as its
+version 4 does. It tells neither who holds a lock since when, nor that its file was replaced during a run, nor that a
+network file system shows the lock to no other host.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 The random parameters of a step are drawn on the CPU, for the global batch at once, from a generator that is seeded by
 the seed of the run, the epoch and the step alone. A resumed run therefore repeats them exactly, on any device and with
-any number of processes.
+any number of processes. (`torchvision.transforms.v2` draws one crop for a whole batch, from the global generator.)
 """
 
 import hashlib

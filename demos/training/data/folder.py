@@ -1,4 +1,7 @@
-"""Image folders: `train/`, and `test/` or `val/` or both, with a folder of images of any size for each class."""
+"""Image folders: `train/`, and `test/` or `val/` or both, with a folder of images of any size for each class.
+
+torchvision's `ImageFolder` leaves out folders that cannot be read, and takes hidden ones for classes.
+"""
 
 import os
 from collections.abc import Iterable, Iterator
