@@ -32,11 +32,6 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def saved_tensors_hooks_enabled() -> bool:
-    """Return False inside `torch.autograd.graph.disable_saved_tensors_hooks`."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def is_batched_gradient(grad: Tensor | None) -> bool:
     """Return True for a gradient of a backward of several at once (`is_grads_batched=True`)."""
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]

@@ -47,7 +47,6 @@ from efficient_densenet._torch_private import (
     parametrization_cache_enabled,
     process_group_named,
     queue_backward_callback,
-    saved_tensors_hooks_enabled,
     sharding_of,
     tensor_hooks,
     will_execute,
@@ -89,12 +88,6 @@ def test_a_queued_callback_is_called_at_the_end_of_the_backward():
     x.register_hook(lambda grad: queue_backward_callback(lambda: calls.append((x.grad, y.grad))))
     (x * 2 + y).sum().backward()
     assert [[grad.tolist() for grad in grads] for grads in calls] == [[[2, 2], [1, 1]]]
-
-
-def test_saved_tensors_hooks_enabled():
-    with torch.autograd.graph.disable_saved_tensors_hooks("disabled"):
-        inside = saved_tensors_hooks_enabled()
-    assert (inside, saved_tensors_hooks_enabled()) == (False, True)
 
 
 def test_is_batched_gradient():

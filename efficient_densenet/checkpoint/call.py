@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import compiled_checkpoint_updates_once, is_exporting
 from .._recompute_mode import is_checkpointing_disabled
-from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tensors_hooks_enabled
+from .._torch_private import functorch_is_active, is_managed_by_fsdp
 from ..norms.batch_norm import update_once
 from .frame import CheckpointFrame
 from .hooks import fire_once
@@ -86,8 +86,6 @@ def checkpoint_call(
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
         return _checkpoint_compiled(function, args, kwargs, options)
-    if not saved_tensors_hooks_enabled():
-        return function(*args, **kwargs)
     listed = _as_list(parameters)
     bound_modules = modules_of(function)
     modules = _modules_in((*(bound_modules or reachable_modules(function)), *listed, *args, *kwargs.values()))

@@ -9,7 +9,6 @@ closures, second derivatives and partial backwards need no code here, because au
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ class CheckpointFrame:
         self.early_stop = early_stop_enabled(options.early_stop)
         self.saved_metadata: TensorMetadata = []
         self.versions: list[int] = []
-        self.recomputed_tensors: WeakValueDictionary[int, _RecomputedTensors] = WeakValueDictionary()
+        self.recomputed_tensors: dict[int, dict[int, Tensor]] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and save its tensor arguments in place of everything that it saves for backward."""
@@ -66,14 +65,15 @@ class CheckpointFrame:
         backward = graph_task_id()
         if backward == -1:
             return self._recompute()[index]
-        recomputed = self.recomputed_tensors.get(backward)
-        if recomputed is None:
-            self.recomputed_tensors[backward] = recomputed = _RecomputedTensors()
-            # The backward holds the callback, and so the tensors that it does not unpack, until it ends or raises.
-            queue_backward_callback(recomputed.clear)
-        if index not in recomputed:
-            recomputed.update(enumerate(self._recompute()))
-        return recomputed.pop(index)
+        if index not in self.recomputed_tensors.get(backward, ()):
+            if backward not in self.recomputed_tensors:
+                # Free the tensors that this backward does not unpack. The callback keeps the frame alive until then.
+                queue_backward_callback(partial(self.recomputed_tensors.pop, backward, None))
+            self.recomputed_tensors[backward] = dict(enumerate(self._recompute()))
+        tensor = self.recomputed_tensors[backward].pop(index)
+        if not self.recomputed_tensors[backward]:
+            del self.recomputed_tensors[backward]
+        return tensor
 
     def _recompute(self) -> list[Tensor]:
         for module in self.modules:
@@ -147,10 +147,6 @@ class _Recording:
 
 class _RecomputationComplete(BaseException):
     """Ends a recomputation that has saved all tensors. It is no Exception, so that `except Exception` lets it pass."""
-
-
-class _RecomputedTensors(dict[int, Tensor]):
-    """The tensors that one backward has recomputed and not unpacked yet, by their indices."""
 
 
 class _InputIndex(int):

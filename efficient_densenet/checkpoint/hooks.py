@@ -1,7 +1,7 @@
 """Forward hooks inside a checkpointed function fire once, unless the recomputation needs them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -71,47 +71,7 @@ def hooks_take_part(modules: Iterable[nn.Module]) -> bool:
     It must be called in the recomputation too, which then has to run to the end. FSDP's hooks know recomputations.
     """
     hooked = (module for module in modules if module._forward_hooks and not is_managed_by_fsdp(module))
-    return any(_affects_computation(hook) for module in hooked for hook in module._forward_hooks.values())
-
-
-@contextmanager
-def side_effects_undone(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Afterwards, `modules` have the attributes, parameters and buffers that they had before, with their values.
-
-    A hook that is called again counts again, or updates a moving average again. FSDP's hooks know recomputations.
-    """
-    hooked = [
-        module
-        for module in modules
-        if any(map(_affects_computation, _hooks_of(module))) and not is_managed_by_fsdp(module)
-    ]
-    before = [
-        (module, {**vars(module)}, {**module._parameters}, {**module._buffers}, _values(module)) for module in hooked
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, parameters, buffers, values in before:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes, _parameters=parameters, _buffers=buffers)
-            for buffer, version, value in values:
-                if buffer._version != version:
-                    buffer.data.copy_(value)
-
-
-def _values(module: nn.Module) -> list[tuple[Tensor, int, Tensor]]:
-    """Each buffer with its version and a copy of its values."""
-    buffers = (buffer for buffer in module._buffers.values() if buffer is not None and not is_lazy(buffer))
-    return [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers]
-
-
-def _hooks_of(module: nn.Module) -> list[Callable]:
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
-def _affects_computation(hook: Callable) -> bool:
-    return getattr(hook, "affects_computation", True)
+    return any(getattr(hook, "affects_computation", True) for each in hooked for hook in each._forward_hooks.values())
 
 
 def _unwrapped(hook: Any) -> Callable:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .._recompute_mode import checkpointed_forward, recomputing
 from .._torch_private import is_managed_by_fsdp
-from .hooks import side_effects_undone
 from .selective import ContextFn, UserContexts
 from .states import AutocastState, DefaultDevice, RngState
 from .trees import flatten
@@ -36,7 +35,7 @@ DEFAULTS = Options()
 class Recomputation:
     """Runs a function that uses `tensors` and `modules`, and recomputes it in the same state.
 
-    The state is autocast, the default device, the RNG state, and each module's training mode, parameters and hooks.
+    The state is autocast, the default device, the RNG state, and the training mode and parameters of each module.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Recomputation:
         self.autocast = AutocastState(tensors, cache_casts)
         self.default_device = DefaultDevice()
         self.rng_state = RngState(tensors, options.generators) if options.preserve_rng_state else None
-        self.module_states = [(module, _ModuleState(module)) for module in modules]
+        self.module_states = [(module, module.training, _parameter_ids(module)) for module in modules]
         generators = self.rng_state.generators if self.rng_state else ()
         self.user_contexts = UserContexts(options.context_fn, generators) if options.context_fn else None
         self.output_metadata: TensorMetadata | None = None
@@ -62,8 +61,6 @@ class Recomputation:
         user_context = self.user_contexts.forward() if self.user_contexts else nullcontext()
         with checkpointed_forward(), self.autocast.restored(), user_context:
             result = function(*args, **kwargs)
-        for module, state in self.module_states:
-            state.hooks = _hooks(module)  # without those that have removed themselves, as a lazy module's
         if [tensor._version for tensor in inputs] != versions:
             raise RuntimeError(
                 f"{self.name} changes an input in place, so it cannot be recomputed from its inputs: make its first "
@@ -76,11 +73,11 @@ class Recomputation:
 
     def recompute(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run `function` again in the state of the forward."""
+        self._check_same_parameters()
         rng_state = nullcontext() if self.rng_state is None else self.rng_state.restored()
         user_context = self.user_contexts.recomputation() if self.user_contexts else nullcontext()
         autocast, device = self.autocast.restored(), self.default_device.restored()
-        modules = self._modules_restored()
-        with recomputing(), autocast, device, modules, rng_state, user_context:
+        with recomputing(), autocast, device, self._training_modes_restored(), rng_state, user_context:
             return function(*args, **kwargs)
 
     def check_result(self, result: Any) -> None:
@@ -100,70 +97,31 @@ class Recomputation:
                 f"in both{', on the same device' if devices else ''}"
             )
 
-    @contextmanager
-    def _modules_restored(self) -> Iterator[None]:
-        """Give the modules the state of the forward, if it was changed before the backward."""
-        changes = [change for module, state in self.module_states for change in state.changes(module, self.name)]
-        now = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-        _set_all(changes)
-        try:
-            with side_effects_undone([module for module, state in self.module_states if state.hooks]):
-                yield
-        finally:
-            _set_all(now)
-
-
-Change = tuple[Any, str, Any]
-"""An object, the name of its attribute, and a value for the attribute."""
-
-_HOOKS = "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"
-
-
-class _ModuleState:
-    """What a recomputation needs of a module as it was in the forward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.training = module.training
-        self.parameters = _parameters(module)
-        self.hooks: tuple[dict, ...] = ()
-
-    def changes(self, module: nn.Module, function_name: str) -> Iterator[Change]:
-        """What has to be set to restore this state. Raise RuntimeError if parameters have been replaced."""
-        if module.training is not self.training:
-            yield module, "training", self.training
-        parameters = _parameters(module)
-        if parameters != self.parameters:
-            if {name: key for name, (key, _) in parameters.items()} == {
-                name: key for name, (key, _) in self.parameters.items()
-            }:
-                for name, (_, requires_grad) in self.parameters.items():
-                    if requires_grad is not parameters[name][1]:
-                        yield module._parameters[name], "requires_grad", requires_grad
-            elif not is_managed_by_fsdp(module):  # FSDP replaces them by gathered ones and back, with the same values
+    def _check_same_parameters(self) -> None:
+        for module, _, ids in self.module_states:
+            # FSDP replaces parameters by gathered ones and back, with the same values.
+            if _parameter_ids(module) != ids and not is_managed_by_fsdp(module):
                 raise RuntimeError(
-                    f"{function_name} is recomputed with other parameters than in the forward: those of a "
+                    f"{self.name} is recomputed with other parameters than in the forward: those of a "
                     f"{type(module).__name__} have been replaced since then, as torch.func.functional_call does when "
                     "it returns; run the backward before that, or do not checkpoint"
                 )
-        if (self.hooks or module._forward_hooks or module._forward_pre_hooks) and _hooks(module) != self.hooks:
-            yield from ((module, name, hooks) for name, hooks in zip(_HOOKS, self.hooks or ({},) * 4, strict=True))
+
+    @contextmanager
+    def _training_modes_restored(self) -> Iterator[None]:
+        """Restore the training mode of the forward, if the model was switched to eval mode before its backward."""
+        switched = [(module, training) for module, training, _ in self.module_states if module.training is not training]
+        for module, training in switched:
+            module.training = training
+        try:
+            yield
+        finally:
+            for module, training in switched:
+                module.training = not training
 
 
-def _parameters(module: nn.Module) -> dict[str, tuple[int, bool]]:
-    """The identity of each parameter, and whether it requires a gradient."""
-    return {name: (id(each), each is not None and each.requires_grad) for name, each in module._parameters.items()}
-
-
-def _hooks(module: nn.Module) -> tuple[dict, ...]:
-    """Copies of the dicts of the module's forward hooks; nothing for a module without any."""
-    if not (module._forward_hooks or module._forward_pre_hooks):
-        return ()
-    return tuple(getattr(module, name).copy() for name in _HOOKS)
-
-
-def _set_all(changes: Iterable[Change]) -> None:
-    for owner, name, value in changes:
-        setattr(owner, name, value)
+def _parameter_ids(module: nn.Module) -> dict[str, int]:
+    return {name: id(parameter) for name, parameter in module._parameters.items()}
 
 
 def function_name(function: Callable) -> str:
