@@ -1,14 +1,16 @@
 """RNG state, autocast, training mode, running statistics and hooks in a recomputation."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checkpoint_outcomes import assert_like_plain, assert_same_outcome, network, outcome, tensor
-from helpers import assert_same_buffers, assert_same_gradients
+from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
 
 from efficient_densenet.checkpoint import (
@@ -219,3 +221,93 @@ def test_weight_norm_and_pruning_can_still_be_removed():
     prune.l1_unstructured(module, "weight", 1)
     prune.remove(module, "weight")
     assert not prune.is_pruned(module)
+
+
+def _train_with(between: Callable[[nn.Module], Any], before: Callable[[nn.Module], Any], run: Callable) -> list[Any]:
+    """Input and parameters' gradients of a second step, in which `between` is called between forward and backward."""
+    torch.manual_seed(0)
+    net = network()
+    before(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for change in (lambda net: None, between):
+        optimizer.zero_grad()
+        x = tensor(5, 4).requires_grad_()
+        loss = run(net, x).square().sum()
+        change(net)
+        loss.backward()
+        optimizer.step()
+    return [x.grad, *(parameter.grad for parameter in net.parameters())]
+
+
+def _halves(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 0.5
+
+
+def _squares(module: nn.Module, args: Any) -> Any:
+    return args[0] * args[0]
+
+
+def _remove_hooks(net: nn.Module) -> None:
+    net[1]._forward_hooks.clear()
+    net[2]._forward_pre_hooks.clear()
+
+
+CHANGES_BETWEEN = {
+    "parameters are frozen": (lambda net: net.requires_grad_(False), lambda net: None),
+    "parameters are unfrozen": (lambda net: net.requires_grad_(), lambda net: net[0].requires_grad_(False)),
+    "hooks are added": (
+        lambda net: (net[1].register_forward_hook(_halves), net[2].register_forward_pre_hook(_squares)),
+        lambda net: None,
+    ),
+    "hooks are removed": (
+        _remove_hooks,
+        lambda net: (net[1].register_forward_hook(_halves), net[2].register_forward_pre_hook(_squares)),
+    ),
+}
+RUNS = {
+    "checkpoint": checkpoint,
+    "CheckpointFunction": lambda net, x: CheckpointFunction.apply(net, 1, x, *net.parameters()),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("change", CHANGES_BETWEEN)
+def test_what_is_changed_between_forward_and_backward_is_restored_for_the_recomputation(change, run):
+    for actual, expected in zip(
+        _train_with(*CHANGES_BETWEEN[change], RUNS[run]),
+        _train_with(*CHANGES_BETWEEN[change], lambda net, x: net(x)),
+        strict=True,
+    ):
+        assert (actual is None) == (expected is None)
+        assert actual is None or torch.equal(actual, expected)
+
+
+def test_without_saved_tensor_hooks_nothing_is_checkpointed():
+    net, x = nn.Linear(4, 3).double(), tensor(5, 4).requires_grad_()
+    expected = torch.autograd.grad(net(x).square().sum(), x)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        pytest.warns(UserWarning, match="Linear is not checkpointed, for lack of saved-tensor hooks"),
+    ):
+        assert_close(torch.autograd.grad(checkpoint(net, x).square().sum(), x)[0], expected[0])
+
+
+def test_a_backward_that_ends_in_an_exception_leaves_no_recomputed_tensors():
+    net, storages = nn.Linear(4, 4).double(), []
+
+    def function(x):
+        hidden = x.exp()  # saves its result, which its backward would unpack after the exception
+        storages.append(StorageWeakRef(hidden.untyped_storage()))
+        return net(hidden).sin()
+
+    def fail(grad):
+        raise ValueError("in the backward")
+
+    loss = checkpoint(function, tensor(5, 4).requires_grad_(), parameters=net).sum()
+    handle = net.bias.register_hook(fail)
+    with pytest.raises(ValueError, match="in the backward"):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    assert len(storages) == 2
+    assert storages[1].expired()
+    loss.backward()
