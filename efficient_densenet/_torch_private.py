@@ -185,6 +185,11 @@ def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
     return vars(module).get("_is_fsdp_managed_module", False)
 
 
+def is_distributed_wrapper(module: torch.nn.Module) -> bool:
+    """Return True for a module of PyTorch's distributed wrappers, such as DDP or FSDP, which notes what it is doing."""
+    return type(module).__module__.startswith(("torch.distributed", "torch.nn.parallel"))
+
+
 def sharding_of(module: torch.nn.Module) -> str | None:
     """Return what shards the parameters of exactly this module: "fully_shard", "FullyShardedDataParallel" or None."""
     names = {cls.__name__ for cls in type(module).__mro__ if (cls.__module__ or "").startswith(_FSDP)}

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from checkpoint_outcomes import assert_like_plain, assert_same_outcome, network, outcome, tensor
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 from efficient_densenet.checkpoint import (
     CheckpointFunction,
@@ -311,3 +311,66 @@ def test_a_backward_that_ends_in_an_exception_leaves_no_recomputed_tensors():
     assert len(storages) == 2
     assert storages[1].expired()
     loss.backward()
+
+
+class _Scaled(nn.Module):
+    """A linear layer that counts its calls, and multiplies by a number and applies a function that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4).double(), nn.Dropout(0.5)
+        self.scale, self.function, self.calls, self.is_initialized = 0.5, torch.sin, 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if not self.is_initialized:
+            self.is_initialized = True
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+        return self.function(self.dropout(self.linear(x * x)) * self.scale * self.calls)
+
+
+def _change_attributes(net: _Scaled) -> None:
+    net.scale, net.function, net.dropout.p = 3.0, torch.cos, 0.1
+
+
+@pytest.mark.parametrize("between", [lambda net: None, _change_attributes])
+def test_attributes_are_those_of_the_forward_in_the_recomputation_and_what_it_counts_is_counted_once(between):
+    results = []
+    for run in (lambda net, x: net(x), checkpoint):
+        torch.manual_seed(0)
+        net = _Scaled()
+        x, y = tensor(5, 4).requires_grad_(), tensor(5, 4).requires_grad_()
+        net.linear.register_forward_hook(lambda module, args, output: setattr(module, "seen", args[0].shape[0]))
+        loss = run(net, x).sum() + 2 * run(net, y).sum()
+        between(net)
+        loss.backward()
+        results.append([x.grad, y.grad, net.linear.weight.grad, net.linear.weight.detach()])
+        assert net.calls == 2
+        assert net.linear.seen == 5
+        assert (net.scale, net.dropout.p) == ((0.5, 0.5) if net.function is torch.sin else (3.0, 0.1))
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * self.calls
+
+
+def test_a_parametrization_that_counts_its_calls_is_repeated_with_the_count_of_the_forward():
+    grads = []
+    for run in (lambda net, x: net(x), checkpoint):
+        torch.manual_seed(0)
+        net, x = nn.Linear(4, 3).double(), tensor(5, 4).requires_grad_()
+        parametrize.register_parametrization(net, "weight", _Counting())
+        run(net, x).square().sum().backward()
+        run(net, x).square().sum().backward()
+        grads.append([x.grad, net.parametrizations.weight.original.grad])
+    for actual, expected in zip(*grads, strict=True):
+        assert torch.equal(actual, expected)

@@ -66,6 +66,8 @@ class Recomputation:
                 f"{self.name} changes an input in place, so it cannot be recomputed from its inputs: make its first "
                 "operation an out-of-place one, or pass a clone"
             )
+        for state in self.module_states:
+            state.update_after_forward()
         if self.rng_state is not None and not self.rng_state.has_changed():
             self.rng_state = None  # the function drew no random numbers
         self.output_metadata = metadata_of(tensors_in(result))
