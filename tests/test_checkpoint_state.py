@@ -374,3 +374,60 @@ def test_a_parametrization_that_counts_its_calls_is_repeated_with_the_count_of_t
         grads.append([x.grad, net.parametrizations.weight.original.grad])
     for actual, expected in zip(*grads, strict=True):
         assert torch.equal(actual, expected)
+
+
+class _Averaging(nn.Module):
+    """Scales by a moving average of its inputs, and counts in a buffer of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(4, dtype=torch.double))
+        self.linear, self.norm = nn.Linear(4, 4).double(), nn.BatchNorm1d(4).double()
+        for module in (self.linear, self.norm):
+            module.register_buffer("calls", torch.zeros((), dtype=torch.double))
+            module.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.norm(self.linear(x * self.mean.clone())).sin()
+
+
+def _replace_mean(net: _Averaging) -> None:
+    net.mean = net.mean * 2
+
+
+@pytest.mark.parametrize("between", [lambda net: None, _replace_mean])
+def test_buffers_have_the_values_of_the_forward_in_the_recomputation_and_change_once(between):
+    results = []
+    for run in (lambda net, x: net(x), checkpoint):
+        torch.manual_seed(0)
+        net = _Averaging()
+        x, y = tensor(5, 4).requires_grad_(), tensor(5, 4).requires_grad_()
+        loss = run(net, x).sum() + 2 * run(net, y).sum()
+        between(net)
+        loss.backward()
+        results.append([x.grad, y.grad, net.linear.weight.grad, *net.buffers()])
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected)
+
+
+def test_a_frozen_norm_is_recomputed_with_the_statistics_of_its_forward():
+    net, x = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double(), tensor(5, 4).requires_grad_()
+    expected = torch.autograd.grad(net.eval()(x).sin().sum(), net.parameters())
+    loss = checkpoint(net, x).sin().sum()
+    checkpoint(net.train(), x * 3 + 1)
+    buffers = list(net.buffers())
+    for actual, grad in zip(torch.autograd.grad(loss, net.parameters()), expected, strict=True):
+        assert torch.equal(actual, grad)
+    assert all(now is buffer for now, buffer in zip(net.buffers(), buffers, strict=True))
+
+
+def test_a_large_buffer_that_is_changed_in_place_after_the_forward_raises():
+    net = nn.Identity()
+    net.register_buffer("table", torch.ones(1 << 17, 1))
+    loss = checkpoint(lambda x: net(x * net.table).sin(), torch.ones(1, requires_grad=True)).sum()
+    net.table.mul_(2)
+    with pytest.raises(
+        RuntimeError, match=r"buffer table of a Identity, of shape \(131072, 1\), has been changed in place"
+    ):
+        loss.backward()
