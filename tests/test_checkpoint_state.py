@@ -1,9 +1,11 @@
 """RNG state, autocast, training mode, running statistics and hooks in a recomputation."""
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -431,3 +433,20 @@ def test_a_large_buffer_that_is_changed_in_place_after_the_forward_raises():
         RuntimeError, match=r"buffer table of a Identity, of shape \(131072, 1\), has been changed in place"
     ):
         loss.backward()
+
+
+DRAWS = {"Python": random.random, "NumPy": lambda: float(np.random.rand())}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_hooks_that_draw_from_python_or_numpy_draw_the_same_again(draw):
+    results = []
+    for run in (lambda net, x: net(x), checkpoint):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        net, x = network(), tensor(5, 4).requires_grad_()
+        net[0].register_forward_pre_hook(lambda module, args: _none(DRAWS[draw]()))
+        net[1].register_forward_hook(lambda module, args, output: output * DRAWS[draw]())
+        run(net, x).square().sum().backward()
+        results.append([x.grad, *(parameter.grad for parameter in net.parameters()), tensor(1) * 0 + DRAWS[draw]()])
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)

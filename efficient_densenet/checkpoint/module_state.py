@@ -25,6 +25,10 @@ class ModuleState:
         # A lazy module's own hook initializes it and is removed, never to be called again.
         self.hooks = None if isinstance(module, LazyModuleMixin) else [dict(hooks) for hooks in hook_dicts(module)]
 
+    def has_hooks(self) -> bool:
+        """Return True if the module has forward hooks or parametrizations."""
+        return any(self.hooks or ()) or "parametrizations" in self.module._modules
+
     def has_other_parameters(self) -> bool:
         """Return True if parameters have been replaced. FSDP replaces them by gathered ones, with the same values."""
         return _parameter_ids(self.module) != self.parameter_ids and not is_managed_by_fsdp(self.module)

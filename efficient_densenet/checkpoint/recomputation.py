@@ -49,8 +49,9 @@ class Recomputation:
         self.name = name
         self.autocast = AutocastState(tensors, cache_casts)
         self.default_device = DefaultDevice()
-        self.rng_state = RngState(tensors, options.generators) if options.preserve_rng_state else None
         self.module_states = [ModuleState(module) for module in modules]
+        may_draw = any(state.has_hooks() for state in self.module_states)
+        self.rng_state = RngState(tensors, options.generators, may_draw) if options.preserve_rng_state else None
         generators = self.rng_state.generators if self.rng_state else ()
         self.user_contexts = UserContexts(options.context_fn, generators) if options.context_fn else None
         self.output_metadata: TensorMetadata | None = None
