@@ -58,6 +58,25 @@ def has_global_module_hooks() -> bool:
     return any(getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
 
 
+def hook_dicts(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """Return the dicts of the forward hooks of `module`, and of what is noted about these hooks."""
+    return [getattr(module, name) for name in _HOOK_DICTS]
+
+
+_HOOK_DICTS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def saved_tensors_hooks_enabled() -> bool:
+    """Return False inside `torch.autograd.graph.disable_saved_tensors_hooks()`."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def parametrization_cache_enabled() -> bool:
     """Return True inside `torch.nn.utils.parametrize.cached()`."""
     return bool(torch.nn.utils.parametrize._cache_enabled)
@@ -147,6 +166,11 @@ def observe_selection(forward: Any, recomputation: Any, observe: Callable[[Any, 
 def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
     """Return True if FSDP (either version) shards the parameters of `module` and replaces them while it runs."""
     return vars(module).get("_is_fsdp_managed_module", False)
+
+
+def is_distributed_wrapper(module: torch.nn.Module) -> bool:
+    """Return True for a module of PyTorch's distributed wrappers, such as DDP or FSDP, which notes what it is doing."""
+    return type(module).__module__.startswith(("torch.distributed", "torch.nn.parallel"))
 
 
 def sharding_of(module: torch.nn.Module) -> str | None:

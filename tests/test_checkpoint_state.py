@@ -1,15 +1,19 @@
 """RNG state, autocast, training mode, running statistics and hooks in a recomputation."""
 
 import functools
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from checkpoint_outcomes import assert_like_plain, assert_same_outcome, network, outcome, tensor
-from helpers import assert_same_buffers, assert_same_gradients
-from torch import nn
-from torch.nn.utils import prune
+from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize, prune
 
 from efficient_densenet.checkpoint import (
     CheckpointFunction,
@@ -219,3 +223,230 @@ def test_weight_norm_and_pruning_can_still_be_removed():
     prune.l1_unstructured(module, "weight", 1)
     prune.remove(module, "weight")
     assert not prune.is_pruned(module)
+
+
+def _train_with(between: Callable[[nn.Module], Any], before: Callable[[nn.Module], Any], run: Callable) -> list[Any]:
+    """Input and parameters' gradients of a second step, in which `between` is called between forward and backward."""
+    torch.manual_seed(0)
+    net = network()
+    before(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for change in (lambda net: None, between):
+        optimizer.zero_grad()
+        x = tensor(5, 4).requires_grad_()
+        loss = run(net, x).square().sum()
+        change(net)
+        loss.backward()
+        optimizer.step()
+    return [x.grad, *(parameter.grad for parameter in net.parameters())]
+
+
+def _halves(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 0.5
+
+
+def _squares(module: nn.Module, args: Any) -> Any:
+    return args[0] * args[0]
+
+
+def _remove_hooks(net: nn.Module) -> None:
+    net[1]._forward_hooks.clear()
+    net[2]._forward_pre_hooks.clear()
+
+
+CHANGES_BETWEEN = {
+    "parameters are frozen": (lambda net: net.requires_grad_(False), lambda net: None),
+    "parameters are unfrozen": (lambda net: net.requires_grad_(), lambda net: net[0].requires_grad_(False)),
+    "hooks are added": (
+        lambda net: (net[1].register_forward_hook(_halves), net[2].register_forward_pre_hook(_squares)),
+        lambda net: None,
+    ),
+    "hooks are removed": (
+        _remove_hooks,
+        lambda net: (net[1].register_forward_hook(_halves), net[2].register_forward_pre_hook(_squares)),
+    ),
+}
+RUNS = {
+    "checkpoint": checkpoint,
+    "CheckpointFunction": lambda net, x: CheckpointFunction.apply(net, 1, x, *net.parameters()),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("change", CHANGES_BETWEEN)
+def test_what_is_changed_between_forward_and_backward_is_restored_for_the_recomputation(change, run):
+    for actual, expected in zip(
+        _train_with(*CHANGES_BETWEEN[change], RUNS[run]),
+        _train_with(*CHANGES_BETWEEN[change], lambda net, x: net(x)),
+        strict=True,
+    ):
+        assert (actual is None) == (expected is None)
+        assert actual is None or torch.equal(actual, expected)
+
+
+def test_without_saved_tensor_hooks_nothing_is_checkpointed():
+    net, x = nn.Linear(4, 3).double(), tensor(5, 4).requires_grad_()
+    expected = torch.autograd.grad(net(x).square().sum(), x)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        pytest.warns(UserWarning, match="Linear is not checkpointed, for lack of saved-tensor hooks"),
+    ):
+        assert_close(torch.autograd.grad(checkpoint(net, x).square().sum(), x)[0], expected[0])
+
+
+def test_a_backward_that_ends_in_an_exception_leaves_no_recomputed_tensors():
+    net, storages = nn.Linear(4, 4).double(), []
+
+    def function(x):
+        hidden = x.exp()  # saves its result, which its backward would unpack after the exception
+        storages.append(StorageWeakRef(hidden.untyped_storage()))
+        return net(hidden).sin()
+
+    def fail(grad):
+        raise ValueError("in the backward")
+
+    loss = checkpoint(function, tensor(5, 4).requires_grad_(), parameters=net).sum()
+    handle = net.bias.register_hook(fail)
+    with pytest.raises(ValueError, match="in the backward"):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    assert len(storages) == 2
+    assert storages[1].expired()
+    loss.backward()
+
+
+class _Scaled(nn.Module):
+    """A linear layer that counts its calls, and multiplies by a number and applies a function that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4).double(), nn.Dropout(0.5)
+        self.scale, self.function, self.calls, self.is_initialized = 0.5, torch.sin, 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if not self.is_initialized:
+            self.is_initialized = True
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+        return self.function(self.dropout(self.linear(x * x)) * self.scale * self.calls)
+
+
+def _change_attributes(net: _Scaled) -> None:
+    net.scale, net.function, net.dropout.p = 3.0, torch.cos, 0.1
+
+
+@pytest.mark.parametrize("between", [lambda net: None, _change_attributes])
+def test_attributes_are_those_of_the_forward_in_the_recomputation_and_what_it_counts_is_counted_once(between):
+    results = []
+    for run in (lambda net, x: net(x), checkpoint):
+        torch.manual_seed(0)
+        net = _Scaled()
+        x, y = tensor(5, 4).requires_grad_(), tensor(5, 4).requires_grad_()
+        net.linear.register_forward_hook(lambda module, args, output: setattr(module, "seen", args[0].shape[0]))
+        loss = run(net, x).sum() + 2 * run(net, y).sum()
+        between(net)
+        loss.backward()
+        results.append([x.grad, y.grad, net.linear.weight.grad, net.linear.weight.detach()])
+        assert net.calls == 2
+        assert net.linear.seen == 5
+        assert (net.scale, net.dropout.p) == ((0.5, 0.5) if net.function is torch.sin else (3.0, 0.1))
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * self.calls
+
+
+def test_a_parametrization_that_counts_its_calls_is_repeated_with_the_count_of_the_forward():
+    grads = []
+    for run in (lambda net, x: net(x), checkpoint):
+        torch.manual_seed(0)
+        net, x = nn.Linear(4, 3).double(), tensor(5, 4).requires_grad_()
+        parametrize.register_parametrization(net, "weight", _Counting())
+        run(net, x).square().sum().backward()
+        run(net, x).square().sum().backward()
+        grads.append([x.grad, net.parametrizations.weight.original.grad])
+    for actual, expected in zip(*grads, strict=True):
+        assert torch.equal(actual, expected)
+
+
+class _Averaging(nn.Module):
+    """Scales by a moving average of its inputs, and counts in a buffer of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(4, dtype=torch.double))
+        self.linear, self.norm = nn.Linear(4, 4).double(), nn.BatchNorm1d(4).double()
+        for module in (self.linear, self.norm):
+            module.register_buffer("calls", torch.zeros((), dtype=torch.double))
+            module.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.norm(self.linear(x * self.mean.clone())).sin()
+
+
+def _replace_mean(net: _Averaging) -> None:
+    net.mean = net.mean * 2
+
+
+@pytest.mark.parametrize("between", [lambda net: None, _replace_mean])
+def test_buffers_have_the_values_of_the_forward_in_the_recomputation_and_change_once(between):
+    results = []
+    for run in (lambda net, x: net(x), checkpoint):
+        torch.manual_seed(0)
+        net = _Averaging()
+        x, y = tensor(5, 4).requires_grad_(), tensor(5, 4).requires_grad_()
+        loss = run(net, x).sum() + 2 * run(net, y).sum()
+        between(net)
+        loss.backward()
+        results.append([x.grad, y.grad, net.linear.weight.grad, *net.buffers()])
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected)
+
+
+def test_a_frozen_norm_is_recomputed_with_the_statistics_of_its_forward():
+    net, x = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double(), tensor(5, 4).requires_grad_()
+    expected = torch.autograd.grad(net.eval()(x).sin().sum(), net.parameters())
+    loss = checkpoint(net, x).sin().sum()
+    checkpoint(net.train(), x * 3 + 1)
+    buffers = list(net.buffers())
+    for actual, grad in zip(torch.autograd.grad(loss, net.parameters()), expected, strict=True):
+        assert torch.equal(actual, grad)
+    assert all(now is buffer for now, buffer in zip(net.buffers(), buffers, strict=True))
+
+
+def test_a_large_buffer_that_is_changed_in_place_after_the_forward_raises():
+    net = nn.Identity()
+    net.register_buffer("table", torch.ones(1 << 17, 1))
+    loss = checkpoint(lambda x: net(x * net.table).sin(), torch.ones(1, requires_grad=True)).sum()
+    net.table.mul_(2)
+    with pytest.raises(
+        RuntimeError, match=r"buffer table of a Identity, of shape \(131072, 1\), has been changed in place"
+    ):
+        loss.backward()
+
+
+DRAWS = {"Python": random.random, "NumPy": lambda: float(np.random.rand())}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_hooks_that_draw_from_python_or_numpy_draw_the_same_again(draw):
+    results = []
+    for run in (lambda net, x: net(x), checkpoint):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        net, x = network(), tensor(5, 4).requires_grad_()
+        net[0].register_forward_pre_hook(lambda module, args: _none(DRAWS[draw]()))
+        net[1].register_forward_hook(lambda module, args, output: output * DRAWS[draw]())
+        run(net, x).square().sum().backward()
+        results.append([x.grad, *(parameter.grad for parameter in net.parameters()), tensor(1) * 0 + DRAWS[draw]()])
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)

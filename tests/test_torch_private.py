@@ -33,6 +33,7 @@ from efficient_densenet._torch_private import (
     has_function_mode,
     has_global_module_hooks,
     has_torch_dispatch,
+    hook_dicts,
     im2col_conv3x3,
     im2col_conv3x3_backward,
     in_backward,
@@ -47,6 +48,7 @@ from efficient_densenet._torch_private import (
     parametrization_cache_enabled,
     process_group_named,
     queue_backward_callback,
+    saved_tensors_hooks_enabled,
     sharding_of,
     tensor_hooks,
     will_execute,
@@ -392,3 +394,22 @@ def test_may_read_converted_modules():
     assert may_read_converted_modules()
     compiled, _ = _compiled(lambda x: x + may_read_converted_modules(), fullgraph=True)
     assert compiled(torch.zeros(1)).item() == (torch.__version__ >= "2.11")
+
+
+def test_saved_tensors_hooks_enabled():
+    assert saved_tensors_hooks_enabled()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not saved_tensors_hooks_enabled()
+
+
+def test_hook_dicts():
+    module = nn.ReLU()
+    before = [dict(hooks) for hooks in hook_dicts(module)]
+    module.register_forward_pre_hook(lambda *values: None, with_kwargs=True)
+    module.register_forward_hook(lambda *values: None, with_kwargs=True, always_call=True)
+    assert all(hook_dicts(module))
+    for hooks, saved in zip(hook_dicts(module), before, strict=True):
+        hooks.clear()
+        hooks.update(saved)
+    assert not any(hook_dicts(module))
+    assert torch.equal(module(-torch.ones(1)), torch.zeros(1))

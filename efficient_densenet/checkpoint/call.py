@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import compiled_checkpoint_updates_once, is_exporting
 from .._recompute_mode import is_checkpointing_disabled
-from .._torch_private import functorch_is_active, is_managed_by_fsdp
+from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tensors_hooks_enabled
 from ..norms.batch_norm import update_once
 from .frame import CheckpointFrame
 from .hooks import fire_once
@@ -86,6 +87,9 @@ def checkpoint_call(
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
         return _checkpoint_compiled(function, args, kwargs, options)
+    if not saved_tensors_hooks_enabled():
+        warnings.warn(f"{function_name(function)} is not checkpointed, for lack of saved-tensor hooks", stacklevel=3)
+        return function(*args, **kwargs)
     listed = _as_list(parameters)
     bound_modules = modules_of(function)
     modules = _modules_in((*(bound_modules or reachable_modules(function)), *listed, *args, *kwargs.values()))

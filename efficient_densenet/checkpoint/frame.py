@@ -9,6 +9,7 @@ closures, second derivatives and partial backwards need no code here, because au
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,8 @@ class CheckpointFrame:
         self.early_stop = early_stop_enabled(options.early_stop)
         self.saved_metadata: TensorMetadata = []
         self.versions: list[int] = []
-        self.recomputed_tensors: dict[int, dict[int, Tensor]] = {}
+        # By backward, which keeps its tensors until it ends, also in an exception.
+        self.recomputed_tensors: WeakValueDictionary[int, _RecomputedTensors] = WeakValueDictionary()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and save its tensor arguments in place of everything that it saves for backward."""
@@ -65,20 +67,18 @@ class CheckpointFrame:
         backward = graph_task_id()
         if backward == -1:
             return self._recompute()[index]
-        if index not in self.recomputed_tensors.get(backward, ()):
-            if backward not in self.recomputed_tensors:
-                # Free the tensors that this backward does not unpack. The callback keeps the frame alive until then.
-                queue_backward_callback(partial(self.recomputed_tensors.pop, backward, None))
-            self.recomputed_tensors[backward] = dict(enumerate(self._recompute()))
-        tensor = self.recomputed_tensors[backward].pop(index)
-        if not self.recomputed_tensors[backward]:
-            del self.recomputed_tensors[backward]
-        return tensor
+        tensors = self.recomputed_tensors.get(backward)
+        if tensors is None:
+            self.recomputed_tensors[backward] = tensors = _RecomputedTensors()
+            queue_backward_callback(tensors.clear)
+        if index not in tensors:
+            tensors.update(enumerate(self._recompute()))
+        return tensors.pop(index)
 
     def _recompute(self) -> list[Tensor]:
         for module in self.modules:
             update_once(module)  # a lazy norm becomes a batch norm in the forward
-        with self.saved_inputs.restored() as inputs:
+        with self.recomputation.modules_restored(), self.saved_inputs.restored() as inputs:
             leaves = [inputs[leaf] if isinstance(leaf, _InputIndex) else leaf for leaf in self.leaves]
             args, kwargs = unflatten_arguments(leaves, self.spec)
             needed = len(self.saved_metadata) if self.early_stop and not hooks_take_part(self.modules) else None
@@ -106,6 +106,10 @@ class CheckpointFrame:
         if not version or not tensor.requires_grad or memory_key(tensor) in input_keys:
             return 0
         return version if self.options.context_fn is None or is_part_of_leaf(tensor) else 0
+
+
+class _RecomputedTensors(dict[int, Tensor]):
+    """The tensors that one backward has still to unpack, by index: a dict that can be referenced weakly."""
 
 
 class _Recording:

@@ -49,7 +49,7 @@ class CheckpointFunction(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[2:]
         saved = ctx.saved_tensors  # read once, because each read unpacks, and an outer checkpoint unpacks only once
         inputs, parameters = saved[: ctx.n], saved[ctx.n :]
-        with torch.enable_grad():
+        with ctx.recomputation.modules_restored(), torch.enable_grad():
             if create_graph:
                 # Views: if one input was computed from another, the path between them belongs to the outer graph.
                 inputs = [with_class_and_attributes(t.view_as(t), t) for t in inputs]
@@ -64,7 +64,7 @@ class CheckpointFunction(torch.autograd.Function):
         targets = [t for t, needed in zip([*inputs, *parameters], needs_grad, strict=True) if needed]
         if not pairs or not targets:
             return None, None, *(None for _ in needs_grad)
-        with _disabled_hooks(parameters):
+        with ctx.recomputation.modules_restored(), _disabled_hooks(parameters):
             grads = iter(
                 torch.autograd.grad(
                     [output for output, _ in pairs],

@@ -1,8 +1,8 @@
 """The forward and the recomputation of a function, under the same state, and the check that both compute the same."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._recompute_mode import checkpointed_forward, recomputing
-from .._torch_private import is_managed_by_fsdp
+from .module_state import ModuleState, modules_restored
 from .selective import ContextFn, UserContexts
 from .states import AutocastState, DefaultDevice, RngState
 from .trees import flatten
@@ -35,7 +35,7 @@ DEFAULTS = Options()
 class Recomputation:
     """Runs a function that uses `tensors` and `modules`, and recomputes it in the same state.
 
-    The state is autocast, the default device, the RNG state, and the training mode and parameters of each module.
+    The state is autocast, the default device, the RNG state, and the `ModuleState` of each module.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class Recomputation:
         self.name = name
         self.autocast = AutocastState(tensors, cache_casts)
         self.default_device = DefaultDevice()
-        self.rng_state = RngState(tensors, options.generators) if options.preserve_rng_state else None
-        self.module_states = [(module, module.training, _parameter_ids(module)) for module in modules]
+        self.module_states = [ModuleState(module) for module in modules]
+        may_draw = any(state.has_hooks() for state in self.module_states)
+        self.rng_state = RngState(tensors, options.generators, may_draw) if options.preserve_rng_state else None
         generators = self.rng_state.generators if self.rng_state else ()
         self.user_contexts = UserContexts(options.context_fn, generators) if options.context_fn else None
         self.output_metadata: TensorMetadata | None = None
@@ -66,18 +67,19 @@ class Recomputation:
                 f"{self.name} changes an input in place, so it cannot be recomputed from its inputs: make its first "
                 "operation an out-of-place one, or pass a clone"
             )
+        for state in self.module_states:
+            state.update_after_forward()
         if self.rng_state is not None and not self.rng_state.has_changed():
             self.rng_state = None  # the function drew no random numbers
         self.output_metadata = metadata_of(tensors_in(result))
         return result
 
     def recompute(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run `function` again in the state of the forward."""
-        self._check_same_parameters()
+        """Run `function` again in the state of the forward, in a context of `modules_restored()`."""
         rng_state = nullcontext() if self.rng_state is None else self.rng_state.restored()
         user_context = self.user_contexts.recomputation() if self.user_contexts else nullcontext()
         autocast, device = self.autocast.restored(), self.default_device.restored()
-        with recomputing(), autocast, device, self._training_modes_restored(), rng_state, user_context:
+        with recomputing(), autocast, device, rng_state, user_context:
             return function(*args, **kwargs)
 
     def check_result(self, result: Any) -> None:
@@ -97,31 +99,16 @@ class Recomputation:
                 f"in both{', on the same device' if devices else ''}"
             )
 
-    def _check_same_parameters(self) -> None:
-        for module, _, ids in self.module_states:
-            # FSDP replaces parameters by gathered ones and back, with the same values.
-            if _parameter_ids(module) != ids and not is_managed_by_fsdp(module):
-                raise RuntimeError(
-                    f"{self.name} is recomputed with other parameters than in the forward: those of a "
-                    f"{type(module).__name__} have been replaced since then, as torch.func.functional_call does when "
-                    "it returns; run the backward before that, or do not checkpoint"
-                )
-
-    @contextmanager
-    def _training_modes_restored(self) -> Iterator[None]:
-        """Restore the training mode of the forward, if the model was switched to eval mode before its backward."""
-        switched = [(module, training) for module, training, _ in self.module_states if module.training is not training]
-        for module, training in switched:
-            module.training = training
-        try:
-            yield
-        finally:
-            for module, training in switched:
-                module.training = not training
-
-
-def _parameter_ids(module: nn.Module) -> dict[str, int]:
-    return {name: id(parameter) for name, parameter in module._parameters.items()}
+    def modules_restored(self) -> AbstractContextManager:
+        """Return a context in which each module is as in the forward. Raise RuntimeError if that cannot be."""
+        changed = next((state.module for state in self.module_states if state.has_other_parameters()), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"{self.name} is recomputed with other parameters than in the forward: those of a "
+                f"{type(changed).__name__} have been replaced since then, as torch.func.functional_call does when "
+                "it returns; run the backward before that, or do not checkpoint"
+            )
+        return modules_restored(self.module_states)
 
 
 def function_name(function: Callable) -> str:

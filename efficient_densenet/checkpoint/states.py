@@ -1,5 +1,8 @@
 """Global state that a function depends on: saved in the forward, restored for the recomputation."""
 
+import pickle
+import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -11,19 +14,25 @@ from .._torch_private import has_function_mode, without_dispatch_modes
 
 
 class RngState:
-    """The RNG state of the CPU, of the device of each tensor, and of the given generators."""
+    """The RNG state of the CPU, of the device of each tensor, and of the given generators.
 
-    def __init__(self, tensors: Iterable[Any], generators: Iterable[torch.Generator] = ()) -> None:
+    If `with_host` is True, Python's and NumPy's are saved too, from which a hook may draw.
+    """
+
+    def __init__(
+        self, tensors: Iterable[Any], generators: Iterable[torch.Generator] = (), with_host: bool = False
+    ) -> None:
         devices = {t.device for t in tensors if isinstance(t, Tensor)}
         device_generators = (_device_generator(device) for device in devices if _has_own_generator(device))
-        self.generators = [torch.default_generator, *generators, *device_generators]
+        host = host_generators() if with_host else ()
+        self.generators: list[Any] = [torch.default_generator, *generators, *device_generators, *host]
         self.states = [generator.get_state() for generator in self.generators]
 
     def has_changed(self) -> bool:
         """Return True if a random number has been drawn since the state was saved."""
         pairs = zip(self.generators, self.states, strict=True)
         with without_dispatch_modes():  # FakeTensorMode has no values to compare
-            return not all(torch.equal(generator.get_state(), state) for generator, state in pairs)
+            return not all(_is_same(generator.get_state(), state) for generator, state in pairs)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -35,7 +44,7 @@ class RngState:
         finally:
             self._set(current)
 
-    def _set(self, states: list[Tensor]) -> None:
+    def _set(self, states: list[Any]) -> None:
         for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)
 
@@ -59,6 +68,33 @@ class _DeviceGenerator:
 
     def __init__(self, module: Any) -> None:
         self.get_state, self.set_state = module.get_rng_state, module.set_rng_state
+
+
+class _PythonGenerator:
+    """Python's generator, with the methods of `torch.Generator`."""
+
+    get_state, set_state = staticmethod(random.getstate), staticmethod(random.setstate)
+
+
+class _NumpyGenerator:
+    """NumPy's global generator, with the methods of `torch.Generator`."""
+
+    @staticmethod
+    def get_state() -> bytes:
+        return pickle.dumps(sys.modules["numpy"].random.get_state())
+
+    @staticmethod
+    def set_state(state: bytes) -> None:
+        sys.modules["numpy"].random.set_state(pickle.loads(state))
+
+
+def host_generators() -> list[Any]:
+    """Return Python's global generator, and NumPy's if it is imported."""
+    return [_PythonGenerator, _NumpyGenerator] if "numpy" in sys.modules else [_PythonGenerator]
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    return torch.equal(state, other) if isinstance(state, Tensor) else state == other
 
 
 class AutocastState:
