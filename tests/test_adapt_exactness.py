@@ -29,13 +29,13 @@ def x_of(requires_grad: bool = True) -> Tensor:
     return torch.randn(3, START, SIDE, SIDE - 1, dtype=torch.double, requires_grad=requires_grad)
 
 
-def step(model: nn.Module, requires_grad: bool = True) -> dict:
+def step(model: nn.Module, requires_grad: bool = True, scale: float = 1.0) -> dict:
     """All that a step of training leaves behind, and what evaluation and an ungraded forward return then."""
     seed()
     model.train().zero_grad()
     x = x_of(requires_grad)
     output = model(x)
-    (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
+    (output * torch.linspace(-scale, scale, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
     results = {"output": output.detach(), "grad of x": x.grad, **states(model)}
     results |= {f"grad of {name}": p.grad for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -62,14 +62,14 @@ def is_generator(value: object) -> bool:
     return isinstance(value, torch.Generator)
 
 
-def assert_same_steps(ours: nn.Module, plain: nn.Module, num_steps: int = 2) -> None:
-    """Both do the same, whether the input requires a gradient or not."""
+def assert_same_steps(ours: nn.Module, plain: nn.Module, num_steps: int = 2, scale: float = 1.0) -> None:
+    """Both do the same, whether the input requires a gradient or not; `scale` is the largest gradient of the output."""
     for requires_grad in [True] * num_steps + [False]:
         results = []
         for each in (ours, plain):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                results.append(step(each, requires_grad))
+                results.append(step(each, requires_grad, scale))
         actual, expected = results
         assert actual.keys() == expected.keys()
         for name, value in expected.items():
@@ -486,3 +486,105 @@ def test_what_must_not_be_repeated_is_left_alone(layer):
     assert engine == ""
     assert (_random.getstate(), str(_numpy.bit_generator.state)) == before
     assert type(block) is FeaturesBlock
+
+
+class ClampsAGradientInAHook(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad.clamp(-50, 50))
+        return y
+
+
+class _ClampedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor) -> Tensor:
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.clamp(-50, 50)
+
+
+class ClampsAGradientInAFunction(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return _ClampedGradient.apply(y)
+
+
+@pytest.mark.parametrize("layer", [ClampsAGradientInAHook, ClampsAGradientInAFunction])
+def test_what_a_layer_does_to_large_gradients_alone_stays(layer):
+    block, plain, engine = converted(layer)
+    assert engine != "shared"
+    assert_same_steps(block, plain, scale=1e4)
+
+
+class BranchesOnTheSize(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * 2 if y.shape[-1] > 8 else y
+
+
+class NormalizesEightImagesAtOnce(LayerHalves):
+    def forward(self, *features: Tensor) -> Tensor:
+        parts = torch.cat(features, 1).split(8)
+        return torch.cat([self.second_half(self.first_half(part)) for part in parts])
+
+
+class BranchesOnTheDtype(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * 2 if y.dtype == torch.half else y
+
+
+class BranchesOnTheMemoryFormat(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * 2 if y.is_contiguous(memory_format=torch.channels_last) else y
+
+
+class BranchesOnAutocastAndGradients(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * 2 if torch.is_autocast_enabled("cpu") and torch.is_grad_enabled() else y
+
+
+class BranchesOnTheDefaultDtype(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * 2 if torch.get_default_dtype() == torch.double else y
+
+
+BRANCHES = {
+    BranchesOnTheSize: lambda block, x: block(F.pad(x, (3, 3, 3, 3))),
+    NormalizesEightImagesAtOnce: lambda block, x: block(torch.cat([x] * 4)),
+    BranchesOnTheDtype: lambda block, x: copy.deepcopy(block).half()(x.half()),
+    BranchesOnTheMemoryFormat: lambda block, x: block(x.to(memory_format=torch.channels_last)),
+    BranchesOnAutocastAndGradients: lambda block, x: _under_autocast(copy.deepcopy(block).float(), x.float()),
+    BranchesOnTheDefaultDtype: lambda block, x: _with_default_dtype(torch.double, block, x),
+}
+
+
+def _under_autocast(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return block(x)
+
+
+def _with_default_dtype(dtype: torch.dtype, block: nn.Module, x: Tensor) -> Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return block(x)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("layer", BRANCHES)
+def test_branches_that_a_trial_s_input_does_not_take_stay(layer):
+    block, plain, engine = converted(layer)
+    assert engine != "shared"
+    x = x_of()
+    torch.testing.assert_close(BRANCHES[layer](block, x), BRANCHES[layer](plain, x))
+
+
+class SlicesChannels(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return torch.cat([y, y], 1)[:, : y.size(1)]
+
+
+def test_channels_may_be_counted_and_selected():
+    assert converted(SlicesChannels)[2] == "shared"

@@ -1,13 +1,17 @@
 """The operations that a forward runs, as PyTorch's dispatcher sees them."""
 
+import os
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from functools import cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch_private import memory_key
@@ -18,19 +22,22 @@ class Recorder:
     """Records what runs in its context.
 
     Attributes:
-        counts: how often each operation that computes has run, and each reading of values without an operation.
+        counts: how often each operation that computes has run, and each other call of an author's code to a tensor:
+            asking for its shape, dtype or strides, splitting it, registering a hook of its gradient.
         written: the `memory_key` of each tensor that an operation has changed in place.
+        num_computed: how many operations that compute have run, counted or not.
     """
 
     def __init__(self, generators: Generators) -> None:
         self.generators = generators
         self.counts: Counter[str] = Counter()
         self.written: set[int] = set()
+        self.num_computed = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> "Recorder":
         self._stack.enter_context(_Operations(self))
-        self._stack.enter_context(_Readings(self))
+        self._stack.enter_context(_AuthorsCalls(self))
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -58,24 +65,43 @@ class _Operations(TorchDispatchMode):
             tensors = value if isinstance(value, (list, tuple)) else [value]
             self.recorder.written.update(memory_key(each) for each in tensors if each is not None)
         result = func(*args, **kwargs)
+        self.recorder.num_computed += operation.computes
         if operation.computes and not (_counts_batches(operation, args) or _drops_nothing(operation, args)):
             dtype = f" in {result.dtype}" if isinstance(result, Tensor) else ""
             self.recorder.counts[operation.name + dtype] += 1
         return result
 
 
-class _Readings(TorchFunctionMode):
-    """Sees the methods that return a tensor's values without an operation."""
+class _AuthorsCalls(TorchFunctionMode):
+    """Counts what an author's own code asks of tensors where no operation computes anything, so that nothing else would
+    show it: the parts of a layer do not explain a branch on a shape, or a hook of a gradient."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _READINGS:
-            self.recorder.counts[name] += 1
-        return func(*args, **(kwargs or {}))
+        is_authors, before = _is_called_by_author(sys._getframe(1)), self.recorder.num_computed
+        result = func(*args, **(kwargs or {}))
+        if is_authors and self.recorder.num_computed == before:
+            name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+            if not (name in _OF_DENSE_LAYERS or "dropout" in name or _is_of_channels(name, *args[1:])):
+                self.recorder.counts[name] += 1
+        return result
+
+
+def _is_called_by_author(frame: FrameType) -> bool:
+    """Whether the code that calls a function of torch is neither torch's nor ours; `frame` has called the mode."""
+    if frame.f_code is handle_torch_function.__code__:  # a function written in Python calls it, and the author that one
+        frame = cast(FrameType, cast(FrameType, frame.f_back).f_back)
+    return not frame.f_code.co_filename.startswith(_NOT_OF_AUTHORS)
+
+
+def _is_of_channels(name: str, index: Any = None, *others: Any) -> bool:
+    """Whether this asks for the number of channels, which a layer fixes, or selects some: `x.size(1)`, `x[:, :4]`."""
+    if name == "__getitem__" and isinstance(index, tuple) and len(index) > 1:
+        return isinstance(index[1], slice) and all(each in (slice(None), ...) for each in (index[0], *index[2:]))
+    return name in ("size", "narrow") and index == 1
 
 
 class _Operation(NamedTuple):
@@ -123,4 +149,6 @@ _WITHOUT_ARITHMETIC = {
     "new_empty",
 }
 _WITHOUT_ARITHMETIC |= {"new_empty_strided", "_unsafe_view", "_reshape_copy"}
-_READINGS = {"tolist", "numpy", "__array__", "data_ptr"}
+_OF_DENSE_LAYERS = {"cat", "concat", "concatenate", "requires_grad"}
+"""What a layer calls in which parts and trial agree: the trial varies whether tensors require a gradient."""
+_NOT_OF_AUTHORS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
