@@ -213,9 +213,9 @@ class CountsByHand(LayerHalves):
 
     def forward(self, *features: Tensor) -> Tensor:
         x, bn = torch.cat(features, 1), self.norm1
-        if self.training:
+        if bn.training:
             bn.num_batches_tracked.add_(1)
-        y = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+        y = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, bn.training, 0.1, bn.eps)
         return self.second_half(self.conv1(F.relu(y)))
 
 

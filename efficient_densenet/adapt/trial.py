@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.refuse import HOOKS
@@ -49,6 +50,7 @@ class Mode(NamedTuple):
         drop_rate: what the rates of dropout that are not 0 become, each a little different; None to leave them.
         autocast: True for autocast, and the dtype of the module's own parameters.
         extra_size: what is added to the number of images, and to the pixels a side.
+        in_other_mode: the class of modules in the other mode, as frozen norms or the layers of Monte Carlo dropout.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Mode(NamedTuple):
     drop_rate: float | None = None
     autocast: bool = False
     extra_size: int = 0
+    in_other_mode: type[nn.Module] | tuple[()] = ()
 
 
 MAIN_MODES = Mode("evaluation mode", False), Mode("training mode", True)
@@ -66,7 +69,8 @@ MODES = (
     *MAIN_MODES,
     Mode("training mode with an input that requires no gradient", True, input_requires_grad=False, drop_rate=0.97),
     Mode("training mode under autocast without gradients", True, torch.no_grad, True, False, 0.0, True, extra_size=1),
-    Mode("inference mode", False, torch.inference_mode, input_requires_grad=False, extra_size=2),
+    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_DropoutNd),
+    Mode("training mode with frozen norms", True, in_other_mode=_NormBase),
 )
 
 
@@ -179,7 +183,7 @@ class _TrialTensors:
         for each in modules:
             vars(each)["_parameters"] = {name: self._parameter(value) for name, value in each._parameters.items()}
             vars(each)["_buffers"] = {name: self._buffer(value) for name, value in each._buffers.items()}
-            each.training = mode.training
+            each.training = mode.training != isinstance(each, mode.in_other_mode)
 
     def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
         if tensor is None:
@@ -281,7 +285,7 @@ def _isolated(block: nn.Module) -> Iterator[None]:
 def _random_tensors(block: nn.Module) -> Iterator[None]:
     """Replace the parameters, and the buffers of norms, by random tensors, shared where the originals are shared. Other
     buffers keep their values, which a forward may ask for."""
-    torch.manual_seed(0)
+    _seed()
     replacements: dict[int, Tensor] = {}
     before = [(module, module._parameters, module._buffers) for module in block.modules()]
 
@@ -334,7 +338,8 @@ def _trial_dtype(device: torch.device) -> torch.dtype:
 
 
 def _seed() -> None:
-    torch.manual_seed(0)
+    has_accelerator = torch.accelerator.is_available()
+    (torch.manual_seed if has_accelerator else torch.default_generator.manual_seed)(0)  # the first one is slow
     random.seed(0)
     if "numpy" in sys.modules:  # which some stochastic depth draws from
         sys.modules["numpy"].random.seed(0)
