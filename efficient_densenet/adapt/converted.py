@@ -69,7 +69,7 @@ class Conversion:
     verified: Fingerprint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        verified = None if self.verified is None else self.verified.without_identities()
+        verified = None if self.verified is None else self.verified.as_copy()
         return vars(self) | {"verified": verified}
 
 
@@ -134,7 +134,7 @@ class ConvertedBlock(KeepsSignature):
     def _state_change_now(self) -> str | None:
         before = self._conversion.verified
         change = "its layers are others" if before is None else change_since(before, self)
-        if change is None and before is not None and not before.classes:  # a copy: from now on, with identities
+        if change is None and before is not None and before.is_copy:  # a copy: from now on, with identities
             self._conversion = replace(self._conversion, verified=fingerprint(self))
         return change
 

@@ -4,9 +4,13 @@ A trial verifies a block as it is. An attribute that was neutral then (a scale o
 changed later, and the block's forward computes something else from then on: so its state then is remembered.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
-from functools import cache
-from types import FunctionType
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, partial
+from hashlib import sha256
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from .._mixins import author_class
 from ..norms.batch_norm import TORCH_CLASSES
 from ..norms.frozen import is_frozen_batch_norm
-from .outside import Place, is_known, names_in, places_outside
+from .outside import Place, is_known, is_of_a_library, names_read, places_outside
 
 Values = tuple[tuple[str, Any], ...]
 
@@ -29,11 +33,38 @@ class State(NamedTuple):
     values: Values
 
 
-class Identity(NamedTuple):
-    """Stands for an object that is compared by identity; a tensor, by its version too."""
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """Stands for an object that is compared by identity, and in a copy by its name.
 
-    number: int
+    Attributes:
+        reference: a weak one, since another object may get the number of one that is gone; the number where an object
+            has no weak references; None in a copy.
+        name: of the object, or of its class.
+        version: of a tensor.
+    """
+
+    reference: Any
+    name: str
     version: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Identity) or (self.name, self.version) != (other.name, other.version):
+            return False
+        is_number = isinstance(self.reference, int)
+        return self.reference == other.reference if is_number else self.reference is other.reference
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def _identity(value: Any, version: int = 0) -> Identity:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    try:
+        reference = weakref.ref(value)  # the same for each call, as long as the object lives
+    except TypeError:
+        reference = id(value)
+    return Identity(reference, f"{named.__module__}.{named.__qualname__}", version)
 
 
 class DropRate(NamedTuple):
@@ -49,21 +80,22 @@ class TensorNames(tuple[str, ...]):
 
 
 class Fingerprint(NamedTuple):
-    """The states of the modules of a block, and of their classes."""
+    """The states of the modules of a block, and of their classes; in a copy, objects are compared by their names."""
 
     modules: tuple[State, ...]
     classes: tuple[State, ...]
+    is_copy: bool = False
 
-    def without_identities(self) -> "Fingerprint":
-        """What it still is in a copy or in another process: no identities, and so no classes."""
-        return Fingerprint(tuple(State(name, _without_identities(values)) for name, values in self.modules), ())
+    def as_copy(self) -> "Fingerprint":
+        """What it still is in a copy or in another process."""
+        return Fingerprint(_as_copy(self.modules), _as_copy(self.classes), True)
 
 
 def fingerprint(block: nn.Module) -> Fingerprint:
     """The state of `block` and all modules inside that a trial takes as given.
 
-    It holds no reference to a module or a tensor. Objects are compared by identity and what they hold, large tensors
-    by identity and version.
+    It holds no reference to a module or a tensor. Objects are compared by identity and what they hold, functions by
+    their code and what it reads, large tensors by identity and version.
     """
     modules = list(_modules(block))
     classes = dict.fromkeys(map(class_as_written, modules))
@@ -95,8 +127,8 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
     after = fingerprint(block)
     if after == before:
         return None
-    if not before.classes:
-        after = after.without_identities()
+    if before.is_copy:
+        after = after.as_copy()
     if len(before.modules) != len(after.modules):
         return "it has other modules"
     for old, new in zip(before.modules, after.modules, strict=True):
@@ -125,13 +157,6 @@ def _change(old: State, new: State, names_read: frozenset[str] | None) -> str | 
         if before != after and not verified_for_any and not unread:
             return f"{key} of a {old.name} {_difference(before, after)}"
     return None
-
-
-@cache
-def names_read(cls: type) -> frozenset[str]:
-    """The names and texts in the methods of an author's class."""
-    functions = (value for each in cls.__mro__ if not is_known(each) for value in vars(each).values())
-    return frozenset(name for f in functions if isinstance(f, FunctionType) for name in names_in(f.__code__))
 
 
 def _difference(old: Any, new: Any) -> str:
@@ -212,13 +237,23 @@ def _class_state(cls: type) -> State:
 
 
 def _outside(value: Any, place: Place, depth: int = 2) -> Any:
-    """A global or enclosed value as far as it is simple; of an object, the attributes that a method may name."""
-    if value is None or isinstance(value, (bool, int, float, str, list, tuple, set, frozenset, dict, Tensor)):
+    """A global or enclosed value as far as it is simple; of an object or a class, the attributes that a method of it or
+    the function at `place` may name."""
+    if isinstance(value, ContextVar):
+        value = value.get(None)
+    if value is None or isinstance(value, _COMPARED_WHOLE):
         return _frozen(value, 3)
-    if isinstance(value, FunctionType):
-        return Identity(id(value))
-    attributes = getattr(value, "__dict__", {}) if depth and not isinstance(value, type) else {}
-    return tuple((name, _outside(attributes[name], place, depth - 1)) for name in place.names if name in attributes)
+    if not depth or is_of_a_library(value):
+        return _identity(value)
+    cls = value if isinstance(value, type) else type(value)
+    attributes = _class_attributes(cls) if cls is value else getattr(value, "__dict__", {})
+    names = [name for name in (*place.names, *sorted(names_read(cls))) if name not in _OF_EVERY_MODULE]
+    named = tuple((name, _outside(attributes[name], place, depth - 1)) for name in names if name in attributes)
+    return _identity(cls), named
+
+
+def _class_attributes(cls: type) -> dict[str, Any]:
+    return {name: value for each in reversed(cls.__mro__) for name, value in vars(each).items()}
 
 
 def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
@@ -237,37 +272,70 @@ def _frozen(value: Any, depth: int = 6) -> Any:
     if isinstance(value, Tensor):
         if _is_small(value):
             return str(value.dtype), tuple(value.flatten().tolist())
-        return Identity(id(value), 0 if value.is_inference() else value._version)
-    if not depth or isinstance(value, (nn.Module, type, FunctionType)):
-        return Identity(id(value))
+        return _identity(value, 0 if value.is_inference() else value._version)
+    if isinstance(value, FunctionType):
+        return _frozen_function(value, depth)
+    if not depth or isinstance(value, type):
+        return _identity(value)
     if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MANY:
-        return Identity(id(value), len(value))
+        return _identity(value, len(value))
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(each, depth - 1) for each in value)
     if isinstance(value, (set, frozenset)):
         return frozenset(_frozen(each, depth - 1) for each in value)
     if isinstance(value, dict):
         return tuple((_frozen(key, depth - 1), _frozen(each, depth - 1)) for key, each in value.items())
+    if isinstance(value, (staticmethod, classmethod)):
+        return _frozen(value.__func__, depth)
+    if isinstance(value, MethodType):
+        return _frozen_function(value.__func__, depth), _identity(value.__self__)
+    if isinstance(value, partial):
+        return _frozen((value.func, value.args, value.keywords), depth)
     if hasattr(value, "__array_interface__") and value.nbytes <= _SMALL_ARRAY:
         return value.tobytes()
     slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()) if isinstance(name, str)]
     inside = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
-    return (Identity(id(value)), *((_frozen(inside, depth - 1),) if inside else ()))
+    if isinstance(value, nn.Module):
+        inside = {name: each for name, each in inside.items() if name not in _OF_EVERY_MODULE}
+    return (_identity(value), *((_frozen(inside, depth - 1),) if inside else ()))
 
 
-def _without_identities(value: Any) -> Any:
+def _frozen_function(function: Any, depth: int) -> Any:
+    """The name and code of a function, and the values that it holds; two with the same ones do the same."""
+    if not isinstance(function, FunctionType):
+        return _identity(function)
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
+    held = function.__defaults__, function.__kwdefaults__, cells
+    inside = _frozen(held, depth - 1) if depth and any(held) else ()
+    return function.__module__, function.__qualname__, _digest(function.__code__), inside
+
+
+@cache
+def _digest(code: CodeType) -> str:
+    """A text that differs for functions that do other things, and is the same in another process."""
+    constants = [_digest(each) if isinstance(each, CodeType) else each for each in code.co_consts]
+    texts = [sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each) for each in constants]
+    return sha256(repr((code.co_code, code.co_names, texts)).encode()).hexdigest()
+
+
+def _as_copy(value: Any) -> Any:
     if isinstance(value, Identity):
-        return None
+        return Identity(None, value.name)
     if isinstance(value, (DropRate, TensorNames)):
         return value
+    if isinstance(value, State):
+        return State(value.name, _as_copy(value.values))
     if isinstance(value, (tuple, frozenset)):
-        return type(value)(map(_without_identities, value))
+        return type(value)(map(_as_copy, value))
     return value
 
 
 _NO_TENSORS: Values = (("names of tensors", TensorNames()),)
 _MISSING = object()
-_MANY = 100
+_MANY = 10_000
+_EMPTY_CELL = CellType()
+_COMPARED_WHOLE = (bool, int, float, str, list, tuple, set, frozenset, dict, Tensor)
+_COMPARED_WHOLE += (FunctionType, MethodType, staticmethod, classmethod, partial)
 _OF_FULLY_SHARD = "__composable_api_state_key"
 _SMALL_ARRAY = 1 << 12  # bytes: a larger array is compared by identity
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {

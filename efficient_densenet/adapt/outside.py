@@ -6,10 +6,11 @@ A trial takes these values as given, so they are part of a block's fingerprint, 
 from abc import ABC
 from collections.abc import Iterator
 from functools import cache
-from types import CodeType, FunctionType, ModuleType
+from itertools import filterfalse
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Generic, NamedTuple
 
-from torch import nn
+import torch
 
 
 class Place(NamedTuple):
@@ -36,10 +37,23 @@ class Place(NamedTuple):
 def places_outside(cls: type) -> tuple[Place, ...]:
     """Where the methods of `cls` itself, and the functions that they call, may read values outside of modules."""
     places: dict[tuple[int, str], Place] = {}
-    for value in vars(cls).values():
-        for function in _functions_in(value):
-            _collect(function, places, depth=3)
+    for function in _functions_of(cls):
+        _collect(function, places, depth=3)
     return tuple(places.values())
+
+
+@cache
+def names_read(cls: type) -> frozenset[str]:
+    """The names and texts in the methods of an author's class."""
+    functions = (function for each in cls.__mro__ if not is_known(each) for function in _functions_of(each))
+    return frozenset(name for function in functions for name in names_in(function.__code__))
+
+
+def mode_asked_for(cls: type) -> str | None:
+    """A mode of torch that the methods of `cls` may ask for, such as "is_grad_enabled", or None."""
+    places = (place for each in filterfalse(is_known, cls.__mro__) for place in places_outside(each))
+    names = names_read(cls).union(*(place.names for place in places))
+    return min(filter(_MODES.__contains__, names), default=None)
 
 
 def values_outside(cls: type) -> list[Any]:
@@ -62,6 +76,11 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
+def _functions_of(cls: type) -> Iterator[FunctionType]:
+    for value in vars(cls).values():
+        yield from _functions_in(value)
+
+
 def _functions_in(value: Any) -> Iterator[FunctionType]:
     """The functions that a class's attribute is, or that a property, a method of the class or a decorator holds."""
     inner = [getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__")]
@@ -75,25 +94,23 @@ def _collect(function: FunctionType, places: dict[tuple[int, str], Place], depth
     found += [Place(name, None, cell, names) for name, cell in cells]
     for place in found:
         value, key = place.value(), (id(place.variables or place.cell), place.name)
-        if key in places or isinstance(value, (type, nn.Module)) or _is_of_a_library(value):
+        if key in places or (isinstance(value, ModuleType) and is_of_a_library(value)):
             continue
         places[key] = place
-        if depth:
+        if depth and not is_of_a_library(value):
             for called in _functions_in(value):
                 _collect(called, places, depth - 1)
 
 
-def _is_of_a_library(value: Any) -> bool:
-    """Whether this is a module, or a function of a module, that holds no state of an author's."""
-    if not isinstance(value, (ModuleType, FunctionType)):
-        return False
-    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    return (name or "").partition(".")[0] in {
-        "torch",
-        "numpy",
-        "math",
-        "functools",
-        "typing",
-        "collections",
-        "warnings",
-    }
+def is_of_a_library(value: Any) -> bool:
+    """Whether this is a module, a function, a class or an object of a library that holds no state of an author's."""
+    if isinstance(value, ModuleType):
+        name = value.__name__
+    else:
+        name = (value if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else type(value)).__module__
+    return (name or "").partition(".")[0] in _LIBRARIES
+
+
+_LIBRARIES = {"torch", "numpy", "math", "functools", "typing", "collections", "warnings", "logging"}
+_MODES = {name for name in dir(torch) if name.startswith(("get_", "is_")) and not hasattr(torch.Tensor, name)}
+_MODES -= {"is_tensor", "is_storage"}

@@ -17,7 +17,7 @@ from .._mixins import base_class
 from .._torch_private import constant_to_compilers
 from ..engine.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader, is_norm
 from .connection_pattern import ConnectionPattern, LayerCall
-from .fingerprint import names_read
+from .outside import names_read
 
 _DROPOUTS = {
     nn.Dropout.forward: F.dropout,

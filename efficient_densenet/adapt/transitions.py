@@ -39,7 +39,7 @@ class TransitionConversion:
     verified: Fingerprint
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"verified": self.verified.without_identities()}
+        return vars(self) | {"verified": self.verified.as_copy()}
 
 
 class ConvertedTransition(KeepsSignature):

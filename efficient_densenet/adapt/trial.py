@@ -23,8 +23,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.refuse import HOOKS
-from .fingerprint import buffers_taken_as_given, change_since, drop_rates, fingerprint
+from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint
 from .operations import Recorder
+from .outside import mode_asked_for
 from .randomness import Generators, generators_of
 from .structure import custom_norms_in, first_conv
 
@@ -237,6 +238,9 @@ def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]
         raise VerificationError(
             "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
         )
+    asked = next(filter(None, map(mode_asked_for, {class_as_written(each) for each in module.modules()})), None)
+    if asked is not None:
+        raise SideEffectError(f"asks PyTorch in its forward for {asked}, of which a trial cannot try every value")
     conv = first_conv(module)
     own_dtype = next(conv.parameters()).dtype  # not conv.weight, which a parametrization would compute
     with _isolated(module), _random_tensors(module):
