@@ -64,7 +64,7 @@ def _identity(value: Any, version: int = 0) -> Identity:
         reference = weakref.ref(value)  # the same for each call, as long as the object lives
     except TypeError:
         reference = id(value)
-    return Identity(reference, f"{named.__module__}.{named.__qualname__}", version)
+    return Identity(reference, f"{getattr(named, '__module__', None)}.{named.__qualname__}", version)
 
 
 class DropRate(NamedTuple):
@@ -297,7 +297,7 @@ def _frozen(value: Any, depth: int = 6) -> Any:
     inside = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
     if isinstance(value, nn.Module):
         inside = {name: each for name, each in inside.items() if name not in _OF_EVERY_MODULE}
-    return (_identity(value), *((_frozen(inside, depth - 1),) if inside else ()))
+    return _identity(value), *((name, _frozen(each, depth - 1)) for name, each in inside.items())
 
 
 def _frozen_function(function: Any, depth: int) -> Any:
@@ -305,8 +305,8 @@ def _frozen_function(function: Any, depth: int) -> Any:
     if not isinstance(function, FunctionType):
         return _identity(function)
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
-    held = function.__defaults__, function.__kwdefaults__, cells
-    inside = _frozen(held, depth - 1) if depth and any(held) else ()
+    held = [function.__defaults__, function.__kwdefaults__, *cells] if depth else []
+    inside = tuple(_frozen(each, depth - 1) for each in held)
     return function.__module__, function.__qualname__, _digest(function.__code__), inside
 
 

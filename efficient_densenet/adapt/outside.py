@@ -51,6 +51,8 @@ def names_read(cls: type) -> frozenset[str]:
 
 def mode_asked_for(cls: type) -> str | None:
     """A mode of torch that the methods of `cls` may ask for, such as "is_grad_enabled", or None."""
+    if is_of_a_library(cls):
+        return None
     places = (place for each in filterfalse(is_known, cls.__mro__) for place in places_outside(each))
     names = names_read(cls).union(*(place.names for place in places))
     return min(filter(_MODES.__contains__, names), default=None)

@@ -41,10 +41,21 @@ class Generators:
 
 def generators_of(block: nn.Module) -> list[Any]:
     """Python's and NumPy's global generators, and those that modules hold or their methods refer to."""
+    return [*_global_generators(), *filter(_is_generator, _values_read(block))]
+
+
+def without_state(block: nn.Module) -> str | None:
+    """The class of an object that the block may read, and which gives other values each time but has no state to set
+    back, such as an iterator; or None."""
+    unrepeatable = (each for each in _values_read(block) if isinstance(each, (Iterator, random.SystemRandom)))
+    return next((type(each).__name__ for each in unrepeatable), None)
+
+
+def _values_read(block: nn.Module) -> Iterator[Any]:
     values = [value for module in block.modules() for value in vars(module).values()]
     for cls in {cls for module in block.modules() for cls in type(module).__mro__}:
         values += [*vars(cls).values(), *values_outside(cls)]
-    return [*_global_generators(), *filter(_is_generator, _leaves(values))]
+    return _leaves(values)
 
 
 def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:

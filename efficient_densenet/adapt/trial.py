@@ -26,8 +26,8 @@ from ..engine.refuse import HOOKS
 from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint
 from .operations import Recorder
 from .outside import mode_asked_for
-from .randomness import Generators, generators_of
-from .structure import custom_norms_in, first_conv
+from .randomness import Generators, generators_of, without_state
+from .structure import first_conv
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -101,7 +101,7 @@ class Trial:
     def __init__(self, module: nn.Module, shape: tuple[int, ...], own_dtype: torch.dtype) -> None:
         self.module, self.shape = module, shape
         self.own_dtype = torch.float32 if own_dtype == torch.float64 else own_dtype
-        self.custom_norms, self.generators = custom_norms_in(module), generators_of(module)
+        self.generators = generators_of(module)
 
     def run(self, forward: Forward, modes: Iterable[Mode] = MODES) -> Iterator[Result]:
         """The results of `forward` and its backward in each mode, one after another."""
@@ -149,7 +149,7 @@ class Trial:
         reference = weakref.ref(output)
         del output
         _check_released(reference)
-        states += [*_random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
+        states += [*_random_states(x.device), *self.module.buffers()]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
         return Result(mode, values, gradients, states, recorder.counts, forwards_of_norms > 0)
 
@@ -220,12 +220,6 @@ class _TrialTensors:
                             "would do again"
                         )
 
-    def buffers_to_compare(self, mode: Mode, custom_norms: set[nn.Module]) -> list[Tensor | None]:
-        """All buffers, but in unusual modes not those of norms with a forward of their own, which may update then, or
-        not; the engines update always."""
-        modules = (each for each in self.module.modules() if mode in MAIN_MODES or each not in custom_norms)
-        return [buffer for each in modules for buffer in each._buffers.values()]
-
 
 @contextmanager
 def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]:
@@ -238,13 +232,21 @@ def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]
         raise VerificationError(
             "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
         )
-    asked = next(filter(None, map(mode_asked_for, {class_as_written(each) for each in module.modules()})), None)
-    if asked is not None:
-        raise SideEffectError(f"asks PyTorch in its forward for {asked}, of which a trial cannot try every value")
+    _check_repeatable(module)
     conv = first_conv(module)
     own_dtype = next(conv.parameters()).dtype  # not conv.weight, which a parametrization would compute
     with _isolated(module), _random_tensors(module):
         yield Trial(module, (2, in_channels, *([size] * len(conv.kernel_size))), own_dtype)
+
+
+def _check_repeatable(module: nn.Module) -> None:
+    """Raise `SideEffectError` for a module that may read what neither a trial nor a recomputation can set."""
+    name = without_state(module)
+    if name is not None:
+        raise SideEffectError(f"may draw from a {name}, which gives other values each time")
+    asked = next(filter(None, map(mode_asked_for, {class_as_written(each) for each in module.modules()})), None)
+    if asked is not None:
+        raise SideEffectError(f"asks PyTorch in its forward for {asked}, of which a trial cannot try every value")
 
 
 def _has_computed_weights(module: nn.Module) -> bool:
