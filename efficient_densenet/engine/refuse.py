@@ -9,7 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._mixins import author_class
 from .._tensors import autocast_enabled, compute_dtype
-from .._torch_private import has_global_module_hooks, sharding_of
+from .._torch_private import constant_to_compilers, has_global_module_hooks, sharding_of
 from ..norms.batch_norm import torch_class
 from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
@@ -28,8 +28,23 @@ from .parts import (
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _MAX_POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
+_KNOWN_CLASSES = (*_CONVOLUTIONS.values(), *_NORMS.values(), *_MAX_POOLS.values(), nn.ReLU)
+_KNOWN_CLASSES += (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 _HALVES = (torch.float16, torch.bfloat16)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _torchs(method: Any) -> Any:
+    """`method` if torch has defined it, and somebody else has not put it into torch's class; else None."""
+    return method if getattr(method, "__globals__", {}).get("__name__", "").startswith("torch.nn.modules.") else None
+
+
+_METHODS = [
+    (cls, name, _torchs(getattr(cls, name)))
+    for cls in _KNOWN_CLASSES
+    for name in ("forward", "_conv_forward", "_check_input_dim")
+    if hasattr(cls, name)
+]
 
 
 class Eligibility(NamedTuple):
@@ -41,14 +56,30 @@ class Eligibility(NamedTuple):
 
 def shared_eligibility(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> Eligibility:
     """Whether the shared engine can run `block` on `x`; `parts` are the block's, if they have been read already."""
-    if has_global_module_hooks():
-        return Eligibility(None, "found a hook on all modules, and the shared engine does not call those in a layer")
+    reason = _why_not_any_module()
+    if reason is not None:
+        return Eligibility(None, reason)
     try:
         parts = parts or parts_of(block)
     except NoPartsError as reason:
         return Eligibility(None, str(*reason.args))  # PyTorch 2.11 does not compile str(reason)
     reason = _why_not_layers(parts.layers, x)
     return Eligibility(parts if reason is None else None, reason)
+
+
+def _why_not_any_module() -> str | None:
+    """What has been done to all modules, or to a class of torch's, which the shared engine would leave out."""
+    if has_global_module_hooks():
+        return "found a hook on all modules, and the shared engine does not call those in a layer"
+    name = patched_method()
+    return None if name is None else f"found a new {name}, which the shared engine would not call"
+
+
+@constant_to_compilers
+def patched_method() -> str | None:
+    """The name of a method that somebody has replaced in one of torch's classes, which the shared engine believes to
+    know, such as "Conv2d._conv_forward"; or None."""
+    return next((f"{cls.__name__}.{name}" for cls, name, torchs in _METHODS if getattr(cls, name) is not torchs), None)
 
 
 def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
@@ -212,7 +243,7 @@ def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
     dims, parts = x.dim() - 2, consumer_parts(consumer)
     if parts is None or dims not in _CONVOLUTIONS or not _can_share_consumer(parts, dims):
         return None
-    if has_global_module_hooks() or any(map(must_be_called, consumer.modules())):
+    if _why_not_any_module() is not None or any(map(must_be_called, consumer.modules())):
         return None
     norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
     if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
@@ -296,9 +327,12 @@ def _tensors(module: Any) -> list[Tensor]:
 
 
 def must_be_called(module: nn.Module) -> bool:
-    """Whether a hook, or a forward set on the instance, would miss the call of the module itself."""
+    """Whether a hook, or a method set on the instance, would miss the call of the module itself."""
+    attributes = module.__dict__
     return bool(
-        "forward" in module.__dict__
+        "forward" in attributes
+        or "_conv_forward" in attributes
+        or "_check_input_dim" in attributes
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
