@@ -5,6 +5,8 @@ generators of random numbers, over several steps of training, in evaluation, and
 """
 
 import copy
+import functools
+import itertools
 import random
 import warnings
 
@@ -19,6 +21,7 @@ from third_party_models import GROWTH, START, FeaturesBlock, LayerHalves, TakesF
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
+from efficient_densenet.adapt.transitions import convert_transition
 from efficient_densenet.engine import choose
 
 SIDE = 6
@@ -588,3 +591,145 @@ class SlicesChannels(Layer):
 
 def test_channels_may_be_counted_and_selected():
     assert converted(SlicesChannels)[2] == "shared"
+
+
+class DropsByItsOwnFlag(Layer):
+    """Asks its own training mode, where the parts of the layer know that of the dropout or the norm."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop = nn.Dropout(0.3)
+
+    def odd(self, y: Tensor) -> Tensor:
+        return F.dropout(y, self.drop.p, self.training)
+
+
+class DropsByTheFlagOfANorm(Layer):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop_rate = 0.3
+
+    def odd(self, y: Tensor) -> Tensor:
+        return F.dropout(y, self.drop_rate, self.norm1.training)
+
+
+class BranchesOnFrozenNorms(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y.tanh() if self.training and not self.norm1.training else y
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("layer", [DropsByItsOwnFlag, DropsByTheFlagOfANorm, BranchesOnFrozenNorms])
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.BatchNorm2d])
+def test_modules_of_a_layer_may_be_in_different_modes(layer, kind):
+    block, plain, engine = converted(layer)
+    assert engine == "checkpoint"
+    for training in (True, False):
+        outputs = []
+        for each in (block, plain):
+            for module in each.modules():
+                module.training = training != isinstance(module, kind)
+            seed()
+            outputs.append(each(x_of()))
+        assert_close(*outputs)
+
+
+class _OddTransition(nn.Sequential):
+    def __init__(self) -> None:
+        norm, conv = nn.BatchNorm2d(START), nn.Conv2d(START, 4, 1, bias=False)
+        super().__init__(norm, nn.ReLU(), conv, nn.Dropout(0.3), nn.AvgPool2d(2))
+
+
+class TransitionByItsOwnFlag(_OddTransition):
+    def forward(self, x: Tensor) -> Tensor:
+        norm, relu, conv, dropout, pool = self
+        return pool(F.dropout(conv(relu(norm(x))), dropout.p, self.training))
+
+
+class TransitionWithAHookOfAGradient(_OddTransition):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(torch.nan_to_num)
+        return y
+
+
+class TransitionBySize(_OddTransition):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[-1] < 16 else self[:4](x)
+
+
+def test_odd_transitions_are_left_alone():
+    assert convert_transition(_OddTransition())
+    for transition in (TransitionByItsOwnFlag, TransitionWithAHookOfAGradient, TransitionBySize):
+        assert not convert_transition(transition())
+
+
+class UpdatesWithGradientsOnly(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        momentum = self.momentum if x.requires_grad else 0.0
+        mean, var = self.running_mean, self.running_var
+        if self.training and x.requires_grad:
+            self.num_batches_tracked.add_(1)
+        return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
+
+
+class HasSuchANorm(TakesFeatures):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, UpdatesWithGradientsOnly)
+
+
+def test_norms_that_update_in_some_modes_only_are_left_alone():
+    block, plain, engine = converted(HasSuchANorm)
+    assert engine == ""
+    with torch.no_grad():
+        block(x_of()), plain(x_of())
+    assert_same_steps(block, plain)
+
+
+def _circular(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.conv2d(F.pad(x, [side // 2 for side in conv.kernel_size for _ in "  "], mode="circular"), weight, bias)
+
+
+def _patch_instances(block: nn.Module, monkeypatch) -> None:
+    for module in block.modules():
+        if isinstance(module, nn.Conv2d):
+            monkeypatch.setattr(module, "_conv_forward", functools.partial(_circular, module))
+
+
+def _patch_class(block: nn.Module, monkeypatch) -> None:
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", _circular)
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("patch", [_patch_instances, _patch_class])
+def test_a_replaced_convolution_is_called(patch, monkeypatch):
+    block, plain, engine = converted(TakesFeatures)
+    assert engine == "shared"
+    for each in (block, plain):
+        patch(each, monkeypatch)
+    assert_same_steps(block, plain)
+
+
+class NumbersItsCalls(Layer):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.calls = itertools.count()
+
+    def odd(self, y: Tensor) -> Tensor:
+        return y if next(self.calls) < 1000 else y * 2
+
+
+_system_random = random.SystemRandom()
+
+
+class DrawsFromTheSystem(Layer):
+    def odd(self, y: Tensor) -> Tensor:
+        return y * 2 if self.training and _system_random.random() < 0.5 else y
+
+
+def test_layers_that_read_an_iterator_or_the_system_s_random_numbers_are_left_alone():
+    block, _, engine = converted(NumbersItsCalls)
+    assert engine == ""
+    assert [next(layer.calls) for layer in block.children()] == [0, 0]
+    assert converted(DrawsFromTheSystem)[2] == ""

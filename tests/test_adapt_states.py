@@ -1,10 +1,14 @@
 """What a block was verified for is noticed when it changes: its attributes, its dropout rates, its modules."""
 
+import contextvars
 import copy
+import functools
 import gc
+import os
 import pickle
 import warnings
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from third_party_models import GROWTH, START, FeaturesBlock, LayerHalves, TakesF
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
-from efficient_densenet.adapt.fingerprint import fingerprint
+from efficient_densenet.adapt.fingerprint import change_since, fingerprint
 from efficient_densenet.engine import choose
 
 
@@ -267,3 +271,122 @@ def test_a_fingerprint_keeps_no_module_or_tensor_alive():
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
     assert state
+
+
+class _Clips:
+    """A class that holds a flag, and objects that hold it out of sight."""
+
+    on = False
+
+    def __init__(self) -> None:
+        self._state = {"on": False}
+
+    @property
+    def is_on(self) -> bool:
+        return self._state["on"]
+
+
+class _Owner(nn.Module):
+    on = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+
+_clips, _variable, _ACTIVATION = _Clips(), contextvars.ContextVar("on", default=False), torch.relu
+
+
+def _unless_on(flags: list, y: Tensor) -> Tensor:
+    return y * 2 if flags[0] else y
+
+
+class _ReadsAround(LayerHalves):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.owner, self.flags = [_Owner()], dict.fromkeys(range(150), False)
+        self.last: Callable[[Tensor], Tensor] = functools.partial(_unless_on, [False])
+
+    def forward(self, *features: Tensor) -> Tensor:
+        y = self.conv2(_ACTIVATION(self.norm2(self.first_half(*features))))
+        is_on = _Clips.on or _clips.is_on or _variable.get() or os.environ.get("_ON")
+        return self.last(y * 2 if is_on or self.owner[0].on or self.flags[100] else y)
+
+
+OUTSIDE = {
+    "a class": lambda layer, patch: patch.setattr(_Clips, "on", True),
+    "an object behind a property": lambda layer, patch: patch.setitem(_clips._state, "on", True),
+    "a context variable": lambda layer, patch: _variable.set(True),
+    "the environment": lambda layer, patch: patch.setenv("_ON", "1"),
+    "a function of a library": lambda layer, patch: patch.setitem(globals(), "_ACTIVATION", torch.tanh),
+    "a module in a list": lambda layer, patch: setattr(layer.owner[0], "on", True),
+    "a large dict": lambda layer, patch: layer.flags.update({100: True}),
+    "a keyword of a partial": lambda layer, patch: layer.last.args[0].__setitem__(0, True),
+}
+
+
+@pytest.mark.parametrize("change", OUTSIDE)
+def test_a_state_around_the_module_changed_after_the_trial_is_noticed(change, monkeypatch):
+    block = FeaturesBlock([_ReadsAround(START), _ReadsAround(START + GROWTH)]).double()
+    plain, x = copy.deepcopy(block), torch.randn(3, START, 6, 5, dtype=torch.double)
+    assert [each.engine for each in make_efficient(block).changed] == ["shared"]
+    assert_same_training(block, plain, x)
+    contextvars.copy_context().run(_assert_noticed, OUTSIDE[change], block, plain, x, monkeypatch)
+
+
+def _assert_noticed(change: Callable, block: nn.Module, plain: nn.Module, x: Tensor, monkeypatch) -> None:
+    for each in (block, plain):
+        change(each.denselayer2, monkeypatch)
+    choose._warned.clear()
+    with pytest.warns(UserWarning, match="since it was verified"):
+        assert_same_training(block, plain, x)
+
+
+class _HasAnActivation(LayerHalves):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.activation: Callable[[Tensor], Tensor] = F.relu
+
+    def half(self, y: Tensor) -> Tensor:
+        return F.relu(y) * 0.5
+
+    def forward(self, *features: Tensor) -> Tensor:
+        return self.conv2(self.activation(self.norm2(self.first_half(*features))))
+
+
+def _elu(layer: nn.Module) -> None:
+    layer.activation = F.elu
+
+
+def _lambda(layer: nn.Module) -> None:
+    layer.activation = lambda y: F.elu(y)
+
+
+def _method(layer: nn.Module) -> None:
+    layer.activation = layer.half
+
+
+@pytest.mark.parametrize("change", [_elu, _lambda, _method])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
+def test_a_copy_notices_another_function_before_its_first_forward(copied, change):
+    block = FeaturesBlock([_HasAnActivation(START), _HasAnActivation(START + GROWTH)]).double()
+    plain, x = copy.deepcopy(block), torch.randn(3, START, 6, 5, dtype=torch.double)
+    make_efficient(block)
+    twin = copied(block)
+    for each in (twin, plain):
+        change(each.denselayer1)
+    choose._warned.clear()
+    with pytest.warns(UserWarning, match="activation of a _HasAnActivation"):
+        assert_same_training(twin, plain, x)
+
+
+def test_another_function_in_the_place_of_one_that_is_gone_is_noticed():
+    block = FeaturesBlock([_HasAnActivation(START), _HasAnActivation(START + GROWTH)])
+    block.denselayer1.activation = lambda y: F.relu(y)
+    state = fingerprint(block)
+    number, others = id(block.denselayer1.activation), []
+    block.denselayer1.activation = None
+    while not others or (id(others[-1]) != number and len(others) < 1000):
+        others.append(lambda y: F.elu(y))
+    block.denselayer1.activation = others[-1]
+    assert change_since(state, block) == "activation of a _HasAnActivation has changed"
