@@ -667,10 +667,10 @@ def test_odd_transitions_are_left_alone():
 
 class UpdatesWithGradientsOnly(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
-        momentum = self.momentum if x.requires_grad else 0.0
-        mean, var = self.running_mean, self.running_var
-        if self.training and x.requires_grad:
+        updates = self.training and torch.is_grad_enabled()
+        if updates:
             self.num_batches_tracked.add_(1)
+        mean, var, momentum = self.running_mean, self.running_var, self.momentum if updates else 0.0
         return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
 
 
@@ -679,7 +679,7 @@ class HasSuchANorm(TakesFeatures):
         super().__init__(channels, UpdatesWithGradientsOnly)
 
 
-def test_norms_that_update_in_some_modes_only_are_left_alone():
+def test_norms_that_ask_for_gradients_before_they_update_are_left_alone():
     block, plain, engine = converted(HasSuchANorm)
     assert engine == ""
     with torch.no_grad():

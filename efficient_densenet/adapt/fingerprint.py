@@ -247,13 +247,13 @@ def _outside(value: Any, place: Place, depth: int = 2) -> Any:
         return _identity(value)
     cls = value if isinstance(value, type) else type(value)
     attributes = _class_attributes(cls) if cls is value else getattr(value, "__dict__", {})
-    names = [name for name in (*place.names, *sorted(names_read(cls))) if name not in _OF_EVERY_MODULE]
-    named = tuple((name, _outside(attributes[name], place, depth - 1)) for name in names if name in attributes)
-    return _identity(cls), named
+    names = sorted((names_read(cls).union(place.names) & attributes.keys()) - _OF_EVERY_MODULE)
+    return _identity(cls), tuple((name, _outside(attributes[name], place, depth - 1)) for name in names)
 
 
 def _class_attributes(cls: type) -> dict[str, Any]:
-    return {name: value for each in reversed(cls.__mro__) for name, value in vars(each).items()}
+    authors = (each for each in reversed(cls.__mro__) if not is_known(each))
+    return {name: value for each in authors for name, value in vars(each).items() if name != "__init__"}
 
 
 def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:

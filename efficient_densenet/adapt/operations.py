@@ -133,8 +133,8 @@ def _counts_batches(operation: _Operation, args: tuple) -> bool:
 
 
 def _drops_nothing(operation: _Operation, args: tuple) -> bool:
-    """Whether this is a dropout in evaluation mode, which is an operation in inference mode only."""
-    return operation.name.endswith("dropout") and bool(args) and args[-1] is False
+    """Whether this is a dropout in evaluation mode or of rate 0, which is an operation in inference mode only."""
+    return operation.name.endswith("dropout") and len(args) == 3 and not (args[1] and args[2])
 
 
 _WITHOUT_ARITHMETIC = {

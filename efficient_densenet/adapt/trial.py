@@ -27,7 +27,7 @@ from .fingerprint import buffers_taken_as_given, change_since, class_as_written,
 from .operations import Recorder
 from .outside import mode_asked_for
 from .randomness import Generators, generators_of, without_state
-from .structure import first_conv
+from .structure import custom_norms_in, first_conv
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -101,7 +101,7 @@ class Trial:
     def __init__(self, module: nn.Module, shape: tuple[int, ...], own_dtype: torch.dtype) -> None:
         self.module, self.shape = module, shape
         self.own_dtype = torch.float32 if own_dtype == torch.float64 else own_dtype
-        self.generators = generators_of(module)
+        self.custom_norms, self.generators = custom_norms_in(module), generators_of(module)
 
     def run(self, forward: Forward, modes: Iterable[Mode] = MODES) -> Iterator[Result]:
         """The results of `forward` and its backward in each mode, one after another."""
@@ -149,7 +149,7 @@ class Trial:
         reference = weakref.ref(output)
         del output
         _check_released(reference)
-        states += [*_random_states(x.device), *self.module.buffers()]
+        states += [*_random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
         return Result(mode, values, gradients, states, recorder.counts, forwards_of_norms > 0)
 
@@ -219,6 +219,12 @@ class _TrialTensors:
                             f"changes the {kind} {name} of a {type(module).__name__} in its forward, which recomputing "
                             "would do again"
                         )
+
+    def buffers_to_compare(self, mode: Mode, custom_norms: set[nn.Module]) -> list[Tensor | None]:
+        """All buffers, but in unusual modes not those of norms with a forward of their own, which may update then, or
+        not; the engines update always."""
+        modules = (each for each in self.module.modules() if mode in MAIN_MODES or each not in custom_norms)
+        return [buffer for each in modules for buffer in each._buffers.values()]
 
 
 @contextmanager
