@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from samples import DEMOS
+
 
 class ForkedDemo:
     """A running demo, with the part of the interface of `subprocess.Popen` that the tests need."""
@@ -89,7 +91,8 @@ def await_file(path: Path, process: ForkedDemo | subprocess.Popen) -> None:
 def _server() -> tuple[subprocess.Popen, str]:
     """The server, and a folder for its output."""
     script = Path(__file__).parent / "forked_demos.py"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")])}
+    paths = str(script.parent), str(DEMOS), os.environ.get("PYTHONPATH", "")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     server = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, text=True, env=environment)
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)

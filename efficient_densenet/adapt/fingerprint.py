@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
-from types import CellType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ class Identity:
 
 
 def _identity(value: Any, version: int = 0) -> Identity:
-    named = value if hasattr(value, "__qualname__") else type(value)
+    named: Any = value if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else type(value)
     try:
         reference = weakref.ref(value)  # the same for each call, as long as the object lives
     except TypeError:
@@ -275,7 +275,7 @@ def _frozen(value: Any, depth: int = 6) -> Any:
         return _identity(value, 0 if value.is_inference() else value._version)
     if isinstance(value, FunctionType):
         return _frozen_function(value, depth)
-    if not depth or isinstance(value, type):
+    if not depth or isinstance(value, (type, ModuleType)):
         return _identity(value)
     if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MANY:
         return _identity(value, len(value))
