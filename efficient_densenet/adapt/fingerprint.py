@@ -222,10 +222,9 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
 
 
 def _is_small(value: Tensor) -> bool:
-    """Whether reading the values is fast and does not wait for a device."""
-    return (
-        value.device.type == "cpu" and value.layout == torch.strided and type(value) is Tensor and value.numel() <= 16
-    )
+    """Whether there are few values, which can be read without waiting for a device; FSDP frees the memory of some."""
+    is_ordinary = value.device.type == "cpu" and value.layout == torch.strided and type(value) is Tensor
+    return is_ordinary and value.numel() <= 16 and value.untyped_storage().size() > 0
 
 
 def _class_state(cls: type) -> State:
