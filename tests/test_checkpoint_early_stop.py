@@ -19,20 +19,20 @@ class Counting(nn.Module):
 
     def __init__(self, *layers):
         super().__init__()
-        self.layers, self.finished = nn.Sequential(*layers), 0
+        self.layers, self.finished = nn.Sequential(*layers), []
 
     def forward(self, x):
         result = self.layers(x)
-        self.finished += 1
+        self.finished.append(None)
         return result
 
 
 def test_what_follows_the_last_saved_tensor_is_not_recomputed():
     module = Counting(nn.Linear(4, 3), nn.Linear(3, 3)).double()
     checkpoint(module, tensor(2, 4)).sum().backward()
-    assert module.finished == 1
+    assert len(module.finished) == 1
     checkpoint(module, tensor(2, 4), early_stop=False).sum().backward()
-    assert module.finished == 3
+    assert len(module.finished) == 3
 
 
 def test_a_last_linear_layer_costs_no_product_in_the_recomputation():
@@ -51,10 +51,10 @@ def test_torch_s_switch_of_early_stopping_holds_here_too():
     with set_checkpoint_early_stop(False):
         output = checkpoint(module, tensor(2, 4))
     output.sum().backward()
-    assert module.finished == 2
+    assert len(module.finished) == 2
     with set_checkpoint_early_stop(True):
         checkpoint(module, tensor(2, 4)).sum().backward()
-    assert module.finished == 3
+    assert len(module.finished) == 3
 
 
 @pytest.mark.parametrize("early_stop", [True, False])

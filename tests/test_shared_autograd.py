@@ -284,10 +284,10 @@ def test_gradients_of_frozen_weights_are_not_computed(backend, bn_size, trainabl
 
 def _recording(function, name, computed):
     def recording(*args):
-        grad_weight = function(*args)
-        if grad_weight is not None:
+        gradients = function(*args)
+        if gradients.conv_weight is not None:
             computed.append(name)
-        return grad_weight
+        return gradients
 
     return recording
 

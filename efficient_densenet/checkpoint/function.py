@@ -35,7 +35,9 @@ class CheckpointFunction(torch.autograd.Function):
             )
         modules = (submodule for module in modules_of(function) for submodule in module.modules())
         # Autocast must not cache the weights cast in this forward: they have no grad_fn, and later code would use them.
-        ctx.recomputation = Recomputation(function_name(function), args, modules, DEFAULTS, cache_casts=False)
+        # Some norms that were written for such a function update their buffers in the recomputation alone.
+        settings = {"cache_casts": False, "with_buffers": False}
+        ctx.recomputation = Recomputation(function_name(function), args, modules, DEFAULTS, **settings)
         ctx.function, ctx.n = function, n
         outputs = ctx.recomputation.forward(function, args[:n], *args[:n])
         ctx.save_for_backward(*args)

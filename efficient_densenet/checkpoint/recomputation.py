@@ -45,11 +45,12 @@ class Recomputation:
         modules: Iterable[nn.Module],
         options: Options,
         cache_casts: bool = True,
+        with_buffers: bool = True,
     ) -> None:
         self.name = name
         self.autocast = AutocastState(tensors, cache_casts)
         self.default_device = DefaultDevice()
-        self.module_states = [ModuleState(module) for module in modules]
+        self.module_states = [ModuleState(module, with_buffers) for module in modules]
         may_draw = any(state.has_hooks() for state in self.module_states)
         self.rng_state = RngState(tensors, options.generators, may_draw) if options.preserve_rng_state else None
         generators = self.rng_state.generators if self.rng_state else ()
