@@ -296,7 +296,7 @@ def test_versions_that_share_a_directory_keep_each_others_files(cache, monkeypat
     assert (cache / "gemm-0.kernel").exists()
 
 
-def test_threads_get_one_kernel_which_stays_in_memory(monkeypatch):
+def test_threads_get_one_kernel(monkeypatch):
     compilation.load_or_compile.cache_clear()
     linked, begin, compiled = [], threading.Barrier(4), compilation.CompiledKernel
 

@@ -72,6 +72,10 @@ class ObjectFile(NamedTuple):
     code: bytes
 
 
+_linkers: list[Any] = []
+"""The owners of all machine code, which stays in memory: addresses of kernels are kept in many places."""
+
+
 class CompiledKernel:
     """A kernel's machine code in memory.
 
@@ -82,10 +86,11 @@ class CompiledKernel:
 
     def __init__(self, file: ObjectFile, signature: Signature, from_disk: bool) -> None:
         machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-        self._linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)  # owns the machine code
-        self._linker.add_object_file(llvm.ObjectFileRef.from_data(file.code))
-        self._linker.finalize_object()
-        self.address = self._linker.get_function_address(file.kernel.decode())
+        linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        linker.add_object_file(llvm.ObjectFileRef.from_data(file.code))
+        linker.finalize_object()
+        self.address = linker.get_function_address(file.kernel.decode())
+        _linkers.append(linker)
         self._signature, self.from_disk = signature, from_disk
 
     @property
@@ -102,8 +107,8 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
     """The kernel for matrices of this dtype: from disk if it was compiled before, where it is kept and unharmed.
 
-    The operands of products are in the dtype of the arithmetic, or in a narrower one. Threads get one and the same
-    kernel, which stays in memory: whoever has its address may call it at any time.
+    The operands of products are in the dtype of the arithmetic, or in a narrower one. Threads that come at the
+    same time get one and the same kernel.
     """
     with _lock:
         return load_or_compile(kernel, dtype, operand)
