@@ -186,8 +186,8 @@ DEFECTS = [
     ),
     Defect(
         "kernel cache: one linker for all object files",
-        'self._linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)',
-        "self._linker = _target().codegen()._engine._ee",
+        'linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)',
+        "linker = _target().codegen()._engine._ee",
         "kernel_cache",
     ),
     # Checkpointing, several processes
