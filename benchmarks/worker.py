@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from comparison import OUT_OF_MEMORY
 from methods import LAYOUTS, METHODS, Setting, architecture
 from torch import Tensor
 from torch.autograd import DeviceType
-from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward
 
 from efficient_densenet._tensors import compute_dtype
 from efficient_densenet.engine.choose import Engine
 from efficient_densenet.kernels import kernel_set_name
 from efficient_densenet.memory import Peaks, high_water_mark, measure, tensor_peak
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "demos"))
+from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT_STEP = 0.3  # seconds

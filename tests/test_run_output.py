@@ -115,7 +115,7 @@ print(peak, high_water_mark())
 
 def test_the_peak_memory_of_a_process_is_not_that_of_its_parent():
     large = bytearray(b"1" * 2**30)
-    done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", PEAKS], cwd=DEMOS, capture_output=True, text=True, check=True)
     del large
     peak, own = map(int, done.stdout.split())
     assert 0 < peak <= own < 2**30

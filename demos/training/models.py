@@ -145,7 +145,7 @@ def describe_classes(classes: tuple[str, ...]) -> str:
 def describe_engines(model: DenseNet, batch_size: int, image_size: int, compiled: bool = False) -> str:
     """The engine of the dense blocks, such as "shared (Numba)"; of each block where they differ.
 
-    Asks the dispatcher about a training step on `batch_size` images, under the autocast that is active now.
+    Asks `choose` about a training step on `batch_size` images, under the autocast that is active now.
     """
     parameter = next(model.parameters())
     images = parameter.new_empty(()).expand(batch_size, model.in_channels, image_size, image_size)

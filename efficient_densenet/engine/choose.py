@@ -25,7 +25,7 @@ from ..checkpoint.parameters import parameters_of
 from . import layerwise, stem
 from .layerwise import RunFirstHalf
 from .parts import BlockParts, ConsumerParts
-from .refuse import joined_consumer, must_be_called, separate_consumer, shared_eligibility
+from .refuse import joined_consumer, must_be_called, separate_consumer, shared_parts
 from .stage import run as shared
 
 
@@ -39,12 +39,12 @@ class Engine(str, Enum):
 
 
 class EngineBlock(Protocol):
-    """What the dispatcher reads of a dense block beside its modules: the models' `DenseBlock` and adapt's
+    """What `choose` reads of a dense block beside its modules: the models' `DenseBlock` and adapt's
     `ConvertedBlock` have it."""
 
     @property
     def engine(self) -> Engine | None:
-        """The requested engine; None leaves the choice to the dispatcher."""
+        """The requested engine; None leaves the choice to `choose`."""
         ...
 
     @property
@@ -78,7 +78,7 @@ _warned: set[str] = set()
 
 
 def parse(efficient: bool | str | None) -> Engine | None:
-    """The engine that a user's `efficient` names; None leaves the choice to the dispatcher."""
+    """The engine that a user's `efficient` names; None leaves the choice to `choose`."""
     if efficient is True or efficient == describe(None):
         return None
     if efficient is False or efficient is None:
@@ -181,7 +181,7 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
     output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(
         x.shape[0], modules_of_stem.conv.out_channels, *x.shape[2:]
     )
-    parts, _ = shared_eligibility(block, output_like)
+    parts, _ = shared_parts(block, output_like)
     return None if parts is None else (stem.run(modules_of_stem, x), parts)
 
 
@@ -251,7 +251,7 @@ def _plan_by(
     if reason is not None:
         return None, reason
     if engine is Engine.SHARED:
-        parts, reason = shared_eligibility(block, x, parts)
+        parts, reason = shared_parts(block, x, parts)
     else:
         parts, reason = None, as_engine_block(block).why_not_recompute() or layerwise.why_not_recompute(block)
     return (BlockPlan(engine, parts), None) if reason is None else (None, reason)

@@ -1,7 +1,7 @@
 """Modules that run one after another, in which dense blocks run together with what comes before and after them.
 
 A block and the consumer after it (a transition or a norm) run as one stage, and the modules before the first block as
-one stem, wherever the dispatcher finds that they can; all others are called. This loop serves our models and
+one stem, wherever `choose` finds that they can; all others are called. This loop serves our models and
 converted `nn.Sequential`s of other libraries.
 """
 

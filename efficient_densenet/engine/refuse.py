@@ -45,24 +45,24 @@ _METHODS = [
 ]
 
 
-class Eligibility(NamedTuple):
+class PartsOrReason(NamedTuple):
     """The parts of a block that the shared engine can run, or else the reason why it cannot."""
 
     parts: BlockParts | None
     reason: str | None
 
 
-def shared_eligibility(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> Eligibility:
+def shared_parts(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> PartsOrReason:
     """Whether the shared engine can run `block` on `x`; `parts` are the block's, if they have been read already."""
     reason = _why_not_any_module()
     if reason is not None:
-        return Eligibility(None, reason)
+        return PartsOrReason(None, reason)
     try:
         parts = parts or parts_of(block)
     except NoPartsError as reason:
-        return Eligibility(None, str(*reason.args))  # PyTorch 2.11 does not compile str(reason)
+        return PartsOrReason(None, str(*reason.args))  # PyTorch 2.11 does not compile str(reason)
     reason = _why_not_layers(parts.layers, x)
-    return Eligibility(parts if reason is None else None, reason)
+    return PartsOrReason(parts if reason is None else None, reason)
 
 
 def _why_not_any_module() -> str | None:

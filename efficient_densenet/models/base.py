@@ -34,7 +34,7 @@ class DenseModel(nn.Module):
 
     @property
     def engine(self) -> str:
-        """The engine's name, or "best" where the dispatcher chooses."""
+        """The engine's name, or "best" where none was asked for."""
         return choose.describe(next(m.engine for m in self.modules() if isinstance(m, DenseBlock)))
 
     def _check_input(self, x: Tensor) -> None:

@@ -21,10 +21,10 @@ from .backward import Backward
 from .forward import StageInputs
 from .groups import (
     EarlierLayers,
-    Gradients,
     Handoff,
     Handoffs,
     LayerGroup,
+    StageGradients,
     add,
     layer_groups,
     release,
@@ -100,7 +100,7 @@ class SharedStage(torch.autograd.Function):
         spec: StageSpec = ctx.spec
         grad_outputs, grad_input = grad_outputs[: spec.num_outputs], ctx.handoffs.of_input.take()
         if all(grad is None for grad in grad_outputs):
-            gradients = Gradients(grad_input, [None] * spec.num_tensors)
+            gradients = StageGradients(grad_input, [None] * spec.num_tensors)
         elif torch.is_grad_enabled():
             gradients = _differentiable_gradients(ctx, grad_outputs, grad_input)
         elif len(ctx.groups) == 1:
@@ -110,15 +110,17 @@ class SharedStage(torch.autograd.Function):
         return None, None, None, None, *release(ctx.groups[-1], gradients, ctx.handoffs, ctx.device)
 
 
-def _gradients(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None) -> Gradients:
+def _gradients(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None) -> StageGradients:
     """All gradients at once."""
     _, *tensors = ctx.saved_tensors
     saved, by_output = SavedStage.of(ctx.spec, tensors), _by_consumer_and_block(ctx.spec, grad_outputs)
     grad, *grads = operator.stage_backward(ctx.spec, *by_output, ctx.shape, saved, ctx.needs_input_grad[4:])
-    return Gradients(add(grad, grad_input), grads)
+    return StageGradients(add(grad, grad_input), grads)
 
 
-def _differentiable_gradients(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None) -> Gradients:
+def _differentiable_gradients(
+    ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None
+) -> StageGradients:
     """The gradients under create_graph=True."""
     spec, (anchor, *tensors) = ctx.spec, ctx.saved_tensors
     refuse_synchronized(spec.has_count)
@@ -129,7 +131,7 @@ def _differentiable_gradients(ctx: Any, grad_outputs: Sequence[Tensor | None], g
     function = partial(second_order.plain_stage, spec, saved)
     with autocast_disabled(x):
         grad, *grads = second_order.differentiable_gradients(function, [x, *saved.parameters], grad_outputs)
-    return Gradients(add(grad, grad_input), grads)
+    return StageGradients(add(grad, grad_input), grads)
 
 
 def _last_group(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Tensor | None) -> list[Tensor | None]:

@@ -86,7 +86,7 @@ class _Entry(Generic[Value]):
         self.value = None
 
 
-class Gradients(NamedTuple):
+class StageGradients(NamedTuple):
     """The gradients of the stage's input and of its parameters, where they have all been computed at once."""
 
     input: Tensor | None
@@ -96,7 +96,7 @@ class Gradients(NamedTuple):
 class Handoffs(NamedTuple):
     """What the nodes of a stage hand on: from a layer group to the group before it, and from `Reconnected`."""
 
-    to_earlier: Handoff["Backward | Gradients"]
+    to_earlier: Handoff["Backward | StageGradients"]
     of_input: Handoff[Tensor]
 
 
@@ -122,7 +122,7 @@ class EarlierLayers(torch.autograd.Function):
                 "found a backward that starts in the middle of a stage, but the shared engine's layers run in one "
                 f"backward: {USE_CHECKPOINT}"
             )
-        if isinstance(backward, Gradients):
+        if isinstance(backward, StageGradients):
             return None, None, *release(ctx.group, backward, ctx.handoffs, grad_output.device)
         return None, None, *run_group(ctx, ctx.group, backward, ctx.saved_tensors, ctx.needs_input_grad[2:])
 
@@ -165,7 +165,9 @@ def _needs_grad(ctx: Any, group: LayerGroup, needs_input_grad: Sequence[bool]) -
     return needs_grad, *rest
 
 
-def release(group: LayerGroup, gradients: Gradients, handoffs: Handoffs, device: torch.device) -> list[Tensor | None]:
+def release(
+    group: LayerGroup, gradients: StageGradients, handoffs: Handoffs, device: torch.device
+) -> list[Tensor | None]:
     """What `run_group` returns, where all gradients of the stage have been computed."""
     grads = gradients.parameters[group.tensors]
     if group.layers.start == 0:

@@ -43,7 +43,7 @@ def run_with_features(block: BlockParts, consumer: ConsumerParts, x: Tensor) -> 
 def run_consumer(consumer: ConsumerParts, x: Tensor) -> Tensor:
     """The output of `consumer` on x, which may be any tensor; a block's own output need not be stored again."""
     plan = StagePlan(BlockParts(()), consumer, x)
-    return plan.finish(plan.apply(x, *plan.tensors, reused=features_behind(x, plan.spec))[0])
+    return plan.finish(plan.apply(x, *plan.tensors, stored=features_behind(x, plan.spec))[0])
 
 
 class StagePlan:
@@ -83,19 +83,19 @@ class StagePlan:
             conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
             self.tensors += [weight, norm_bias, conv_weight, bias]
 
-    def apply(self, x: Tensor, *tensors: Tensor | None, reused: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def apply(self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters.
 
-        `reused` are features that a block has stored already, and their statistics.
+        `stored` are features that a block has stored already, and their statistics.
         """
-        inputs = StageInputs(x, tensors, self.running_statistics, self.dropout_masks(x), reused)
+        inputs = StageInputs(x, tensors, self.running_statistics, self.dropout_masks(x), stored)
         if torch.compiler.is_compiling():
             results = torch.ops.efficient_densenet.stage.default(*inputs, self.spec.encoded)
         else:
             results = stage(self.spec, inputs)
         count = self.spec.num_outputs
         if self.updates:
-            update_running_statistics(self.updates, [*reused, *results[count:]][1])
+            update_running_statistics(self.updates, [*stored, *results[count:]][1])
         return tuple(results[:count])
 
     def dropout_masks(self, x: Tensor) -> list[Tensor]:
