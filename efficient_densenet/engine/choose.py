@@ -1,9 +1,9 @@
 """Which engine runs a dense block: the engine names, and the only place that chooses between them.
 
 `efficient=True` leaves the choice to this module, which may fall back: it warns once per reason. An engine requested
-by name runs or raises. In tracing and export every engine runs the plain modules. So it does without gradients, where
-there is no memory to save, unless the shared engine's kernels are the faster ones. A block is read once a forward: the
-plan made here is handed on to the engine.
+by name runs or raises. In tracing and export every engine runs the plain modules. Without gradients there is no memory
+to save, and every engine runs the plain modules too, unless the shared engine's kernels are faster. A block is read
+once a forward: the plan made here is handed on to the engine.
 """
 
 import sys
@@ -188,7 +188,7 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
 def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
     """The output of a transition or a norm that does not run together with its block, by the shared engine.
 
-    None where that cannot run it, and where it has nothing to save: then `consumer` is to be called.
+    None where the shared engine cannot run `consumer`, or would save nothing: then `consumer` is to be called.
     """
     if not may_run_engines(consumer, x):
         return None
@@ -214,15 +214,16 @@ def _plan_without_gradients(block: nn.Module, x: Tensor, parts: BlockParts | Non
 def _has_faster_forward(x: Tensor) -> bool:
     """Whether the shared engine's forward is faster on `x` than the plain modules.
 
-    That is measured for the Numba kernels, which write no concatenation (docs/benchmarks.md)."""
+    The Numba kernels were measured to be faster: they write no concatenation (docs/benchmarks.md).
+    """
     if torch.compiler.is_compiling() or not kernels.numba_supports(x):
         return False
     return kernels.numba_multiplies(compute_dtype(x))
 
 
 def _compiled_engine(engine: Engine) -> Engine:
-    """The engine that a compiler runs for one: of the checkpointing engines it knows torch's own, where that updates
-    running statistics once."""
+    """The engine that a compiler runs in place of `engine`. Of the engines that recompute it knows `official`, which
+    serves where it updates running statistics once."""
     if engine in (Engine.PLAIN, Engine.SHARED):
         return engine
     return Engine.OFFICIAL if compiled_checkpoint_updates_once() else Engine.PLAIN

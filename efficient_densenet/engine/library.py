@@ -1,11 +1,11 @@
-"""What the operators of a stage and of a stem share: their library, when they are called, what no backward of them can.
+"""What the operators of a stage and of a stem share: their library, when they are called, what their backwards refuse.
 
 An operator's autograd formula is an `autograd.Function`. Eager mode applies it directly, with a specification that is
 an object, and its forward and backward run the engine without any operator. Compilers, dispatch modes and tensor
 subclasses see the operators, which take the specification as a string: the operator's implementation for autograd
 applies the same Function, whose forward and backward call the operators below autograd.
 
-`torch.library.register_autograd` cannot register these formulas. It differentiates a list of tensors only if none is
+`torch.library.register_autograd` cannot register these formulas. A formula registered so differentiates a list of tensors only if none is
 None, but a stage's convolutions may have no bias; it makes one node of each call, but a large stage has a node for each
 layer group; and eager mode would call the operator twice and encode each specification.
 """

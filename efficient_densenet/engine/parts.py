@@ -223,7 +223,7 @@ def weight_and_bias(module: Any) -> tuple[Any, Any]:
 
 
 def buffer_of(module: Any, name: str) -> Any:
-    """The attribute of this name, as a rule a buffer, in the same way."""
+    """`getattr(module, name)`, found at once where nn.Module looks last: as a rule it is a buffer."""
     buffers = module._buffers
     return buffers[name] if name in buffers else getattr(module, name)
 

@@ -1,6 +1,6 @@
-"""`portable` for few rows on a CPU, where an operation takes the time of its call: the same with fewer operations.
+"""`portable` for few rows on a CPU, where an operation takes the time of its call: portable's kernels with fewer operations.
 
-PyTorch's batch norm is accurate for so few rows, of which it makes no partial sums. One call of it has the statistics
+PyTorch's batch norm makes no partial sums, and is accurate for so few rows. One call of it has the statistics
 and the normalized values, another one all gradients of a norm whose statistics are those of these rows alone.
 """
 

@@ -51,13 +51,13 @@ class BatchNormAffine(_BatchNorm):
     def grad_scale(self) -> Tensor:
         """The factor of the gradient behind the ReLU in the accumulated gradient.
 
-        That is the gradient of the values themselves under a frozen norm, and of the normalized values x̂ under one with
-        batch statistics, whose r and mean terms follow in the batch norm's backward.
+        What accumulates is the gradient of the values under a frozen norm, and of the normalized values x̂ under a norm
+        with batch statistics, whose r and mean terms follow in the batch norm's backward.
         """
         return self.scale if self.frozen else as_dtype(self.weight, self.inv_std.dtype)
 
     def grad_conv_bias(self, grad_bias: Tensor) -> Tensor:
-        """The gradient of the bias of the convolution before the norm, Σ dx over the pixels, from the norm's.
+        """The gradient of the bias of the convolution before the norm, Σ dx over the pixels; `grad_bias` is the norm's.
 
         Batch statistics remove a bias: its gradient is zero, summed over the processes of a sync group.
         """
@@ -109,7 +109,7 @@ class GradAccumulator(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward kernel returns: the gradients of the parameters, those of the norm in the accumulation dtype.
+    """The gradients of the parameters, which a backward kernel returns; the norm's are in the accumulation dtype.
 
     `values` is the gradient of the input's values, where their only consumer's kernel has computed it already. It may
     then leave grad_accum and sums alone.
@@ -123,7 +123,7 @@ class Gradients(NamedTuple):
 
 class StatisticsOutput:
     """Where a kernel writes the statistics of its output, `matrix` (3, channels): mean, biased variance and, from
-    `eps`, 1 / sqrt(var + eps). `rows` are views of these three. On a CPU, the matrix must be zero before.
+    `eps`, 1 / sqrt(var + eps). `rows` are views of the matrix's rows. On a CPU, the matrix must be zero before.
     """
 
     def __init__(self, matrix: Tensor, eps: float, rows: Sequence[Tensor] | None = None) -> None:

@@ -43,7 +43,7 @@ def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def buffer(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same as a vector of at least so many elements."""
+    """An uninitialized vector of at least `size` elements, overwritten as by `take`."""
     held = getattr(_local, "held", None)
     if held is None:
         return torch.empty(size, dtype=dtype, device=device)

@@ -156,8 +156,8 @@ class BlockFeatures:
     """What the node of a block without a consumer remembers of its features, and of their statistics.
 
     An author may call a block and the transition after it one by one. The block's features are then the transition's
-    too: stored once, with their statistics. The node does not keep them alive, so that they last exactly as long as
-    they are saved for its backward, and are never packed or copied for the consumer.
+    too: stored once, with their statistics. The node does not keep the features alive, so that they last exactly as
+    long as they are saved for its backward, and are never packed or copied for the consumer.
     """
 
     def __init__(self, spec: StageSpec, output: Tensor, features: Tensor, statistics: Tensor) -> None:

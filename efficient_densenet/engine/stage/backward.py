@@ -151,7 +151,7 @@ class Backward:
 
     def _next_bottleneck(self, i: int, width: int) -> Conv1x1 | None:
         """The first convolution of layer i, the next in the backward, where its norm is known already and its output
-        fits this one's memory."""
+        fits the memory of the current layer's bottleneck."""
         if i < 0 or self.spec.frozen or self.spec.layers[i].keep_bottleneck or self._no_grad_needed_through(i):
             return None
         if self.spec.layers[i].width != width:
@@ -160,7 +160,7 @@ class Backward:
         return bottleneck_conv(self._input(number), self._weight(number).flatten(1))
 
     def _grad_bottleneck(self, dilation: int, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
-        """The gradient of the bottleneck's output, from that of the layer's; `number` is that of the norm between."""
+        """The gradient of the bottleneck, from the gradient of the layer's output; `number` is the norm's between them."""
         norm = self.statistics.own_norm(number)
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
         sums = None if norm.frozen else self.statistics.own_sums(number)

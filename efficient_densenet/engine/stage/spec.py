@@ -86,12 +86,12 @@ class StageSpec:
         layer_norms: the norms of each layer, among all norms of the stage in their order; the consumer's is the last.
         feature_columns: for each norm of the features, the columns that it reads; none for one inside a layer.
         norm_columns: for each norm, its own columns in the matrix of statistics, None for one that shares the
-            columns of the features. These come first; a norm of the features has its own only if it is frozen.
+            columns of the features. The features' columns come first; a norm of the features has its own only if it is frozen.
         norms_frozen, running_positions: whether each norm is frozen, and where the running statistics of a frozen one
             are among the operator's inputs.
         own_positions: for each norm with columns of its own, their place in the list `written_columns`.
-        segment_widths, column_widths: how many columns of the features, and of that matrix, are written at once, in the
-            columns' order.
+        segment_widths, column_widths: how many columns of the features, and of the matrix of statistics, are written
+            at once, in the columns' order.
     """
 
     dtype: str
@@ -225,7 +225,7 @@ def encode(*settings: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def cached_spec(**settings: Any) -> StageSpec:
-    """The specification with these fields. Whoever has it must not change it."""
+    """The specification with these fields. Its callers share it, so none may change it."""
     return StageSpec(**settings)
 
 
@@ -257,7 +257,7 @@ class SavedStage(NamedTuple):
 
     @classmethod
     def of(cls, spec: StageSpec, tensors: Sequence[Any]) -> "SavedStage":
-        """From all of them in one list, in which `count` is missing where there is none."""
+        """From features, statistics, `count` if there is one, bottlenecks, masks and parameters in one list."""
         features, statistics, *rest = tensors
         count = rest.pop(0) if spec.has_count else None
         start = sum(layer.keep_bottleneck for layer in spec.layers)

@@ -1,9 +1,9 @@
 """The statistics of a stage's features: computed once when a channel is written, read by the norm of every consumer.
 
-They leave the forward as one matrix, (3, columns) in the accumulation dtype: the rows `MEAN`, `VARIANCE` (by then the
-unbiased one) and `INV_STD`. With batch statistics its first columns
-are those of the features, which are stored centered (less their mean). Frozen norms of the features have columns of
-their own, and the features are stored as they are. So have the bottlenecks' norms. The columns lie in the norms' order.
+They leave the forward as one matrix, (3, columns) in the accumulation dtype, with the rows `MEAN`, `VARIANCE` (unbiased
+at the end) and `INV_STD`. With batch statistics the features' columns come first, and the features are stored centered
+(less their mean). Frozen norms of the features have columns of their own, and the features are stored as they are. The
+bottlenecks' norms always have columns of their own. Columns are in the norms' order.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class ForwardStatistics(_FeatureStatistics):
         return StatisticsOutput(matrix, eps, rows)
 
     def of_segment(self, segment: int) -> StatisticsOutput:
-        """The same for a segment of the features."""
+        """Where a kernel writes the statistics of a segment of the features."""
         matrix, *rows = self._outputs[segment]
         return StatisticsOutput(matrix, self.spec.eps, rows)
 
@@ -130,7 +130,7 @@ def _statistics_matrix(features: Tensor, columns: int) -> Tensor:
 class BackwardStatistics(_FeatureStatistics):
     """A stage's features and their statistics, and what the backward sums up for them: Σg and Σ(g·x̂) of each channel.
 
-    `tensors` are those of all norms, for the ones that have columns of their own.
+    `tensors` are the tensors of all norms; only those of norms with columns of their own are read.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class BackwardStatistics(_FeatureStatistics):
         return self._own[number][0]
 
     def own_sums(self, number: int) -> Tensor:
-        """Σ γ · dβ and Σ γ · dγ of such a norm with batch statistics."""
+        """Σ γ · dβ and Σ γ · dγ of a norm with columns and batch statistics of its own."""
         return self._own[number][1]
 
     def sums_of_features(self, number: int) -> Tensor | None:

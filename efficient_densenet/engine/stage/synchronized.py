@@ -32,7 +32,7 @@ def batch_norm_backward(
     """The arguments for the gradient of values behind batch statistics, which a kernel computes when it reads them.
 
     `grad_accum` holds the gradient of x̂ = (x − μ) · r; `norm` has r and, unless the values are stored centered, μ;
-    `sums` are Σg and Σ(g·x̂), those of this process.
+    `sums` are this process's Σg and Σ(g·x̂).
     """
     if sync_group is not None:
         (sums,) = sync_group.sums(sums)

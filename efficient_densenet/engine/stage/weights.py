@@ -14,7 +14,7 @@ _CONV_WEIGHT = NormConv._fields.index("conv_weight")
 def converted_weights(
     parameters: Sequence[Tensor | None], dtype: torch.dtype, of: slice | None = None
 ) -> list[Tensor | None]:
-    """A stage's parameters, where the weights of convolutions, or those of a slice, are converted to `dtype` if needed.
+    """A stage's parameters, with the weights of convolutions, all or those in the slice `of`, converted to `dtype`.
 
     A GPU has one launch for many weights, each of which would take longer to launch than to convert.
     """
