@@ -34,7 +34,7 @@ def table(
 
     Args:
         files: their names in benchmarks/results, or paths.
-        methods: names of methods. Default: all.
+        methods: names of methods, in the order of the rows. Default: all.
         precision: float32, tf32, bf16 or fp16. Default: all.
         layout: contiguous or channels_last.
         allocator: system, tcmalloc or jemalloc. Default: all.
@@ -60,7 +60,8 @@ def render(
             f"no row with {selected} in {', '.join(files) or 'no file'}: give files and values that are in them"
         )
     groups = list(dict.fromkeys(map(_group, rows)))
-    rows.sort(key=lambda row: (groups.index(_group(row)), list(METHODS).index(row["method"])))
+    order = selected.get("method", list(METHODS))
+    rows.sort(key=lambda row: (groups.index(_group(row)), order.index(row["method"])))
     with_model = len({row["model"] for row in rows}) > 1
     return "\n".join([*HEADER, *(_line(row, with_model) for row in rows)])
 

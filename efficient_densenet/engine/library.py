@@ -5,9 +5,9 @@ an object, and its forward and backward run the engine without any operator. Com
 subclasses see the operators, which take the specification as a string: the operator's implementation for autograd
 applies the same Function, whose forward and backward call the operators below autograd.
 
-`torch.library.register_autograd` cannot register these formulas. A formula registered so differentiates a list of tensors only if none is
-None, but a stage's convolutions may have no bias; it makes one node of each call, but a large stage has a node for each
-layer group; and eager mode would call the operator twice and encode each specification.
+`torch.library.register_autograd` cannot register these formulas. It differentiates a list of tensors only if the list
+has no None, but a stage's convolutions may have no bias; it makes one node of each call, but a large stage has a node
+for each layer group; and eager mode would call the operator twice and encode each specification.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`portable` for few rows on a CPU, where an operation takes the time of its call: portable's kernels with fewer operations.
+"""Portable's kernels in fewer operations, for few rows on a CPU, where an operation takes the time of its call.
 
 PyTorch's batch norm makes no partial sums, and is accurate for so few rows. One call of it has the statistics
 and the normalized values, another one all gradients of a norm whose statistics are those of these rows alone.

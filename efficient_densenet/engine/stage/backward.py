@@ -160,7 +160,7 @@ class Backward:
         return bottleneck_conv(self._input(number), self._weight(number).flatten(1))
 
     def _grad_bottleneck(self, dilation: int, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
-        """The gradient of the bottleneck, from the gradient of the layer's output; `number` is the norm's between them."""
+        """The gradient of the bottleneck, from the gradient of the layer's output; `number` is of the norm between."""
         norm = self.statistics.own_norm(number)
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
         sums = None if norm.frozen else self.statistics.own_sums(number)

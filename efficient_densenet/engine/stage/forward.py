@@ -109,7 +109,7 @@ class Forward:
         return output.mul_(mask).mul_(1 / (1 - layer.drop_rate or 1)), None, None
 
     def _bottleneck(self, layer: LayerSpec, number: int, input: AffineInput) -> AffineInput:
-        """What the 3×3 convolution reads. `input` is what the 1×1 convolution before it reads, whose norm has this `number`.
+        """What the 3×3 convolution reads. `input` is what the 1×1 convolution reads, whose norm has this `number`.
 
         The bias of the first convolution is not added to its output, but left out of the mean that the norm subtracts.
         """

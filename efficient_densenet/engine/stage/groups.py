@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 
 
 class LayerGroup(NamedTuple):
-    """Consecutive layers of a stage whose gradients are released together, and which of the stage's tensors they have."""
+    """Consecutive layers of a stage whose gradients are released together, and their slice of all its tensors."""
 
     layers: range
     tensors: slice

@@ -86,7 +86,7 @@ class StageSpec:
         layer_norms: the norms of each layer, among all norms of the stage in their order; the consumer's is the last.
         feature_columns: for each norm of the features, the columns that it reads; none for one inside a layer.
         norm_columns: for each norm, its own columns in the matrix of statistics, None for one that shares the
-            columns of the features. The features' columns come first; a norm of the features has its own only if it is frozen.
+            columns of the features, which come first; a norm of the features has its own only if it is frozen.
         norms_frozen, running_positions: whether each norm is frozen, and where the running statistics of a frozen one
             are among the operator's inputs.
         own_positions: for each norm with columns of its own, their place in the list `written_columns`.
