@@ -513,7 +513,14 @@ class ClampsAGradientInAFunction(Layer):
         return _ClampedGradient.apply(y)
 
 
-@pytest.mark.parametrize("layer", [ClampsAGradientInAHook, ClampsAGradientInAFunction])
+_HIDES_ITS_ALIAS = pytest.mark.xfail(
+    torch.__version__ < "2.14", reason="PyTorch 2.11 shows no mode what such a Function does"
+)
+
+
+@pytest.mark.parametrize(
+    "layer", [ClampsAGradientInAHook, pytest.param(ClampsAGradientInAFunction, marks=_HIDES_ITS_ALIAS)]
+)
 def test_what_a_layer_does_to_large_gradients_alone_stays(layer):
     block, plain, engine = converted(layer)
     assert engine != "shared"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from forks import await_file, fork_processes
 from helpers import assert_close
-from samples import DEMOS, TINY, demo, global_batch, tiny_trainer, write_cifar10
+from samples import DEMOS, TINY, demo, global_batch, tiny_trainer
 from torch import nn
 from training.data.augment import generator_for
 from training.distributed import DistributedContext
@@ -86,8 +86,7 @@ def _launched(processes: int, script: Path, *words: str, cwd: Path) -> list[subp
 
 @pytest.mark.parametrize("launch", [fork_processes, pytest.param(_launched, marks=pytest.mark.exhaustive)])
 def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, tmp_path):
-    words = [*TINY, "--data", "cifar", "--save", "run", "--n_epochs", "8", "--batch_size", "45", "--device", "cpu"]
-    write_cifar10(tmp_path / "cifar")
+    words = [*TINY, "--save", "run", "--n_epochs", "8", "--batch_size", "45", "--device", "cpu"]
     processes = launch(2, DEMOS / "cp_demo.py", *words, "--sync_bn", "--efficient", "False", cwd=tmp_path)
     await_file(tmp_path / "run" / "results.csv", processes[0])  # the first epoch is finished
     for process in processes:
