@@ -4,15 +4,14 @@ A recomputation restores the states of PyTorch's default generators only. A tria
 others, and leaves all of them as they were.
 """
 
-import pickle
 import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.states import get_state, host_generators, is_same_state, set_state
 from .outside import values_outside
 
 
@@ -27,7 +26,7 @@ class Generators:
     def add(self, generator: Any) -> None:
         """Watch one more, such as one that an operation is about to draw from."""
         if id(generator) not in self._states and generator is not torch.default_generator:
-            self._states[id(generator)] = generator, _accessors(generator)[0]()
+            self._states[id(generator)] = generator, get_state(generator)
 
     def changed(self) -> str | None:
         """Which one has drawn numbers since it was added, such as "NumPy's generator", or None."""
@@ -36,12 +35,12 @@ class Generators:
     def restore(self) -> None:
         for generator, state in self._states.values():
             if _has_changed(generator, state):
-                _accessors(generator)[1](state)
+                set_state(generator, state)
 
 
 def generators_of(block: nn.Module) -> list[Any]:
     """Python's and NumPy's global generators, and those that modules hold or their methods refer to."""
-    return [*_global_generators(), *filter(_is_generator, _values_read(block))]
+    return [*host_generators(), *filter(_is_generator, _values_read(block))]
 
 
 def without_state(block: nn.Module) -> str | None:
@@ -67,34 +66,20 @@ def _leaves(value: Any, depth: int = 4) -> Iterator[Any]:
         yield value
 
 
-def _global_generators() -> list[Any]:
-    return [random, *([sys.modules["numpy"].random] if "numpy" in sys.modules else [])]
-
-
 def _is_generator(value: Any) -> bool:
     if isinstance(value, (torch.Generator, random.Random)):
         return True
     return (type(value).__module__ or "").startswith("numpy.random") and hasattr(value, "random")
 
 
-def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """The functions that return and that set the state of a generator of any kind."""
-    if hasattr(generator, "getstate"):
-        return generator.getstate, generator.setstate
-    if hasattr(generator, "get_state"):
-        return generator.get_state, generator.set_state
-    return lambda: generator.bit_generator.state, lambda state: setattr(generator.bit_generator, "state", state)
-
-
 def _has_changed(generator: Any, state: Any) -> bool:
-    now = _accessors(generator)[0]()
-    return not torch.equal(now, state) if isinstance(now, torch.Tensor) else pickle.dumps(now) != pickle.dumps(state)
+    return not is_same_state(get_state(generator), state)
 
 
 def _name(generator: Any) -> str:
     if generator is random:
         return "Python's generator"
-    return "NumPy's generator" if generator in _global_generators() else f"a {type(generator).__name__} of its own"
+    return "NumPy's generator" if generator in host_generators() else f"a {type(generator).__name__} of its own"
 
 
 _MANY = 100

@@ -36,8 +36,9 @@ class CheckpointFunction(torch.autograd.Function):
         modules = (submodule for module in modules_of(function) for submodule in module.modules())
         # Autocast must not cache the weights cast in this forward: they have no grad_fn, and later code would use them.
         # Some norms that were written for such a function update their buffers in the recomputation alone.
-        settings = {"cache_casts": False, "with_buffers": False}
-        ctx.recomputation = Recomputation(function_name(function), args, modules, DEFAULTS, **settings)
+        ctx.recomputation = Recomputation(
+            function_name(function), args, modules, DEFAULTS, cache_casts=False, with_buffers=False
+        )
         ctx.function, ctx.n = function, n
         outputs = ctx.recomputation.forward(function, args[:n], *args[:n])
         ctx.save_for_backward(*args)

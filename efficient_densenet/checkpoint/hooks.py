@@ -1,5 +1,6 @@
 """Forward hooks inside a checkpointed function fire once, unless the recomputation needs them."""
 
+import pickle
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .._recompute_mode import is_in_user_context, is_recomputing
 from .._torch_private import is_managed_by_fsdp, memory_key, without_dispatch_modes
-from .states import host_generators
+from .states import get_state, host_generators
 from .trees import flatten
 
 
@@ -83,5 +84,5 @@ def _snapshot(module: nn.Module, args: tuple) -> tuple:
     """Return the identities of all values of the module and the arguments, tensor versions, and the RNG state."""
     values = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *flatten(args)[0])
     tensors = [(memory_key(v), v._version) for v in values if isinstance(v, Tensor) and not is_lazy(v)]
-    host = [generator.get_state() for generator in host_generators()]
+    host = [pickle.dumps(get_state(generator)) for generator in host_generators()]
     return [id(value) for value in values], tensors, torch.default_generator.get_state().tolist()[:5], host

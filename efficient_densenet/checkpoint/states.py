@@ -26,18 +26,18 @@ class RngState:
         device_generators = (_device_generator(device) for device in devices if _has_own_generator(device))
         host = host_generators() if with_host else ()
         self.generators: list[Any] = [torch.default_generator, *generators, *device_generators, *host]
-        self.states = [generator.get_state() for generator in self.generators]
+        self.states = [get_state(generator) for generator in self.generators]
 
     def has_changed(self) -> bool:
         """Return True if a random number has been drawn since the state was saved."""
         pairs = zip(self.generators, self.states, strict=True)
         with without_dispatch_modes():  # FakeTensorMode has no values to compare
-            return not all(_is_same(generator.get_state(), state) for generator, state in pairs)
+            return not all(is_same_state(get_state(generator), state) for generator, state in pairs)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the saved state in this context. After it, the generators continue from where they were before."""
-        current = [generator.get_state() for generator in self.generators]
+        current = [get_state(generator) for generator in self.generators]
         self._set(self.states)
         try:
             yield
@@ -46,7 +46,7 @@ class RngState:
 
     def _set(self, states: list[Any]) -> None:
         for generator, state in zip(self.generators, states, strict=True):
-            generator.set_state(state)
+            set_state(generator, state)
 
 
 def _has_own_generator(device: torch.device) -> bool:
@@ -70,31 +70,31 @@ class _DeviceGenerator:
         self.get_state, self.set_state = module.get_rng_state, module.set_rng_state
 
 
-class _PythonGenerator:
-    """Python's generator, with the methods of `torch.Generator`."""
-
-    get_state, set_state = staticmethod(random.getstate), staticmethod(random.setstate)
-
-
-class _NumpyGenerator:
-    """NumPy's global generator, with the methods of `torch.Generator`."""
-
-    @staticmethod
-    def get_state() -> bytes:
-        return pickle.dumps(sys.modules["numpy"].random.get_state())
-
-    @staticmethod
-    def set_state(state: bytes) -> None:
-        sys.modules["numpy"].random.set_state(pickle.loads(state))
-
-
 def host_generators() -> list[Any]:
     """Return Python's global generator, and NumPy's if it is imported."""
-    return [_PythonGenerator, _NumpyGenerator] if "numpy" in sys.modules else [_PythonGenerator]
+    return [random, *([sys.modules["numpy"].random] if "numpy" in sys.modules else [])]
 
 
-def _is_same(state: Any, other: Any) -> bool:
-    return torch.equal(state, other) if isinstance(state, Tensor) else state == other
+def get_state(generator: Any) -> Any:
+    """Return the state of a generator of Python, PyTorch or NumPy."""
+    if hasattr(generator, "getstate"):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set the state that `get_state` has returned."""
+    if hasattr(generator, "setstate"):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def is_same_state(state: Any, other: Any) -> bool:
+    """Return True if two states of one generator are equal. NumPy's hold arrays, which have no single answer."""
+    return torch.equal(state, other) if isinstance(state, Tensor) else pickle.dumps(state) == pickle.dumps(other)
 
 
 class AutocastState:

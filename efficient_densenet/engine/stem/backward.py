@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..._tensors import as_dtype
+from ..._tensors import as_dtype, memory_format_of
 from ...kernels.interface import BatchNormAffine, Gradients
 from ...norms.sync_batch_norm import SyncGroup
 from .forward import Convolved
@@ -20,6 +20,7 @@ def backward(
     convolution's output is written over it.
     """
     values, pool, kernels = convolved.values, convolved.spec.pool, convolved.kernels
+    grad_output = grad_output.contiguous(memory_format=memory_format_of(values))  # once, for both kernels
     indices, grads = kernels.norm_relu_max_pool_reduce(grad_output, values, norm, pool)
     needs_grad_input, _, _, needs_grad_weight, *needs_grad_bias = needs_grad
     grad_input, grad_weight = None, None

@@ -116,7 +116,7 @@ def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | No
 
 @functools.cache
 def load_or_compile(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
-    """For `compile_kernel`."""
+    """`compile_kernel`, for one thread at a time."""
     arithmetic = ARITHMETIC[dtype]
     signature = kernel.signature(*(_numpy_dtype(each) for each in (arithmetic, dtype, operand or arithmetic)))
     name, key = kernel.function.__name__, _key(kernel.function, signature)

@@ -79,7 +79,6 @@ def norm_relu_max_pool_reduce(
     """`indices` are places of the maxima within their windows."""
     if not supports(values.shape, pool):
         return portable_stem.norm_relu_max_pool_reduce(grad_output, values, norm, pool)
-    grad_output = grad_output.contiguous(memory_format=memory_format_of(values))
     indices = _empty_pooled(values, pool, torch.int8)
     constants = _constants(values, _TILE) | _pool_constants(pool)
     num_rows, channels = _rows(indices), values.shape[1]
@@ -105,7 +104,6 @@ def norm_relu_max_pool_backward(
 ) -> None:
     if not supports(values.shape, pool):
         return portable_stem.norm_relu_max_pool_backward(grad_output, indices, values, norm, pool, sums, count)
-    grad_output = grad_output.contiguous(memory_format=memory_format_of(values))
     constants = _constants(values, _TILE) | _pool_constants(pool) | {"FROZEN": norm.frozen}
     constants["num_warps"] = 4 if constants["CHANNELS_LAST"] else 8  # a row has many pixels: half as many registers
     (weight, _, mean, inv_std), _ = norm_vectors(norm)
