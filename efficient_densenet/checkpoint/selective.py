@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._recompute_mode import in_user_context
 from .._torch_private import bypass_saved_tensor_hooks, observe_selection
+from .states import get_state, set_state
 
 ContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
@@ -31,7 +31,7 @@ class UserContexts:
             )
         self._forward, self._recomputation = contexts
         self._generators = generators
-        self._states: list[list[Tensor]] = []  # before each random operation of the forward
+        self._states: list[list[Any]] = []  # before each random operation of the forward
         self._is_saved: list[bool] = []  # whether the result of that operation is saved
         bypass_saved_tensor_hooks(self._forward)
         self._is_selective = observe_selection(*contexts, self._note_selection) and bool(generators)
@@ -59,11 +59,11 @@ class UserContexts:
             self._is_saved.append(is_saved)
 
     def _save_state(self) -> None:
-        self._states.append([generator.get_state() for generator in self._generators])
+        self._states.append([get_state(generator) for generator in self._generators])
 
-    def _restore_state(self, states: list[Tensor]) -> None:
+    def _restore_state(self, states: list[Any]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+            set_state(generator, state)
 
 
 class _BeforeRandomOperations(TorchDispatchMode):
