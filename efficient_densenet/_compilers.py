@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.fx import Proxy
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -44,6 +45,23 @@ def constant_to_compilers(function: Function) -> Function:
 def specialized(value: float) -> float:
     """Return `value`, which a compiler then takes as a constant, although it has seen others in the same place."""
     return float.fromhex(value.hex()) if torch.compiler.is_compiling() else value  # hex of a symbolic float is a guard
+
+
+def cached_in_eager_mode(function: Function) -> Function:
+    """Cache the results of `function` by its arguments, except under a compiler, where arguments may be symbols."""
+    cached = functools.lru_cache(maxsize=4096)(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return (function if torch.compiler.is_compiling() else cached)(*args, **kwargs)
+
+    return cast(Function, wrapper)
+
+
+def records_sizes(x: Any) -> bool:
+    """Return True while a tracer or a compiler records what is done with `x`, whose sizes may then be symbols."""
+    is_tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage] (public)
+    return is_tracing or torch.compiler.is_compiling() or isinstance(x, Proxy)
 
 
 def skipped_by_compilers(function: Function) -> Function:

@@ -1,6 +1,5 @@
 """Converted dense blocks: a mixin for the classes of other libraries' modules, and the trial that finds its pattern."""
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .._compilers import constant_to_compilers, may_read_converted_modules
-from .._mixins import ModuleMixin, add_mixin, base_class, remove_mixin
+from .._compilers import may_read_converted_modules
+from .._mixins import add_mixin, remove_mixin
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engine import choose, layerwise
@@ -22,33 +21,17 @@ from ..engine.parts import BlockParts, NoPartsError
 from ..engine.refuse import must_be_called, why_sharded
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ConnectionPattern
-from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
+from .fingerprint import fingerprint
 from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
 from .structure import custom_norms_in, in_channels_of, layers_in, patterns_by_calls, patterns_by_parts, read_block
 from .trial import MAIN_MODES, SideEffectError, Trial, VerificationError, trial
+from .verified import Verified, VerifiedModule
 from .verify import Results, describe_difference
 
 
-class KeepsSignature(ModuleMixin):
-    """Base of mixins whose classes show the signature of the author's forward to whoever inspects it, as tracers do."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if base_class(cls) is not cls:  # a class with mixins, not the mixin itself
-            cls.forward = _with_signature_of(base_class(cls).forward, cls.forward)
-
-
-def _with_signature_of(original: Callable, forward: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
-
-    return wrapper
-
-
 @dataclass
-class Conversion:
-    """The state of a converted block. It refers to no modules, so a copy or replica never refers to the original's.
+class Conversion(Verified):
+    """The state of a converted block.
 
     Attributes:
         engine: the requested one.
@@ -57,7 +40,6 @@ class Conversion:
         reason: why the parts of its layers do not describe the block, or None where they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
         as_a_whole: whether the author's forward may be recomputed as it is, where layer by layer would skip a hook.
-        verified: the block's state at the last trial; None before the first one.
     """
 
     engine: Engine | None = None
@@ -66,14 +48,9 @@ class Conversion:
     reason: str | None = None
     recomputes: bool = False
     as_a_whole: bool = True
-    verified: Fingerprint | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        verified = None if self.verified is None else self.verified.as_copy()
-        return vars(self) | {"verified": verified}
 
 
-class ConvertedBlock(KeepsSignature):
+class ConvertedBlock(VerifiedModule):
     """Mixin: a dense block that an engine runs wherever its own forward would save much memory for backward."""
 
     _conversion = Conversion()  # of a module that nn.Sequential made of some layers of a converted one
@@ -119,24 +96,6 @@ class ConvertedBlock(KeepsSignature):
             _update_norms_once(self)
         elif self._conversion.exactly_once_norms is not None:
             _restore_norms(self, self._conversion.exactly_once_norms, keep_torch_forward=True)
-
-    def _state_change(self) -> str | None:
-        """What has changed since the last trial, or None."""
-        if torch.compiler.is_compiling():
-            holds_attributes(self, self._plain_attributes())  # for the compiler to guard
-        return self._state_change_now()
-
-    @constant_to_compilers
-    def _plain_attributes(self) -> Any:
-        return plain_attributes(self)
-
-    @constant_to_compilers
-    def _state_change_now(self) -> str | None:
-        before = self._conversion.verified
-        change = "its layers are others" if before is None else change_since(before, self)
-        if change is None and before is not None and before.is_copy:  # a copy: from now on, with identities
-            self._conversion = replace(self._conversion, verified=fingerprint(self))
-        return change
 
     def why_not_recompute(self) -> str | None:
         """Why no engine may run the block, or None: what is not verified may do in its forward what must not be
@@ -290,7 +249,7 @@ def _match(
             found_reason = None if by_parts else reason or f"found that by the parts of its layers it {difference}"
             trained = [result for result in block_results if result.mode is MAIN_MODES[1]]
             as_a_whole = describe_difference(trained, run, partial(_recompute_whole, block, forward)) is None
-            return Conversion(None, None, pattern, found_reason, recomputes, as_a_whole)
+            return Conversion(pattern=pattern, reason=found_reason, recomputes=recomputes, as_a_whole=as_a_whole)
         if not by_parts:
             called = partial(_run_pattern, block, forward, pattern, False)
             if describe_difference(block_results, run, called) is None:

@@ -9,8 +9,9 @@ from .._compilers import may_read_converted_modules
 from ..engine import choose
 from ..engine.network import run_sequence
 from ..engine.refuse import must_be_called
-from .converted import ConvertedBlock, KeepsSignature
+from .converted import ConvertedBlock
 from .stages import is_block, stages
+from .verified import KeepsSignature
 
 if TYPE_CHECKING:
     _SequentialMixin = nn.Sequential

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .._compilers import constant_to_compilers, may_read_converted_modules
+from .._compilers import may_read_converted_modules
 from .._dimensions import classes, dimensions_of
 from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
-from .converted import KeepsSignature
-from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
+from .fingerprint import fingerprint
 from .structure import leaf_modules, read_layer
 from .trial import VerificationError, trial
+from .verified import Verified, VerifiedModule
 from .verify import describe_difference
 
 TRIAL_SIZE = 5
@@ -30,20 +30,13 @@ TRIAL_SIZE = 5
 
 
 @dataclass
-class TransitionConversion:
-    """The state of a converted transition.
+class TransitionConversion(Verified):
+    """The state of a converted transition; `pool` is the name of the pooling function that its forward calls, or ""."""
 
-    `pool` is the name of the pooling function that its forward calls, "" for none; `verified` its state in the trial.
-    """
-
-    pool: str
-    verified: Fingerprint
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"verified": self.verified.as_copy()}
+    pool: str = ""
 
 
-class ConvertedTransition(KeepsSignature):
+class ConvertedTransition(VerifiedModule):
     """Mixin: a transition that the shared engine runs wherever its own forward would save much memory for backward."""
 
     _conversion: TransitionConversion
@@ -58,17 +51,7 @@ class ConvertedTransition(KeepsSignature):
         """What the engine reads of it; None if its state has changed since it was converted."""
         if not may_read_converted_modules():
             return None
-        if torch.compiler.is_compiling():
-            holds_attributes(self, self._plain_attributes())  # for the compiler to guard
         return None if self._state_change() is not None else _read(self, self._conversion.pool)
-
-    @constant_to_compilers
-    def _plain_attributes(self) -> Any:
-        return plain_attributes(self)
-
-    @constant_to_compilers
-    def _state_change(self) -> str | None:
-        return change_since(self._conversion.verified, self)
 
 
 def convert_transition(module: nn.Module) -> bool:
@@ -76,7 +59,7 @@ def convert_transition(module: nn.Module) -> bool:
     pool = _find_pool(module, module.forward)
     if pool is not None:
         add_mixin(module, ConvertedTransition)
-        cast(ConvertedTransition, module)._conversion = TransitionConversion(pool, fingerprint(module))
+        cast(ConvertedTransition, module)._conversion = TransitionConversion(fingerprint(module), pool)
     return pool is not None
 
 

@@ -10,7 +10,8 @@ has no None, but a stage's convolutions may have no bias; it makes one node of e
 for each layer group; and eager mode would call the operator twice and encode each specification.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ def implement(name: str, dispatch_key: str = "CompositeExplicitAutograd") -> Cal
         return torch.library.impl(LIBRARY, name, dispatch_key)(skipped_by_compilers(function))
 
     return register
+
+
+def run_operator(name: str, eager: Callable, spec: Any, tensors: Sequence[Any]) -> list[Tensor]:
+    """The results of an operator. A compiler records the operator; eager mode calls the function that it is made of."""
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.efficient_densenet, name).default(*tensors, spec.encoded)
+    return eager(spec, tensors)
 
 
 def are_ordinary(*tensors: Tensor | None) -> bool:

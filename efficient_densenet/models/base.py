@@ -2,10 +2,9 @@
 
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
+from .._compilers import records_sizes
 from ..engine import choose
 from .dimensions import modules_for
 from .layers import DenseBlock
@@ -38,10 +37,7 @@ class DenseModel(nn.Module):
         return choose.describe(next(m.engine for m in self.modules() if isinstance(m, DenseBlock)))
 
     def _check_input(self, x: Tensor) -> None:
-        # A tracer would record the sizes of its example as the only ones allowed.
-        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] (public)
-            return
-        if torch.compiler.is_compiling() or isinstance(x, Proxy):
+        if records_sizes(x):  # a tracer would record the sizes of its example as the only ones allowed
             return
         modules = modules_for(self.dims)
         if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:

@@ -12,11 +12,12 @@ from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
 from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
+from ..library import run_operator
 from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
 from .autograd import features_behind, stage
 from .forward import StageInputs
 from .running_statistics import NormUpdate, update_running_statistics
-from .spec import ConsumerSpec, LayerSpec, StageSpec, cached_spec
+from .spec import ConsumerSpec, LayerSpec, StageSpec, shared_spec
 
 
 class StageFormats(NamedTuple):
@@ -89,10 +90,7 @@ class StagePlan:
         `stored` are features that a block has stored already, and their statistics.
         """
         inputs = StageInputs(x, tensors, self.running_statistics, self.dropout_masks(x), stored)
-        if torch.compiler.is_compiling():
-            results = torch.ops.efficient_densenet.stage.default(*inputs, self.spec.encoded)
-        else:
-            results = stage(self.spec, inputs)
+        results = run_operator("stage", stage, self.spec, inputs)
         count = self.spec.num_outputs
         if self.updates:
             update_running_statistics(self.updates, [*stored, *results[count:]][1])
@@ -135,8 +133,7 @@ def _read_spec(
     norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
     group, has_format = sync_group(norm), x.dim() in CHANNELS_LAST
     keeps_channels_last = formats.keeps_channels_last and has_format and consumer is not None and consumer.after is None
-    stage_spec = StageSpec if torch.compiler.is_compiling() else cached_spec
-    return stage_spec(
+    return shared_spec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
         channels_last=formats.plain is not torch.contiguous_format,
         keeps_channels_last=keeps_channels_last,

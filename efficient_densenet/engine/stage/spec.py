@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._compilers import constant_to_compilers
+from ..._compilers import cached_in_eager_mode, constant_to_compilers
 from ..._tensors import CHANNELS_LAST
 
 
@@ -223,8 +223,8 @@ def encode(*settings: Any) -> str:
     return json.dumps(settings)
 
 
-@lru_cache(maxsize=4096)
-def cached_spec(**settings: Any) -> StageSpec:
+@cached_in_eager_mode
+def shared_spec(**settings: Any) -> StageSpec:
     """The specification with these fields. Its callers share it, so none may change it."""
     return StageSpec(**settings)
 

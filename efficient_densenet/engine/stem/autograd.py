@@ -1,5 +1,6 @@
 """The autograd formula of a stem, for eager mode and, as the operator's implementation for autograd, for compilers."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..._compilers import skipped_by_compilers
 from ..._tensors import autocast_disabled
-from ..library import implement, needs_graph, refuse_batched_gradients, refuse_synchronized
+from ..library import implement, needs_graph, refuse_batched_gradients, refuse_synchronized, run_operator
 from ..parts import Norm
 from ..stage.running_statistics import NormUpdate, update_running_statistics
 from ..stage.second_order import differentiable_gradients, plain_norm
@@ -21,18 +22,14 @@ def apply(spec: StemSpec, norm: Norm, x: Tensor, *tensors: Tensor | None) -> Ten
     """The stem's output, with `tensors` as norm.weight, norm.bias, conv.weight and conv.bias."""
     running = (norm.running_mean, norm.running_var) if spec.frozen else (None, None)
     tensors = x, *tensors, *running
-    if torch.compiler.is_compiling():
-        results = torch.ops.efficient_densenet.stem.default(*tensors, spec.encoded)
-    else:
-        results = stem(spec, *tensors)
-    output, statistics, *_ = results
+    output, statistics, *_ = run_operator("stem", stem, spec, tensors)
     if not spec.frozen:
         update_running_statistics([NormUpdate(norm, slice(0, statistics.shape[1]))], statistics)
     return output
 
 
 @skipped_by_compilers
-def stem(spec: StemSpec, *tensors: Tensor | None) -> list[Tensor]:
+def stem(spec: StemSpec, tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """The stem's output, the matrix of statistics and, in a sync group, the number of values per channel."""
     return list(SharedStem.apply(spec, *tensors)) if needs_graph(*tensors) else operator.stem(spec, *tensors)
 
@@ -40,7 +37,7 @@ def stem(spec: StemSpec, *tensors: Tensor | None) -> list[Tensor]:
 @implement("stem", "Autograd")
 def _stem(*arguments: Any) -> list[Tensor]:
     *tensors, text = arguments
-    return stem(decode(text), *tensors)
+    return stem(decode(text), tensors)
 
 
 class SharedStem(torch.autograd.Function):

@@ -1,0 +1,68 @@
+"""What converted modules have: the signature of the author's forward, and the state that a trial has verified."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._compilers import constant_to_compilers
+from .._mixins import ModuleMixin, base_class
+from .fingerprint import Fingerprint, change_since, fingerprint, holds_attributes, plain_attributes
+
+
+class KeepsSignature(ModuleMixin):
+    """Base of mixins whose classes show the signature of the author's forward to whoever inspects it, as tracers do."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if base_class(cls) is not cls:  # a class with mixins, not the mixin itself
+            cls.forward = _with_signature_of(base_class(cls).forward, cls.forward)
+
+
+def _with_signature_of(original: Callable, forward: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+@dataclass
+class Verified:
+    """The state of a converted module at its last trial; None before the first one.
+
+    It refers to no modules, so a copy or replica never refers to the original's.
+    """
+
+    verified: Fingerprint | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"verified": None if self.verified is None else self.verified.as_copy()}
+
+
+class VerifiedModule(KeepsSignature):
+    """Mixin: a module that notices when its state is not what a trial has verified."""
+
+    _conversion: Any
+    """A `Verified`."""
+
+    def _state_change(self) -> str | None:
+        """What has changed since the last trial, or None."""
+        if torch.compiler.is_compiling():
+            holds_attributes(self, self._plain_attributes())  # for the compiler to guard
+        return self._state_change_now()
+
+    @constant_to_compilers
+    def _plain_attributes(self) -> Any:
+        return plain_attributes(self)
+
+    @constant_to_compilers
+    def _state_change_now(self) -> str | None:
+        before: Fingerprint | None = self._conversion.verified
+        change = "its layers are others" if before is None else change_since(before, self)
+        if change is None and before is not None and before.is_copy:  # a copy: from now on, with identities
+            self._conversion = replace(self._conversion, verified=fingerprint(self))
+        return change
