@@ -31,26 +31,26 @@ def checkpoint(
     context_fn: ContextFn | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return `function(*args, **kwargs)`. Only the arguments are saved for backward; the rest is recomputed.
+    """Return `function(*args, **kwargs)`. Only the arguments are saved for backward; all other tensors are recomputed.
 
     Args:
-        function: a module, a method of a module, or any callable that computes the same each time it is called.
+        function: a module, a method of a module, or any callable that computes the same result in each call.
         parameters: tensors and modules that `function` uses besides its arguments. If `function` is a module or a
             method of a module, its parameters are found without this argument. For a closure they must be listed.
         preserve_rng_state: restore the RNG state for the recomputation, as dropout needs.
         offload: save the tensor arguments in CPU memory until the backward.
-        generators: random generators that `function` uses besides the default ones.
-        early_stop: end the recomputation when it has saved the last tensor that the forward saved for backward. It is
-            also off inside `torch.utils.checkpoint.set_checkpoint_early_stop(False)`.
+        generators: random generators that `function` uses besides the default generators.
+        early_stop: end the recomputation when it has saved the last tensor that the forward saved for backward. Early
+            stopping is also off inside `torch.utils.checkpoint.set_checkpoint_early_stop(False)`.
         context_fn: returns two context managers, one for the forward and one for the recomputation, as in
-            `torch.utils.checkpoint`. `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes such a pair,
-            with which the results of chosen operations are saved and not recomputed.
+            `torch.utils.checkpoint`. `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes a pair that
+            saves the results of chosen operations, which are then not recomputed.
     """
     for name in ("use_reentrant", "determinism_check"):
         if name in kwargs and not _takes(function, name):
             raise TypeError(
-                f"found {name}, an argument of torch.utils.checkpoint.checkpoint, which this function has no use for: "
-                "leave it out (nothing here is reentrant, and every recomputation is checked)"
+                f"found {name}, an argument of torch.utils.checkpoint.checkpoint, which this function does not take: "
+                "leave it out (this checkpoint is not reentrant, and checks every recomputation)"
             )
     generators = tuple(generators)
     if generators and not preserve_rng_state:
@@ -98,7 +98,7 @@ def checkpoint_call(
         fire_once(module)
     frame = CheckpointFrame(function, args, kwargs, modules, options)
     result = frame.forward(*args, **kwargs)
-    if not bound_modules and not any(map(is_managed_by_fsdp, modules)):  # FSDP's graph has its gathered parameters
+    if not bound_modules and not any(map(is_managed_by_fsdp, modules)):  # FSDP's gathered parameters cannot be listed
         tensors = [t for value in listed for t in (parameters_of(value) if isinstance(value, nn.Module) else [value])]
         check_parameters_listed(function_name(function), tensors_in(result), tensors_in((args, kwargs)), tensors)
     return result
@@ -107,9 +107,10 @@ def checkpoint_call(
 def checkpoint_sequential(
     modules: nn.Sequential | Sequence[Callable], segments: int, input: Any, **options: Any
 ) -> Any:
-    """Run `modules` in sequence, in `segments` segments. Each segment but the last is checkpointed.
+    """Run `modules` one after another, in `segments` segments, and checkpoint each segment except the last.
 
-    The last segment is not, because its backward comes right after its forward. `options` are those of `checkpoint`.
+    Checkpointing the last segment would save no memory, because its backward starts right after its forward. `options`
+    are keyword arguments of `checkpoint`.
     """
     functions = list(modules)
     if "parameters" in options:

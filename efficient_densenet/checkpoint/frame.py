@@ -1,9 +1,10 @@
 """The autograd side of one checkpointed call.
 
 The operations of the call are in the autograd graph, as without checkpointing. Saved-tensor hooks replace each tensor
-that they save for backward by an index. When the backward unpacks the first index, the call is recomputed, and the
-tensors that the recomputation saves are returned by index. It ends as soon as it has saved the last one. Views, hooks,
-closures, second derivatives and partial backwards need no code here, because autograd handles them.
+that these operations save for backward by an index. When the backward unpacks the first index, the call is recomputed,
+and the tensors that the recomputation saves are returned by index. The recomputation ends when it has saved the last
+tensor. Views, hooks, closures, second derivatives and partial backwards need no code here, because autograd handles
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._recompute_mode import is_inside_checkpoint
 from .._torch_private import early_stop_enabled, graph_task_id, is_part_of_leaf, memory_key, queue_backward_callback
 from ..norms.batch_norm import update_once
-from .hooks import hooks_take_part
+from .hooks import has_affecting_hooks
 from .inputs import SavedInputs
 from .recomputation import Options, Recomputation, TensorMetadata, function_name, metadata_of
 from .trees import flatten_arguments, unflatten_arguments
@@ -44,14 +45,15 @@ class CheckpointFrame:
         self.early_stop = early_stop_enabled(options.early_stop)
         self.saved_metadata: TensorMetadata = []
         self.versions: list[int] = []
-        # By backward, which keeps its tensors until it ends, also in an exception.
+        # One entry for each running backward, whose queued callback references the entry: it is freed when the backward
+        # ends, even by an exception.
         self.recomputed_tensors: WeakValueDictionary[int, _RecomputedTensors] = WeakValueDictionary()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and save its tensor arguments in place of everything that it saves for backward."""
         inputs, self.inputs = self.inputs, []
         self.input_keys = set(map(memory_key, inputs))
-        # In a nested checkpoint, the hooks of the outer one must see the inputs, so they are not offloaded here.
+        # In a nested checkpoint, the hooks of the outer checkpoint must see the inputs, so they are not offloaded here.
         self.saved_inputs = SavedInputs(inputs, self.options.offload and not is_inside_checkpoint())
         with saved_tensors_hooks(self._pack, self._unpack):
             return self.recomputation.forward(self.function, inputs, *args, **kwargs)
@@ -62,8 +64,10 @@ class CheckpointFrame:
         return len(self.saved_metadata) - 1
 
     def _unpack(self, index: int) -> Tensor:
-        """Return saved tensor number `index`. The function is recomputed once for each backward that unpacks, and for
-        each reading of a node's attribute outside of a backward, which leaves nothing behind."""
+        """Return saved tensor number `index`. Each backward that unpacks tensors recomputes the function once.
+
+        Outside of a backward, as when a user reads `grad_fn.saved_tensors`, each call recomputes, and keeps no tensors.
+        """
         backward = graph_task_id()
         if backward == -1:
             return self._recompute()[index]
@@ -77,11 +81,11 @@ class CheckpointFrame:
 
     def _recompute(self) -> list[Tensor]:
         for module in self.modules:
-            update_once(module)  # a lazy norm becomes a batch norm in the forward
+            update_once(module)  # again, since a lazy norm has become a batch norm in the forward
         with self.recomputation.modules_restored(), self.saved_inputs.restored() as inputs:
             leaves = [inputs[leaf] if isinstance(leaf, _InputIndex) else leaf for leaf in self.leaves]
             args, kwargs = unflatten_arguments(leaves, self.spec)
-            needed = len(self.saved_metadata) if self.early_stop and not hooks_take_part(self.modules) else None
+            needed = len(self.saved_metadata) if self.early_stop and not has_affecting_hooks(self.modules) else None
             recording = _Recording(partial(self._version, input_keys=set(map(memory_key, inputs))), needed)
             with torch.enable_grad(), recording.hooks():
                 result = self.recomputation.recompute(partial(recording.run, self.function), *args, **kwargs)
@@ -100,7 +104,8 @@ class CheckpointFrame:
 
         Tensors that require no gradient may change between forward and recomputation, as running statistics do.
         Autograd checks the versions of the inputs, which `SavedInputs` saves; offloaded inputs come back as other
-        tensors. What a `context_fn` saves may be changed in place in the forward, if its policy allows that.
+        tensors. With a `context_fn`, only leaves and views of leaves are checked: its policy may allow the forward to
+        change other saved tensors in place.
         """
         version = tensor._version
         if not version or not tensor.requires_grad or memory_key(tensor) in input_keys:
@@ -109,13 +114,13 @@ class CheckpointFrame:
 
 
 class _RecomputedTensors(dict[int, Tensor]):
-    """The tensors that one backward has still to unpack, by index: a dict that can be referenced weakly."""
+    """The tensors that one backward has not unpacked yet, by index: a subclass of dict, to allow weak references."""
 
 
 class _Recording:
     """The tensors that a recomputation saves for backward, and their versions.
 
-    If `needed` is a number, the recomputation ends with `_RecomputationComplete` when it has saved so many.
+    If `needed` is a number, `_RecomputationComplete` ends the recomputation when it has saved this many tensors.
     """
 
     def __init__(self, version_of: Callable[[Tensor], int], needed: int | None) -> None:
@@ -127,7 +132,7 @@ class _Recording:
         """Call the function. Return its result, or None if the recording is complete before it returns."""
         try:
             return function(*args, **kwargs)
-        except (_RecomputationComplete, RuntimeError):  # TorchScript raises a RuntimeError for every other error
+        except (_RecomputationComplete, RuntimeError):  # TorchScript turns every error into a RuntimeError
             if not self.is_complete():
                 raise
 
@@ -142,7 +147,7 @@ class _Recording:
     def _pack(self, tensor: Tensor) -> Tensor:
         if not self.is_complete():
             self.versions.append(self.version_of(tensor))
-            # A leaf itself, as autograd saves it: a hook may set other data for the time of the forward.
+            # Autograd saves a leaf itself and no alias: a hook may replace its `.data` during the forward only.
             self.tensors.append(tensor if tensor.is_leaf else tensor.detach())
         if self.is_complete():
             raise _RecomputationComplete
@@ -150,8 +155,8 @@ class _Recording:
 
 
 class _RecomputationComplete(BaseException):
-    """Ends a recomputation that has saved all tensors. It is no Exception, so that `except Exception` lets it pass."""
+    """Ends a recomputation that has saved all tensors. A BaseException, which `except Exception` does not catch."""
 
 
 class _InputIndex(int):
-    """Stands for a tensor among the leaves of the arguments: its index in the inputs."""
+    """The index of an input, which replaces the tensor among the leaves of the arguments."""

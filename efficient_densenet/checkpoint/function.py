@@ -21,8 +21,8 @@ class CheckpointFunction(torch.autograd.Function):
     gradients reach the parameters once, through the outer graph, and the replicas of `nn.DataParallel` do not block
     each other.
 
-    `function` returns a tensor or a tuple of tensors. A backward raises where `function` uses parameters that are not
-    listed, or that somebody, such as FSDP, swaps for others while it runs: for those there is `checkpoint`.
+    `function` returns a tensor or a tuple of tensors. The backward raises an error if `function` uses parameters
+    that are not listed, or that are replaced while it runs, as FSDP does: use `checkpoint` for such a function.
     """
 
     @staticmethod
@@ -35,7 +35,8 @@ class CheckpointFunction(torch.autograd.Function):
             )
         modules = (submodule for module in modules_of(function) for submodule in module.modules())
         # Autocast must not cache the weights cast in this forward: they have no grad_fn, and later code would use them.
-        # Some norms that were written for such a function update their buffers in the recomputation alone.
+        # The recomputation gets no copies of the buffers: some norms, written for functions like this one, update their
+        # buffers only there.
         ctx.recomputation = Recomputation(
             function_name(function), args, modules, DEFAULTS, cache_casts=False, with_buffers=False
         )
@@ -80,12 +81,12 @@ class CheckpointFunction(torch.autograd.Function):
         return None, None, *(next(grads) if needed else None for needed in needs_grad)
 
 
-_REMEDY = "list them, or use checkpoint if they are swapped while it runs, as FSDP swaps those that it shards"
+_REMEDY = "list them, or use checkpoint if they are swapped while it runs, as FSDP swaps sharded parameters"
 
 
 @contextmanager
 def _disabled_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Disable `register_hook` hooks for the inner gradient. They fire once, in the outer graph.
+    """Disable the `register_hook` hooks of `tensors` in the inner backward. The hooks fire once, in the outer graph.
 
     The hooks are disabled for all threads. If several threads run a backward through one model at the same time, and
     its leaf tensors have hooks, use `checkpoint`.

@@ -16,14 +16,14 @@ from .trees import flatten
 
 
 class FireOnceHook:
-    """Wraps a hook. It does not fire in the recomputation if it only observed in the forward.
+    """Wraps a forward hook. In the recomputation, the hook fires only if it affected the computation in the forward.
 
     A hook affects the computation if it returns a value, changes a tensor among its arguments in place, sets an
     attribute of its module (as weight norm and pruning do) or draws a random number. Such a hook fires in the
     recomputation too. `isinstance` and attribute access see the wrapped hook.
 
     Inside the contexts of a `context_fn`, dispatch modes do not see the operations of hooks. Selective checkpointing
-    counts operations, and would miss those of a hook that does not fire again.
+    counts operations, and a hook that does not fire again would change the count.
     """
 
     def __init__(self, hook: Callable) -> None:
@@ -67,10 +67,10 @@ def undo_fire_once(module: nn.Module) -> None:
             hooks[key] = _unwrapped(hook)
 
 
-def hooks_take_part(modules: Iterable[nn.Module]) -> bool:
-    """Return True if a forward hook may take part in the computation, as one that undoes what a pre-hook has changed.
+def has_affecting_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Return True if a forward hook may affect the computation, for example by undoing a change that a pre-hook made.
 
-    It must be called in the recomputation too, which then has to run to the end. FSDP's hooks know recomputations.
+    The recomputation must call such a hook too, so it has to run to the end. FSDP's hooks handle recomputations.
     """
     hooked = (module for module in modules if module._forward_hooks and not is_managed_by_fsdp(module))
     return any(getattr(hook, "affects_computation", True) for each in hooked for hook in each._forward_hooks.values())

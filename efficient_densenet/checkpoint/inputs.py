@@ -17,8 +17,8 @@ class SavedInputs:
     outer saved-tensor hook sees them. Without such hooks, autograd returns the very objects that were passed. With
     hooks it returns other tensors, which are given the class and the Python attributes of the arguments.
 
-    A leaf that requires a gradient is kept itself: the graph references it anyway, and the function may compare it
-    with a parameter of a module or a closure.
+    A leaf that requires a gradient is kept as the same object: the graph references it anyway, and the function may
+    test whether it is a certain parameter of a module or a closure.
     """
 
     def __init__(self, tensors: Sequence[Tensor], offload: bool) -> None:
@@ -29,7 +29,7 @@ class SavedInputs:
             self.saved: Any = _SaveInputs.apply(torch.empty(0, requires_grad=True), *others)
 
     def restored(self) -> "_RestoredInputs":
-        """Return a context that returns the arguments, with the Python attributes of the forward."""
+        """Return a context that returns the arguments, with the Python attributes that they had in the forward."""
         return _RestoredInputs(self._unpack(), self.traits)
 
     def _unpack(self) -> list[Tensor]:
@@ -41,7 +41,7 @@ class SavedInputs:
 
 
 class _RestoredInputs:
-    """The context of a recomputation. It undoes what the recomputation does to its arguments."""
+    """The context of a recomputation. It undoes changes of the arguments' Python attributes and hooks."""
 
     def __init__(self, tensors: list[Tensor], traits: Sequence["_Traits"]) -> None:
         self.tensors, self.traits = tensors, traits
@@ -59,7 +59,7 @@ class _RestoredInputs:
 
 
 class _Traits:
-    """What a function can see and change of a tensor besides its values."""
+    """The class, requires_grad, Python attributes and hooks of a tensor, which a function can read and change."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.type, self.requires_grad = type(tensor), tensor.requires_grad
@@ -69,7 +69,7 @@ class _Traits:
         self.hooks = set(hooks) if hooks else ()
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` itself, or an alias that has this class and requires a gradient as here."""
+        """Return `tensor` if it has the saved class and requires_grad, and otherwise an alias that has them."""
         if type(tensor) is self.type and tensor.requires_grad == self.requires_grad:
             return tensor
         alias = tensor.detach()
@@ -77,7 +77,7 @@ class _Traits:
         return alias.requires_grad_(self.requires_grad)
 
     def set_attributes(self, tensor: Tensor) -> None:
-        """Give `tensor` these Python attributes, and no others."""
+        """Give `tensor` the saved Python attributes, and no others."""
         wanted = self.attributes
         if wanted is None:
             return
@@ -89,7 +89,7 @@ class _Traits:
             current.update(wanted)
 
     def remove_later_hooks(self, tensor: Tensor) -> None:
-        """Remove the `register_hook` hooks that `tensor` did not have here: its graph has those of the forward."""
+        """Remove `register_hook` hooks that were added since the traits were saved: the forward has registered them."""
         hooks = tensor_hooks(tensor)
         if hooks:
             for key in hooks.keys() - self.hooks:

@@ -1,4 +1,4 @@
-"""What the forward of a module depends on besides its inputs, restored for the recomputation."""
+"""The state of a module on which its forward depends: saved in the forward, restored for the recomputation."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ class ModuleState:
         self.requires_grad = _requires_grad(module)
         self.attributes = _attributes(module)
         self.buffers = {name: _copied(buffer) for name, buffer in _buffers(module).items()} if with_buffers else {}
-        # A lazy module's own hook initializes it and is removed, never to be called again.
+        # A lazy module removes its own hook after initialization, and the hook must not be restored.
         self.hooks = None if isinstance(module, LazyModuleMixin) else [dict(hooks) for hooks in hook_dicts(module)]
 
     def has_hooks(self) -> bool:
@@ -30,21 +30,23 @@ class ModuleState:
         return any(self.hooks or ()) or "parametrizations" in self.module._modules
 
     def has_other_parameters(self) -> bool:
-        """Return True if parameters have been replaced. FSDP replaces them by gathered ones, with the same values."""
+        """Return True if parameters have been replaced, except by FSDP, whose gathered parameters have equal values."""
         return _parameter_ids(self.module) != self.parameter_ids and not is_managed_by_fsdp(self.module)
 
     def update_after_forward(self) -> None:
-        """Note what the forward itself has set, such as that it has initialized something. A number that it changes is
-        taken for a counter, with which the recomputation starts where the forward did."""
+        """Save the attributes that the forward has set, such as a flag that says it has initialized something.
+
+        A number keeps the value from before the forward: it may be a counter, and the recomputation counts again.
+        """
         attributes = _attributes(self.module)
         if attributes != self.attributes:
             numbers = {name: value for name, value in self.attributes.items() if type(value) in (int, float)}
             self.attributes = attributes | numbers
 
     def lend_buffers(self) -> None:
-        """Give the module buffers with the values of the forward, which the recomputation may change.
+        """Give the module copies of its buffers, with the values of the forward, which the recomputation may change.
 
-        A flag or a counter of integers keeps the value that the forward gave it.
+        A boolean or integer buffer, such as a flag or a counter, is copied with its current values.
         """
         for name in self.buffers.keys() & _buffers(self.module).keys() if self.buffers else ():
             original, version, values = self.buffers[name]
@@ -85,27 +87,27 @@ def modules_restored(states: Sequence[ModuleState]) -> Iterator[None]:
     finally:
         for state in before:
             state.restore()
-        for module, had in buffers:
-            module._buffers.update(had)
+        for module, originals in buffers:
+            module._buffers.update(originals)
 
 
-_VALUES = {bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, torch.dtype}
+_ATTRIBUTE_TYPES = {bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, torch.dtype}
 
 
 def _is_managed(module: nn.Module) -> bool:
-    """Return True for a module that is not initialized yet, or whose state a distributed wrapper manages."""
+    """Return True for a lazy module, and for one whose attributes and buffers FSDP or DDP manages."""
     return is_managed_by_fsdp(module) or isinstance(module, LazyModuleMixin) or is_distributed_wrapper(module)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that are numbers, flags, names or functions. What runs a sharded module sets its own."""
+    """Return the attributes that are numbers, flags, strings or functions, and none of a managed module."""
     if _is_managed(module):
         return {}
-    return {name: value for name, value in vars(module).items() if type(value) in _VALUES}
+    return {name: value for name, value in vars(module).items() if type(value) in _ATTRIBUTE_TYPES}
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a recomputation may read or change. A norm in training mode only updates its own."""
+    """Return the buffers that a recomputation may read or change. A training `UpdatesOnce` does neither."""
     buffers = module._buffers
     if not buffers or _is_managed(module):
         return {}
@@ -115,12 +117,12 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _copied(buffer: Tensor) -> tuple[Tensor, int, Tensor | None]:
-    """Return a buffer, its version, and a copy of its values if these are real numbers and few."""
-    is_copied = buffer.is_floating_point() and buffer.numel() <= _MOST_COPIED
+    """Return a buffer, its version, and a copy of its values if the buffer is small and floating-point."""
+    is_copied = buffer.is_floating_point() and buffer.numel() <= _MAX_COPIED_ELEMENTS
     return buffer, buffer._version, buffer.clone() if is_copied else None
 
 
-_MOST_COPIED = 1 << 16
+_MAX_COPIED_ELEMENTS = 1 << 16
 
 
 def _parameter_ids(module: nn.Module) -> dict[str, int]:

@@ -114,7 +114,7 @@ def _unlisted_leaves(outputs: Iterable[Tensor], listed: Sequence[Tensor]) -> lis
 
 @functools.cache
 def _graph_references() -> int:
-    """Return the reference count of a leaf tensor that only a graph, and a dict as above, references."""
+    """Return the reference count of a leaf tensor that only a graph and a dict reference, as `unlisted` above."""
     with torch.enable_grad():
         grad_fn: Any = (torch.ones(1, requires_grad=True) * 1).grad_fn
     node = grad_fn.next_functions[0][0]

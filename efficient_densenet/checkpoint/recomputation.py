@@ -1,4 +1,4 @@
-"""The forward and the recomputation of a function, under the same state, and the check that both compute the same."""
+"""The forward and the recomputation of a function, in the same state, and the check that their tensors match."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -84,28 +84,28 @@ class Recomputation:
             return function(*args, **kwargs)
 
     def check_result(self, result: Any) -> None:
-        """Raise RuntimeError if the recomputation returned other tensors than the forward."""
+        """Raise RuntimeError if the recomputation returned tensors with other metadata than the forward."""
         self.check_metadata("returned", metadata_of(tensors_in(result)), self.output_metadata)
 
     def check_metadata(self, verb: str, recomputed: TensorMetadata, expected: TensorMetadata | None) -> None:
-        """Raise RuntimeError if the recomputation returned or saved other tensors than the forward.
+        """Raise RuntimeError if the recomputation returned or saved tensors with other metadata than the forward.
 
-        If a gradient is computed inside the function, the forward is not finished, and nothing is checked.
+        If the function runs a backward itself, the forward is not finished then, and nothing is checked.
         """
         if self.output_metadata is not None and expected is not None and recomputed != expected:
             devices = {device for _, _, device in recomputed} != {device for _, _, device in expected}
             raise RuntimeError(
                 f"{self.name} {verb} {_format_metadata(recomputed, devices)} in the recomputation, but "
                 f"{_format_metadata(expected, devices)} in the forward: a checkpointed function must compute the same "
-                f"in both{', on the same device' if devices else ''}"
+                f"tensors in both{', on the same device' if devices else ''}"
             )
 
     def modules_restored(self) -> AbstractContextManager:
-        """Return a context in which each module is as in the forward. Raise RuntimeError if that cannot be."""
+        """Return a context in which each module has its state of the forward. Raise RuntimeError for new parameters."""
         changed = next((state.module for state in self.module_states if state.has_other_parameters()), None)
         if changed is not None:
             raise RuntimeError(
-                f"{self.name} is recomputed with other parameters than in the forward: those of a "
+                f"{self.name} is recomputed with other parameters than in the forward: the parameters of a "
                 f"{type(changed).__name__} have been replaced since then, as torch.func.functional_call does when "
                 "it returns; run the backward before that, or do not checkpoint"
             )
@@ -135,7 +135,7 @@ def metadata_of(tensors: Iterable[Tensor]) -> TensorMetadata:
 
 
 def _shape(nested: Tensor) -> torch.Size:
-    # With the strided layout, a nested tensor has no shape. The number of its elements stands for it.
+    # A nested tensor with the strided layout has no shape, so its number of elements is compared.
     return nested.shape if nested.layout == torch.jagged else torch.Size([nested.numel()])
 
 

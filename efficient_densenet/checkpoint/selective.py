@@ -1,4 +1,4 @@
-"""The contexts of a `context_fn`, among them those of selective checkpointing, which saves results of operations."""
+"""The contexts of a `context_fn`, such as selective checkpointing's, which save the results of chosen operations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,8 +18,8 @@ class UserContexts:
     """The caller's contexts around the forward and the recomputation.
 
     The recomputation does not repeat a random operation whose result selective checkpointing has saved. The random
-    operations after it must draw what they drew in the forward, so each of them gets the state that the generators
-    had there.
+    operations after it must draw the numbers that they drew in the forward, so the generators are set to their state of
+    the forward before each of them.
     """
 
     def __init__(self, context_fn: ContextFn, generators: Sequence[Any]) -> None:
@@ -40,7 +40,7 @@ class UserContexts:
     def forward(self) -> Iterator[None]:
         """Enter the context of the forward."""
         random = _BeforeRandomOperations(self._save_state) if self._is_selective else nullcontext()
-        user_context, self._forward = self._forward, nullcontext()  # its policy references this object
+        user_context, self._forward = self._forward, nullcontext()  # breaks a reference cycle
         with in_user_context(), random, user_context:
             yield
         if not any(self._is_saved):
@@ -67,7 +67,7 @@ class UserContexts:
 
 
 class _BeforeRandomOperations(TorchDispatchMode):
-    """Calls a function before each random operation. Entered before a selective mode, it sees what that executes."""
+    """Calls a function before each random operation. Below a selective mode, it sees only the executed ones."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from .._torch_private import has_function_mode, without_dispatch_modes
 class RngState:
     """The RNG state of the CPU, of the device of each tensor, and of the given generators.
 
-    If `with_host` is True, Python's and NumPy's are saved too, from which a hook may draw.
+    If `with_host` is True, the states of Python's and NumPy's global generators, from which a hook may draw, are too.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RngState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the saved state in this context. After it, the generators continue from where they were before."""
+        """Restore the saved state in this context, and the current state after it."""
         current = [get_state(generator) for generator in self.generators]
         self._set(self.states)
         try:
@@ -93,7 +93,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def is_same_state(state: Any, other: Any) -> bool:
-    """Return True if two states of one generator are equal. NumPy's hold arrays, which have no single answer."""
+    """Return True if two states of one generator are equal. NumPy's contain arrays, for which == is no single bool."""
     return torch.equal(state, other) if isinstance(state, Tensor) else pickle.dumps(state) == pickle.dumps(other)
 
 

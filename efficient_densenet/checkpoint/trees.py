@@ -1,4 +1,4 @@
-"""Arguments and results of any structure as flat lists, by PyTorch's pytrees, extended by dataclasses."""
+"""Flatten arguments and results of any structure with PyTorch's pytrees, which are extended here to dataclasses."""
 
 import copy
 import dataclasses
@@ -24,7 +24,7 @@ unflatten = pytree.tree_unflatten
 def flatten_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec | None]:
     """Return the leaves of the arguments of a call, and the spec for `unflatten_arguments`."""
     if not kwargs and all(isinstance(value, Tensor) for value in args):
-        return list(args), None  # the usual call, without the time that pytrees take
+        return list(args), None  # the usual call: pytrees would take longer
     return flatten((args, kwargs))
 
 

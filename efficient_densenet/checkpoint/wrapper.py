@@ -17,7 +17,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class CheckpointedForward(ModuleMixin):
-    """Mixin before the class of a module. It checkpoints the forward, without the hooks on the module itself."""
+    """Mixin that checkpoints the forward of a module. Hooks on the module itself are not part of the checkpoint."""
 
     _checkpoint_options: Options = DEFAULTS
     _converted_norms: Sequence[str] = ()
@@ -31,13 +31,13 @@ def checkpoint_wrapper(module: Module, offload_to_cpu: bool = False, context_fn:
 
     The module stays the same object, with the same parameters, names, hooks and attributes. Only its class, and the
     class of each batch norm inside, is replaced by a subclass. If `offload_to_cpu` is True, the inputs of the module
-    are saved in CPU memory until the backward. `context_fn` is that of `checkpoint`.
+    are saved in CPU memory until the backward. `context_fn` is as in `checkpoint`.
     """
     check_module("checkpoint_wrapper", module)
     if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             f"found a {type(module).__name__} whose forward is compiled or was set on the instance, which would "
-            "bypass the checkpoint: wrap a module whose forward is its class's, or call checkpoint(module, ...)"
+            "bypass the checkpoint: wrap a module whose class defines forward, or call checkpoint(module, ...)"
         )
     wrapped: Any = module
     if not isinstance(module, CheckpointedForward):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._torch_private import parametrization_cache_enabled
 from ..checkpoint.call import checkpoint_call
-from ..checkpoint.hooks import hooks_take_part
+from ..checkpoint.hooks import has_affecting_hooks
 from ..norms.batch_norm import update_once
 
 Layer: TypeAlias = Any
@@ -32,7 +32,7 @@ def run_first_half_plain(layer: Layer, features: list[Tensor]) -> Tensor:
 
 def run_first_half_official(layer: Layer, features: list[Tensor]) -> Tensor:
     update_once(layer.norm1)
-    to_the_end = not torch.compiler.is_compiling() and hooks_take_part(layer.modules())
+    to_the_end = not torch.compiler.is_compiling() and has_affecting_hooks(layer.modules())
     with set_checkpoint_early_stop(False) if to_the_end else nullcontext():
         return torch_checkpoint(layer.first_half, *features, use_reentrant=False)
 
