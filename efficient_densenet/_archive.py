@@ -1,4 +1,4 @@
-"""Archives of `torch.save` with two kinds of checksums: the archive's of its records, and ours of the tensors in them.
+"""Archives of `torch.save` with two kinds of checksums: ZIP's CRC of each record, and our hash of each tensor.
 
 `torch.load` verifies neither.
 """
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 _CHECKSUMS = "checksums.json"
-"""The record of ours, which PyTorch does not read: the archive holds what `torch.save` was given and nothing else."""
+"""The name of the record with our hashes. PyTorch does not read it, so `torch.load` returns the content alone."""
 _DIRECTORY = 0x10
-"""An attribute of a record, for which PyTorch reads no data and returns memory as it was."""
+"""The attribute of a directory record. PyTorch reads no data for such a record and returns uninitialized memory."""
 
 
 def to_archive(content: Any) -> bytes:
-    """What `torch.save` writes, and a checksum of each tensor."""
+    """The bytes that `torch.save` writes, with a record of each tensor's checksum."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     with zipfile.ZipFile(buffer, "a") as archive:
@@ -31,17 +31,17 @@ def to_archive(content: Any) -> bytes:
 
 
 def load_archive(path: Path) -> Any:
-    """Load tensors and plain data; raises zipfile.BadZipFile unless every record and tensor has its checksum."""
+    """Load tensors and plain data; raises zipfile.BadZipFile if a record or a tensor does not match its checksum."""
     with zipfile.ZipFile(path) as archive:
         _check_records(archive)
         content = torch.load(path, map_location="cpu", weights_only=True)
-        if _checksums_path(archive) in archive.namelist():  # not so in a file of `torch.save` alone
+        if _checksums_path(archive) in archive.namelist():  # files written by plain `torch.save` have none
             _check_tensors(content, json.loads(archive.read(_checksums_path(archive))))
     return content
 
 
 def _check_records(archive: zipfile.ZipFile) -> None:
-    """An archive without any checksum, as PyTorch writes after `set_crc32_options(False)`, passes."""
+    """Check the CRC of every record, except in an archive that has none (PyTorch after `set_crc32_options(False)`)."""
     records = [record for record in archive.infolist() if record.filename != _checksums_path(archive)]
     if not any(record.CRC for record in records):
         return
@@ -50,7 +50,7 @@ def _check_records(archive: zipfile.ZipFile) -> None:
         raise zipfile.BadZipFile(f"its record {directories[0]} says that it is a directory")
     try:
         damaged = archive.testzip()
-    except (RuntimeError, NotImplementedError) as exc:  # a record that says it is encrypted, or of another version
+    except (RuntimeError, NotImplementedError) as exc:  # a record marked as encrypted or of another version
         raise zipfile.BadZipFile(str(exc)) from exc
     if damaged is not None:
         raise zipfile.BadZipFile(f"the checksum of its record {damaged} is wrong")
@@ -80,12 +80,12 @@ def _tensors(content: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Of the dtype, the shape and the values, in whatever memory format they are."""
+    """A hash of the tensor's dtype, shape and values, independent of its memory format."""
     values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     content = ctypes.string_at(values.data_ptr(), values.numel())  # PyTorch works without NumPy
     return hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + content, digest_size=8).hexdigest()
 
 
 def _checksums_path(archive: zipfile.ZipFile) -> str:
-    """PyTorch wants all records in the folder of the first."""
+    """The path of our record: PyTorch requires all records to be in the folder of the first record."""
     return f"{archive.namelist()[0].partition('/')[0]}/{_CHECKSUMS}"

@@ -1,4 +1,4 @@
-"""Rules for values, and checks by them. Each message is one sentence: a name, what was found, what it must be."""
+"""Rules for argument values. Each message is one sentence: the argument's name, its value, what it must be."""
 
 from collections.abc import Callable, Sequence
 from numbers import Integral, Number, Real
@@ -8,14 +8,14 @@ import torch
 
 
 class Rule(NamedTuple):
-    """What a value must be, in words that follow "must be", and the test of it."""
+    """A condition on a value: `needed` says it in words that follow "must be", and `accepts` tests it."""
 
     needed: str
     accepts: Callable[[Any], bool]
 
 
 def integer(at_least: int, at_most: int | None = None) -> Rule:
-    """A whole number within these bounds, and no boolean."""
+    """A whole number within these bounds; booleans are refused."""
 
     def accepts(value: Any) -> bool:
         whole = isinstance(value, Integral) and not isinstance(value, bool)
@@ -26,7 +26,7 @@ def integer(at_least: int, at_most: int | None = None) -> Rule:
 
 
 def number(low: float, high: float, closed: str) -> Rule:
-    """A number in an interval, and no boolean.
+    """A number in an interval; booleans are refused.
 
     `closed` gives the brackets of the interval: "[" and "]" include the bound, "(" and ")" exclude it.
     """
@@ -45,10 +45,10 @@ def number(low: float, high: float, closed: str) -> Rule:
 
 
 def choice(*allowed: Any) -> Rule:
-    """The rule that takes the `allowed` values alone; True and 1 are different values."""
+    """One of the `allowed` values; True and 1 are different values."""
 
     def accepts(value: Any) -> bool:
-        plain = value is None or isinstance(value, (str, Number))  # the comparison of a tensor is a tensor
+        plain = value is None or isinstance(value, (str, Number))  # == on a tensor returns a tensor
         return plain and any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed)
 
     return Rule(f"one of {', '.join(map(repr, allowed))}", accepts)
@@ -84,7 +84,7 @@ def check_module(function: str, value: Any) -> None:
 
 
 def describe(value: Any) -> str:
-    """The value, or what it is where it is too long for a sentence."""
+    """The value's repr or, where that is too long for a message, its type and size."""
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value)
     if isinstance(value, int) and abs(value) >= 10**40:

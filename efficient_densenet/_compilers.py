@@ -1,4 +1,4 @@
-"""What runs otherwise, or only, under a compiler, an exporter or a tracer, with the private APIs of PyTorch's compiler.
+"""Behavior that depends on a compiler, an exporter or a tracer, and the private APIs of PyTorch's compiler.
 
 `tests/test_torch_private.py` tests each function, so that a PyTorch release that changes one of them fails there.
 """
@@ -17,9 +17,9 @@ def is_exporting(training: bool) -> bool:
     """Return True while a model is traced or exported. `training` is the training mode of the model."""
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():  # pyright: ignore[reportPrivateImportUsage] (public)
         return True
-    if hasattr(torch.compiler, "_is_exporting_flag"):  # PyTorch 2.11's compiler takes is_exporting() for True
+    if hasattr(torch.compiler, "_is_exporting_flag"):  # PyTorch 2.11's compiler traces is_exporting() as True
         return torch.compiler._is_exporting_flag
-    # PyTorch 2.6 has no such query. There, a compilation without dynamo, or of a model in eval mode, is an export.
+    # PyTorch 2.6 has no such flag. There, a compilation without dynamo, or of a model in eval mode, is an export.
     return torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() and training)
 
 
@@ -36,19 +36,19 @@ def may_read_converted_modules() -> bool:
 def constant_to_compilers(function: Function) -> Function:
     """Make compilers call `function` while they trace, and take its result as a constant.
 
-    That is `torch.compiler.assume_constant_result`, which would import the compiler.
+    `torch.compiler.assume_constant_result` does this too, but imports the compiler.
     """
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 
 def specialized(value: float) -> float:
-    """Return `value`, which a compiler then takes as a constant, although it has seen others in the same place."""
-    return float.fromhex(value.hex()) if torch.compiler.is_compiling() else value  # hex of a symbolic float is a guard
+    """Return `value`, which a compiler then takes as a constant, even if it has seen other values of this argument."""
+    return float.fromhex(value.hex()) if torch.compiler.is_compiling() else value  # hex() adds a guard on symbols
 
 
 def cached_in_eager_mode(function: Function) -> Function:
-    """Cache the results of `function` by its arguments, except under a compiler, where arguments may be symbols."""
+    """Cache the results of `function` by its arguments, except under a compiler, where arguments may be symbolic."""
     cached = functools.lru_cache(maxsize=4096)(function)
 
     @functools.wraps(function)
@@ -59,15 +59,15 @@ def cached_in_eager_mode(function: Function) -> Function:
 
 
 def records_sizes(x: Any) -> bool:
-    """Return True while a tracer or a compiler records what is done with `x`, whose sizes may then be symbols."""
+    """Return True while a tracer or a compiler records the operations on `x`, whose sizes may then be symbolic."""
     is_tracing = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage] (public)
     return is_tracing or torch.compiler.is_compiling() or isinstance(x, Proxy)
 
 
 def skipped_by_compilers(function: Function) -> Function:
-    """Make a compiler that meets a call of `function` outside of its graphs skip the function and all that it calls.
+    """Make compilers skip `function`, and the functions that it calls, where it is called outside of a compiled graph.
 
-    That is `torch.compiler.disable`, which would import the compiler.
+    `torch.compiler.disable` does this too, but imports the compiler.
     """
     private: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
     if not hasattr(private, "skip_code"):
@@ -77,7 +77,7 @@ def skipped_by_compilers(function: Function) -> Function:
         return function
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:  # PyTorch 2.6 skips a function, but not what it calls
+    def wrapper(*args: Any, **kwargs: Any) -> Any:  # PyTorch 2.6 does not skip the functions called inside
         callback = private.set_eval_frame(None)
         try:
             return function(*args, **kwargs)

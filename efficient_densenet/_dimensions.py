@@ -1,4 +1,4 @@
-"""What PyTorch has for signals, images and volumes: one table by the number of spatial dimensions."""
+"""PyTorch's classes and functions for signals, images and volumes, by the number of spatial dimensions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

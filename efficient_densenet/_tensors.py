@@ -10,7 +10,7 @@ from ._compilers import constant_to_compilers
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a convolution of `x` has: autocast's, which leaves float64 alone, or its own."""
+    """The dtype in which a convolution of `x` computes: autocast's, which does not apply to float64, or x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if autocast_enabled(x) and x.dtype != torch.float64 else x.dtype
 
@@ -21,7 +21,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, in a tenth of the time where there is nothing to do."""
+    """`x.to(dtype)`, in a tenth of the time where x has this dtype already."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
@@ -31,7 +31,7 @@ def autocast_enabled(x: Tensor) -> bool:
 
 
 def autocast_disabled(x: Tensor) -> contextlib.AbstractContextManager:
-    """Turn autocast off on the device of `x`: inside an engine the dtypes are explicit."""
+    """Turn autocast off on the device of `x`: the engines convert dtypes explicitly."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if _is_autocast_available(device) else contextlib.nullcontext()
 
@@ -42,11 +42,11 @@ def _is_autocast_available(device: str) -> bool:
 
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of a tensor's dimensions; signals (3 dimensions) have no such format."""
+"""The channels-last format by the number of a tensor's dimensions; signals (3 dimensions) have none."""
 
 
 def formatted(x: Any, memory_format: torch.memory_format | None) -> Any:
-    """x in a memory format, None being its own, which may be anything."""
+    """x in `memory_format`, or unchanged if that is None."""
     return x if memory_format is None else x.contiguous(memory_format=memory_format)
 
 

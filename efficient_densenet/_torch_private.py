@@ -33,7 +33,7 @@ def functorch_is_active() -> bool:
 
 
 def is_batched_gradient(grad: Tensor | None) -> bool:
-    """Return True for a gradient of a backward of several at once (`is_grads_batched=True`)."""
+    """Return True for a gradient in a backward of several gradients at once (`is_grads_batched=True`)."""
     return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -59,7 +59,7 @@ def has_global_module_hooks() -> bool:
 
 
 def hook_dicts(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """Return the dicts of the forward hooks of `module`, and of what is noted about these hooks."""
+    """Return the dicts of the forward hooks and pre-hooks of `module`, and of the options of these hooks."""
     return [getattr(module, name) for name in _HOOK_DICTS]
 
 
@@ -83,7 +83,8 @@ def parametrization_cache_enabled() -> bool:
 
 
 def will_execute(node: torch.autograd.graph.Node) -> bool:
-    """True if the backward that the calling thread is executing will run `node`, as `grad` of some inputs may not."""
+    """Return True if the backward that the calling thread executes will run `node`: `grad` of some inputs skips
+    nodes."""
     return torch._C._will_engine_execute_node(node)
 
 
@@ -93,7 +94,7 @@ def queue_backward_callback(callback: Callable[[], Any]) -> None:
 
 
 def memory_key(tensor: Tensor) -> int:
-    """Return a number that tensors have in common if they share memory: their storage's, or their base's storage's."""
+    """Return the id of the storage of a tensor or its base, which is equal for tensors that share memory."""
     base = tensor if tensor._base is None else tensor._base
     try:
         return base.untyped_storage()._cdata
@@ -102,12 +103,12 @@ def memory_key(tensor: Tensor) -> int:
 
 
 def has_torch_dispatch(tensor_type: Any) -> bool:
-    """Return True for a subclass of `Tensor` that handles operations itself, as those do that wrap other tensors."""
+    """Return True for a subclass of `Tensor` that handles operations itself, as wrappers of other tensors do."""
     return tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def is_part_of_leaf(tensor: Tensor) -> bool:
-    """Return True for a leaf of the autograd graph, as parameters are, and for a view of one."""
+    """Return True for a leaf of the autograd graph, such as a parameter, and for a view of a leaf."""
     return (tensor if tensor._base is None else tensor._base).is_leaf
 
 
@@ -117,7 +118,7 @@ def has_function_mode() -> bool:
 
 
 def has_dispatch_mode() -> bool:
-    """Return True inside a `TorchDispatchMode`, such as a compiler's while it traces."""
+    """Return True inside a `TorchDispatchMode`, such as the tracing mode of a compiler."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -141,7 +142,7 @@ def observe_selection(forward: Any, recomputation: Any, observe: Callable[[Any, 
     """Call `observe(operation, is_saved)` after each decision in the forward context of selective checkpointing.
 
     An operation that changes a tensor in place is recomputed, whatever the policy says: a saved result would be
-    returned, but the tensor would not be changed. Return False if `forward` is another context.
+    returned, but the tensor would not be changed. Return False if `forward` is no such context.
     """
     if not isinstance(forward, torch.utils.checkpoint._CachingTorchDispatchMode):
         return False
@@ -169,7 +170,7 @@ def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
 
 
 def is_distributed_wrapper(module: torch.nn.Module) -> bool:
-    """Return True for a module of PyTorch's distributed wrappers, such as DDP or FSDP, which notes what it is doing."""
+    """Return True for a module of PyTorch's distributed wrappers, such as DDP or FSDP, whose attributes hold state."""
     return type(module).__module__.startswith(("torch.distributed", "torch.nn.parallel"))
 
 
@@ -180,7 +181,7 @@ def sharding_of(module: torch.nn.Module) -> str | None:
 
 
 def is_flattened_by_fsdp1(module: torch.nn.Module) -> bool:
-    """Return True if `FullyShardedDataParallel` wraps this module, or holds its parameters as parts of a flat one."""
+    """Return True if `FullyShardedDataParallel` wraps this module, or holds its parameters in a flat parameter."""
     if sharding_of(module) == "FullyShardedDataParallel":
         return True
     parameters = (type(parameter) for parameter in module._parameters.values() if parameter is not None)
@@ -194,13 +195,13 @@ def class_before_fully_shard(cls: type[torch.nn.Module]) -> type[torch.nn.Module
 
 
 def process_group_named(name: str) -> torch.distributed.ProcessGroup:
-    """Return the process group whose `group_name` this is."""
+    """Return the process group whose `group_name` is `name`."""
     resolve: Any = torch.distributed.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
     return resolve(name)
 
 
 def below_autograd() -> AbstractContextManager:
-    """Return a context in which an operator called runs for its device, and records nothing in the autograd graph."""
+    """Return a context in which operators run their device's implementation, and autograd records nothing."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
@@ -215,7 +216,7 @@ def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float | list[Tensor]) -> None:
-    """tensor += weight · (end − tensor), for each tensor with its end and, in a list, its weight."""
+    """tensor += weight · (end − tensor) for each tensor and its end; a list has a weight for each tensor."""
     torch._foreach_lerp_(tensors, ends, weight)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -227,6 +228,6 @@ def im2col_conv3x3(images: Tensor, weight: Tensor) -> Tensor:
 def im2col_conv3x3_backward(
     grad_output: Tensor, images: Tensor, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor, Tensor, None]:
-    """Return grad_input and grad_weight of `im2col_conv3x3`, as the mask says. All have one memory format."""
+    """Return grad_input and grad_weight of `im2col_conv3x3`, where `mask` is True. All have one memory format."""
     settings = [3, 3], [1, 1], [1, 1]
     return torch.ops.aten._slow_conv2d_backward.output_mask(grad_output, images, weight, *settings, mask)

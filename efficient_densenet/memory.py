@@ -72,7 +72,7 @@ def saved_bytes(function: Callable[[], Any]) -> int:
     def pack(tensor: Tensor) -> Tensor:
         tensors = (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else (tensor,)
         for storage in (each.untyped_storage() for each in tensors):
-            storages[storage._cdata] = storage  # keeps the storage alive, so that no other gets its address
+            storages[storage._cdata] = storage  # keeps the storage alive, so that its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

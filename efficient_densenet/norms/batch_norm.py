@@ -2,7 +2,7 @@
 
 A checkpointed forward runs twice: once for its value, and once more, as a recomputation, inside the backward pass. The
 exactly-once rule is to update the running statistics in the forward and never while autograd executes a backward graph.
-It needs no help from the code that does the checkpointing, so it holds for every implementation of it.
+The rule needs no help from the checkpointing code, so it holds for every implementation of checkpointing.
 """
 
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,7 +83,7 @@ TORCH_CLASSES: dict[type[nn.Module], type[nn.Module]] = {ours: original for orig
 def convert_batchnorm(module: Module) -> Module:
     """Put every batch norm inside `module` under the exactly-once rule, in place, and return `module`.
 
-    Each norm stays the same object; its class becomes a subclass of what it was. Parameters, buffers, hooks, training
+    Each norm stays the same object; its class becomes a subclass of its old class. Parameters, buffers, hooks, training
     mode and references from elsewhere (optimizers, lists) are untouched.
     """
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
@@ -101,8 +101,8 @@ def convert_batchnorm(module: Module) -> Module:
 def restore_batchnorm(module: Module) -> Module:
     """Undo `convert_batchnorm`, also in a DenseNet of this package, whose norms then have torch's own classes.
 
-    Some tools recognize only those; FX quantization, for example, fuses them with their neighbors. The engines that
-    recompute convert the norms again when they run.
+    Some tools recognize only torch's classes; FX quantization, for example, fuses such norms with neighboring modules.
+    The engines that recompute convert the norms again when they run.
     """
     for inner in module.modules():
         if isinstance(inner, UpdatesOnce):
@@ -135,6 +135,6 @@ def torch_class(module: nn.Module) -> type[nn.Module]:
 
 
 def in_recomputation() -> bool:
-    """Whether this forward is one that a backward repeats, in which running statistics are left alone."""
-    # A compiler traces the forward only; what it recomputes has no side effects.
+    """Whether this forward is a recomputation, in which running statistics are not updated."""
+    # A compiler traces the forward only, and its recomputation has no side effects.
     return not torch.compiler.is_compiling() and (in_backward() or is_recomputing())

@@ -1,7 +1,7 @@
-"""What an engine asks of a norm: whether its statistics are constants, its eps and its number of channels.
+"""Properties of a norm that the engines read: whether its statistics are constant, its eps, its number of channels.
 
-Frozen are batch norms in eval mode and, in any mode, the FrozenBatchNorm2d of detection libraries:
-torchvision's, detectron2's and DETR's have weight, bias and statistics as buffers, and differ in little else.
+A batch norm in eval mode is frozen, and the FrozenBatchNorm2d of detection libraries is frozen in any mode. The classes
+of torchvision, detectron2 and DETR have weight, bias and running statistics as buffers, and hardly differ otherwise.
 """
 
 import copy
@@ -15,16 +15,16 @@ _CLASS_NAMES = {"FrozenBatchNorm2d", "FrozenBatchNormAct2d"}
 _BUFFERS = ("weight", "bias", "running_mean", "running_var")
 
 _eps_by_class: WeakKeyDictionary[type[nn.Module], dict[tuple, float | None]] = WeakKeyDictionary()
-"""For each class and its plain attributes, which its forward may read, the eps that was found by trying."""
+"""The eps that `_tried_eps` found, by class and by the plain attributes, which the class's forward may read."""
 
 
 def uses_running_statistics(norm: Any) -> bool:
-    """Whether a norm that the engines know normalizes by its running statistics now."""
+    """Whether a norm that the engines can run now normalizes by its running statistics."""
     return not norm.training or is_frozen_batch_norm(norm)
 
 
 def eps_of(norm: Any) -> float:
-    """The number that a norm adds to the variance; some classes have it as a constant in their forward."""
+    """The number that a norm adds to the variance; in some classes it is a constant in their forward."""
     return norm.eps if hasattr(norm, "eps") else _eps(norm) or 0.0
 
 
@@ -33,11 +33,11 @@ def num_channels(norm: Any) -> int:
 
 
 def is_frozen_batch_norm(module: nn.Module) -> bool:
-    """Whether `module` is a FrozenBatchNorm2d: judged by the names of its class and base classes, by its buffers, and
-    by what the class computes, which is tried once."""
+    """Whether `module` is a FrozenBatchNorm2d: the names of its class and base classes, its buffers and the results of
+    its forward, which is tried once, decide."""
     for parameter in module._parameters.values():
         if parameter is not None:
-            return False  # the usual norm
+            return False  # an nn.BatchNorm2d: the common case, first
     cls = type(module)
     if not any(base.__name__ in _CLASS_NAMES for base in cls.__mro__) or any(True for _ in module.parameters()):
         return False
@@ -53,13 +53,13 @@ def _eps(module: nn.Module) -> float | None:
     if plain not in tried:
         try:
             tried[plain] = _tried_eps(module)
-        except Exception:  # it may fail in any way; under FakeTensorMode the next time may succeed
+        except Exception:  # not stored: a forward that fails under FakeTensorMode may succeed later
             return None
     return tried[plain]
 
 
 def _tried_eps(module: nn.Module) -> float | None:
-    """The eps for which the forward, less an activation in it, is weight · (x − mean) / √(var + eps) + bias."""
+    """The eps for which the forward, without its activation, is weight · (x − mean) / √(var + eps) + bias."""
     values = [[3.0, -2.0], [0.5, 1.0], [2.0, 0.25], [-1.0, 4.0], [5.0, 0.5]]
     x, *buffers = torch.tensor(values, dtype=torch.double, device="cpu")
     copied = copy.copy(module)

@@ -1,4 +1,4 @@
-"""Batch norms synchronized over a process group, on any device; torch's own runs on accelerators only."""
+"""Batch norms synchronized over a process group, on any device; nn.SyncBatchNorm runs on accelerators only."""
 
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +41,7 @@ class _SyncedBatchNorm(_BatchNorm):
         with torch.no_grad():
             num_batches_tracked.add_(1)
             weight: Any = self.momentum
-            if weight is None:  # a cumulative average; as a tensor, since to read a number would wait for the device
+            if weight is None:  # a cumulative average; a tensor, since reading a number would wait for the device
                 weight = num_batches_tracked.to(running_mean.dtype).reciprocal()
             running_mean.lerp_(mean.to(running_mean.dtype), weight)
             running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), weight)
@@ -68,15 +68,15 @@ _SYNCED_CLASSES = {
 
 
 class SyncGroup(NamedTuple):
-    """The process group over which a norm synchronizes its statistics; None inside stands for the default group."""
+    """The process group over which a norm synchronizes its statistics; `group` is None for the default group."""
 
     group: dist.ProcessGroup | None
 
     @property
     def name(self) -> str:
-        """The name by which `named` finds the group again, in an operator that takes no objects."""
+        """The name from which `named` gets the group in an operator: operators take no Python objects."""
         group = dist.group.WORLD if self.group is None else self.group
-        assert group is not None  # norms are synchronized where there are processes
+        assert group is not None  # a norm is synchronized only after init_process_group
         return group.group_name
 
     @classmethod
@@ -86,7 +86,8 @@ class SyncGroup(NamedTuple):
     def statistics(self, mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, biased variance and count over all processes, from this process's mean, biased variance and count.
 
-        Chan's parallel formula: M = Σ nᵢ·mᵢ / N and V = Σ nᵢ·(vᵢ + (mᵢ − M)²) / N, with no difference of large sums.
+        Chan's parallel formula, with nᵢ, mᵢ and vᵢ the count, mean and variance of process i, and N = Σ nᵢ:
+        M = Σ nᵢ·mᵢ / N and V = Σ nᵢ·(vᵢ + (mᵢ − M)²) / N. It subtracts no large sums, which would lose precision.
         """
         local = torch.stack([torch.full_like(mean, count), mean, variance])
         gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
@@ -104,13 +105,13 @@ class SyncGroup(NamedTuple):
 
 
 def sync_group(norm: nn.Module) -> SyncGroup | None:
-    """The process group over which `norm` synchronizes its statistics, or None for a norm that does not."""
+    """The process group over which `norm` synchronizes its statistics, or None if it is not synchronized."""
     return SyncGroup(norm.process_group) if isinstance(norm, _SyncedBatchNorm) else None
 
 
 class _SyncedBatchNormFunction(torch.autograd.Function):
     """Batch norm in training mode, with x̂ = (x − mean)·r, r = 1/√(var + eps) and statistics over all processes:
-    y = weight·x̂ + bias and dx = weight·r·(g − mean(g) − x̂·mean(g·x̂))."""
+    output = weight·x̂ + bias and grad_input = weight·r·(g − mean(g) − x̂·mean(g·x̂)), where g is grad_output."""
 
     @staticmethod
     def forward(
@@ -138,7 +139,8 @@ class _SyncedBatchNormFunction(torch.autograd.Function):
         mean_grad, mean_product = (total / count for total in SyncGroup(ctx.group).sums(grad_bias, grad_weight))
         centered = grad_output - _per_channel(mean_grad, x) - normalized * _per_channel(mean_product, x)
         grad_input = centered * _per_channel(inv_std * weight.to(inv_std.dtype), x)
-        # The parameters' gradients are this process's own: DistributedDataParallel reduces them later, with all others.
+        # The parameters' gradients are this process's own: DistributedDataParallel reduces them later, with all other
+        # gradients.
         return grad_input.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
 
 
