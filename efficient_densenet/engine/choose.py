@@ -2,8 +2,8 @@
 
 `efficient=True` leaves the choice to this module, which may fall back: it warns once per reason. An engine requested
 by name runs or raises. In tracing and export every engine runs the plain modules. Without gradients there is no memory
-to save, and every engine runs the plain modules too, unless the shared engine's kernels are faster. A block is read
-once a forward: the plan made here is handed on to the engine.
+to save, and every engine runs the plain modules too, unless the shared engine's kernels are faster. A block's parts
+are read once in each forward: the plan made here passes them to the engine.
 """
 
 import sys
@@ -39,8 +39,8 @@ class Engine(str, Enum):
 
 
 class EngineBlock(Protocol):
-    """What `choose` reads of a dense block beside its modules: the models' `DenseBlock` and adapt's
-    `ConvertedBlock` have it."""
+    """The attributes of a dense block that this module uses. The models' `DenseBlock` and adapt's `ConvertedBlock`
+    have them."""
 
     @property
     def engine(self) -> Engine | None:
@@ -103,8 +103,8 @@ def as_engine_block(block: Any) -> EngineBlock:
 
 
 def may_run_engines(module: nn.Module, x: Tensor) -> bool:
-    """Whether an engine may do better than the plain modules in what `module` runs on `x`: by saving less for a
-    backward, with ordinary autograd to do it, or by the faster forward."""
+    """Whether an engine may run `module` on `x` better than the plain modules: with less saved for an ordinary
+    backward, or with a faster forward."""
     if _is_tracing(module, x) or _why_not_ordinary_autograd(x) or x.numel() == 0:
         return False
     return torch.is_grad_enabled() or _has_faster_forward(x)
@@ -158,7 +158,7 @@ def join(
 
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs of `consumer`, which reads the output of `block`, and of `block`."""
+    """The output of `consumer` on the output of `block`, and the output of `block`."""
     joined = join(block, consumer, x)
     if joined is not None:
         return shared.run_with_features(*joined, x)
@@ -169,7 +169,7 @@ def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) ->
 def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple[Tensor, BlockParts] | None:
     """The output of the first four of `modules` as one node, and the parts of `block` after them.
 
-    None where they are no stem that can run so, or where another engine than the shared one is to run `block`.
+    None where these modules are no stem that can run as one node, or where another engine must run `block`.
     """
     if not may_run_engines(block, x):
         return None
@@ -188,7 +188,7 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple
 def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
     """The output of a transition or a norm that does not run together with its block, by the shared engine.
 
-    None where the shared engine cannot run `consumer`, or would save nothing: then `consumer` is to be called.
+    None where the shared engine cannot run `consumer`, or would save no memory: the caller must then call `consumer`.
     """
     if not may_run_engines(consumer, x):
         return None
@@ -222,8 +222,8 @@ def _has_faster_forward(x: Tensor) -> bool:
 
 
 def _compiled_engine(engine: Engine) -> Engine:
-    """The engine that a compiler runs in place of `engine`. Of the engines that recompute it knows `official`, which
-    serves where it updates running statistics once."""
+    """The engine that a compiler runs in place of `engine`. Of the engines that recompute, compilers support
+    `official` alone, and only some of them update running statistics once in it."""
     if engine in (Engine.PLAIN, Engine.SHARED):
         return engine
     return Engine.OFFICIAL if compiled_checkpoint_updates_once() else Engine.PLAIN
@@ -261,14 +261,14 @@ def _plan_by(
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        frame, stacklevel = sys._getframe(), 1  # of the code that calls the model: the first outside of these packages
+        frame, stacklevel = sys._getframe(), 1  # the first frame outside these packages, which calls the model
         while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("efficient_densenet", "torch"):
             frame, stacklevel = frame.f_back, stacklevel + 1
         warnings.warn(message, stacklevel=stacklevel)
 
 
 def _why_not_ordinary_autograd(x: Tensor) -> str | None:
-    """What is there beside ordinary autograd, or None; a compiler has neither transforms nor derivatives here."""
+    """Why autograd cannot recompute here, or None; compiled code has no transforms or forward-mode derivatives."""
     if torch.compiler.is_compiling():
         return None
     if functorch_is_active():

@@ -1,7 +1,7 @@
 """The engines that run a dense block layer by layer: plain, official and checkpoint.
 
-Plain concatenates, normalizes, ReLUs and convolves as torch modules, and saves all for the backward. The other two
-checkpoint the first half of each layer: the backward recomputes its concatenation, first norm and ReLU.
+Plain runs concatenation, norm, ReLU and convolution as torch modules, which save their inputs for backward. The other
+two checkpoint the first half of each layer: the backward recomputes its concatenation, first norm and ReLU.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ..checkpoint.hooks import has_affecting_hooks
 from ..norms.batch_norm import update_once
 
 Layer: TypeAlias = Any
-"""A module with `norm1` and `first_half(*features)`: a dense layer of the models, or the first half of another."""
+"""A module with `norm1` and `first_half(*features)`: a dense layer of our models, or a layer of another library."""
 
 RunFirstHalf = Callable[[Layer, list[Tensor]], Tensor]
 """How an engine runs a layer's first half (concatenation, norm, ReLU, first convolution) on a list of features."""

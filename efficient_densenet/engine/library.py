@@ -1,4 +1,4 @@
-"""What the operators of a stage and of a stem share: their library, when they are called, what their backwards refuse.
+"""The operators of stages and stems: their library, when they are called, and what their backwards refuse.
 
 An operator's autograd formula is an `autograd.Function`. Eager mode applies it directly, with a specification that is
 an object, and its forward and backward run the engine without any operator. Compilers, dispatch modes and tensor
@@ -36,24 +36,24 @@ def implement(name: str, dispatch_key: str = "CompositeExplicitAutograd") -> Cal
 
 
 def run_operator(name: str, eager: Callable, spec: Any, tensors: Sequence[Any]) -> list[Tensor]:
-    """The results of an operator. A compiler records the operator; eager mode calls the function that it is made of."""
+    """The results of an operator. A compiler records the operator; eager mode calls the function `eager`."""
     if torch.compiler.is_compiling():
         return getattr(torch.ops.efficient_densenet, name).default(*tensors, spec.encoded)
     return eager(spec, tensors)
 
 
 def are_ordinary(*tensors: Tensor | None) -> bool:
-    """Whether no compiler, dispatch mode or tensor subclass has to see the operator that is called on these tensors."""
+    """Whether no compiler, dispatch mode or tensor subclass has to see an operator on these tensors."""
     return _ORDINARY_TYPES.issuperset(map(type, tensors)) and not has_dispatch_mode()
 
 
 def needs_graph(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is computed from these tensors."""
+    """Whether autograd records operations on these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def refuse_batched_gradients(*grad_outputs: Tensor | None) -> None:
-    """Called in a backward."""
+    """Raise RuntimeError in a backward of several gradients at once."""
     if any(map(is_batched_gradient, grad_outputs)):
         raise RuntimeError(
             "found a backward of several gradients at once (is_grads_batched=True, or vectorize=True), but the shared "
@@ -62,9 +62,9 @@ def refuse_batched_gradients(*grad_outputs: Tensor | None) -> None:
 
 
 def refuse_synchronized(is_synchronized: bool) -> None:
-    """Called in a backward under create_graph=True."""
+    """Raise RuntimeError in a backward under create_graph=True if the norms are synchronized."""
     if is_synchronized:
         raise RuntimeError(
-            "found create_graph=True with synchronized norms, but the backward of those has no derivative: for a loss "
-            "that contains a gradient, leave the norms of each process to themselves"
+            "found create_graph=True with synchronized norms, whose backward is not differentiable: for a loss that "
+            "contains a gradient, do not synchronize the norms"
         )

@@ -1,7 +1,7 @@
-"""Modules that run one after another, in which dense blocks run together with what comes before and after them.
+"""Modules that run one after another; dense blocks run together with the modules before and after them.
 
 A block and the consumer after it (a transition or a norm) run as one stage, and the modules before the first block as
-one stem, wherever `choose` finds that they can; all others are called. This loop serves our models and
+one stem, wherever `choose` finds that they can; all other modules are called. This loop serves our models and
 converted `nn.Sequential`s of other libraries.
 """
 
@@ -44,7 +44,7 @@ def run_sequence(
 class _Walk:
     """One pass over a network's modules.
 
-    `plain_format` is the memory format that x has in the plain network, where a stage has kept x in channels_last.
+    `plain_format` is the memory format of x in the plain network, if a stage has kept x in channels_last; else None.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class _Walk:
         return has_consumer and self.is_block(module) and choose.as_engine_block(module).can_join_stage
 
     def run_stage(self) -> None:
-        """Run a block with its consumer. If a block follows that reads the output alone, it stays in channels_last, in
-        which it is computed."""
+        """Run a block with its consumer. The consumer's output is computed in channels_last, and keeps this format if
+        only another block reads it."""
         (name, block), (consumer_name, consumer), *following = self.modules[self.position : self.position + 3]
         parts, relu = self.first_parts if block is self.first_block else None, f"{consumer_name}.relu"
         joined = None if relu in self.taps else choose.join(block, consumer, self.x, parts)
@@ -112,7 +112,7 @@ class _Walk:
 def _run_with_rectified(
     block: nn.Module, transition: Any, x: Tensor, parts: BlockParts | None
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of `transition`, which reads the output of `block`, and of the transition's ReLU."""
+    """The output of `transition` on the output of `block`, and the output of the transition's ReLU."""
     if must_be_called(transition):
         return _call_with_rectified(transition, block(x))
     joined = choose.join(block, transition.norm, x, parts)
@@ -128,7 +128,7 @@ def _run_with_rectified(
 def _call_with_rectified(transition: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs of `transition` and of its ReLU, by calling the transition, which may have hooks.
 
-    They see a copy, which records the ReLU's output.
+    The hooks get a copy of the transition, whose forward records the ReLU's output.
     """
     rectified = []
 

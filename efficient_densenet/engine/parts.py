@@ -20,7 +20,7 @@ from ..norms.frozen import is_frozen_batch_norm
 from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
 
 Norm: TypeAlias = Any
-"""A module with the attributes of a batch norm, PyTorch's or another library's: no class of PyTorch says as much."""
+"""A module with the attributes of a batch norm, PyTorch's or another library's: no PyTorch class covers all of them."""
 
 
 class NoPartsError(Exception):
@@ -36,7 +36,7 @@ class LayerParts(NamedTuple):
     Attributes:
         module: the whole layer.
         norm1, conv1: the first norm and convolution.
-        norm2, conv2: the second ones, in a layer with a bottleneck.
+        norm2, conv2: the second norm and convolution, in a layer with a bottleneck.
         activations: the modules for the ReLUs, if there are any; the shared engine needs each to be an nn.ReLU.
         drop_rate: the probability of dropout after the last convolution; 0 for a layer in evaluation mode.
         dropout: the dropout function, called with the features and `drop_rate`.
@@ -87,7 +87,7 @@ class BlockParts:
 
 @dataclass(frozen=True)
 class ConsumerParts:
-    """What reads a block's output: a norm alone, or norm, ReLU, 1×1 convolution and perhaps 2×2 average pooling.
+    """The consumer of a block's output: a norm alone, or norm, ReLU, 1×1 convolution and perhaps 2×2 average pooling.
 
     Attributes:
         norm, conv: the norm and, if there is one, the convolution.
@@ -196,8 +196,8 @@ def composed(*modules: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether `module` is a batch norm, under the exactly-once rule or not, perhaps with an activation of its own; or a
-    FrozenBatchNorm2d."""
+    """Whether `module` is a FrozenBatchNorm2d or a batch norm. A batch norm may be under the exactly-once rule, and may
+    apply an activation."""
     if type(module) in NORMS:
         return True
     cls = _class(module)
@@ -215,7 +215,7 @@ def _class(module: nn.Module) -> type[nn.Module]:
 
 
 def weight_and_bias(module: Any) -> tuple[Any, Any]:
-    """`module.weight` and `module.bias`, found at once where nn.Module looks last: as a rule they are parameters."""
+    """`module.weight` and `module.bias`. Looking for parameters first is faster than `nn.Module.__getattr__`."""
     parameters = module._parameters
     if "weight" in parameters and "bias" in parameters:
         return parameters["weight"], parameters["bias"]
@@ -223,7 +223,7 @@ def weight_and_bias(module: Any) -> tuple[Any, Any]:
 
 
 def buffer_of(module: Any, name: str) -> Any:
-    """`getattr(module, name)`, found at once where nn.Module looks last: as a rule it is a buffer."""
+    """`getattr(module, name)`. Looking for a buffer first is faster than `nn.Module.__getattr__`."""
     buffers = module._buffers
     return buffers[name] if name in buffers else getattr(module, name)
 

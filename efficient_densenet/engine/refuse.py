@@ -28,17 +28,17 @@ from .parts import (
 )
 
 _KNOWN_CLASSES = nn.ReLU, *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name))
-_HALVES = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _torchs(method: Any) -> Any:
-    """`method` if torch has defined it, and somebody else has not put it into torch's class; else None."""
+def _torch_method(method: Any) -> Any:
+    """`method` if torch has defined it; None if other code has put it into torch's class."""
     return method if getattr(method, "__globals__", {}).get("__name__", "").startswith("torch.nn.modules.") else None
 
 
 _METHODS = [
-    (cls, name, _torchs(getattr(cls, name)))
+    (cls, name, _torch_method(getattr(cls, name)))
     for cls in _KNOWN_CLASSES
     for name in ("forward", "_conv_forward", "_check_input_dim")
     if hasattr(cls, name)
@@ -53,8 +53,8 @@ class PartsOrReason(NamedTuple):
 
 
 def shared_parts(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> PartsOrReason:
-    """Whether the shared engine can run `block` on `x`; `parts` are the block's, if they have been read already."""
-    reason = _why_not_any_module()
+    """The parts with which the shared engine can run `block` on `x`; `parts` if they have been read already."""
+    reason = _why_not_global_changes()
     if reason is not None:
         return PartsOrReason(None, reason)
     try:
@@ -65,18 +65,18 @@ def shared_parts(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -
     return PartsOrReason(parts if reason is None else None, reason)
 
 
-def _why_not_any_module() -> str | None:
-    """What has been done to all modules, or to a class of torch's, which the shared engine would leave out."""
+def _why_not_global_changes() -> str | None:
+    """A hook on all modules, or a patch of one of torch's classes, that the shared engine would not call."""
     if has_global_module_hooks():
-        return "found a hook on all modules, and the shared engine does not call those in a layer"
+        return "found a hook on all modules, which the shared engine does not call inside a layer"
     name = patched_method()
     return None if name is None else f"found a new {name}, which the shared engine would not call"
 
 
 @constant_to_compilers
 def patched_method() -> str | None:
-    """The name of a method that somebody has replaced in one of torch's classes, which the shared engine believes to
-    know, such as "Conv2d._conv_forward"; or None."""
+    """The name of a method that other code has replaced in a class of torch, such as "Conv2d._conv_forward"; None if
+    there is none."""
     return next((f"{cls.__name__}.{name}" for cls, name, torchs in _METHODS if getattr(cls, name) is not torchs), None)
 
 
@@ -101,7 +101,7 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
     for module in _modules_inside(layer.module):
         if must_be_called(module):
             name = type(module).__name__
-            hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which it would not call"
+            hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which the engine would not call"
             return why_sharded(module) or hooked
         if "parametrizations" in module._modules:
             return f"found a parametrization of a {type(module).__name__} inside a layer"
@@ -115,7 +115,7 @@ def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
         if type(conv) is not DIMENSIONS[dims].Conv:
             return _wrong_class(conv, DIMENSIONS[dims].Conv)
     for conv, size in zip(layer.convolutions[::-1], (3, 1), strict=False):
-        reason = _unusual(conv, size)
+        reason = _unusual_setting(conv, size)
         if reason is not None:
             return reason
     for norm in layer.norms:
@@ -135,7 +135,7 @@ def _modules_inside(module: nn.Module) -> list[nn.Module]:
 
 
 def _wrong_class(module: nn.Module, usual: Any) -> str:
-    # The name of torch's own class: with our class, put there by a recomputation, the warning would be a second one.
+    # Name torch's class: a recomputation replaces it by ours, whose name would make the same warning appear again.
     name = torch_class(module).__name__
     remedy = "; engine 'checkpoint' runs it" if isinstance(module, nn.SyncBatchNorm) else ""
     found = f"found a {name} inside a layer, where the shared engine takes {usual.__name__}{remedy}"
@@ -182,11 +182,11 @@ def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
         return (
             "found norms in one block that disagree about training mode, eps or processes, but share their statistics"
         )
-    inside = [layer.norm2 for layer in layers if layer.norm2 is not None]
+    norms_inside = [layer.norm2 for layer in layers if layer.norm2 is not None]
     joined = sync_group(first) is not None
-    frozen = [uses_running_statistics(norm) for norm in (first, *inside)]
-    if any(sync_group(norm) != sync_group(first) for norm in inside) or (joined and len(set(frozen)) > 1):
-        return "found synchronized norms beside others in one block"
+    frozen = [uses_running_statistics(norm) for norm in (first, *norms_inside)]
+    if any(sync_group(norm) != sync_group(first) for norm in norms_inside) or (joined and len(set(frozen)) > 1):
+        return "found synchronized norms and other norms in one block"
     if not joined and not all(frozen) and x.shape[0] * x.shape[2:].numel() == 1:
         return "found a single value per channel, which has no variance"
     return None
@@ -195,10 +195,10 @@ def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
 def _why_not_precision(units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor) -> str | None:
     """`units` are the norms and the convolutions of a layer, a consumer or a stem.
 
-    Features have the input's dtype, norms that or float32, and convolutions autocast's or the input's."""
+    Features have the input's dtype, norms this dtype or float32, and convolutions autocast's dtype or the input's."""
     convolutions = compute_dtype(x)
     of_convolutions = {convolutions} | ({torch.float32} if autocast_enabled(x) and x.dtype != torch.float64 else set())
-    of_norms = {x.dtype} | ({torch.float32} if x.dtype in _HALVES else set())
+    of_norms = {x.dtype} | ({torch.float32} if x.dtype in _HALF_DTYPES else set())
     for norms, convs in units:
         for modules, allowed in ((norms, of_norms), (convs, of_convolutions)):
             for module in modules:
@@ -209,8 +209,8 @@ def _why_not_precision(units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]]
                         f"{type(module).__name__}, with an input of {_dtype_names({x.dtype})} and convolutions in "
                         f"{_dtype_names({convolutions})}, which the shared engine does not mix"
                     )
-    usual = {torch.float32, torch.float64, *_HALVES}
-    if x.dtype not in usual or (x.dtype in _HALVES and convolutions != x.dtype):
+    usual = {torch.float32, torch.float64, *_HALF_DTYPES}
+    if x.dtype not in usual or (x.dtype in _HALF_DTYPES and convolutions != x.dtype):
         return f"found an input of {_dtype_names({x.dtype})} and convolutions in {_dtype_names({convolutions})}"
     return None
 
@@ -222,7 +222,7 @@ def _dtype_names(dtypes: set[torch.dtype]) -> str:
 def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | None:
     """The parts of `consumer`, such as a transition or a norm, where the shared engine can run it with a block that it
     runs; None where it has a hook, which may use the features that it reads."""
-    parts = None if block.new_features_only else consumer_parts(consumer)  # it would read other channels
+    parts = None if block.new_features_only else consumer_parts(consumer)  # it reads fewer channels
     if parts is None or any(map(must_be_called, consumer.modules())):
         return None
     layer, norm, conv = block.layers[-1], parts.norm, parts.conv
@@ -237,11 +237,11 @@ def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | N
 
 
 def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
-    """The parts of `consumer` where the shared engine can run it by itself on `x`; None as in `joined_consumer`."""
+    """The parts of `consumer` where the shared engine can run it by itself on `x`, else None."""
     dims, parts = x.dim() - 2, consumer_parts(consumer)
     if parts is None or dims not in DIMENSIONS or not _can_share_consumer(parts, dims):
         return None
-    if _why_not_any_module() is not None or any(map(must_be_called, consumer.modules())):
+    if _why_not_global_changes() is not None or any(map(must_be_called, consumer.modules())):
         return None
     norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
     if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
@@ -260,7 +260,7 @@ def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
         return False
     if conv is None:
         return not _may_widen(norm)
-    return type(conv) is DIMENSIONS[dims].Conv and not _unusual(conv, 1)
+    return type(conv) is DIMENSIONS[dims].Conv and not _unusual_setting(conv, 1)
 
 
 def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor) -> bool:
@@ -297,8 +297,8 @@ def _dims(conv: _ConvNd) -> int:
     return len(conv.kernel_size)
 
 
-def _unusual(conv: _ConvNd, kernel_size: int) -> str | None:
-    """In what this is no convolution as DenseNets have it, which keeps the spatial size; it may have a bias."""
+def _unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
+    """A setting in which `conv` is not a DenseNet's convolution, which keeps the spatial size and may have a bias."""
     dims, dilation = _dims(conv), conv.dilation[0]
     padding = (kernel_size // 2 * dilation,) * dims
     found = conv.kernel_size, conv.padding, conv.dilation, conv.stride, conv.groups, conv.padding_mode
@@ -314,20 +314,20 @@ def _unusual(conv: _ConvNd, kernel_size: int) -> str | None:
     }
     for name, value in usual.items():
         found = getattr(conv, name)
-        if found not in (value, "same"):  # padding="same" means just that for an odd kernel size
+        if found not in (value, "same"):  # padding="same" is `padding` for an odd kernel size
             where = f"in a {type(conv).__name__} of a layer"
             return f"found {name}={found!r} {where}, where the shared engine takes {value!r}"
     return None
 
 
 def _tensors(module: Any) -> list[Tensor]:
-    """The weight and the bias of a norm or a convolution, as far as it has them."""
+    """The weight and the bias of a norm or a convolution, without None."""
     weight, bias = weight_and_bias(module)
     return [weight] if bias is None else [bias] if weight is None else [weight, bias]
 
 
 def must_be_called(module: nn.Module) -> bool:
-    """Whether a hook, or a method set on the instance, would miss the call of the module itself."""
+    """Whether `module` has hooks, or methods set on the instance, that run only if it is called."""
     attributes = module.__dict__
     return bool(
         "forward" in attributes
@@ -357,7 +357,7 @@ def _is_norm_of(norm: Norm, dims: int) -> bool:
 
 
 def _missing_tensors(norm: Norm) -> str | None:
-    """What a norm lacks that the shared engine reads."""
+    """A tensor that a norm lacks and the shared engine reads, as a reason; or None."""
     weight, bias = weight_and_bias(norm)
     if weight is None or bias is None:
         return f"found a {torch_class(norm).__name__} without weight and bias, which the shared engine needs"
@@ -368,6 +368,6 @@ def _missing_tensors(norm: Norm) -> str | None:
 
 
 def _may_widen(norm: Norm) -> bool:
-    """Whether the output of `norm` may have a wider dtype than the input, as a FrozenBatchNorm2d's has under autocast,
-    which is ordinary arithmetic with float32 buffers."""
+    """Whether the output of `norm` may have a wider dtype than its input. Under autocast, a FrozenBatchNorm2d does so:
+    it is ordinary arithmetic with float32 buffers."""
     return is_frozen_batch_norm(norm) and autocast_enabled(norm.weight)

@@ -1,8 +1,8 @@
 """The autograd formula of a stage, for eager mode and, as the operator's implementation for autograd, for compilers.
 
-One node has all of the forward; the backward of a large stage is split into one node a layer group, which releases the
-group's gradients before the gradients of earlier layers exist. Parameters are inputs of the nodes, so that replicas and
-gathered parameters get their gradients.
+One node runs the whole forward; the backward of a large stage is split into one node for each layer group, which
+releases the group's gradients before the gradients of earlier layers exist. Parameters are inputs of the nodes, so that
+replicas and gathered parameters get their gradients.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from .spec import SavedStage, StageSpec, decode
 
 @skipped_by_compilers
 def stage(spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
-    """The stage's outputs, then what `Forward.saved` lists."""
+    """The stage's outputs, then the tensors of `Forward.saved`."""
     x, parameters = inputs.x, inputs.parameters
     if not needs_graph(x, *parameters):
         return operator.stage(spec, inputs)
@@ -49,7 +49,7 @@ def stage(spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
 
 
 def _groups(spec: StageSpec, x: Tensor, parameters: Sequence[Tensor | None]) -> list[LayerGroup]:
-    """A compiled backward returns all gradients at its end, so a compiler's tensors make one group."""
+    """The layer groups of a stage: one under a compiler, whose backward returns all gradients at its end."""
     if type(x) is Tensor or type(x) is torch.nn.Parameter:
         return layer_groups(spec, parameters)
     return [whole_stage(spec)]
@@ -64,9 +64,9 @@ def _stage(*arguments: Any) -> list[Tensor]:
 class SharedStage(torch.autograd.Function):
     """All of a stage's forward, and the backward of its consumer and its last layer group.
 
-    `before` is the stage's input, or a scalar that stands for the earlier layer groups: only its place in the graph
-    counts, since autograd then runs their nodes after this one. It returns all results of the operator, and the
-    `anchor`, a scalar that has this node's place in the graph: see `second_order`.
+    `before` is the stage's input, or a scalar, the output of the last earlier layer group's node. It only connects the
+    nodes in the graph, so that autograd runs the earlier nodes after this one. The forward returns all results of the
+    operator, and the `anchor`, a scalar output that connects `second_order` to this node.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ class SharedStage(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_batched_gradients(*grad_outputs)
         spec: StageSpec = ctx.spec
-        grad_outputs, grad_input = grad_outputs[: spec.num_outputs], ctx.handoffs.of_input.take()
+        grad_outputs, grad_input = grad_outputs[: spec.num_outputs], ctx.handoffs.grad_input.take()
         if all(grad is None for grad in grad_outputs):
             gradients = StageGradients(grad_input, [None] * spec.num_tensors)
         elif torch.is_grad_enabled():
@@ -127,7 +127,7 @@ def _differentiable_gradients(
     saved = SavedStage.of(spec, tensors)
     x = second_order.stage_input(spec, ctx.shape, saved)
     if ctx.needs_input_grad[4]:
-        x = second_order.Reconnected.apply(anchor, x, ctx.handoffs.of_input)
+        x = second_order.Reconnected.apply(anchor, x, ctx.handoffs.grad_input)
     function = partial(second_order.plain_stage, spec, saved)
     with autocast_disabled(x):
         grad, *grads = second_order.differentiable_gradients(function, [x, *saved.parameters], grad_outputs)
@@ -146,18 +146,18 @@ def _last_group(ctx: Any, grad_outputs: Sequence[Tensor | None], grad_input: Ten
 def _by_consumer_and_block(
     spec: StageSpec, grad_outputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the consumer's output and of the block's."""
+    """The gradients of the consumer's output and of the block's output."""
     grads = list(grad_outputs)
     grad_consumer = None if spec.consumer is None else grads.pop(0)
     return grad_consumer, grads.pop() if grads else None
 
 
 class BlockFeatures:
-    """What the node of a block without a consumer remembers of its features, and of their statistics.
+    """The features of a block without a consumer, and their statistics, as attributes of the block's node.
 
-    An author may call a block and the transition after it one by one. The block's features are then the transition's
-    too: stored once, with their statistics. The node does not keep the features alive, so that they last exactly as
-    long as they are saved for its backward, and are never packed or copied for the consumer.
+    A model may call a block and the transition after it separately. The transition then uses the block's features and
+    statistics, which are stored only once. The reference to the features is weak: they live exactly as long as they are
+    saved for the block's backward, and are never packed or copied for the consumer.
     """
 
     def __init__(self, spec: StageSpec, output: Tensor, features: Tensor, statistics: Tensor) -> None:
@@ -165,13 +165,13 @@ class BlockFeatures:
         self.features, self.statistics = TensorWeakRef(features), statistics
 
 
-def features_behind(x: Tensor, spec: StageSpec) -> list[Tensor]:
-    """The features of x and, unless the norms are frozen, their statistics, if x is the output of a block, unchanged,
-    and its features still exist; else nothing.
+def stored_features(x: Tensor, spec: StageSpec) -> list[Tensor]:
+    """The stored features of the block whose output is x and, unless the norms are frozen, their statistics.
 
-    Nothing too where the consumer with this specification does not normalize as the layers of the block do.
+    The list is empty if x is not a block's output or was changed, if the features do not exist any more, or if the
+    consumer with this specification does not normalize as the layers of the block do.
     """
-    block = getattr(x.grad_fn, "block_features", None)  # another operation's node has none, an in-place one's neither
+    block = getattr(x.grad_fn, "block_features", None)  # no other node has it, as after an in-place operation
     if not isinstance(block, BlockFeatures) or spec.has_count:
         return []
     if block.version != x._version or block.address != x.data_ptr():  # it was changed, or its `.data` replaced

@@ -1,8 +1,9 @@
 """The backward of a stage: from the consumer to the first layer, accumulating each consumer's gradient of the features.
 
-`grad_accum` holds Σ γ_l · dS_l, the gradient of the normalized features x̂, dS_l being a consumer's gradient behind its
-ReLU. A channel's part becomes a gradient of the features when its last consumer is done:
-dX = D + r · (G − mean(G) − x̂ · mean(G · x̂)), D being the gradient that reaches the block's output from outside.
+`grad_accum` holds G = Σ γ · g, summed over the consumers: the gradient of the normalized features x̂. γ is the weight
+of a consumer's norm, and g the gradient of this norm's output. When the last consumer of a channel is done, the
+channel's G becomes the gradient of the features, D + r · (G − mean(G) − x̂ · mean(G · x̂)), with r = 1 / sqrt(var +
+eps), and with D the gradient of the block's output.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,13 @@ from .weights import converted_weights
 class Backward:
     """One backward of a stage. It outlives the node that starts it if earlier layer groups have nodes of their own.
 
-    `grad_of_input` is a gradient of the stage's input from elsewhere, for the node that returns the sum.
+    `other_grad_input` is a gradient of the stage's input from `Reconnected`, which the first layer group's node adds.
     """
 
     def __init__(
-        self, spec: StageSpec, shape: torch.Size, saved: SavedStage, grad_of_input: Tensor | None = None
+        self, spec: StageSpec, shape: torch.Size, saved: SavedStage, other_grad_input: Tensor | None = None
     ) -> None:
-        self.grad_of_input = grad_of_input
+        self.other_grad_input = other_grad_input
         self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, list(saved.parameters)
         self.features = saved.features
         self.kernels = kernels_for(self.features, spec.sync_group is not None)
@@ -42,18 +43,18 @@ class Backward:
         self.scratch: scratch.Held = {}
 
     def start(self, grad_consumer: Tensor | None, grad_block: Tensor | None) -> None:
-        """Take the gradients of the consumer's output and of the block's, as far as there are any."""
+        """Take the gradients of the consumer's output and of the block's output, each of which may be None."""
         self.grad_block = grad_block
         self.grad_accum = torch.empty_like(self.features, memory_format=torch.contiguous_format)
         if grad_consumer is None:  # nothing will overwrite it
             self.grad_accum.zero_()
         if self.spec.consumer is not None and grad_consumer is not None:
             self._consumer(self.spec.consumer, grad_consumer)
-            self.scratch.clear()  # a transition may have needed more than layers will
+            self.scratch.clear()  # a transition may need larger buffers than layers do
         self.grad_segments = self.spec.segments(self.grad_accum)
 
     def enter(self, group: LayerGroup, parameters: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> None:
-        """Continue with a layer group and its parameters; `needs_grad` is of what comes before it, then of each."""
+        """Continue with a layer group. `needs_grad` is for the input of its node, then for each of its parameters."""
         self.group = group
         self.parameters[group.tensors] = parameters
         self.tensors = norm_convs(converted_weights(self.parameters, self.spec.torch_dtype, group.tensors))
@@ -75,11 +76,11 @@ class Backward:
             as_dtype(grad, parameter.dtype) if needed and parameter is not None and grad is not None else None
             for parameter, grad, needed in grads
         ]
-        self.grads[tensors] = [None] * len(released)  # so that whoever has them may free them
+        self.grads[tensors] = [None] * len(released)  # so that the caller can free them
         return released
 
     def grad_stage_input(self) -> Tensor:
-        """The gradient of the stage's input, when all layers are done."""
+        """The gradient of the stage's input, after all layers."""
         self.scratch.clear()
         return to_spatial(self._grad_features(0), self.shape)
 
@@ -88,7 +89,7 @@ class Backward:
         return not self.needs_grad_input and not any(self.needs_grad[: self.spec.layer_tensors(i).stop])
 
     def _accumulator(self, number: int, overwrite: bool = False) -> GradAccumulator:
-        """For a consumer of the features, by the number of its norm."""
+        """Where the consumer after norm `number`, a norm of the features, accumulates."""
         grad_accum = columns_of(self.grad_accum, self.spec.feature_columns[number])
         sums = self.statistics.sums_of_features(number)
         return GradAccumulator(grad_accum, overwrite, self.needs_grads[number].conv_weight, sums)
@@ -100,7 +101,7 @@ class Backward:
     def _grad_features(self, segment: int, may_overwrite: bool = False) -> Tensor:
         """The gradient of a segment of the features, whose consumers are all done.
 
-        With `may_overwrite` it may be a part of grad_accum.
+        With `may_overwrite` the result may be a view of grad_accum.
         """
         grad_accum = self.grad_segments[segment]
         if self.spec.frozen:
@@ -132,11 +133,11 @@ class Backward:
         self._store(first, self.kernels.conv1x1_backward(*arguments, self.next_bottleneck))
 
     def _input(self, number: int) -> AffineInput:
-        """What the convolution after a norm of the features reads."""
+        """The input of the convolution after norm `number`, a norm of the features."""
         return self.statistics.input(number, self.statistics.norm(number, self.tensors[number]))
 
     def _bottleneck(self, i: int) -> Conv1x1:
-        """Layer i's first convolution, whose output is kept, computed already in the backward of layer i + 1, or
+        """Layer i's 1×1 convolution. Its output is saved, or was computed in the backward of layer i + 1, or is
         computed here."""
         conv, self.next_bottleneck = self.next_bottleneck, None
         if conv is not None:
@@ -150,8 +151,8 @@ class Backward:
         return conv
 
     def _next_bottleneck(self, i: int, width: int) -> Conv1x1 | None:
-        """The first convolution of layer i, the next in the backward, where its norm is known already and its output
-        fits the memory of the current layer's bottleneck."""
+        """The 1×1 convolution of layer i, the next layer in the backward, if it can be computed already: its norm is
+        known and its output fits the memory of the current layer's bottleneck."""
         if i < 0 or self.spec.frozen or self.spec.layers[i].keep_bottleneck or self._no_grad_needed_through(i):
             return None
         if self.spec.layers[i].width != width:
@@ -160,7 +161,7 @@ class Backward:
         return bottleneck_conv(self._input(number), self._weight(number).flatten(1))
 
     def _grad_bottleneck(self, dilation: int, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
-        """The gradient of the bottleneck, from the gradient of the layer's output; `number` is of the norm between."""
+        """The gradient of the bottleneck, from the gradient of the layer's output; `number` is the norm between."""
         norm = self.statistics.own_norm(number)
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
         sums = None if norm.frozen else self.statistics.own_sums(number)
@@ -193,16 +194,16 @@ class Backward:
         self._store(number, grads)
 
     def _store(self, number: int, grads: Gradients) -> None:
-        """Store the gradients of a norm, by its number, and of the weight of the convolution after it."""
+        """Store the gradients of norm `number`, and of the weight of the convolution after it."""
         start, weight, conv_weight = number * len(NormConv._fields), self.tensors[number].conv_weight, grads.conv_weight
         if conv_weight is not None and conv_weight.dim() != weight.dim():
             conv_weight = conv_weight.view_as(weight)
         self.grads[start : start + 3] = grads.norm_weight, grads.norm_bias, conv_weight
 
     def _store_bias(self, number: int, grad: Tensor) -> None:
-        """Store the gradient of the bias of the convolution after a norm."""
+        """Store the gradient of the bias of the convolution after norm `number`."""
         self.grads[number * len(NormConv._fields) + 3] = grad
 
     def _weight(self, number: int) -> Tensor:
-        """A convolution's weight in the dtype of the convolutions."""
+        """The weight of the convolution after norm `number`, in the dtype of the convolutions."""
         return as_dtype(self.tensors[number].conv_weight, self.spec.torch_dtype)

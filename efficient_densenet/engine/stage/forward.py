@@ -47,7 +47,7 @@ class Forward:
         self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
 
     def run(self) -> tuple[Tensor, ...]:
-        """The consumer's output, the block's, or both."""
+        """The consumer's output, the block's output, or both."""
         if not self.inputs.stored:
             self._write(0, to_pixel_matrix(self.x))
         for i in range(len(self.spec.layers)):
@@ -56,7 +56,7 @@ class Forward:
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
 
     def saved(self) -> list[Tensor]:
-        """What has been computed for the backward, in the order of `SavedStage`, less what is stored already."""
+        """The tensors computed for the backward, in the order of `SavedStage`, without `StageInputs.stored`."""
         computed = [self.statistics.features, self.statistics.finish()][len(self.inputs.stored) :]
         count = self.statistics.count
         return [*computed, *([count] if isinstance(count, Tensor) else []), *self.bottlenecks]
@@ -78,7 +78,7 @@ class Forward:
             columns_of(self.block_output, columns).copy_(to_spatial(output, self.shape))
 
     def _norm(self, number: int) -> AffineInput:
-        """What the convolution after a norm of the features reads; a frozen one has statistics of its own."""
+        """The input of the convolution after norm `number`, a norm of the features."""
         tensors = self.tensors[number]
         if not self.spec.frozen:
             return self.statistics.input(number, self.statistics.affine(number, tensors))
@@ -91,14 +91,14 @@ class Forward:
         return self.inputs.running_statistics[start : start + 2]
 
     def _layer(self, i: int) -> tuple[Tensor, StatisticsOutput | None, Tensor | None]:
-        """A layer's output, its statistics where nothing but a bias changes it any more, and that bias."""
+        """A layer's output, its statistics if a kernel has computed them, and the bias that is not added to it yet."""
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
         last, input = self.tensors[norms.stop - 1], self._norm(norms.start)
         if layer.width:
             input = self._bottleneck(layer, norms.start, input)
         arguments = input, self._weight(last), self.shape, layer.dilation
         if not self.spec.frozen and not layer.drop_rate:
-            statistics = self.statistics.of_segment(i + 1)
+            statistics = self.statistics.segment_output(i + 1)
             output = self.kernels.conv3x3_forward_with_statistics(*arguments, statistics)
             return output, statistics, last.conv_bias
         output = self.kernels.conv3x3_forward(*arguments)
@@ -109,9 +109,10 @@ class Forward:
         return output.mul_(mask).mul_(1 / (1 - layer.drop_rate or 1)), None, None
 
     def _bottleneck(self, layer: LayerSpec, number: int, input: AffineInput) -> AffineInput:
-        """What the 3×3 convolution reads. `input` is what the 1×1 convolution reads, whose norm has this `number`.
+        """The input of the 3×3 convolution. `input` is the input of the 1×1 convolution, after norm `number`.
 
-        The bias of the first convolution is not added to its output, but left out of the mean that the norm subtracts.
+        The bias of the 1×1 convolution is neither added to its output nor included in the mean that the next norm
+        subtracts.
         """
         first, second = self.tensors[number], self.tensors[number + 1]
         conv = bottleneck_conv(input, self._weight(first).flatten(1), layer.keep_bottleneck)
@@ -142,7 +143,7 @@ class Forward:
         if tensors.conv_bias is not None:
             output.add_(tensors.conv_bias)
         output = to_spatial(output, shape).contiguous(memory_format=self.spec.consumer_memory_format(self.x))
-        return output.detach()  # a view could not be written into by the caller
+        return output.detach()  # the caller could not change a view in place
 
     def _weight(self, tensors: NormConv) -> Tensor:
         """The convolution's weight in the dtype of the convolutions."""
@@ -150,7 +151,7 @@ class Forward:
 
 
 def bottleneck_conv(input: AffineInput, weight: Tensor, keep: bool = False) -> Conv1x1:
-    """The 1×1 convolution of `input`, to be computed into scratch, or into memory of its own to `keep` the output."""
+    """The 1×1 convolution of `input`. Its output is a scratch buffer or, with `keep`, a tensor of its own."""
     shape = input.values.shape[0], weight.shape[0]
     output = weight.new_empty(shape) if keep else scratch.take("bottleneck", shape, weight.dtype, weight.device)
     return Conv1x1(input, weight, output)

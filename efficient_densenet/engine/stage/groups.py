@@ -1,7 +1,7 @@
 """Layer groups: consecutive layers of a large stage, whose gradients one autograd node computes and releases.
 
-The stage's node is the last group's. Each earlier group has a node before it in the graph, which continues the
-backward.
+The stage's node runs the backward of the last group. Each earlier group has a node of its own, earlier in the graph,
+which continues the backward.
 """
 
 import weakref
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from .backward import Backward
 
 LAYER_GROUP_BYTES = 1 << 21
-"""How large the parameters of a layer group may be, if it has more than one layer."""
+"""The most bytes of parameters in a layer group with more than one layer."""
 
 Value = TypeVar("Value")
 
 
 class LayerGroup(NamedTuple):
-    """Consecutive layers of a stage whose gradients are released together, and their slice of all its tensors."""
+    """Consecutive layers of a stage whose gradients are released together, and the slice of their parameters."""
 
     layers: range
     tensors: slice
@@ -40,7 +40,7 @@ def whole_stage(spec: StageSpec) -> LayerGroup:
 
 
 def layer_groups(spec: StageSpec, parameters: Sequence[Tensor | None]) -> list[LayerGroup]:
-    """From the first layers to the last; the last group has the consumer too."""
+    """The layer groups, from the first layers to the last; the last group has the consumer too."""
     firsts, size = [0], 0
     for i, tensors in enumerate(map(spec.layer_tensors, range(len(spec.layers)))):
         own = sum(tensor.nbytes for tensor in parameters[tensors] if tensor is not None)
@@ -54,10 +54,10 @@ def layer_groups(spec: StageSpec, parameters: Sequence[Tensor | None]) -> list[L
 
 
 class Handoff(Generic[Value]):
-    """What one node hands on to another that runs later in the same backward.
+    """Passes a value from one node to another node that runs later in the same backward.
 
-    It is one value for each backward that runs through a graph; several may, one after another or in threads. The
-    callback that autograd drops with a backward, finished or failed, owns the value: nothing outlives the backward.
+    Each backward has its own value: several may run through a graph, one after another or in threads. The backward's
+    queued callback owns the value, and autograd frees the callback with the backward, whether it finished or failed.
     """
 
     def __init__(self) -> None:
@@ -94,17 +94,17 @@ class StageGradients(NamedTuple):
 
 
 class Handoffs(NamedTuple):
-    """What the nodes of a stage hand on: from a layer group to the group before it, and from `Reconnected`."""
+    """The handoffs between a stage's nodes: from a layer group to the group before it, and from `Reconnected`."""
 
     to_earlier: Handoff["Backward | StageGradients"]
-    of_input: Handoff[Tensor]
+    grad_input: Handoff[Tensor]
 
 
 class EarlierLayers(torch.autograd.Function):
     """The backward of a layer group that is not the last; its forward has nothing to compute.
 
-    It saves the group's parameters, although the stage's node has them too, so that autograd notices one that has been
-    modified in place since, as by a hook of a later layer's gradient.
+    It saves the group's parameters, although the stage's node has them too, so that autograd detects a parameter that
+    has been modified in place since, for example by a hook on a later layer's gradient.
     """
 
     @staticmethod
@@ -135,9 +135,9 @@ def run_group(
     needs_grad: Sequence[bool],
     grad_outputs: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> list[Tensor | None]:
-    """The gradients of what comes before a layer group, with which `needs_grad` begins, and of the group's tensors.
+    """The gradient of a node's input, then of the parameters of its layer group; `needs_grad` has the same order.
 
-    The last group, which is the first to run, has the gradients of the consumer's output and of the block's.
+    Only the last group, which is the first to run, gets `grad_outputs`: of the consumer's and the block's output.
     """
     backward.enter(group, parameters, _needs_grad(ctx, group, needs_grad))
     with autocast_disabled(backward.features), scratch.reused(backward.scratch):
@@ -147,15 +147,15 @@ def run_group(
         if not backward.needs_grad_input:
             return [None, *grads]
         if group.layers.start == 0:
-            return [add(backward.grad_stage_input(), backward.grad_of_input), *grads]
+            return [add(backward.grad_stage_input(), backward.other_grad_input), *grads]
     ctx.handoffs.to_earlier.hand_on(backward)
     return [backward.features.new_zeros(()), *grads]
 
 
 def _needs_grad(ctx: Any, group: LayerGroup, needs_input_grad: Sequence[bool]) -> Sequence[bool]:
-    """Whether what comes before a group needs a gradient, and which of the group's tensors do.
+    """Whether the input of a group's node needs a gradient, and which of the group's parameters do.
 
-    Under `autograd.grad` of some inputs, the node of the group before may not run, and then nobody takes the gradient.
+    Under `autograd.grad` of some inputs, the node of the group before may not run: then its gradient is not needed.
     """
     needs_grad, *rest = needs_input_grad
     if needs_grad and group.layers.start > 0:
@@ -168,7 +168,7 @@ def _needs_grad(ctx: Any, group: LayerGroup, needs_input_grad: Sequence[bool]) -
 def release(
     group: LayerGroup, gradients: StageGradients, handoffs: Handoffs, device: torch.device
 ) -> list[Tensor | None]:
-    """What `run_group` returns, where all gradients of the stage have been computed."""
+    """The results of `run_group`, where all gradients of the stage have been computed already."""
     grads = gradients.parameters[group.tensors]
     if group.layers.start == 0:
         return [gradients.input, *grads]

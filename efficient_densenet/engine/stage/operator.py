@@ -1,6 +1,7 @@
 """A stage as PyTorch operators, `efficient_densenet::stage` and `::stage_backward`, with their fake implementations.
 
-They change none of their inputs: running statistics are updated outside, from the statistics that `stage` returns.
+The operators change none of their inputs: running statistics are updated outside, from the statistics that `stage`
+returns.
 """
 
 import math
@@ -31,7 +32,7 @@ LIBRARY.define(
 
 
 def stage(spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
-    """The stage's outputs, then what `Forward.saved` lists; autograd does not record them."""
+    """The stage's outputs, then the tensors of `Forward.saved`; autograd does not record them."""
     with below_autograd():
         if are_ordinary(inputs.x, *inputs.parameters):
             return run_forward(spec, inputs)
@@ -46,10 +47,10 @@ def stage_backward(
     saved: SavedStage,
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the stage's input and of each parameter, None where it is not needed."""
+    """The gradients of the stage's input and of each parameter, None where a gradient is not needed."""
     if grad_consumer is None:
-        of_layers = 1 + spec.consumer_tensors.start
-        needs_grad = [needed and i < of_layers for i, needed in enumerate(needs_grad)]
+        consumer_start = 1 + spec.consumer_tensors.start
+        needs_grad = [needed and i < consumer_start for i, needed in enumerate(needs_grad)]
     outputs = grad_consumer, grad_block, shape
     if are_ordinary(grad_consumer, grad_block, saved.features, *saved.parameters):
         grads = iter(run_backward(spec, *outputs, saved, needs_grad))

@@ -14,45 +14,45 @@ from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..library import run_operator
 from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
-from .autograd import features_behind, stage
+from .autograd import stage, stored_features
 from .forward import StageInputs
 from .running_statistics import NormUpdate, update_running_statistics
 from .spec import ConsumerSpec, LayerSpec, StageSpec, shared_spec
 
 
 class StageFormats(NamedTuple):
-    """The memory format that x and what is computed of it have in the plain network, and whether the consumer's output
-    stays in channels_last, in which it is computed, since only another stage reads it."""
+    """The memory format that x and the outputs have in the plain network, and whether the consumer's output stays in
+    channels_last, in which it is computed, since only another stage reads it."""
 
     plain: torch.memory_format
     keeps_channels_last: bool = False
 
 
 def run(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, formats: StageFormats | None = None) -> Tensor:
-    """The output of a block, or of `consumer` (a transition or a norm) on it."""
+    """The output of a block, or of `consumer` (a transition or a norm) on the block's output."""
     plan = StagePlan(block, consumer, x, formats=formats)
     return plan.finish(plan.apply(x, *plan.tensors)[0])
 
 
 def run_with_features(block: BlockParts, consumer: ConsumerParts, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of `consumer` on the output of a block, and the block's too."""
+    """The output of `consumer` on the output of a block, and the block's output."""
     plan = StagePlan(block, consumer, x, return_features=True)
     output, features = plan.apply(x, *plan.tensors)
     return plan.finish(output), features
 
 
 def run_consumer(consumer: ConsumerParts, x: Tensor) -> Tensor:
-    """The output of `consumer` on x, which may be any tensor; a block's own output need not be stored again."""
+    """The output of `consumer` on x, which may be any tensor. A block's output is not stored again."""
     plan = StagePlan(BlockParts(()), consumer, x)
-    return plan.finish(plan.apply(x, *plan.tensors, stored=features_behind(x, plan.spec))[0])
+    return plan.finish(plan.apply(x, *plan.tensors, stored=stored_features(x, plan.spec))[0])
 
 
 class StagePlan:
     """The modules of a stage, layers or a consumer or both, on one input.
 
     Attributes:
-        spec: their settings.
-        tensors: their parameters, four for each norm, as in `NormConv`.
+        spec: the settings of the modules.
+        tensors: the parameters of the modules, four for each norm, as in `NormConv`.
         running_statistics: running_mean and running_var of each frozen norm.
         updates: the norms with batch statistics.
     """
@@ -85,7 +85,7 @@ class StagePlan:
             self.tensors += [weight, norm_bias, conv_weight, bias]
 
     def apply(self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """The consumer's output, the block's, or both, with `tensors` as the values of the plan's parameters.
+        """The consumer's output, the block's output, or both, with `tensors` as the plan's parameters.
 
         `stored` are features that a block has stored already, and their statistics.
         """
@@ -97,8 +97,8 @@ class StagePlan:
         return tuple(results[:count])
 
     def dropout_masks(self, x: Tensor) -> list[Tensor]:
-        """For each layer with dropout, what dropout of ones keeps, in the plain layer's shape and order, so that the
-        random stream is the plain layers'."""
+        """For each layer with dropout, a mask of the kept values. It is drawn by dropout of ones, in the shape and the
+        memory format of the plain layer's output, so that the random numbers are the plain layer's."""
         size = x.shape[0], self.spec.growth_rate, *x.shape[2:]
         masks = []
         with torch.no_grad():
@@ -115,7 +115,7 @@ class StagePlan:
         return CHANNELS_LAST[x.dim()] if weight_is_channels_last else self.spec.memory_format(x)
 
     def finish(self, output: Tensor) -> Tensor:
-        """What follows the consumer's convolution, such as another pooling, as ordinary autograd operations."""
+        """Apply the operations after the consumer's convolution, such as another pooling, with ordinary autograd."""
         if self.consumer is None:
             return output
         if self.consumer.pools:
@@ -151,7 +151,7 @@ def _read_spec(
 
 
 def _read_layer(layer: LayerParts) -> LayerSpec:
-    """As Python's own numbers: modules take NumPy's too, which are equal but which no operator takes."""
+    """Python's numbers: modules accept NumPy's too, which are equal, but operators do not."""
     norm2, dilation, drop_rate = layer.norm2, int(layer.dilation), specialized(float(layer.drop_rate))
     if norm2 is None:
         return LayerSpec(0, dilation, drop_rate, False, False, 0.0)

@@ -1,8 +1,8 @@
-"""Running statistics: updated in the forward, exactly once, from what the operators return.
+"""Running statistics: updated in the forward, exactly once, from the statistics that the operators return.
 
 The update is an operator of its own, `efficient_densenet::update_running_statistics`, the only one that changes its
-inputs. Of ordinary operations, three for each norm, a compiler would make hundreds of small kernels. It slices the
-matrix of statistics itself: outside, two slices for each norm would be nodes of a compiler's graph.
+inputs. A compiler would turn ordinary operations, three for each norm, into hundreds of small kernels. The operator
+slices the matrix of statistics itself: outside, two slices for each norm would be nodes of a compiler's graph.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ LIBRARY.define(
 
 
 class NormUpdate(NamedTuple):
-    """A norm with batch statistics, the columns of a matrix of statistics that are its own, and the bias of the
-    convolution before it, which that matrix does not contain."""
+    """A norm with batch statistics, its columns in the matrix of statistics, and the bias of the convolution before it,
+    which the means in the matrix do not include."""
 
     norm: Norm
     columns: slice
@@ -35,7 +35,7 @@ class NormUpdate(NamedTuple):
 def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor) -> None:
     """Update running statistics from rows of batch means and unbiased variances, in a forward that is no recomputation.
 
-    Another checkpoint around this forward recomputes it while autograd executes a backward: then nothing is updated.
+    An outer checkpoint recomputes this forward while autograd executes a backward: the recomputation updates nothing.
     """
     if in_recomputation():
         return
@@ -64,7 +64,7 @@ def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor)
 
 
 class _Tensors(NamedTuple):
-    """The tensors of norms that have one momentum, as the operator takes them."""
+    """The tensors of all norms with the same momentum, as the operator takes them."""
 
     running: list[Tensor]
     num_batches_tracked: list[Tensor]
@@ -83,8 +83,8 @@ def _update(
 ) -> None:
     """running += momentum · (batch − running), for the mean and the variance of each norm.
 
-    `columns` are the first column of each norm and the one after its last. Without momentum the running statistics are
-    cumulative averages: the weight is 1 / num_batches_tracked.
+    `columns` are the first column of each norm and the column after its last. Without momentum the running statistics
+    are cumulative averages: the weight is 1 / num_batches_tracked.
     """
     if num_batches_tracked:
         foreach_add_(num_batches_tracked, 1)
@@ -110,8 +110,8 @@ def _batch_statistics(statistics: Tensor, columns: list[int], biases: list[Tenso
 def _cumulative_weights(num_batches_tracked: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
     """1 / num_batches_tracked of each norm, for its mean and its variance: a weight for each channel.
 
-    They stay on the device, since reading a number there would wait for it; and they have the size of what they weigh,
-    since PyTorch then updates all norms in one launch.
+    The weights stay on the device, since reading a number there would wait for it; and each has the size of its
+    statistics, since PyTorch then updates all norms in one launch.
     """
     weights = torch.stack(num_batches_tracked).to(batch[0].dtype).reciprocal()
     rows = weights[:, None].repeat(1, max(tensor.shape[0] for tensor in batch)).unbind()

@@ -1,7 +1,7 @@
 """Derivatives of a stage's gradients: under `create_graph=True` its backward runs the stage again by plain functions.
 
-The stage's input is not saved. Its values are computed from the features; its place in the autograd graph is found
-again through a scalar that the stage's node returns, to whose gradient `Reconnected` adds the values' gradient.
+The stage's input is not saved. Its values are computed from the features, and `Reconnected` connects them to the graph:
+it takes the place of the input, and passes the gradient of the values to the stage's node, which returns it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from .spec import ConsumerSpec, NormConv, SavedStage, StageSpec, norm_convs
 
 
 class Reconnected(torch.autograd.Function):
-    """`values`, in the place that `anchor` has in the autograd graph; hands their gradient on to the anchor's node."""
+    """`values`, as computed by the node of `anchor` in the autograd graph; hands their gradient on to this node."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, values: Tensor, handoff: Handoff[Tensor]) -> Tensor:
@@ -28,7 +28,7 @@ class Reconnected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        earlier = ctx.handoff.take()  # of another gradient that this backward differentiates
+        earlier = ctx.handoff.take()  # from another gradient that this backward differentiates
         ctx.handoff.hand_on(grad_output if earlier is None else earlier + grad_output)
         return grad_output.new_zeros(()), None, None
 
@@ -43,8 +43,8 @@ def stage_input(spec: StageSpec, shape: torch.Size, saved: SavedStage) -> Tensor
 def differentiable_gradients(
     function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of the inputs of `function` that require any, as functions of the inputs and of `grad_outputs`."""
-    # Views, since one input may have been computed from another.
+    """The gradients of the inputs of `function` that require gradients, differentiable in inputs and `grad_outputs`."""
+    # Views, since one input may have been computed from another: the path between them is not part of `function`.
     inputs = [each.view_as(each) if each is not None and each.requires_grad else each for each in inputs]
     outputs = function(*inputs)
     pairs = [(output, grad) for output, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
@@ -55,7 +55,7 @@ def differentiable_gradients(
 
 
 def plain_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, statistics: Tensor | None) -> Tensor:
-    """A norm with batch statistics, or with columns of a matrix of statistics if there are any."""
+    """A norm with batch statistics or, if `statistics` is not None, with these rows of statistics."""
     if statistics is None:
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
     shape = -1, *[1] * (x.dim() - 2)
@@ -64,7 +64,7 @@ def plain_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, statistics: 
 
 
 def plain_stage(spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
-    """The outputs of a stage, by functions that autograd can differentiate again and again."""
+    """The outputs of a stage, by functions that autograd can differentiate any number of times."""
     return _PlainStage(spec, saved, parameters).run(x)
 
 
@@ -95,7 +95,7 @@ class _PlainStage:
         if layer.width:
             x = self._convolve(F.relu(x), tensors.conv_weight, tensors.conv_bias, 1)
             frozen = self.spec.norm_columns[number + 1] if layer.norm2_frozen else None
-            if frozen is not None and tensors.conv_bias is not None:  # their mean is less this bias
+            if frozen is not None and tensors.conv_bias is not None:  # the saved mean lacks this bias
                 x = x - tensors.conv_bias.detach().to(x.dtype).view(-1, *[1] * (x.dim() - 2))
             tensors = self.tensors[number + 1]
             x = self._norm(x, tensors, layer.norm2_eps, frozen)

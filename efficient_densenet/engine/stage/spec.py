@@ -1,6 +1,6 @@
-"""The specification of a stage: its settings as plain data, and with it the order of what the stage saves.
+"""The specification of a stage: its settings as plain data, which also determine the order of the saved tensors.
 
-A compiler, a graph on disk or another process knows no modules. A stage's operators take tensors, and this as a string.
+A compiler, a graph on disk or another process has no modules. The operators take tensors, and the settings as a string.
 """
 
 import json
@@ -35,7 +35,7 @@ class ConsumerSpec(NamedTuple):
 
 
 class ChannelOrder(NamedTuple):
-    """The columns of channels in a matrix, whose columns are filled from the oldest channel to the newest.
+    """The columns of a matrix in which the channels lie. Channels have numbers, from the oldest to the newest.
 
     The matrix lacks the channels before number `first`.
     """
@@ -45,7 +45,7 @@ class ChannelOrder(NamedTuple):
     first: int = 0
 
     def slice(self, start: int, stop: int) -> slice:
-        """The columns of the channels written as number `start` to `stop`."""
+        """The columns of the channels with the numbers `start` to `stop` (exclusive)."""
         if self.newest_first:
             return slice(self.total - stop, self.total - start)
         return slice(start - self.first, stop - self.first)
@@ -73,25 +73,25 @@ class StageSpec:
         dtype: the dtype of the convolutions, such as "float32".
         channels_last: the memory format of the outputs.
         keeps_channels_last: the consumer's output stays in channels_last, in which it is computed, for another stage.
-        in_channels, growth_rate: the channels of the stage's input, and those that each layer adds.
+        in_channels, growth_rate: how many channels the stage's input has, and how many each layer adds.
         newest_first, new_features_only: as in `BlockParts`.
         return_features: the stage returns the block's output beside the consumer's.
-        frozen: the norms of the features use their running statistics; weight and bias may require gradients all the
-            same.
-        eps: of the norms of the features.
+        frozen: the norms of the features use their running statistics; weight and bias may still require
+            gradients.
+        eps: the eps of the norms of the features.
         sync_group: the name of the process group over which batch statistics are computed, if there is one.
-        layers, consumer: their settings.
+        layers, consumer: the settings of the layers and of the consumer.
         updates: whether any norm has batch statistics.
         has_count: whether the processes of a sync group count their values.
-        layer_norms: the norms of each layer, among all norms of the stage in their order; the consumer's is the last.
-        feature_columns: for each norm of the features, the columns that it reads; none for one inside a layer.
-        norm_columns: for each norm, its own columns in the matrix of statistics, None for one that shares the
-            columns of the features, which come first; a norm of the features has its own only if it is frozen.
-        norms_frozen, running_positions: whether each norm is frozen, and where the running statistics of a frozen one
-            are among the operator's inputs.
-        own_positions: for each norm with columns of its own, their place in the list `written_columns`.
+        layer_norms: for each layer, the slice of its norms among all norms of the stage; the consumer's norm is last.
+        feature_columns: for each norm of the features, the columns that it reads; none for a norm inside a layer.
+        norm_columns: for each norm, its own columns in the matrix of statistics, None for a norm that shares
+            the columns of the features, which come first; a norm of the features has its own only if it is frozen.
+        norms_frozen, running_positions: whether each norm is frozen, and the position of a frozen norm's running
+            statistics among the operator's inputs.
+        own_positions: for each norm with columns of its own, their position in the list `written_columns`.
         segment_widths, column_widths: how many columns of the features, and of the matrix of statistics, are written
-            at once, in the columns' order.
+            together, in the order of the columns.
     """
 
     dtype: str
@@ -163,8 +163,8 @@ class StageSpec:
         return self.in_channels + self.growth_rate * i
 
     def channels_of(self, segment: int) -> tuple[int, int]:
-        """The first channel of a segment of the features and the one after its last: segment 0 is the stage's input,
-        segment i + 1 the output of layer i."""
+        """The first channel of a segment of the features and the channel after its last: segment 0 is the stage's
+        input, segment i + 1 the output of layer i."""
         return (self.channels_read(segment - 1) if segment else 0), self.channels_read(segment)
 
     def segments(self, features: Tensor) -> list[Tensor]:
@@ -173,8 +173,8 @@ class StageSpec:
         return views[::-1] if self.newest_first else views
 
     def written_columns(self, statistics: Tensor) -> list[Tensor]:
-        """Views of what is written at once in a matrix of statistics or in a row of it: the columns of each segment,
-        unless the norms of the features are frozen, and each norm's own."""
+        """Views of the columns that are written together in a matrix or vector of statistics: the columns of each
+        segment, unless the norms of the features are frozen, and the own columns of each norm."""
         views = list(statistics.split_with_sizes(self.column_widths, -1))
         if self.newest_first and not self.frozen:
             views[: len(self.segment_widths)] = views[len(self.layers) :: -1]
@@ -195,16 +195,16 @@ class StageSpec:
         return _tensors(slice(self.consumer_norm, len(self.norm_columns)))
 
     def bottleneck_position(self, i: int) -> int:
-        """The place of layer i among those that keep their bottleneck."""
+        """The position of layer i among the layers that keep their bottleneck."""
         return sum(1 for layer in self.layers[:i] if layer.keep_bottleneck)
 
     def dropout_position(self, i: int) -> int:
-        """The place of layer i among those with dropout."""
+        """The position of layer i among the layers with dropout."""
         return sum(1 for layer in self.layers[:i] if layer.drop_rate)
 
     @property
     def encoded(self) -> str:
-        """As the operators take it."""
+        """The specification as the string that the operators take."""
         if self._encoded is None:
             self._encoded = self._encode()
         return self._encoded
@@ -219,7 +219,7 @@ _FIELDS = tuple(field.name for field in fields(StageSpec))
 
 @constant_to_compilers
 def encode(*settings: Any) -> str:
-    """Plain data as an operator takes it."""
+    """Plain data as the string that an operator takes."""
     return json.dumps(settings)
 
 
@@ -231,20 +231,20 @@ def shared_spec(**settings: Any) -> StageSpec:
 
 @lru_cache(maxsize=4096)
 def decode(text: str) -> StageSpec:
-    """The specification whose `encoded` this is."""
+    """The specification whose `encoded` is `text`."""
     *settings, layers, consumer = json.loads(text)
     layers = tuple(LayerSpec(*layer) for layer in layers)
     return StageSpec(*settings, layers=layers, consumer=None if consumer is None else ConsumerSpec(*consumer))
 
 
 class SavedStage(NamedTuple):
-    """What the backward of a stage reads.
+    """The tensors that the backward of a stage reads.
 
     Attributes:
         features: (pixels, channels), centered unless the norms are frozen.
         statistics: the matrix of `ForwardStatistics`.
         count: how many values of a channel the processes of the sync group have, if there is one.
-        bottlenecks: (pixels, width) of each layer that keeps it.
+        bottlenecks: (pixels, width) for each layer that keeps its bottleneck.
         dropout_masks, parameters: as in `StageInputs`.
     """
 
@@ -266,7 +266,7 @@ class SavedStage(NamedTuple):
 
 
 def norm_convs(tensors: Sequence[Any]) -> list[NormConv]:
-    """A stage's tensors, or values that belong to them, with one entry for each norm."""
+    """A stage's parameters, or one value for each of them, grouped by norm."""
     return list(map(NormConv._make, zip(*[iter(tensors)] * len(NormConv._fields), strict=True)))
 
 

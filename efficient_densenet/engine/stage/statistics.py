@@ -1,9 +1,9 @@
 """The statistics of a stage's features: computed once when a channel is written, read by the norm of every consumer.
 
-They leave the forward as one matrix, (3, columns) in the accumulation dtype, with the rows `MEAN`, `VARIANCE` (unbiased
-at the end) and `INV_STD`. With batch statistics the features' columns come first, and the features are stored centered
-(less their mean). Frozen norms of the features have columns of their own, and the features are stored as they are. The
-bottlenecks' norms always have columns of their own. Columns are in the norms' order.
+The forward returns them as one matrix, (3, columns) in the accumulation dtype, with the rows `MEAN`, `VARIANCE`
+(unbiased at the end) and `INV_STD`. With batch statistics the features' columns come first, and the features are stored
+centered (less their mean). Frozen norms of the features have columns of their own, and the features are stored as they
+are. The bottlenecks' norms always have columns of their own. Columns are in the norms' order.
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,19 @@ from .synchronized import Count, batch_norm_backward, synchronize_statistics
 
 
 class _FeatureStatistics:
-    """What every consumer reads: the features, and 1 / sqrt(var + eps) of each channel."""
+    """The tensors that every consumer reads: the features, and 1 / sqrt(var + eps) of each channel."""
 
     spec: StageSpec
     features: Tensor
     inv_std: Tensor
 
     def affine(self, number: int, tensors: NormConv) -> BatchNormAffine:
-        """The affine map of a norm that shares the statistics of the features, by its number."""
+        """The affine map of norm `number`, which shares the statistics of the features."""
         weight, bias, *_ = tensors
         return BatchNormAffine(weight, bias, self.inv_std[self.spec.feature_columns[number]])
 
     def input(self, number: int, norm: BatchNormAffine) -> AffineInput:
-        """What the convolution after a norm of the features reads."""
+        """The input of the convolution after norm `number`, a norm of the features."""
         return AffineInput(columns_of(self.features, self.spec.feature_columns[number]), norm)
 
 
@@ -60,11 +60,11 @@ class ForwardStatistics(_FeatureStatistics):
         self._outputs = list(zip(*map(spec.written_columns, (self.matrix, *rows)), strict=True))
 
     def output(self, norm: int, eps: float) -> StatisticsOutput:
-        """Where a kernel writes the statistics of what a norm with columns of its own reads."""
+        """Where a kernel writes the statistics of the input of a norm with columns of its own."""
         matrix, *rows = self._outputs[self.spec.own_positions[norm]]
         return StatisticsOutput(matrix, eps, rows)
 
-    def of_segment(self, segment: int) -> StatisticsOutput:
+    def segment_output(self, segment: int) -> StatisticsOutput:
         """Where a kernel writes the statistics of a segment of the features."""
         matrix, *rows = self._outputs[segment]
         return StatisticsOutput(matrix, self.spec.eps, rows)
@@ -74,14 +74,15 @@ class ForwardStatistics(_FeatureStatistics):
     ) -> None:
         """Store a segment of the features, values + bias (pixels, channels), and its statistics.
 
-        `statistics` are those of the values, computed here if None. Centered values have no bias: it is in their mean.
+        `statistics` are the values' statistics, computed here if None. A bias changes the mean, not the centered
+        values.
         """
         features = self._segments[segment]
         if self.spec.frozen:
             features.copy_(values) if bias is None else torch.add(values, bias, out=features)
             return
         if statistics is None:
-            statistics = self.of_segment(segment)
+            statistics = self.segment_output(segment)
             self.kernels.batch_statistics(values, statistics)
         self.synchronize(statistics)
         mean = statistics.rows[MEAN]
@@ -90,7 +91,7 @@ class ForwardStatistics(_FeatureStatistics):
             mean.add_(bias)
 
     def own_norm(self, tensors: NormConv, statistics: StatisticsOutput) -> BatchNormAffine:
-        """A norm with columns and batch statistics of its own, which a kernel is to write."""
+        """A norm with columns of its own, and with batch statistics that a kernel will write."""
         mean, _, inv_std = statistics.rows
         return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean)
 
@@ -99,7 +100,7 @@ class ForwardStatistics(_FeatureStatistics):
     ) -> BatchNormAffine:
         """A frozen norm. Its running statistics are copied: the buffers may change before the backward.
 
-        The values that it reads lack the `bias`.
+        `bias` is the bias of the convolution before the norm, which is not added to the norm's input.
         """
         mean, variance, inv_std = output.rows
         for row, buffer in zip((mean, variance), running, strict=True):
@@ -110,27 +111,28 @@ class ForwardStatistics(_FeatureStatistics):
         return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, inv_std, mean, frozen=True)
 
     def finish(self) -> Tensor:
-        """The matrix, when all norms are done."""
+        """The matrix, after the last norm."""
         if self.spec.updates and not self.is_stored:
             self.matrix[VARIANCE].mul_(self.count / (self.count - 1))
         return self.matrix
 
     def synchronize(self, statistics: StatisticsOutput) -> None:
-        """Make a kernel's statistics those of all processes of the sync group, if there is one."""
+        """Replace a kernel's statistics by the statistics over all processes of the sync group, if there is one."""
         if self.sync_group is not None:
             self.count = synchronize_statistics(statistics, self.features.shape[0], self.sync_group)
 
 
 def _statistics_matrix(features: Tensor, columns: int) -> Tensor:
-    """For kernels to write. On a CPU it must be zero before: PyTorch's batch norm adds to what is there."""
+    """A matrix for kernels to write, zeroed on a CPU, where PyTorch's batch norm adds to its output."""
     allocate = features.new_zeros if features.is_cpu else features.new_empty
     return allocate(3, columns, dtype=accumulation_dtype(features.dtype))
 
 
 class BackwardStatistics(_FeatureStatistics):
-    """A stage's features and their statistics, and what the backward sums up for them: Σg and Σ(g·x̂) of each channel.
+    """A stage's features, their statistics, and for the backward Σg and Σ(g·x̂) of each channel, g being the gradient of
+    the normalized values x̂.
 
-    `tensors` are the tensors of all norms; only those of norms with columns of their own are read.
+    `tensors` are the tensors of all norms; only norms with columns of their own are read.
     """
 
     def __init__(
@@ -157,19 +159,20 @@ class BackwardStatistics(_FeatureStatistics):
         self._needs_sums = needs_sums and not spec.frozen
 
     def norm(self, number: int, tensors: NormConv) -> BatchNormAffine:
-        """The affine map of a norm of the features."""
+        """The affine map of norm `number`, a norm of the features."""
         return self.own_norm(number) if self.spec.frozen else self.affine(number, tensors)
 
     def own_norm(self, number: int) -> BatchNormAffine:
-        """A norm with columns of its own."""
+        """Norm `number`, which has columns of its own."""
         return self._own[number][0]
 
     def own_sums(self, number: int) -> Tensor:
-        """Σ γ · dβ and Σ γ · dγ of a norm with columns and batch statistics of its own."""
+        """Where γ · grad_bias and γ · grad_weight of norm `number` are added, which has its own columns and
+        statistics."""
         return self._own[number][1]
 
     def sums_of_features(self, number: int) -> Tensor | None:
-        """Where a consumer of the features, by the number of its norm, adds its Σ γ · dβ and Σ γ · dγ, if it has to."""
+        """Where γ · grad_bias and γ · grad_weight of norm `number`, a norm of the features, are added; or None."""
         return columns_of(self.sums, self.spec.feature_columns[number]) if self._needs_sums else None
 
     def grad_input(self, segment: int, grad_accum: Tensor) -> BatchNormBackward:

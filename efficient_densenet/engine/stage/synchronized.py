@@ -1,4 +1,4 @@
-"""What the engines do with a batch norm's statistics and sums where several processes share them."""
+"""A batch norm's statistics, and the sums of its backward, over the processes of a sync group."""
 
 from torch import Tensor
 
@@ -6,11 +6,11 @@ from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormBackward, Sta
 from ...norms.sync_batch_norm import SyncGroup
 
 Count = int | Tensor
-"""How many values of a channel a statistic is of; a tensor where the processes of a sync group have counted."""
+"""The number of values per channel; a tensor where the processes of a sync group have added up their counts."""
 
 
 def synchronize_statistics(statistics: StatisticsOutput, count: int, sync_group: SyncGroup | None) -> Count:
-    """Batch statistics over all processes of the sync group, in place of this process's own, and their count."""
+    """Replace this process's batch statistics by those of all processes of the sync group; return their count."""
     if sync_group is None:
         return count
     rows = statistics.rows
@@ -29,7 +29,7 @@ def batch_norm_backward(
     count: Count,
     sync_group: SyncGroup | None,
 ) -> BatchNormBackward:
-    """The arguments for the gradient of values behind batch statistics, which a kernel computes when it reads them.
+    """The arguments from which a kernel computes the gradient of a batch norm's input on the fly.
 
     `grad_accum` holds the gradient of x̂ = (x − μ) · r; `norm` has r and, unless the values are stored centered, μ;
     `sums` are this process's Σg and Σ(g·x̂).

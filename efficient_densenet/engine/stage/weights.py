@@ -1,4 +1,4 @@
-"""The weights of a stage's convolutions in the dtype in which those are computed."""
+"""The weights of a stage's convolutions, in the dtype in which the convolutions compute."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ _CONV_WEIGHT = NormConv._fields.index("conv_weight")
 
 
 def converted_weights(
-    parameters: Sequence[Tensor | None], dtype: torch.dtype, of: slice | None = None
+    parameters: Sequence[Tensor | None], dtype: torch.dtype, positions: slice | None = None
 ) -> list[Tensor | None]:
-    """A stage's parameters, with the weights of convolutions, all or those in the slice `of`, converted to `dtype`.
+    """A stage's parameters, with the convolution weights at `positions` (None: all) converted to `dtype`.
 
-    A GPU has one launch for many weights, each of which would take longer to launch than to convert.
+    All weights are converted in one launch: on a GPU, a launch takes longer than converting one weight.
     """
-    tensors, places = list(parameters), range(len(parameters))[of or slice(None)]
+    tensors, places = list(parameters), range(len(parameters))[positions or slice(None)]
     narrowed, weights = [], []
     for place in places[_CONV_WEIGHT :: len(NormConv._fields)]:
         weight = tensors[place]

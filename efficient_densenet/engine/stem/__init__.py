@@ -1,23 +1,24 @@
 """The ImageNet stem as one PyTorch operator: output = max_pool(relu(batch_norm(conv(x)))).
 
 z = conv(x), the input of the norm, is the largest tensor of the whole network. It is not saved for backward: x, the
-parameters and the batch statistics are, and the backward recomputes z once, in full. What follows from z (its
-normalized values, and their gradient before the pooling) exists for a tile at a time: on an NVIDIA GPU a tile of
+parameters and the batch statistics are, and the backward recomputes z once, in full. The tensors computed from z (its
+normalized values, and the gradient of the pooling's input) exist for one tile at a time: on an NVIDIA GPU a tile of
 a Triton kernel, elsewhere some images or, where one image is too large, some channels of it (`kernels.stem`).
 
-With x̂ = (z − μ) · r, r = 1 / sqrt(var + eps), and y = relu(γ · x̂ + β), the backward passes over the tiles twice, since
-the sums over all pixels must be known before the gradient of any:
+With μ and var the statistics of z, r = 1 / sqrt(var + eps), x̂ = (z − μ) · r, and y = relu(γ · x̂ + β) for the norm's
+weight γ and bias β, the backward passes over the tiles twice: the gradient of any pixel needs sums over all pixels.
 
-1. The pooling is recomputed, and the indices of its maxima are stored in int32 (Triton's kernels store their places
+1. The pooling is recomputed, and the indices of its maxima are stored in int32 (Triton's kernels store positions
    within the windows, in int8): −1 where the ReLU is inactive.
-   With g = the gradient of γ · x̂ + β, which is zero but at the maxima, the norm's grad_bias = Σ g and
+   With g = the gradient of γ · x̂ + β, which is zero except at the maxima, the norm's grad_bias = Σ g and
    grad_weight = Σ g · x̂.
 2. g is grad_output scattered to the indices, and grad_z = γ · r · (g − mean(g) − x̂ · mean(g · x̂)); where the norm is
    frozen, grad_z = γ · r · g. It is written over z. Then `convolution_backward`, some images at a time, computes
-   grad_input and the convolution's grad_weight. Its grad_bias, zero unless the norm is frozen, follows from the norm's.
+   grad_input and the convolution's grad_weight. The convolution's
+   grad_bias, zero unless the norm is frozen, is computed from the norm's grad_bias.
 
-Where maxima are equal, PyTorch decides which gets the gradient: the pooling is PyTorch's own, on the values that the
-plain modules would pool, so it decides alike. Triton's kernels follow its rule.
+One of several equal maxima gets the gradient. The pooling is PyTorch's own, on the values that the plain modules would
+pool, so it chooses the same maximum as they do. Triton's kernels follow PyTorch's rule.
 """
 
 from collections.abc import Sequence

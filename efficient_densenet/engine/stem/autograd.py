@@ -41,7 +41,7 @@ def _stem(*arguments: Any) -> list[Tensor]:
 
 
 class SharedStem(torch.autograd.Function):
-    """All results of the operator, of which the first is differentiable."""
+    """The stem as an autograd node. Of the operator's results, only the first, the output, is differentiable."""
 
     @staticmethod
     def forward(ctx: Any, spec: StemSpec, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -78,7 +78,7 @@ def plain_stem(
     weight: Tensor,
     bias: Tensor | None,
 ) -> list[Tensor]:
-    """The stem's output, by functions that autograd can differentiate again and again."""
+    """The stem's output, by functions that autograd can differentiate any number of times."""
     dtype = spec.torch_dtype
     x = spec.conv.forward(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     x = plain_norm(x, norm_weight, norm_bias, spec.eps, statistics if spec.frozen else None)

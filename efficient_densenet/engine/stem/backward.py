@@ -16,8 +16,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, norm.weight, norm.bias, conv.weight and, if there is one, conv.bias.
 
-    `needs_grad` is of each of them; `count` is the number of values per channel in a sync group. The gradient of the
-    convolution's output is written over it.
+    `needs_grad` says which of them are needed; `count` is the number of values per channel in a sync group. The
+    gradient of the convolution's output is written over the output.
     """
     values, pool, kernels = convolved.values, convolved.spec.pool, convolved.kernels
     grad_output = grad_output.contiguous(memory_format=memory_format_of(values))  # once, for both kernels
@@ -35,15 +35,15 @@ def backward(
 
 
 def _sums_of_processes(grads: Gradients, count: Tensor, sync_group: SyncGroup | None) -> Gradients:
-    """The norm's gradients over all processes of the sync group, divided by the number of their values per channel."""
-    assert sync_group is not None  # it has counted
+    """The norm's gradients, summed over all processes of the sync group and divided by `count`."""
+    assert sync_group is not None  # only a sync group has a count
     return Gradients(*(total / count for total in sync_group.sums(grads.norm_weight, grads.norm_bias)))
 
 
 def _conv_backward(
     convolved: Convolved, needs_grad_input: bool, needs_grad_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """grad_input and grad_weight of the convolution, by as many images at a time as in its forward."""
+    """grad_input and grad_weight of the convolution, for as many images at a time as in its forward."""
     x, tiles, output_mask = convolved.x, convolved.image_tiles, [needs_grad_input, needs_grad_weight, False]
     grad_input = torch.empty_like(x) if needs_grad_input and len(tiles) > 1 else None
     grad_weight = None

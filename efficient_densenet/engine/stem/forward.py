@@ -14,7 +14,7 @@ from .spec import StemSpec
 
 
 class Convolved:
-    """The tensors of a stem's convolution in its dtype, and z = conv(x), (N, out_channels, *spatial)."""
+    """The inputs of a stem's convolution in its dtype, and its output z = conv(x), (N, out_channels, *spatial)."""
 
     def __init__(self, spec: StemSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         dtype = spec.torch_dtype
@@ -51,7 +51,7 @@ def forward(
 ) -> list[Tensor]:
     """The output, the matrix of statistics and, in a sync group, the number of values per channel.
 
-    There are running statistics of a frozen norm, which are copied: the buffers may change before the backward.
+    A frozen norm has running statistics, which are copied: the buffers may change before the backward.
     """
     spec, values, count = convolved.spec, convolved.values, convolved.count
     matrix = values.new_empty(3, values.shape[1], dtype=spec.accumulation_dtype)

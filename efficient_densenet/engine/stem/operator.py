@@ -25,8 +25,10 @@ LIBRARY.define(
 
 
 def stem(spec: StemSpec, *tensors: Any) -> list[Tensor]:
-    """The stem's output, the matrix of statistics and, in a sync group, the number of values per channel; autograd does
-    not record them."""
+    """The stem's output, the matrix of statistics and, in a sync group, the number of values per channel.
+
+    Autograd does not record these operations.
+    """
     with below_autograd():
         if are_ordinary(*tensors):
             return run_forward(spec, *tensors)
@@ -36,7 +38,7 @@ def stem(spec: StemSpec, *tensors: Any) -> list[Tensor]:
 def stem_backward(
     spec: StemSpec, grad_output: Tensor, tensors: Sequence[Any], needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of x, norm_weight, norm_bias, weight and bias, None where it is not needed.
+    """The gradients of x, norm_weight, norm_bias, weight and bias, None where a gradient is not needed.
 
     `tensors` are these five, the statistics and the count.
     """
@@ -89,7 +91,7 @@ def run_backward(
 
 
 def _with_strides_like(x: Tensor, grad_input: Tensor) -> Tensor:
-    """x's gradient as `empty_like(x)` lies in memory, which the fake implementation promises."""
+    """x's gradient with the strides of `empty_like(x)`, which the fake implementation returns."""
     if grad_input.stride() == torch.empty_like(x, device="meta").stride():
         return grad_input
     return torch.empty_like(x).copy_(grad_input)
@@ -111,7 +113,7 @@ def _stem_backward(*arguments: Any) -> list[Tensor]:
 def _fake_stem(*arguments: Any) -> list[Tensor]:
     x, _, _, weight, bias, _, _, text = arguments
     spec = decode(text)
-    # Which memory format a convolution's output has depends on the device's routine: a fake convolution tells.
+    # The memory format of a convolution's output depends on the device's routine, so a fake convolution is run.
     dtype = spec.torch_dtype
     convolved = spec.conv.forward(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     pooled, dtype = spec.pool.forward(convolved)[0].shape, getattr(torch, spec.output_dtype)

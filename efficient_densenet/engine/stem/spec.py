@@ -32,7 +32,8 @@ class Stem(NamedTuple):
 class StemSpec(NamedTuple):
     """The settings of a stem as plain data, which its operators take as a string.
 
-    `dtype` is the convolution's, under autocast its lower precision; sums and statistics are in `accumulation_dtype`.
+    `dtype` is the convolution's dtype, under autocast its lower precision; sums and statistics are in
+    `accumulation_dtype`.
     """
 
     dtype: str
@@ -58,14 +59,14 @@ class StemSpec(NamedTuple):
 
     @property
     def encoded(self) -> str:
-        """As the operators take it."""
+        """The specification as the string that the operators take."""
         *settings, conv, pool = self
         return encode(*settings, tuple(conv), tuple(pool))
 
 
 @lru_cache(maxsize=256)
 def decode(text: str) -> StemSpec:
-    """The specification whose `encoded` this is."""
+    """The specification whose `encoded` is `text`."""
     *settings, conv, pool = json.loads(text)
     return StemSpec._make([*settings, Conv(*conv), MaxPool(*pool)])
 
@@ -99,7 +100,7 @@ def _per_dim(setting: int | tuple[int, ...], dims: int) -> list[int]:
 
 
 def _integers(setting: Iterable[int]) -> list[int]:
-    """As Python's own numbers: modules take NumPy's too, which no operator takes."""
+    """Python's integers: modules accept NumPy's too, but operators do not."""
     return list(map(int, setting))
 
 
