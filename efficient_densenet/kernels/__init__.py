@@ -1,4 +1,4 @@
-"""The few kernels that the shared engine is made of: portable PyTorch (`few_rows` for few pixels), Triton, Numba.
+"""The sets of kernels for the shared engine: portable PyTorch (`few_rows` for few pixels), Triton and Numba.
 
 `kernels_for` is the only place that chooses between them; each set implements `interface.Kernels`.
 """
@@ -23,10 +23,10 @@ _NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def kernels_for(values: Tensor, synchronized: bool = False) -> Kernels:
-    """The kernels for a stage whose features are `values`, or for a stem whose input they are.
+    """The kernels for a stage with features like `values`, or for a stem with input `values`.
 
-    Those of the device where they can run, else portable. `synchronized` says that the statistics are those of other
-    processes' values too.
+    The device's kernels where they can run, else portable. `synchronized` says that the norms are synchronized over
+    several processes.
     """
     if triton_supports(values):
         from .triton_gpu.host import operations as triton_kernels
@@ -50,7 +50,8 @@ def kernel_set_name(values: Tensor) -> str:
 
 
 def triton_supports(values: Tensor) -> bool:
-    """Whether the Triton kernels can run on `values`. Tensor subclasses may have no memory of their own: portable."""
+    """Whether the Triton kernels can run on `values`, which must not be a subclass: it may have no memory of its
+    own."""
     return values.is_cuda and type(values) is Tensor and values.dtype in _TRITON_DTYPES and _has_triton(values.device)
 
 
@@ -60,7 +61,7 @@ def numba_supports(values: Tensor) -> bool:
 
 
 def numba_multiplies(dtype: torch.dtype) -> bool:
-    """Whether the Numba kernels multiply in this dtype, and do not widen it first. For where they can run."""
+    """Whether the Numba kernels multiply in this dtype without widening it first. They must be able to run."""
     if dtype not in _NUMBA_DTYPES:
         return False
     return importlib.import_module(f"{__name__}.numba_cpu.host.products").product_of(dtype).operand is dtype
@@ -84,7 +85,7 @@ def _has_numba() -> bool:
 
 @functools.cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and supports the device, as it does NVIDIA's from compute capability 8.0 on."""
+    """Whether Triton is installed and supports the device, which is NVIDIA's with compute capability 8.0 or higher."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:

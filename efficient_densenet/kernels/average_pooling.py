@@ -9,16 +9,16 @@ from .._tensors import accumulation_dtype, autocast_enabled
 
 def average_pool(images: Tensor) -> Tensor:
     """The mean of every 2×2 pixels (2 or 2×2×2 in other dimensions)."""
-    if images.dim() == 3:  # as PyTorch does it: images of one row
+    if images.dim() == 3:  # as in PyTorch: images of one row
         return F.avg_pool2d(images.unsqueeze(2), (1, 2)).squeeze(2)
     if images.dim() == 4:
         return F.avg_pool2d(images, 2)
-    # PyTorch has avg_pool3d in no half precision on a CPU.
+    # On a CPU, PyTorch has no avg_pool3d in half precisions.
     return F.avg_pool3d(images.to(accumulation_dtype(images.dtype)), 2).to(images.dtype)
 
 
 def average_pool_dtype(images: Tensor) -> torch.dtype:
-    """The dtype of the output of PyTorch's own pooling here: under autocast on a CPU, that of volumes is float32."""
+    """The dtype of the output of PyTorch's own pooling: under autocast on a CPU, float32 for volumes."""
     if images.dim() < 5 or not autocast_enabled(images):
         return images.dtype
     return F.avg_pool3d(images.new_zeros([1] * 5), 1).dtype

@@ -1,8 +1,8 @@
 """3×3 convolutions (3 or 3×3×3 in other dimensions) by PyTorch's operations, with padding = dilation.
 
 oneDNN is the fastest on a CPU for most sizes, but its calls take longer than the arithmetic on images of few pixels.
-PyTorch's own im2col convolution is faster there: PyTorch chooses it for one small image, and so does this file for
-several.
+PyTorch's own im2col convolution is faster there: PyTorch chooses it for one small image, and this file for several
+small images too.
 """
 
 import torch
@@ -43,6 +43,6 @@ def _by_im2col(images: Tensor, dilation: int) -> bool:
     im2col_bytes = 9 * images.numel() * images.itemsize
     return (
         im2col_bytes <= IM2COL_BYTES
-        and (dilation, images.dim(), images.dtype) == (1, 4, torch.float32)  # others have no oneDNN, or no im2col
+        and (dilation, images.dim(), images.dtype) == (1, 4, torch.float32)  # others lack oneDNN or im2col
         and images.is_cpu
     )

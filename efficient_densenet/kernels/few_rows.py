@@ -1,7 +1,7 @@
 """Portable's kernels in fewer operations, for few rows on a CPU, where an operation takes the time of its call.
 
-PyTorch's batch norm makes no partial sums, and is accurate for so few rows. One call of it has the statistics
-and the normalized values, another one all gradients of a norm whose statistics are those of these rows alone.
+PyTorch's batch norm computes no partial sums, but is accurate for so few rows. One call returns the statistics and the
+normalized values. Another call returns all gradients, if the statistics are of these rows alone (not synchronized).
 """
 
 import functools
@@ -20,7 +20,7 @@ from .interface import (
     Gradients,
     StatisticsOutput,
 )
-from .portable import (  # noqa: F401 (this set's too)
+from .portable import (  # noqa: F401 (part of this set)
     affine_backward,
     affine_forward,
     conv1x1_backward,
@@ -113,11 +113,11 @@ def _activation(input: AffineInput) -> Tensor:
 
 
 def _batch_norm(values: Tensor, statistics: StatisticsOutput, norm: BatchNormAffine | None = None) -> Tensor:
-    """The normalized values, with the norm's parameters if it is given; writes the statistics.
+    """The normalized values, with the parameters of `norm` if it is given; writes the statistics.
 
-    The running variance that PyTorch updates, zero before, becomes momentum times the unbiased variance: with this
-    momentum, the biased one. native_batch_norm takes a running mean with the running variance: the mean's own row,
-    which then is the mean up to rounding, whichever of the two is written first.
+    PyTorch updates a running variance of zero to momentum times the unbiased variance: with the momentum here, that is
+    the biased variance. native_batch_norm also needs a running mean. It gets the row of the mean, which then holds the
+    mean up to rounding, whether PyTorch writes the batch mean or the running mean first.
     """
     mean, variance, inv_std = statistics.rows
     affine = (None, None) if norm is None else (as_dtype(norm.weight, mean.dtype), as_dtype(norm.bias, mean.dtype))

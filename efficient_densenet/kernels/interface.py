@@ -1,9 +1,9 @@
 """The interface that every set of kernels implements, and the arguments of its kernels.
 
-Layout: a pixel matrix is (pixels, channels), one row for each pixel of each image, as channels_last memory lies. It may
+Layout: a pixel matrix is (pixels, channels), one row for each pixel of each image, as in channels_last memory. It may
 be a slice of the channels of a larger matrix: its row stride is then larger than its number of channels.
 `shape` is (images, *spatial), so that pixels = shape.numel(). Vectors are (channels,), in the accumulation dtype:
-float32 for half precisions, else the values' own.
+float32 for half precisions, else the values' dtype.
 """
 
 import functools
@@ -31,9 +31,9 @@ class _BatchNorm(NamedTuple):
 class BatchNormAffine(_BatchNorm):
     """One norm as an affine map: y = γ · (x − μ) · r + β = scale · x + shift, with r = 1 / sqrt(var + eps).
 
-    `mean`, μ, is None where the values are stored centered (less their batch mean). `frozen` norms have running
-    statistics. `weight`, γ, and `bias`, β, have the dtype of the parameters, all else the dtype of the statistics. A
-    kernel may read the vectors themselves, and then nothing is computed from them before it runs.
+    `mean`, μ, is None where the values are stored centered (their batch mean is subtracted). `frozen` norms have
+    running statistics. `weight`, γ, and `bias`, β, have the dtype of the parameters, all other vectors the dtype of the
+    statistics. `scale` and `shift` are computed when they are first read: some kernels read only the vectors.
     """
 
     @functools.cached_property
@@ -49,15 +49,15 @@ class BatchNormAffine(_BatchNorm):
 
     @property
     def grad_scale(self) -> Tensor:
-        """The factor of the gradient behind the ReLU in the accumulated gradient.
+        """The factor with which grad_accum accumulates the gradient of the norm's output.
 
-        What accumulates is the gradient of the values under a frozen norm, and of the normalized values x̂ under a norm
-        with batch statistics, whose r and mean terms follow in the batch norm's backward.
+        Under a frozen norm it is γ · r: grad_accum is the gradient of the values. Under batch statistics it is γ:
+        grad_accum is the gradient of the normalized values x̂, and the batch norm's backward computes the rest.
         """
         return self.scale if self.frozen else as_dtype(self.weight, self.inv_std.dtype)
 
     def grad_conv_bias(self, grad_bias: Tensor) -> Tensor:
-        """The gradient of the bias of the convolution before the norm, Σ dx over the pixels; `grad_bias` is the norm's.
+        """The gradient of the bias of the convolution before the norm, from the norm's own `grad_bias`.
 
         Batch statistics remove a bias: its gradient is zero, summed over the processes of a sync group.
         """
@@ -93,9 +93,9 @@ class AffineInput(NamedTuple):
 class GradAccumulator(NamedTuple):
     """Where a backward kernel accumulates: grad_accum += grad_scale · grad, or `=` with `overwrite`.
 
-    γ · grad_bias and γ · grad_weight of the norm are added to `sums`, (2, channels), if there are any: not under a
-    frozen norm, nor for kernels without `needs_sums`. `needs_grad_weight` is False where the convolution's weight does
-    not require a gradient. With `is_only_consumer` nobody else accumulates in grad_accum.
+    γ · grad_bias and γ · grad_weight of the norm are added to `sums`, (2, channels). It is None under a frozen norm,
+    and for kernels without `needs_sums`. `needs_grad_weight` is False where the convolution's weight does
+    not require a gradient. With `is_only_consumer` no other kernel accumulates in grad_accum.
     """
 
     grad_accum: Tensor  # (pixels, channels)
@@ -111,8 +111,8 @@ class GradAccumulator(NamedTuple):
 class Gradients(NamedTuple):
     """The gradients of the parameters, which a backward kernel returns; the norm's are in the accumulation dtype.
 
-    `values` is the gradient of the input's values, where their only consumer's kernel has computed it already. It may
-    then leave grad_accum and sums alone.
+    `values` is the gradient of the input's values, where the kernel of their only consumer has computed it already. The
+    kernel may then leave grad_accum and sums unchanged.
     """
 
     norm_weight: Tensor
@@ -140,7 +140,7 @@ class Conv1x1(NamedTuple):
 
 
 class BatchNormBackward(NamedTuple):
-    """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)): a batch norm's backward, its two sums being known.
+    """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)): a batch norm's backward with known sums.
 
     g is `grad_accum`, `sums` are Σ g and Σ g · x̂ over `count` rows, (2, channels), and `inv_std` is r. x̂ is
     (values − mean) · r; `mean` is None where the values are stored centered. `sums` is None for kernels without
@@ -175,7 +175,7 @@ class Kernels(Protocol):
 
     @property
     def needs_sums(self) -> bool:
-        """Whether `batch_norm_grad_input` reads `sums`. If not, it adds up itself."""
+        """Whether `batch_norm_grad_input` reads `sums`. If not, it computes the sums itself."""
         ...
 
     def batch_statistics(self, values: Tensor, statistics: StatisticsOutput) -> None:
@@ -183,8 +183,8 @@ class Kernels(Protocol):
         ...
 
     def batch_norm_grad_input(self, grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
-        """r · (g − mean(g) − x̂ · mean(g · x̂)), (pixels, channels), contiguous; with `may_overwrite` it may instead be
-        written over g, and is g itself then."""
+        """r · (g − mean(g) − x̂ · mean(g · x̂)), (pixels, channels), contiguous; with `may_overwrite` the result may be
+        g itself, overwritten in place."""
         ...
 
     def affine_forward(self, input: AffineInput) -> Tensor:
@@ -202,9 +202,9 @@ class Kernels(Protocol):
     def conv1x1_forward_with_statistics(
         self, conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine
     ) -> AffineInput:
-        """Writes conv.output and its statistics, by which `norm` reads it: its vectors are rows of them.
+        """Writes conv.output and its statistics. The mean and inv_std of `norm` are rows of these statistics.
 
-        Returns what the convolution after `norm` reads.
+        Returns the input of the convolution after `norm`.
         """
         ...
 
@@ -218,8 +218,8 @@ class Kernels(Protocol):
     ) -> Gradients:
         """g = grad_output @ weight, grad_weight = grad_output.T @ y, with grad_output computed on the fly.
 
-        Also computes `next_bottleneck`, the bottleneck of the layer that the backward walks to next, while a tile of
-        the features is in cache: it reads some of the same channels, and its output may be the memory of
+        Also computes `next_bottleneck`, the bottleneck of the next layer in the backward, while a tile of the
+        features is in cache: it reads some of the same channels, and its output may be the memory of
         `grad_output.values`.
         """
         ...
@@ -282,7 +282,7 @@ class Kernels(Protocol):
     def norm_relu_max_pool_reduce(
         self, grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: MaxPool
     ) -> tuple[Tensor, Gradients]:
-        """Where the maxima are, −1 where the ReLU is inactive, as `norm_relu_max_pool_backward` reads it; and the
+        """The indices of the maxima, −1 where the ReLU is inactive, for `norm_relu_max_pool_backward`; and the
         gradients of the norm."""
         ...
 

@@ -10,7 +10,7 @@ from .._dimensions import dimensions_of
 
 
 class MaxPool(NamedTuple):
-    """The settings of the pooling. Signals are pooled as images of one row, as PyTorch does it."""
+    """The settings of the pooling. Signals are pooled as images of one row, as in PyTorch."""
 
     kernel_size: list[int]
     stride: list[int]
@@ -34,7 +34,7 @@ class MaxPool(NamedTuple):
         return getattr(torch.ops.aten, name)(grad_output, values, *self, indices)
 
     def pooled_size(self, size: Sequence[int]) -> list[int]:
-        """The spatial size of the pooled images; below 1 where there is none."""
+        """The spatial size of the pooled images; below 1 where a side has no window."""
         sides = zip(size, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
         return [_pooled_side(*side, self.ceil_mode) for side in sides]
 
@@ -44,7 +44,7 @@ class MaxPool(NamedTuple):
 
 
 def _pooled_side(side: int, kernel_size: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """With `ceil_mode` the last window may end outside, but must begin inside or in the padding before the image."""
+    """With `ceil_mode` the last window may end outside the image, but must begin inside it or in the left padding."""
     beyond_first = side + 2 * padding - dilation * (kernel_size - 1) - 1
     if not ceil_mode:
         return beyond_first // stride + 1

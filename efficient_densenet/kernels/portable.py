@@ -13,8 +13,8 @@ convolution. The backward recomputes each tile of y in the same way. Every backw
 and returns the gradients of the norm and of the convolution's weight (None where it is not needed). Sums and statistics
 are in the accumulation dtype: float32 for half precisions.
 
-On small inputs the time of a kernel is that of its calls of PyTorch. They have one tile: nothing is sliced, and PyTorch
-allocates memory in less time than scratch is found. `few_rows` has fewer calls where there are few rows.
+On small inputs a kernel takes the time of its calls of PyTorch. Small inputs have one tile, so that nothing is sliced,
+and use no scratch, which takes longer to find than PyTorch takes to allocate. `few_rows` makes fewer calls.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ from .interface import (
     StatisticsOutput,
 )
 from .row_tiles import WHOLE, is_small, rows, tile_scratch, tiles
-from .stem import (  # noqa: F401 (the set's operations of the stem)
+from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
     norm_relu_max_pool,
@@ -47,13 +47,13 @@ needs_sums = True
 
 Sums = tuple[Tensor | None, Tensor, Tensor]
 """grad_weight of a convolution, None where it is not needed; Σ grad and Σ grad · values over the rows, (channels,)
-each, grad being masked by any ReLU."""
+each. grad is the gradient of the norm's output, after the mask of a ReLU."""
 
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
 
 def to_pixel_matrix(images: Tensor) -> Tensor:
-    """(N, C, *spatial) to (pixels, C): a view of images in channels_last, a copy of others."""
+    """(N, C, *spatial) to (pixels, C): a view of images in channels_last, a copy of other images."""
     channels, memory_format = images.shape[1], CHANNELS_LAST.get(images.dim())
     if memory_format is not None and images.is_contiguous(memory_format=memory_format):
         return images.as_strided((images.numel() // channels, channels), (channels, 1))
@@ -75,7 +75,7 @@ def halved(shape: torch.Size) -> torch.Size:
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     """Mean, biased variance and 1 / sqrt(var + eps) of each channel, by two passes: var = Σ (x − mean)² / pixels."""
     mean, variance, inv_std = statistics.rows
-    if values.is_cpu:  # this is as accurate as var_mean there, and ten times as fast
+    if values.is_cpu:  # as accurate as var_mean, which is ten times slower on a CPU
         _mean_and_variance(values, mean, variance)
     else:
         for row, vector in zip((variance, mean), torch.var_mean(values.to(mean.dtype), 0, correction=0), strict=True):
@@ -128,7 +128,7 @@ def conv1x1_backward(
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
 ) -> Gradients:
-    """g = grad_output @ weight and grad_weight = grad_output.T @ y, grad_output being a batch norm's grad_input.
+    """g = grad_output @ weight and grad_weight = grad_output.T @ y, where grad_output is a batch norm's grad_input.
 
     `next_bottleneck` is computed for the same tile of rows while the features are in cache. Its output may be the
     memory of `grad_output.values`, whose rows of the tile have been read by then.
@@ -246,7 +246,8 @@ def _activation_tiles(
 def _affine_relu(values: Tensor, norm: BatchNormAffine, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """relu(scale · values + shift) of a tile's values in `dtype`, and a buffer in the accumulation dtype.
 
-    The activation is in that buffer unless its dtype differs, so the buffer is free only after its last use.
+    The activation is in this buffer unless its dtype differs, so the buffer is free only after the activation's last
+    use.
     """
     scale, accumulation_dtype = norm.scale, norm.inv_std.dtype
     out = tile_scratch("accumulation_tile", values, accumulation_dtype)
@@ -266,7 +267,8 @@ def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
 def _conv1x1_grad_weight(
     grad_output: Tensor, activation: Tensor, accumulator: GradAccumulator, dtype: torch.dtype
 ) -> Tensor | None:
-    """grad_output.T @ activation. Of many rows its transpose is computed: a tall product is faster than a wide one."""
+    """grad_output.T @ activation. For many rows, its transpose is computed: a tall product is faster than a wide
+    product."""
     if not accumulator.needs_grad_weight:
         return None
     if is_small(activation, dtype):
@@ -301,7 +303,7 @@ def _accumulate_grad(
         torch.mul(grad, grad_scale, out=grad_accum)
     else:
         grad_accum.addcmul_(grad, grad_scale)
-    in_half_precision = buffer.dtype != grad.dtype  # where a product would be rounded
+    in_half_precision = buffer.dtype != grad.dtype  # in which a product would be rounded
     product = buffer.copy_(grad).mul_(values) if in_half_precision else torch.mul(grad, values, out=buffer)
     return grad.sum(0, dtype=buffer.dtype), product.sum(0)
 
@@ -334,7 +336,7 @@ def _to_images(matrix: Tensor, tile: slice, shape: torch.Size) -> Tensor:
 
 
 def _pooled_tile(tile: slice, shape: torch.Size) -> slice:
-    """The rows of the pooled images that a tile of whole images becomes."""
+    """The rows of the pooled images for a tile of whole images."""
     if tile is WHOLE:
         return WHOLE
     pixels, pooled_pixels = shape[1:].numel(), halved(shape)[1:].numel()

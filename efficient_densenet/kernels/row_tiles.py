@@ -1,4 +1,4 @@
-"""Tiles of the rows of a pixel matrix, and scratch memory for what is computed of a tile."""
+"""Tiles of the rows of a pixel matrix, and scratch memory for the results of a tile."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 """The largest scratch buffer of a tile: it must fit a CPU's cache, or be large enough to occupy a whole GPU."""
 
 SMALL_TILE = 1 / 16
-"""The part of `TILE_BYTES` below which the time of an operation is mostly that of its call."""
+"""The fraction of `TILE_BYTES` below which an operation mostly takes the time of its call."""
 
 WHOLE = slice(None)
 """The tile of a matrix that is one tile."""
@@ -20,7 +20,8 @@ _ONE_TILE = (WHOLE,)
 
 
 def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Sequence[slice]:
-    """Tiles of rows: as many as fit `TILE_BYTES` in `dtype`, rounded down to a multiple but not to none."""
+    """Tiles of rows: as many rows as fit `TILE_BYTES` in `dtype`, rounded down to a multiple of `multiple_of`, at least
+    one."""
     if is_small(values, dtype):
         return _ONE_TILE
     num_rows, channels = values.shape
@@ -41,6 +42,6 @@ def is_small(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def tile_scratch(name: str, values: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Scratch of the shape of `values` for the result of an operation. None, so that PyTorch allocates a new tensor,
-    where that takes less time than to find scratch."""
+    """Scratch of the shape of `values` for the result of an operation. None for a small result: PyTorch
+    then allocates a new tensor, which takes less time than finding scratch."""
     return None if is_small(values, dtype) else scratch.take(name, values.shape, dtype, values.device)

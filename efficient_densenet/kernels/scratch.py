@@ -1,6 +1,6 @@
-"""Scratch buffers that are allocated once for all the tiles of all the layers of a pass.
+"""Scratch buffers that are allocated once for all tiles of all layers in a forward or a backward.
 
-Asking the system for pages again and again would take longer than some of the arithmetic does.
+Requesting pages from the system for each tile would take longer than some of the arithmetic.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 Held = dict[tuple, Tensor]
-"""A buffer by (name, dtype), and the views of it that were taken, by (name, dtype, shape): layers take the same again
-and again."""
+"""A buffer by (name, dtype), and the views of it that were taken, by (name, dtype, shape): many layers take the same
+views."""
 
 _local = threading.local()
 
 
 @contextlib.contextmanager
 def reused(held: Held | None = None) -> Iterator[None]:
-    """Within, in this thread, `take` returns the same memory for the same name. `held` are buffers from before."""
+    """In this context and thread, `take` returns the same memory for the same name. `held` are buffers to reuse."""
     outer = getattr(_local, "held", None)
     _local.held = {} if held is None else held
     try:
@@ -30,7 +30,7 @@ def reused(held: Held | None = None) -> Iterator[None]:
 
 
 def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized tensor. It overwrites what was taken before by this name and dtype."""
+    """An uninitialized tensor. It shares its memory with all tensors that were taken with this name and dtype."""
     held = getattr(_local, "held", None)
     if held is None:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -43,7 +43,7 @@ def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def buffer(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized vector of at least `size` elements, overwritten as by `take`."""
+    """An uninitialized vector of at least `size` elements, which shares its memory as in `take`."""
     held = getattr(_local, "held", None)
     if held is None:
         return torch.empty(size, dtype=dtype, device=device)

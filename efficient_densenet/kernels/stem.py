@@ -1,7 +1,7 @@
 """`portable`'s operations between a stem's convolution and its output: batch norm, ReLU and max pooling of images.
 
-A tile is as many images as `TILE_BYTES` hold in the accumulation dtype, at least one; of one image that is too large,
-as many channels, at least one.
+A tile is as many images as fit `TILE_BYTES` in the accumulation dtype, at least one. Of an image that is too large, a
+tile is as many channels as fit, at least one.
 """
 
 import math
@@ -17,11 +17,11 @@ from .max_pooling import MaxPool
 from .row_tiles import TILE_BYTES
 
 Tile = tuple[slice, slice]
-"""Images, and channels of them."""
+"""A slice of the images, and a slice of their channels."""
 
 
 def images_at_once(x: Tensor, shape: torch.Size) -> int:
-    """A convolution's own workspace may be as large as its output."""
+    """As many as fit `TILE_BYTES`: a convolution's own workspace may be as large as its output."""
     return max(1, _channels_per_tile(x, shape) // shape[1])
 
 
@@ -102,22 +102,22 @@ def _grad_coefficients(
 
 
 def _pooled_tile(values: Tensor, tile: Tile, norm: BatchNormAffine, pool: MaxPool) -> tuple[Tensor, Tensor]:
-    """The pooling's maxima and their indices."""
+    """The maxima of the pooling and their indices, for a tile."""
     assert norm.mean is not None
     buffer = _centered(values, tile, norm.mean, _pooling_format(values, tile))
     shift, scale = (_by_channel(vector, tile, values) for vector in (_of_centered(norm).shift, norm.scale))
     normalized = torch.addcmul(shift, buffer, scale, out=buffer)
-    # Rounded before the ReLU, as plain modules do it: some values are equal only then, and ties decide the indices.
+    # Round before the ReLU, as plain modules do: rounding makes some values equal, and so changes the indices.
     return pool.forward(normalized.to(values.dtype).clamp_min_(0))
 
 
 def _of_centered(norm: BatchNormAffine) -> BatchNormAffine:
-    """The norm of values less their mean."""
+    """The same norm for centered values (their mean is subtracted)."""
     return norm._replace(mean=None)
 
 
 def _pooling_format(values: Tensor, tile: Tile) -> torch.memory_format:
-    """On a CPU, PyTorch pools eight or more contiguous channels ten times as fast."""
+    """channels_last for eight or more channels on a CPU, which PyTorch then pools ten times as fast."""
     if values.is_cpu and values.dim() > 3 and len(range(values.shape[1])[tile[1]]) >= 8:
         return CHANNELS_LAST[values.dim()]
     return memory_format_of(values)
@@ -135,18 +135,18 @@ def _centered(values: Tensor, tile: Tile, mean: Tensor, memory_format: torch.mem
 
 
 def _by_channel(vector: Tensor, tile: Tile, values: Tensor) -> Tensor:
-    """(channels,) to the tile's channels, (channels, 1, …), which broadcasts with (N, channels, *spatial)."""
+    """The tile's channels of a vector, as (channels, 1, …), which broadcasts with (N, channels, *spatial)."""
     return vector[tile[1]].view(-1, *[1] * (values.dim() - 2))
 
 
 def _empty_pooled(values: Tensor, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """A buffer for all images and channels, of the spatial size of a tile's `part`."""
+    """A buffer for all images and channels, with the spatial size of `part`, the result of one tile."""
     shape, memory_format = (*values.shape[:2], *part.shape[2:]), memory_format_of(values)
     return torch.empty(shape, dtype=dtype, device=values.device, memory_format=memory_format)
 
 
 def _reduced(values: Tensor) -> list[int]:
-    """All dimensions but the channels."""
+    """All dimensions except the channels."""
     return [0, *range(2, values.dim())]
 
 

@@ -1,1 +1,1 @@
-"""What Numba compiles: the kernels for CPUs and the functions that are inlined into them."""
+"""The code that Numba compiles: the kernels for CPUs and the functions that are inlined into them."""

@@ -8,10 +8,10 @@ from .pooling import first_pixel
 from .threads import partition
 
 _COLUMNS = 256
-"""So many channels are summed at once, in registers or in the first-level cache."""
+"""The number of channels that are summed at once, in registers or in the L1 cache."""
 
 _RUN = 32
-"""So many rows are summed in the dtype of the arithmetic before they join a sum in float64, which a long sum needs."""
+"""The number of rows that are summed in the dtype of the arithmetic. These short sums are added up in float64."""
 
 _sums_buffer = stack_buffer(_COLUMNS)
 
@@ -24,45 +24,45 @@ def clear_sums(sums, thread):
 
 @compiled
 def sum_run(pixels):
-    """So many rows of a gradient, each of so many pixels, make a run."""
+    """The number of a gradient's rows in a run, if each row stands for `pixels` pixels."""
     return _RUN // pixels
 
 
 @inlined
-def _relu_backward_pixel(input, accumulator, row, left, grad_output, ones, products, zero):
+def _relu_backward_pixel(input, accumulator, row, left, grad_output, grads, products, zero):
     width, overwrite = len(grad_output), accumulator.overwrite
     values, grad_accum = row_of(input.values, row, left, width), row_of(accumulator.grad_accum, row, left, width)
     scale, shift = elements(input.scale, left, width, zero), elements(input.shift, left, width, zero)
     grad_scale = elements(accumulator.grad_scale, left, width, zero)
     for j in range(width):
         grad = grad_output[j] if not values[j] * scale[j] + shift[j] <= zero else zero
-        ones[j] += grad
+        grads[j] += grad
         products[j] += grad * values[j]
         grad_accum[j] = grad * grad_scale[j] + (zero if overwrite else grad_accum[j])
 
 
 @inlined
-def _relu_backward_row(conv, row, left, grad_output, ones, products, zero):
-    """The gradient behind the ReLU, of one pixel."""
+def _relu_backward_row(conv, row, left, grad_output, grads, products, zero):
+    """Accumulate the gradient of one pixel, masked by the ReLU."""
     prefetch_row(conv.accumulator.grad_accum, row, conv.gradients.channels)
-    _relu_backward_pixel(conv.input, conv.accumulator, row, left, grad_output, ones, products, zero)
+    _relu_backward_pixel(conv.input, conv.accumulator, row, left, grad_output, grads, products, zero)
 
 
 @inlined
-def _pooled_relu_backward_row(pooled, row, left, grad_output, ones, products, zero):
-    """The same of every pixel in the window of an output pixel."""
+def _pooled_relu_backward_row(pooled, row, left, grad_output, grads, products, zero):
+    """Accumulate the gradient of every pixel in an output pixel's window, masked by the ReLU."""
     conv, images = pooled.conv, pooled.images
     first = first_pixel(row, images)
     for i in range(images.has_depth + 1):
         for k in range(images.has_height + 1):
             for pixel in range(first, first + 2):
                 pixel += (i * images.height + k) * images.width
-                _relu_backward_pixel(conv.input, conv.accumulator, pixel, left, grad_output, ones, products, zero)
+                _relu_backward_pixel(conv.input, conv.accumulator, pixel, left, grad_output, grads, products, zero)
 
 
 @inlined
-def _affine_backward_row(affine, row, left, grad_output, ones, products, zero):
-    """The gradient of an affine map without ReLU, of one pixel."""
+def _affine_backward_row(affine, row, left, grad_output, grads, products, zero):
+    """Accumulate the gradient of one pixel, without a ReLU."""
     width, overwrite = len(grad_output), affine.accumulator.overwrite
     prefetch_row(affine.accumulator.grad_accum, row, affine.gradients.channels)
     values, grad_accum = (
@@ -72,32 +72,32 @@ def _affine_backward_row(affine, row, left, grad_output, ones, products, zero):
     grad_scale = elements(affine.accumulator.grad_scale, left, width, zero)
     for j in range(width):
         grad = grad_output[j]
-        ones[j] += grad
+        grads[j] += grad
         products[j] += grad * values[j]
         grad_accum[j] = grad * grad_scale[j] + (zero if overwrite else grad_accum[j])
 
 
 def _accumulation(backward_row):
-    """The accumulation of a tile's gradient, row by row."""
+    """A function that accumulates a tile's gradient, row by row."""
 
     @compiled
     def accumulate(args, sums, run, thread, start, stop, grad_output, stride, element, zero):
-        """Rows start to stop of grad_output (rows, channels), whose dtype is `element`'s. That of `zero` holds the sums
-        of `run` rows at a time."""
+        """Accumulate rows start to stop of grad_output (rows, channels), which has the dtype of `element`. `run` rows
+        at a time are summed in the dtype of `zero`."""
         channels = sums.channels
-        ones, products = carray(_sums_buffer(zero), (_COLUMNS,)), carray(_sums_buffer(zero), (_COLUMNS,))
+        grads, products = carray(_sums_buffer(zero), (_COLUMNS,)), carray(_sums_buffer(zero), (_COLUMNS,))
         for left in range(0, channels, _COLUMNS):
             width = min(_COLUMNS, channels - left)
-            sum_of_ones = elements(sums.partials, thread * 2 * channels + left, width, 1.0)
+            sum_of_grads = elements(sums.partials, thread * 2 * channels + left, width, 1.0)
             sum_of_products = elements(sums.partials, (thread * 2 + 1) * channels + left, width, 1.0)
             for begin in range(start, stop, run):
                 for j in range(width):
-                    ones[j] = products[j] = 0
+                    grads[j] = products[j] = 0
                 for row in range(begin, min(begin + run, stop)):
                     grad = elements(grad_output, (row - start) * stride + left, width, element)
-                    backward_row(args, row, left, grad, ones, products, zero)
+                    backward_row(args, row, left, grad, grads, products, zero)
                 for j in range(width):
-                    sum_of_ones[j] += ones[j]
+                    sum_of_grads[j] += grads[j]
                     sum_of_products[j] += products[j]
 
     return accumulate
@@ -110,7 +110,7 @@ accumulate_affine_grad = _accumulation(_affine_backward_row)
 
 @compiled
 def reduce_sums(gradients, thread, threads, zero):
-    """The two sums of all threads, the norm's gradients from them, and γ times those added to its sums.
+    """Add up the two sums of all threads, compute the norm's gradients, and add γ times these gradients to `sums`.
 
     grad_bias = Σ grad and grad_weight = (Σ grad · values − μ · Σ grad) · r. Each thread has some of the channels.
     """
@@ -124,13 +124,13 @@ def reduce_sums(gradients, thread, threads, zero):
     partials = elements(gradients.partials, 0, threads * 2 * channels, 1.0)
     first, last = partition(channels, thread, threads)
     for j in range(first, last):
-        ones = products = 0.0
+        grads = products = 0.0
         for i in range(threads):
-            ones += partials[2 * i * channels + j]
+            grads += partials[2 * i * channels + j]
             products += partials[(2 * i + 1) * channels + j]
         if norm.mean:
-            products -= mean[j] * ones
-        grad_bias[j], grad_weight[j] = ones, products * inv_std[j]
+            products -= mean[j] * grads
+        grad_bias[j], grad_weight[j] = grads, products * inv_std[j]
         if sums.data:
             grad_sum[j] += weight[j] * grad_bias[j]
             product_sum[j] += weight[j] * grad_weight[j]

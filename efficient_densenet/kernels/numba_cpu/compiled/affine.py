@@ -60,9 +60,9 @@ def affine_relu(input, start, stop, activation, operand, zero):
 
 @compiled
 def batch_norm_grad_rows(grad, start, stop, output, stride, element, zero):
-    """dx = r · (g − mean(g) − x̂ · mean(g · x̂)) of rows start to stop, as slope · x + constant + r · g.
+    """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)) of rows start to stop, as slope · x + constant + r · g.
 
-    All are (rows, channels); `element` is the output's. Without sums dx = g.
+    All matrices are (rows, channels); `output` has the dtype of `element`. Without sums, grad_input = g.
     """
     channels = grad.channels
     slope, constant = elements(grad.slope, 0, channels, zero), elements(grad.constant, 0, channels, zero)

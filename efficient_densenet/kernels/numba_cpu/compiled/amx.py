@@ -1,8 +1,8 @@
 """AMX: eight tile registers of 16 rows of 64 bytes, and the product of two tiles whose cells are pairs of bfloat16s.
 
-The functions are those of the instructions, for kernels to call; the number of a tile register is a literal. A thread
-configures its tile registers before it uses them and releases them afterwards. The state belongs to the thread, Linux's
-permission to the process and its forks.
+Kernels call a function for each instruction; the number of a tile register is a literal. A thread
+configures its tile registers before it uses them and releases them afterwards. Each thread has its own tile registers;
+Linux's permission to use them is the process's, and its forks inherit it.
 """
 
 import ctypes
@@ -12,20 +12,20 @@ from numba import types
 from numba.extending import intrinsic
 
 TILE_ROWS = 16
-"""Also the cells of a row, and the float32 columns of a tile of sums."""
+"""Also the number of cells of a row, and of the float32 columns of a tile of sums."""
 
 _ROW_BYTES = 64
 _NUM_TILES = 8
 
 _PALETTE, _BYTES_OF_ROWS, _NUMBERS_OF_ROWS, _CONFIGURATION_BYTES = 1, 16, 48, 64
-"""The only palette, and where a configuration says how long a tile's rows are, and how many."""
+"""The only palette, and a configuration's offsets for each tile's bytes in a row and number of rows, and its size."""
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 """The system call of x86-64, its operation `ARCH_REQ_XCOMP_PERM`, and the component of the processor's state."""
 
 
 def permitted() -> bool:
-    """Ask Linux for the tile registers. To ask again is no error."""
+    """Request the tile registers from Linux. Repeated requests are no error."""
     try:
         return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
     except (OSError, AttributeError):  # another system
@@ -46,7 +46,7 @@ def _at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def _configuration() -> bytearray:
-    """All tiles as large as they can be."""
+    """The configuration in which all tiles have their largest size."""
     configuration = bytearray(_CONFIGURATION_BYTES)
     configuration[0] = _PALETTE
     for tile in range(_NUM_TILES):
@@ -72,7 +72,7 @@ def configure(typingctx):
 
 @intrinsic
 def release(typingctx):
-    """Nothing of this thread's tile registers is left."""
+    """Reset this thread's tile registers."""
 
     def codegen(context, builder, signature, args):
         _call(builder, "tilerelease")
@@ -94,7 +94,7 @@ def clear(typingctx, tile):
 
 @intrinsic(prefer_literal=True)
 def load(typingctx, tile, address, stride):
-    """tile = the 16 rows at the address, so many bytes apart."""
+    """tile = the 16 rows at the address, `stride` bytes apart."""
 
     def codegen(context, builder, signature, args):
         _call(builder, "tileloadd64", _byte(tile), _at(builder, args[1]), args[2])
@@ -105,7 +105,7 @@ def load(typingctx, tile, address, stride):
 
 @intrinsic(prefer_literal=True)
 def store(typingctx, tile, address, stride):
-    """The 16 rows at the address, so many bytes apart, = tile."""
+    """The 16 rows at the address, `stride` bytes apart, = tile."""
 
     def codegen(context, builder, signature, args):
         _call(builder, "tilestored64", _byte(tile), _at(builder, args[1]), args[2])

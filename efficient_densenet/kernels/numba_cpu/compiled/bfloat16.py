@@ -1,7 +1,7 @@
-"""bfloat16 as a type of Numba, for elements of arrays alone: an element is widened to float32 or float64 where it meets
-one, and a sum is rounded to the nearest, ties to even, where it is stored. NaN stays NaN.
+"""bfloat16 as a Numba type, for array elements only. An element is widened in operations with float32 or float64, and a
+result is rounded to the nearest bfloat16, ties to even, where it is stored. NaN stays NaN.
 
-A bfloat16 is the upper half of a float32. What compiles to a few integer instructions for a whole vector is written so.
+A bfloat16 is the upper half of a float32, so both conversions are a few integer instructions, which LLVM vectorizes.
 """
 
 from llvmlite import ir
@@ -31,7 +31,7 @@ BFLOAT = _LLVMBFloat()
 
 
 class BFloat16(types.Type):
-    """Reads become float32 by themselves; a float32 becomes one only where it is stored."""
+    """Reads are promoted to float32; a float32 is converted to bfloat16 only where it is stored."""
 
     def __init__(self) -> None:
         super().__init__(name="bfloat16")
@@ -60,7 +60,7 @@ def _widen(context, builder, fromty, toty, value):
 
 @lower_cast(types.Float, BFloat16)
 def _round(context, builder, fromty, toty, value):
-    """Half a unit in the last place less one is added, and one more where the last bit is odd: a carry rounds up."""
+    """Add 0x7FFF to the lower half, plus one if the upper half is odd: a carry into the upper half rounds up."""
     number = context.cast(builder, value, fromty, types.float32)
     bits = builder.bitcast(number, _WHOLE)
     odd = builder.and_(builder.lshr(bits, _WHOLE(16)), _WHOLE(1))

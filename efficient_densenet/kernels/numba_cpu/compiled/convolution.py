@@ -1,4 +1,4 @@
-"""What the kernels of 1×1, 3×3 and pooled convolutions share: products of a tile, and the gradient of the weight."""
+"""Functions for the kernels of 1×1, 3×3 and pooled convolutions: products of a tile, and the gradient of the weight."""
 
 from .gemm import TRANSPOSE_BLOCK
 from .intrinsics import call_subroutine, compiled, inlined
@@ -23,7 +23,7 @@ OVERWRITE, ACCUMULATE = 0, 1
 def conv1x1_product(conv, start, stop, activation, buffer, zero):
     """Rows start to stop of the output (pixels, out_channels) = activation (rows, in_channels) @ weight.T.
 
-    Where the output is narrow, the product is made in `buffer` (rows, padded columns) and rounded from there.
+    If the output is narrow, the product is computed in `buffer` (rows, padded columns) and then rounded.
     """
     channels, width, narrow = conv.weight.in_channels, conv.weight.out_channels, is_narrow(conv.output.element, zero)
     operand = conv.weight.operand
@@ -58,9 +58,9 @@ def weight_columns(weight, zero):
 @inlined
 def grad_activation(weight, rows, grad, stride, output, zero):
     """output (rows, in_channels) = grad (rows, taps · out_channels) @ transposed weight. Returns output's row stride.
-    grad's counts operands.
+    grad's row stride counts operands.
 
-    The kernels overwrite the activation with it, which is not read again: a tile then needs less of the cache.
+    The kernels pass the activation's memory as output: it is not read again, and a tile needs less of the cache.
     """
     columns, operand = panel_columns(weight.in_channels, zero), weight.operand
     output_stride, a_row = stride_of(columns, zero), stride // vnni_factor(operand, zero)
@@ -73,8 +73,8 @@ def grad_activation(weight, rows, grad, stride, output, zero):
 def add_grad_weight(conv, thread, tile, rows, activation, grad, stride, zero):
     """The thread's split-K partial sum of grad_weight's transpose: += activation.T @ grad, over the rows of a tile.
 
-    (in_channels, rows) @ (rows, taps · out_channels): tall rather than wide, which processors multiply faster. Where a
-    cell is two operands, those of two rows are interleaved first, behind the `tile` rows of each matrix.
+    (in_channels, rows) @ (rows, taps · out_channels) is tall rather than wide, which processors multiply faster. If a
+    cell is two operands, two rows are interleaved into it first, in memory after the `tile` rows of each matrix.
     """
     channels, columns, operand = conv.input.channels, weight_columns(conv.weight, zero), conv.weight.operand
     a, a_stride, b, b_stride = activation, stride_of(channels, operand), grad, stride
@@ -98,7 +98,7 @@ def clear_grad_weight(conv, thread, zero):
 def reduce_grad_weight(conv, thread, threads, zero):
     """grad_weight (out_channels, in_channels, taps), transposed by blocks; each thread has some of the input channels.
 
-    The taps come in reverse, since im2col of grad_output shows each pixel which outputs it has contributed to.
+    The taps are in reverse order, since im2col of grad_output gathers the outputs to which each pixel has contributed.
     """
     channels, width, taps = conv.input.channels, conv.weight.out_channels, conv.weight.taps
     columns = weight_columns(conv.weight, zero)
@@ -115,6 +115,6 @@ def reduce_grad_weight(conv, thread, threads, zero):
             for k in range(taps):
                 to = (o * channels + start + 1) * taps - 1 - k
                 for c in range(count):
-                    # Values that are not finite meet the padding's zeros: NaN in every tap.
+                    # In the plain convolution, values that are not finite meet zeros of the padding: NaN in every tap.
                     padding = total[c * columns + taps // 2 * width + o] * zero if taps > 1 else zero
                     result[to + c * taps] = total[c * columns + k * width + o] + padding

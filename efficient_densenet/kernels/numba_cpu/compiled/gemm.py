@@ -1,6 +1,6 @@
 """Matrix products of a tile, and the packing of weights for them.
 
-Products are made here because a tile's are so small that what a BLAS does before each takes a good part of its time.
+A tile's products are too small for a BLAS: its overhead for each call would take a large part of the time.
 """
 
 import math
@@ -18,19 +18,19 @@ TILE_MULTIPLE = math.lcm(*register_blocks(_HAS_AVX512).values())
 """A tile's buffers have rows for whole register blocks of any kind."""
 
 _K_BLOCK = 256
-"""So many terms of a sum are added at once: a panel of as many rows stays in the first-level cache."""
+"""The number of terms of a sum that are added at once: a panel of this many rows stays in the L1 cache."""
 
 _M_BLOCK = 96
-"""So many rows of C are computed for one panel after another, while their part of A stays in a cache: a multiple of
-every MR."""
+"""The number of rows of C that are computed for one panel after another, while their part of A stays in a cache: a
+multiple of every MR."""
 
 TRANSPOSE_BLOCK = 64
-"""So many channels of a weight are transposed at once, while what is read stays in a cache."""
+"""The number of a weight's channels that are transposed at once, so that they stay in a cache."""
 
 
 def _row_of_blocks(panels: int, blocks: dict[int, int], pairs: bool):
-    """What computes `m` rows and up to so many panels of columns of C, one register block after another. Strides are in
-    bytes."""
+    """A function that computes `m` rows and up to `panels` panels of columns of C, one register block after another.
+    Strides are in bytes."""
     if panels not in blocks:
         return None
     rows = blocks[panels]
@@ -58,8 +58,8 @@ def _row_of_blocks(panels: int, blocks: dict[int, int], pairs: bool):
 
 
 def make_gemm(avx512: bool, pairs: bool = False):
-    """The GEMM for processors with AVX-512's registers or with fewer. `gemm` documents its parameters. With `pairs` it
-    is that of bfloat16s."""
+    """The GEMM for processors with AVX-512's registers, or with AVX2's. `gemm` documents its parameters. With `pairs`,
+    a cell is a pair of bfloat16s."""
     one, two, three = (_row_of_blocks(panels, register_blocks(avx512), pairs) for panels in (1, 2, 3))
 
     @compiled
@@ -99,29 +99,29 @@ def gemm(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
     """C (m, n) = A (m, k) @ B (k, n), or C += A @ B.
 
     a, b and c are addresses. A and B consist of cells, each as wide as an element of C and here one element; k and all
-    strides count them. A may be transposed (`a_row` = 1). B's row stride is 0 where B is
-    packed in panels. B is read by whole panels and A by whole register blocks: both must lie in memory that goes on
-    after them, whatever is there. Exactly m × n elements of C are written.
+    strides count them. A may be transposed (`a_row` = 1). B's row stride is 0 if B is packed in panels. B is read by
+    whole panels and A by whole register blocks: the memory after both must be readable, whatever it contains. Exactly m
+    × n elements of C are written.
 
-    Kernels call it by its address, so that it is compiled once and not as a part of each.
+    Kernels call the GEMM by its address, so that it is compiled once and not as a part of each kernel.
     """
     _product(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
 
 
 @subroutine(integers=11)
 def gemm_bfloat16(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
-    """The same where a cell is a pair of bfloat16s that are adjacent in the sum, and C is float32: by AVX512-BF16."""
+    """`gemm` by AVX512-BF16: a cell is a pair of bfloat16s that are adjacent in the sum, and C is float32."""
     _product_of_pairs(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
 
 
 @compiled
 def pack_weight(weight, thread, threads, zero):
-    """Pack a weight (out_channels, in_channels, taps) into panels of operands, this thread's input channels of it.
+    """Pack a weight (out_channels, in_channels, taps) into panels of operands, for this thread's input channels.
 
     Forward, B is (in_channels, taps · out_channels). Transposed, for the gradient of the input, it is
     (taps · out_channels, in_channels), its taps in reverse. A panel holds `PANEL_BYTES` of every row of cells, one row
-    after another; cells beyond the last row and column are padded with zeros. The transposition goes by blocks of
-    `TRANSPOSE_BLOCK` channels.
+    after another; cells beyond the last row and column are padded with zeros. Blocks of `TRANSPOSE_BLOCK`
+    channels are transposed at a time.
     """
     channels, width, taps, operand = weight.in_channels, weight.out_channels, weight.taps, weight.operand
     panel, factor = PANEL_BYTES // itemsize(zero), vnni_factor(operand, zero)

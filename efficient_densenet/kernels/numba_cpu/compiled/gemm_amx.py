@@ -1,7 +1,8 @@
-"""The GEMM of bfloat16 pairs by AMX's tile registers: four hold sums, a block of C (32, 32), two A's part and two B's.
+"""The GEMM of bfloat16 pairs by AMX's tile registers: four hold a (32, 32) block of C, two hold tiles of A and two of
+B.
 
-Tiles are whole: what is left of A and B at the edges is copied to buffers padded with zeros, and an edge of C is
-computed in a buffer. A transposed A is copied in any case, since a tile's cells are pairs of a row.
+All tiles are full: the edges of A and B are copied to buffers padded with zeros, and an edge of C is computed in a
+buffer. A transposed A is always copied, since a tile's cells are pairs of a row.
 """
 
 import functools
@@ -25,7 +26,7 @@ _BLOCK = 2 * TILE_ROWS
 """Rows and columns of C that are computed at once."""
 
 _K_BLOCK = 256
-"""So many cells of a sum are multiplied at once: that part of A's rows stays in the first-level cache."""
+"""The number of cells of a sum that are multiplied at once: this part of A's rows stays in the L1 cache."""
 
 _CELL_BYTES = 4
 _A_STRIDE = (_K_BLOCK + TILE_ROWS) * _CELL_BYTES
@@ -38,8 +39,7 @@ _a_buffer, _b_buffer, _c_buffer = (
 
 @intrinsic
 def _transpose(typingctx, source, source_stride, target, target_stride):
-    """The transpose of 16 × 16 cells, in registers: after step s, rows and columns have changed places in all blocks
-    of 2s × 2s."""
+    """The transpose of 16 × 16 cells, in registers: after step s, all blocks of 2s × 2s are transposed."""
 
     def codegen(context, builder, signature, args):
         vector, lanes = ir.VectorType(ir.IntType(32), TILE_ROWS), range(TILE_ROWS)
@@ -67,8 +67,8 @@ def _transpose(typingctx, source, source_stride, target, target_stride):
 
 @compiled
 def _copy_cells(source, row, column, rows, columns, target, target_stride, padded_rows):
-    """Cells (rows, columns) of a matrix whose strides are in bytes, with zeros up to so many rows and a whole tile's
-    columns. The target's rows are contiguous."""
+    """Copy cells (rows, columns) of a matrix whose strides are in bytes, with zeros up to `padded_rows` rows and to
+    whole tiles of columns. The target's rows are contiguous."""
     padded_columns = (columns + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     for top in range(0, padded_rows, TILE_ROWS):
         for left in range(0, padded_columns, TILE_ROWS):
@@ -84,7 +84,8 @@ def _copy_cells(source, row, column, rows, columns, target, target_stride, padde
 
 
 def make_gemm(tiles: ModuleType):
-    """The GEMM with these tile registers: those of `amx`, or a model of them. `gemm.gemm` documents its parameters."""
+    """The GEMM with the tile registers of `tiles`: `amx`, or an emulation of it. `gemm.gemm` documents its
+    parameters."""
     clear, load, store, multiply_add = tiles.clear, tiles.load, tiles.store, tiles.multiply_add
     configure, release = tiles.configure, tiles.release
 
@@ -106,7 +107,7 @@ def make_gemm(tiles: ModuleType):
     @compiled
     def block(tall, wide, k, whole, a, a_row, a_rest, b, b_row, b_panel, b_rest, accumulate, c, c_row):
         """A block of C (16 or 32, 16 or 32). `a_rest` has A's cells from `whole` on, `b_rest` B's last rows of cells
-        where fewer than a tile's are left."""
+        if they are fewer than a tile's."""
         if accumulate:
             load(0, c, c_row)
             load(1, c + wide * PANEL_BYTES, c_row)
@@ -176,13 +177,13 @@ _product = make_gemm(amx)
 
 @subroutine(integers=11)
 def gemm_amx(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
-    """`gemm.gemm_bfloat16` by AMX. It leaves nothing in the thread's tile registers."""
+    """`gemm.gemm_bfloat16` by AMX. It releases the thread's tile registers at the end."""
     _product(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
 
 
 @functools.cache
 def usable() -> bool:
-    """Whether Linux permits the tile registers and a product by them is right. Says so where not, once."""
+    """Whether Linux permits the tile registers and a product by them is right. Warns once if not."""
     if not amx.permitted():
         return _warn("Linux does not permit this process its tile registers")
     if not _is_right():
@@ -200,13 +201,13 @@ def _warn(found: str) -> bool:
 
 
 def _is_right() -> bool:
-    """One product with edges in all dimensions, beside PyTorch's in float32."""
+    """Compare one product with edges in all dimensions with PyTorch's in float32."""
     m, n, k = 37, 48, 50
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, generator=generator).bfloat16() for size in ((m, k), (k, n)))
     cells, c = b.view(k // 2, 2, n).transpose(1, 2).contiguous(), torch.empty(m, n)
     operands = a.data_ptr(), k // 2, 1, cells.data_ptr(), n, 0, c.data_ptr(), n
     compile_kernel(gemm_amx, torch.float32).ctypes(m, n, k // 2, *operands, 0.0)
-    with torch.autocast("cpu", enabled=False):  # the first product may be asked for under autocast
+    with torch.autocast("cpu", enabled=False):  # this may run under autocast
         expected = a.float() @ b.float()
     return torch.allclose(c, expected, rtol=1e-3, atol=1e-3)

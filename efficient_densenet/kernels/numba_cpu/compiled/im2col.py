@@ -1,8 +1,8 @@
 """A 3×3 convolution (3 or 3×3×3 in other dimensions) as a matrix product.
 
-The forward multiplies first, (pixels, in_channels) @ (in_channels, taps · out_channels), and `col2im` sums what the
-taps give to each pixel. The backward's input is `im2col` of grad_output, (pixels, taps · out_channels). Both pad with
-zeros outside the image. Pixels lie in the order (image, depth, height, width); x, y and z are places in the last three.
+The forward multiplies first, (pixels, in_channels) @ (in_channels, taps · out_channels), and `col2im` sums the taps'
+products for each pixel. The backward multiplies `im2col` of grad_output, (pixels, taps · out_channels). Both pad with
+zeros outside the image. Pixels are in the order (image, depth, height, width); z, y and x are the last three indices.
 """
 
 from .intrinsics import compiled, inlined
@@ -11,7 +11,7 @@ from .memory import clear, convert, elements, is_narrow, offset, panel_columns
 
 @compiled
 def _place(row, images):
-    """Where in its image a pixel lies."""
+    """The indices x, y and z of a pixel in its image."""
     line = row // images.width
     return row % images.width, line % images.height, line // images.height % images.depth
 
@@ -46,7 +46,7 @@ def im2col(images, dilation, grad, channels, start, stop, output, stride, operan
                         columns[o] = 0.0
                 if inside:
                     middle = row + (i * height + j) * width * dilation
-                    contiguous = right - left if dilation == 1 else 1  # so many taps are copied at once
+                    contiguous = right - left if dilation == 1 else 1  # the number of taps that are copied at once
                     for k in range(left, right, contiguous):
                         at_tap = (middle + (k - 1) * dilation) * channels
                         seen = elements(grad.data, at_tap, contiguous * channels, grad.element)
@@ -60,10 +60,10 @@ def im2col(images, dilation, grad, channels, start, stop, output, stride, operan
 
 @inlined
 def col2im(images, dilation, products, origin, start, stop, output, channels, buffer, zero):
-    """Rows start to stop of the output (pixels, channels): the sum of what all taps give to each pixel.
+    """Rows start to stop of the output (pixels, channels): the sum of all taps' products for each pixel.
 
-    `products` are (pixels, taps · channels), padded to whole panels, and begin with row `origin`. `buffer` is for the
-    sum of a row where the output is narrow.
+    `products` are (pixels, taps · channels), padded to whole panels, and begin with row `origin`. If the output is
+    narrow, a row is summed in `buffer` and then rounded.
     """
     width, height, depth = images.width, images.height, images.depth
     has_depth, has_height = images.has_depth, images.has_height

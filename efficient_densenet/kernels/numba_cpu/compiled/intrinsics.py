@@ -1,7 +1,7 @@
-"""What Numba has no words for: calls of addresses, pointers with an offset, prefetches and uninitialized stack buffers.
+"""Operations that Numba lacks: calls by address, pointers with an offset, prefetches and uninitialized stack buffers.
 
-Also how all functions of the kernels are compiled: with NumPy's division, with multiplications and additions contracted
-to fused ones, and without wrappers for Python.
+Also the options with which all functions of the kernels are compiled: NumPy's division, contraction of multiplications
+and additions to fused multiply-adds, and no wrappers for Python.
 """
 
 from llvmlite import ir
@@ -16,7 +16,7 @@ _NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 inlined = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS, inline="always")
 compiled = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS)
-"""Decorates what kernels call."""
+"""Decorates the functions that kernels call."""
 
 
 @intrinsic
@@ -47,7 +47,7 @@ def call_subroutine(typingctx, address, args):
 def pointer(typingctx, address, index, zero):
     """A pointer to element `index` of the array of `zero`'s dtype at the address.
 
-    uint16 stands for bfloat16, which NumPy does not know.
+    uint16 represents bfloat16, which NumPy does not know.
     """
     element = bfloat16 if zero == types.uint16 else zero
 
@@ -79,7 +79,7 @@ def alloca(builder: ir.IRBuilder, kind: ir.Type, count: int) -> ir.Value:
 
 
 def stack_buffer(count: int):
-    """An intrinsic: a pointer to so many elements of `zero`'s dtype. LLVM knows that no other pointer aliases them."""
+    """An intrinsic: a pointer to `count` elements of `zero`'s dtype. LLVM knows that no other pointer aliases them."""
 
     @intrinsic
     def buffer(typingctx, zero):
@@ -93,7 +93,7 @@ def stack_buffer(count: int):
 
 
 def stack_bytes(count: int):
-    """An intrinsic: the address of an uninitialized stack buffer of so many bytes."""
+    """An intrinsic: the address of an uninitialized stack buffer of `count` bytes."""
 
     @intrinsic
     def buffer(typingctx, zero):

@@ -1,8 +1,8 @@
-"""The kernels, one function for each; matrices, vectors and groups of arguments are those of `interface`.
+"""The kernels, one function for each; matrices, vectors and groups of arguments are as in `interface`.
 
-Every thread calls the kernel with the same record. It takes its part of the rows through all of it, one tile after
-another, and adds to partial sums of its own, which all threads reduce after a barrier. A tile's intermediate results
-lie in the thread's scratch and so in its nearest caches.
+Every thread calls the kernel with the same record. It processes its own rows, one tile after another, and adds to its
+own partial sums, which all threads reduce after a barrier. A tile's intermediate results are in the thread's scratch
+and so in its L1 and L2 caches.
 """
 
 import torch
@@ -52,7 +52,7 @@ def batch_statistics(record):
 
 @kernel(arguments.BatchNormGradInputArguments)
 def batch_norm_grad_input(record):
-    """dx = r · (g − mean(g) − x̂ · mean(g · x̂)), all (pixels, channels)."""
+    """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)), all (pixels, channels)."""
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
@@ -130,7 +130,7 @@ def conv3x3_forward(record):
     """output (pixels, out_channels) = conv3x3(relu(scale · values + shift)), and optionally its statistics.
 
     The products (pixels, taps · out_channels) run `halo` rows ahead of the outputs that col2im sums from them; the last
-    ones stay for the next tile. A thread computes the halo around its rows itself.
+    products are kept for the next tile. A thread computes the halo around its rows itself.
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
@@ -140,7 +140,7 @@ def conv3x3_forward(record):
     activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
     products = _product_buffer(activation, tile, conv.weight)
     row_sums = _row_buffer(args.scratch, thread, conv.weight.out_channels, zero)
-    origin = done = max(0, first - halo)  # the row that products begin with, and the one that they end before
+    origin = done = max(0, first - halo)  # the first row of the products, and one past the last
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     if args.statistics.channels:
@@ -168,11 +168,11 @@ def conv3x3_forward(record):
 
 @kernel(arguments.Conv1x1BackwardArguments)
 def conv1x1_backward(record):
-    """The gradient behind a bottleneck's batch norm, from there to the weight and the input of its 1×1 convolution.
+    """The backward of a bottleneck's batch norm and of the 1×1 convolution before it.
 
-    grad = dx of `batch_norm_grad_input` (pixels, out_channels), grad_weight = grad.T @ relu(scale · values + shift) and
-    grad_accum += grad_scale · relu'(scale · values + shift) · (grad @ weight). While the tile is in cache,
-    `next_bottleneck` is computed too; its output may overwrite what grad is computed from.
+    grad = grad_input of `batch_norm_grad_input` (pixels, out_channels), grad_weight = grad.T @ relu(scale · values +
+    shift) and grad_accum += grad_scale · relu'(scale · values + shift) · (grad @ weight). While the tile is in cache,
+    `next_bottleneck` is computed too; its output may overwrite the values from which grad is computed.
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
@@ -244,8 +244,8 @@ def conv3x3_backward(record):
 def pooled_conv1x1_backward(record):
     """The gradient of a pooled 1×1 convolution's weight and input, from grad_output (pooled pixels, out_channels).
 
-    The weight is divided by the number of pixels in a window, each of which gets grad @ weight: grad_accum +=
-    grad_scale · relu'(scale · values + shift) · (grad @ weight). grad_weight = grad.T @ average_pool(relu(…)).
+    The weight is divided by the number of pixels in a window. The gradient of each pixel is grad @ weight: grad_accum
+    += grad_scale · relu'(scale · values + shift) · (grad @ weight). grad_weight = grad.T @ average_pool(relu(…)).
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
@@ -280,8 +280,8 @@ def pooled_conv1x1_backward(record):
 
 @compiled
 def _backward_buffers(scratch, tile, weight, thread, zero):
-    """The row stride in operands and address of a tile's gradient (rows, taps · out_channels), and its activation's
-    address."""
+    """The row stride (in operands) and the address of a tile's gradient (rows, taps · out_channels), and the address of
+    its activation."""
     columns, operand = weight_columns(weight, zero), weight.operand
     grad = offset(scratch.data, thread * scratch.thread_stride, zero)
     return stride_of(columns, operand), grad, offset(grad, tile * buffer_stride_of(columns, operand, zero), zero)
@@ -300,6 +300,6 @@ def _row_buffer(scratch, thread, count, zero):
 
 
 def check() -> None:
-    """Raise whatever Numba raises where it cannot compile kernels."""
+    """Raise Numba's exception if it cannot compile kernels."""
     compile_kernel(gemm, torch.float32)
     compile_kernel(conv1x1_backward, torch.float32)

@@ -1,9 +1,9 @@
-"""Arrays, rows and scratch as kernels address them.
+"""Access to arrays, rows and scratch in kernels.
 
-A kernel gets addresses as integers, and `zero`, the 0 of the dtype of its arithmetic, from which Numba infers all
-types: tiles, packed panels and vectors are of it. The matrices that a kernel is given may be narrower. Each has an
-`element`, which is nothing but its dtype. So may the operands of products, whose GEMM knows them as cells: an operand
-each, or a pair of bfloat16s. Strides and offsets count elements where nothing else is said.
+A kernel gets addresses as integers, and `zero`, the 0 of the dtype of its arithmetic, from which Numba infers the types
+of sums and vectors. The matrices that a kernel is given may be narrower: each has an `element`, of which only the dtype
+is used. The operands of products may be narrower too. The GEMM reads them as cells of one operand, or of a pair of
+bfloat16s. Strides and offsets count elements unless stated otherwise.
 """
 
 from numba import carray
@@ -13,17 +13,17 @@ from .intrinsics import compiled, pointer, prefetch
 CACHE_LINE_BYTES = 64
 
 PANEL_BYTES = 64
-"""The width NR of a packed panel: a few vectors of any processor's."""
+"""The width of a packed panel: one AVX-512 vector, or two of AVX2."""
 
 _PREFETCH_DISTANCE = 24
-"""In rows. A short row of a wider matrix is prefetched by software, since hardware does not foresee the next one."""
+"""In rows. Short rows of a wider matrix are prefetched by software: the hardware does not predict the next row."""
 
 _SHORT_ROW_BYTES = 1024
 
 
 def padded_stride(count: int, itemsize: int) -> int:
-    """A row stride for so many elements: an odd number of cache lines, since rows that lie a power of two apart would
-    compete for the same sets of a cache."""
+    """A row stride for `count` elements: an odd number of cache lines, since rows whose distance is a power of two
+    would compete for the same cache sets."""
     return (-(-count * itemsize // CACHE_LINE_BYTES) | 1) * CACHE_LINE_BYTES // itemsize
 
 
@@ -34,8 +34,8 @@ def whole_panels(columns: int, itemsize: int) -> int:
 
 
 def buffer_stride(product: int, operands: int, factor: int) -> int:
-    """So many elements of scratch for each row of a buffer: enough for a row of operands and its half of two
-    interleaved rows, or for a row of a product. Their strides are given, in elements of each."""
+    """The elements of scratch for each row of a buffer: enough for a row of operands and its half of two interleaved
+    rows, or for a row of a product. `product` and `operands` are their strides, each in its own elements."""
     return product if factor == 1 else max(product, operands // factor + product // 2)
 
 
@@ -51,13 +51,13 @@ def elements(address, index, count, zero):
 
 @compiled
 def row_of(matrix, row, left, count):
-    """So many elements of a row of a matrix, from column `left` on."""
+    """`count` elements of a row of a matrix, from column `left` on."""
     return elements(matrix.data, row * matrix.row_stride + left, count, matrix.element)
 
 
 @compiled
 def is_narrow(element, zero):
-    """Whether what is stored has to be rounded first. LLVM knows the answer."""
+    """Whether numbers must be rounded before they are stored. This is a constant when LLVM compiles."""
     return itemsize(element) < itemsize(zero)
 
 
@@ -69,7 +69,7 @@ def vnni_factor(operand, zero):
 
 @compiled
 def cells(count, operand, zero):
-    """So many cells hold `count` operands."""
+    """The number of cells that hold `count` operands."""
     factor = vnni_factor(operand, zero)
     return (count + factor - 1) // factor
 
@@ -106,7 +106,7 @@ def clear(address, count, zero):
 
 @compiled
 def copy(source, destination, count, zero):
-    """Forwards, so that the two may overlap where the destination comes first."""
+    """Copy from first to last: source and destination may overlap if the destination begins first."""
     source, destination = elements(source, 0, count, zero), elements(destination, 0, count, zero)
     for i in range(count):
         destination[i] = source[i]
@@ -114,7 +114,7 @@ def copy(source, destination, count, zero):
 
 @compiled
 def convert(source, source_element, destination, destination_element, count):
-    """The same from one dtype to another. They do not overlap."""
+    """Copy from one dtype to another. Source and destination must not overlap."""
     source = elements(source, 0, count, source_element)
     destination = elements(destination, 0, count, destination_element)
     for i in range(count):
@@ -123,13 +123,13 @@ def convert(source, source_element, destination, destination_element, count):
 
 @compiled
 def buffer_stride_of(columns, operand, zero):
-    """`buffer_stride` for their dtypes."""
+    """`buffer_stride` for the dtypes of `operand` and `zero`."""
     return _buffer_stride(stride_of(columns, zero), stride_of(columns, operand), vnni_factor(operand, zero))
 
 
 @compiled
 def pad_cells(matrix, rows, stride, columns, operand, zero):
-    """Zeros in the rest of the last cell of each row."""
+    """Fill the rest of the last cell of each row with zeros."""
     for column in range(columns, cells(columns, operand, zero) * vnni_factor(operand, zero)):
         for row in range(rows):
             elements(matrix, row * stride + column, 1, operand)[0] = 0.0
@@ -137,8 +137,8 @@ def pad_cells(matrix, rows, stride, columns, operand, zero):
 
 @compiled
 def interleave_rows(matrix, rows, stride, columns, cell_rows, cell_stride, operand):
-    """Pairs of rows of a matrix (rows, columns) as rows of cells, for a sum over rows. The partner of an odd row is
-    zero."""
+    """Interleave pairs of rows of a matrix (rows, columns) into rows of cells, for a sum over rows. If the number of
+    rows is odd, the last row is paired with zeros."""
     for row in range(0, rows, 2):
         first = elements(matrix, row * stride, columns, operand)
         pairs = elements(cell_rows, row * cell_stride, 2 * columns, operand)
@@ -155,7 +155,7 @@ def interleave_rows(matrix, rows, stride, columns, cell_rows, cell_stride, opera
 
 @compiled
 def prefetch_row(matrix, row, columns):
-    """Prefetch the row that lies `_PREFETCH_DISTANCE` rows after this one, if rows are short."""
+    """Prefetch the row `_PREFETCH_DISTANCE` rows after this row, if rows are short."""
     size = itemsize(matrix.element)
     if columns * size > _SHORT_ROW_BYTES:
         return

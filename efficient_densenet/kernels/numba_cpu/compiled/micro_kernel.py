@@ -1,8 +1,8 @@
 """The GEMM's micro-kernel: an MR × NR block of C = A @ B or C += A @ B, whose sums stay in registers.
 
-NR is one, two or three panels of `PANEL_BYTES`; MR is as many rows as there are vector registers for the sums. The more
-panels, the fewer loads for as many multiplications. A and B consist of cells, which are as wide as an element of C: a
-number, or a pair of bfloat16s that are adjacent in the sum (the VNNI layout).
+NR is one, two or three panels of `PANEL_BYTES`; MR is the number of rows for whose sums there are vector registers.
+With more panels, the same number of multiplications needs fewer loads. A and B consist of cells, which are as wide as
+an element of C: a number, or a pair of bfloat16s that are adjacent in the sum (the VNNI layout).
 """
 
 import itertools
@@ -22,7 +22,7 @@ def register_blocks(avx512: bool) -> dict[int, int]:
 
 
 class _Vectors:
-    """LLVM's instructions on vectors as wide as a panel."""
+    """LLVM's instructions on vectors of the width of a panel."""
 
     def __init__(self, builder: ir.IRBuilder, element: ir.Type, itemsize: int):
         self.builder, self.element, self.itemsize = builder, element, itemsize
@@ -61,14 +61,14 @@ def _stepped(builder: ir.IRBuilder, address: ir.Value, step: ir.Value, count: in
 
 
 def _opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """The same address, computed where LLVM cannot see how: it would else keep a pointer for each of the MR rows."""
+    """The same address, hidden from LLVM's optimizer, which would otherwise keep a pointer for each of the MR rows."""
     return builder.asm(ir.FunctionType(address.type, [address.type]), "", "=r,0", [address], False)
 
 
 def register_block(rows: int, panels: int, pairs: bool = False):
     """An intrinsic: C (MR, NR) = A (MR, k) @ B (k, NR), or += with `accumulate`. With `pairs` a cell is two bfloat16s.
 
-    Addresses are of the first elements; strides are in bytes. B's panels lie `b_panel_stride` apart.
+    Addresses are of the first elements; strides are in bytes. `b_panel` is the stride between B's panels.
     """
 
     @intrinsic

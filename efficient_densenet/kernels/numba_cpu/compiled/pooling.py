@@ -17,7 +17,7 @@ def first_pixel(row, images):
 @compiled
 def pooled_affine_relu(input, images, window, start, stop, activation, buffer, operand, zero):
     """activation = average of relu(scale · values + shift) over each window, (rows, channels) operands with a padded
-    stride. Where these are narrow, `buffer` is for the sum of a row."""
+    stride. If operands are narrow, a row is summed in `buffer`."""
     channels = input.channels
     scale, shift = elements(input.scale, 0, channels, zero), elements(input.shift, 0, channels, zero)
     fraction, stride = (zero + 1) / window, stride_of(channels, operand)

@@ -1,5 +1,5 @@
-"""Batch statistics by Chan's parallel variance, in float64: each tile's mean and squared distances join those of its
-thread, and the threads' join at the end."""
+"""Batch statistics by Chan's parallel variance, in float64: each tile's mean and squared distances are merged into
+its thread's, and all threads' at the end."""
 
 import math
 
@@ -9,8 +9,8 @@ from .memory import clear, elements, row_of
 from .threads import barrier, partition
 
 STATISTICS_ROWS = 5
-"""A thread's partials: how many rows it has seen, their mean, their summed squared distances from it, and the last two
-of the current tile."""
+"""A thread's partials: its number of rows so far, their mean, their sum of squared distances from the mean, and the
+current tile's mean and sum of squared distances."""
 
 
 @compiled
@@ -21,9 +21,10 @@ def clear_statistics(statistics, thread):
 
 @compiled
 def update_statistics(statistics, matrix, thread, start, stop):
-    """Rows start to stop of the matrix join the thread's partials.
+    """Merge rows start to stop of the matrix into the thread's partials.
 
-    With δ = mean_b − mean_a: mean += δ · n_b / n and M2 += M2_b + δ² · n_a · n_b / n, where n = n_a + n_b.
+    With a the thread's rows so far, b the new rows, M2 the sum of squared distances, δ = mean_b − mean_a and
+    n = n_a + n_b: mean += δ · n_b / n and M2 += M2_b + δ² · n_a · n_b / n.
     """
     channels = statistics.channels
     partials = statistics.partials + thread * STATISTICS_ROWS * channels * 8

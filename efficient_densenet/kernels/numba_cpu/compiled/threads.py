@@ -11,11 +11,11 @@ def this_thread(openmp):
 
 @compiled
 def partition(count, thread, threads):
-    """The first, and the one after the last, of `count` things that are the thread's."""
+    """The first and one past the last of the thread's items, of `count` items."""
     return count * thread // threads, count * (thread + 1) // threads
 
 
 @compiled
 def barrier(openmp):
-    """Wait for all threads: what each has written the others may read."""
+    """Wait for all threads: afterwards, each thread may read what the others have written."""
     call_address(openmp.barrier)

@@ -1,1 +1,1 @@
-"""What prepares, compiles, stores and calls the kernels for CPUs; nothing here is compiled by Numba."""
+"""The host code for CPUs: it prepares, compiles, stores and calls the kernels. Numba compiles none of it."""

@@ -1,13 +1,13 @@
 """The arguments of each kernel: a record for each, made of groups that several kernels share.
 
-A record and its groups are written here as annotated classes. A kernel reads them as a NumPy structured dtype: an
-integer or an `Address` is an int64, a group a nested record, all zeros where it is absent. At the end lies `zero`, the
-0 of the dtype of the kernel's arithmetic. An `Element` takes no memory: it tells the kernel the dtype of the group's
-elements, which may be narrower; so does an `Operand`, of what products multiply.
+Records and their groups are written here as annotated classes. A kernel reads them as a NumPy structured dtype: an
+integer or an `Address` is an int64, a group is a nested record, all zeros where it is absent. The last field is `zero`,
+the 0 of the dtype of the kernel's arithmetic. An `Element` takes no memory: its dtype is the dtype of the group's
+elements, which may be narrower. The dtype of an `Operand` is the dtype of a product's operands.
 
-The host writes a record as one flat tuple of `Fields`, since each launch takes the time to write one: integers, and the
-tensors whose addresses the kernel reads. The tuple keeps those alive, which may be copies: an input that does not lie
-in memory as a kernel reads it is copied. An output must lie so.
+The host writes a record as one flat tuple of `Fields`, integers and tensors, which is fast: every launch writes one.
+The kernel gets the tensors' addresses, and the tuple keeps the tensors alive. Some are copies: an input whose layout a
+kernel cannot read is copied. An output must have the right layout.
 """
 
 import functools
@@ -21,12 +21,12 @@ from ... import interface
 from .records import Element, Operand
 
 REMEMBERED_SIZES = 4096
-"""What follows from sizes is computed once for so many different ones: they are the same in every step."""
+"""The number of cached results of functions of sizes: the sizes are the same in every step."""
 
 Address = int
 
 Fields = tuple[int | Tensor, ...]
-"""What the host writes for a group: its integers and, for each address, a tensor or the address itself."""
+"""The values that the host writes for a group: integers and, for each address, a tensor or the address itself."""
 
 
 class OpenMP:
@@ -105,7 +105,7 @@ class AffineInputRecord:
 
     @staticmethod
     def of(input: interface.AffineInput, vectors: Address) -> Fields:
-        """`vectors` is the address of scratch for both."""
+        """`vectors` is the address of scratch for scale and shift."""
         values, norm, _ = input
         channels = values.shape[1]
         return *Matrix.of(values), channels, *Norm.of(norm), vectors, vectors + channels * norm.inv_std.itemsize
@@ -131,7 +131,7 @@ class PackedWeight:
 
 
 class ConvForward:
-    """What a 1×1, 3×3 or pooled 1×1 convolution reads, its weight, and its output (pixels, out_channels)."""
+    """The input of a 1×1, 3×3 or pooled 1×1 convolution, its weight, and its output (pixels, out_channels)."""
 
     input: AffineInputRecord
     weight: PackedWeight
@@ -183,7 +183,7 @@ class GradAccumulatorRecord:
 
     @staticmethod
     def of(accumulator: interface.GradAccumulator, norm: interface.BatchNormAffine, scale: Address | Tensor) -> Fields:
-        """`scale` is the norm's, which is read of a frozen one."""
+        """`scale` is the norm's scale, which is read for a frozen norm only."""
         grad_scale = scale if norm.frozen else as_dtype(norm.weight, norm.inv_std.dtype).contiguous()
         return grad_scale, *Matrix.output(accumulator.grad_accum), accumulator.overwrite
 
@@ -219,8 +219,8 @@ class BatchNormBackwardRecord:
 
 
 class Images:
-    """The sides of an image. Those with fewer than three have depth 1, or depth 1 and height 1, and say so: a window of
-    a convolution or of pooling does not extend in a dimension that there is not."""
+    """The sides of an image. A missing depth or height is 1, and `has_depth` or `has_height` is False: the window of a
+    convolution or a pooling does not extend in that dimension."""
 
     depth: int
     height: int
@@ -235,7 +235,7 @@ class Images:
 
 
 class ConvBackward:
-    """What the backward of every convolution reads and writes. `grad_weight` is absent where it is not needed."""
+    """The arguments of the backward of every convolution. `grad_weight` is absent where it is not needed."""
 
     input: AffineInputRecord
     weight: PackedWeight
@@ -293,7 +293,7 @@ class Conv1x1BackwardArguments:
 
 
 class Conv3x3ForwardArguments:
-    """`halo` rows before and after its own are what a thread's output depends on. `statistics` are optional."""
+    """A thread's output also depends on `halo` rows before and after its own rows. `statistics` are optional."""
 
     openmp: OpenMP
     rows: int
@@ -318,7 +318,8 @@ class Conv3x3BackwardArguments:
 
 
 class PooledConv1x1ForwardArguments:
-    """`rows` are those of the output; `images` and `window` (of how many pixels an average is) belong to the input."""
+    """`rows` counts the output's rows; `images` and `window` (the number of pixels in an average) belong to the
+    input."""
 
     openmp: OpenMP
     rows: int

@@ -1,9 +1,9 @@
 """Compiles kernels with Numba, or loads them from disk: the one place where a kernel's machine code comes from.
 
-Numba links all that a process compiles or loads, by names that count the functions and types that it has compiled.
-Kernels of several processes may have one name for different functions, of which its linker keeps the first. So a kernel
-is stored as the object file that Numba compiles, which holds all functions that the kernel calls, and is linked by
-itself: no kernel sees the names of another, whatever process compiled it.
+Numba links all functions that a process compiles or loads by name, and names contain counters of the process. Kernels
+from several processes may thus have the same name for different functions, of which Numba's linker keeps the first. So
+a kernel is stored as the object file that Numba compiles, with all functions that the kernel calls, and is linked by
+itself: no kernel sees the names in another kernel, whatever process compiled it.
 """
 
 import ctypes
@@ -32,10 +32,10 @@ from .processor import features
 from .records import packer, record_dtype
 
 ARITHMETIC = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
-"""The dtypes of matrices that kernels are compiled for, and those of the arithmetic."""
+"""The dtype of the arithmetic for each dtype of matrices."""
 
 _ELEMENT = {torch.bfloat16: np.uint16}
-"""What stands for a dtype that NumPy does not know."""
+"""NumPy dtypes that represent dtypes unknown to NumPy."""
 
 
 class Kernel(NamedTuple):
@@ -55,7 +55,8 @@ def kernel(arguments: type) -> Callable[[Callable], Kernel]:
 
 
 def subroutine(integers: int) -> Callable[[Callable], Kernel]:
-    """Decorates what kernels call, with so many integers and `zero`, through `intrinsics.call_subroutine`."""
+    """Decorates a function with parameters for `integers` integers and `zero`, called by
+    `intrinsics.call_subroutine`."""
     return _decorate(lambda zero, element, operand: types.void(*[types.intp] * integers, from_dtype(zero)))
 
 
@@ -66,21 +67,21 @@ def _decorate(
 
 
 class ObjectFile(NamedTuple):
-    """An ELF object file of one kernel and all that it calls, and the name of the kernel in it."""
+    """An ELF object file, `code`, of one kernel and all functions that it calls, and the kernel's name in it."""
 
     kernel: bytes
     code: bytes
 
 
 _linkers: list[Any] = []
-"""The owners of all machine code, which stays in memory: addresses of kernels are kept in many places."""
+"""The owners of all machine code, which must stay in memory: caches and records keep addresses of kernels."""
 
 
 class CompiledKernel:
     """A kernel's machine code in memory.
 
     Attributes:
-        address: where the host or another kernel calls it.
+        address: the address at which the host or another kernel calls it.
         from_disk: whether an earlier process compiled it.
     """
 
@@ -95,7 +96,7 @@ class CompiledKernel:
 
     @property
     def ctypes(self) -> Callable[..., None]:
-        """The kernel as a function of Python."""
+        """The kernel as a function that Python can call."""
         arguments: list[Any] = [to_ctypes(argument) for argument in self._signature.args]
         return ctypes.CFUNCTYPE(None, *arguments)(self.address)
 
@@ -105,10 +106,10 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
-    """The kernel for matrices of this dtype: from disk if it was compiled before, where it is kept and unharmed.
+    """The kernel for matrices of this dtype, loaded from disk if an undamaged file is there, else compiled.
 
-    The operands of products are in the dtype of the arithmetic, or in a narrower one. Threads that come at the
-    same time get one and the same kernel.
+    `operand` is the dtype of the operands of products, by default the dtype of the arithmetic. Threads that call this
+    at the same time get the same kernel.
     """
     with _lock:
         return load_or_compile(kernel, dtype, operand)
@@ -122,7 +123,7 @@ def load_or_compile(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | N
     name, key = kernel.function.__name__, _key(kernel.function, signature)
     stored = disk_cache.load(name, key)
     if stored is not None:
-        _target().refresh()  # registers what object files call of Numba's runtime
+        _target().refresh()  # registers the functions of Numba's runtime that object files call
         return CompiledKernel(ObjectFile(*stored.split(b"\0", 1)), signature, from_disk=True)
     file = _compile(kernel.function, signature)
     disk_cache.store(name, key, b"\0".join(file))
@@ -133,13 +134,13 @@ def _compile(function: Callable, signature: Signature) -> ObjectFile:
     compiled: Any = numba.cfunc(signature, **COMPILE_OPTIONS)(function)
     library = compiled._library
     if library.has_dynamic_globals:
-        raise RuntimeError(f"{function.__name__} contains an address of this process, as NUMBA_OPT=0 leaves some")
+        raise RuntimeError(f"{function.__name__} contains an address of this process, as code with NUMBA_OPT=0 may do")
     _name, _kind, (code, _bitcode) = library.serialize_using_object_code()
     return ObjectFile(compiled.native_name.encode(), code)
 
 
 def _key(function: Callable, signature: Signature) -> bytes:
-    """All that the object file depends on."""
+    """A key of everything that the object file depends on."""
     target = _target().codegen().magic_tuple(), features()
     options = [getattr(config, name) for name in ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK")]
     versions = numba.__version__, llvmlite.__version__, _hash_of_sources()
@@ -152,7 +153,7 @@ def _target() -> Any:
 
 @functools.cache
 def _hash_of_sources() -> str:
-    """Of all files of both folders: a kernel calls functions from many of them, on records that the host packs."""
+    """A hash of all files in both folders: a kernel calls functions from many files, on records that the host packs."""
     package = importlib.resources.files(__name__.rpartition(".host.")[0])
     files = [(side, file) for side in ("compiled", "host") for file in (package / side).iterdir()]
     sources = sorted((side, file.name, file.read_bytes()) for side, file in files if file.name.endswith(".py"))

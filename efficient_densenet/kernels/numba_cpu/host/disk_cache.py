@@ -1,8 +1,8 @@
 """Files of compiled kernels, each of which is used only if it is whole and no other user may write it.
 
-They lie in a directory of the user's own: inside `NUMBA_CACHE_DIR` where that is set, otherwise in the user's cache
-directory. A file is a checksum of the key and the content, then the content. The key holds everything that the content
-depends on.
+The files are in a directory of the user's own: inside `NUMBA_CACHE_DIR` where that is set, otherwise in the user's
+cache directory. A file is a checksum of the key and the content, then the content. The key contains everything on which
+the content depends.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ import warnings
 from pathlib import Path
 
 FILES_PER_KERNEL = 16
-"""So many files of a kernel stay, those used last: for each dtype, kind of processor and version that shares them."""
+"""The number of files kept for a kernel, the most recently used: for several dtypes, processors and versions."""
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-_ABANDONED_AFTER = 3600  # seconds: no process writes a temporary file for so long
+_ABANDONED_AFTER = 3600  # seconds: longer than any process writes a temporary file
 
 
 def load(name: str, key: bytes) -> bytes | None:
-    """What was stored for this key of the kernel `name`; None where there is no file that can be used."""
+    """The content stored for this key of the kernel `name`; None if there is no usable file."""
     directory = _private_directory(_directory())
     if directory is None:
         return None
@@ -38,7 +38,7 @@ def load(name: str, key: bytes) -> bytes | None:
 
 
 def store(name: str, key: bytes, content: bytes) -> None:
-    """Write the file, as a whole. Where it cannot be written, the next process compiles again."""
+    """Write the file atomically. If it cannot be written, the next process compiles the kernel again."""
     directory = _private_directory(_directory())
     if directory is not None:
         with contextlib.suppress(OSError):
@@ -47,7 +47,7 @@ def store(name: str, key: bytes, content: bytes) -> None:
 
 
 def _directory() -> Path | None:
-    """This user's own directory, inside one that others may be able to write; None for a user without a home."""
+    """This user's own directory, inside a directory that other users may be able to write; None without a home."""
     try:
         caches = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -65,7 +65,7 @@ def _checksum(key: bytes, content: bytes) -> bytes:
 
 @functools.cache
 def _private_directory(directory: Path | None) -> Path | None:
-    """The directory, made where it is missing; None where it cannot be had or other users may write it."""
+    """The directory, created if it is missing; None if it cannot be created or other users may write it."""
     if directory is None:
         return None
     with contextlib.suppress(OSError):
@@ -82,7 +82,7 @@ def _private_directory(directory: Path | None) -> Path | None:
 
 
 def _read(file: Path) -> bytes:
-    """The file's bytes, or none where it is missing, unreadable or such that other users may have written it."""
+    """The file's bytes; no bytes if it is missing or unreadable, or if other users can write it."""
     try:
         with open(file, "rb", opener=_open_regular) as opened:
             status = os.fstat(opened.fileno())
@@ -95,7 +95,7 @@ def _read(file: Path) -> bytes:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    """No symbolic link, and not a FIFO, which would wait for a writer."""
+    """Open a regular file: no symbolic link, and no FIFO, which would wait for a writer."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(f"{path} is no regular file")
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -117,7 +117,7 @@ def _warn(found: str) -> None:
 
 
 def _replace(file: Path, content: bytes) -> None:
-    """Write a temporary file that takes the file's place when it is whole. Its mode is 0o600."""
+    """Write a temporary file of mode 0o600 and rename it to `file` when it is complete."""
     descriptor, temporary = tempfile.mkstemp(".tmp", dir=file.parent)
     try:
         with open(descriptor, "wb") as opened:
@@ -130,7 +130,7 @@ def _replace(file: Path, content: bytes) -> None:
 
 
 def _remove_old_files(directory: Path, name: str) -> None:
-    """Remove what a kernel was long ago, and what processes that were killed have left."""
+    """Remove a kernel's least recently used files, and temporary files that killed processes have left."""
     by_use = sorted(directory.glob(f"{name}-*.kernel"), key=_modified, reverse=True)
     abandoned = (file for file in directory.glob("*.tmp") if _modified(file) < time.time() - _ABANDONED_AFTER)
     for file in (*by_use[FILES_PER_KERNEL:], *abandoned):

@@ -1,7 +1,7 @@
-"""PyTorch's own OpenMP thread team, for a kernel outside Python.
+"""Running a kernel on PyTorch's own OpenMP threads, without Python.
 
-A second team would compete with it for the processors, since waiting threads spin. The names are GNU OpenMP's, the same
-for decades, and PyTorch's releases for Linux have them.
+A second team of threads would compete for the processors, since waiting threads spin. The symbols are GNU OpenMP's,
+which have been stable for decades, and PyTorch's releases for Linux contain them.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ def available() -> bool:
 
 @functools.cache
 def functions() -> dict[str, int]:
-    """Addresses of what a kernel calls: its thread's number, the number of threads, and the barrier between them."""
+    """Addresses of the functions that a kernel calls: the thread's number, the number of threads, and the barrier."""
     library = _library()
     names = {
         "thread_number": library.omp_get_thread_num,
@@ -33,7 +33,7 @@ def functions() -> dict[str, int]:
 
 
 def run(kernel: int, threads: int, record: bytes) -> None:
-    """A parallel region: at most so many threads call the kernel at this address with the record's."""
+    """A parallel region: at most `threads` threads call the kernel at address `kernel` with the record's address."""
     _parallel()(kernel, record, threads, 0)
 
 
@@ -47,5 +47,5 @@ def _parallel() -> Callable[[int, bytes, int, int], None]:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """PyTorch's, through which those symbols are found that it was bound to when it was loaded."""
+    """PyTorch's library, through which the symbols of its own OpenMP runtime are found."""
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

@@ -1,11 +1,11 @@
-"""`interface.Kernels` for CPUs: what `portable` does in fewer passes, by kernels that Numba compiles.
+"""`interface.Kernels` for CPUs: the operations of `portable` in fewer passes, by kernels that Numba compiles.
 
-Matrices are float32, float64 or bfloat16; with the last, arithmetic and the sums of products are float32. Each
-operation is one parallel region of PyTorch's own OpenMP threads. What is rare (mixed precisions, very large
-weights) or memory-bound in one pass (`affine_forward`) is left to `portable`.
+Matrices are float32, float64 or bfloat16; for bfloat16, arithmetic and the sums of products are float32. Each
+operation is one parallel region of PyTorch's own OpenMP threads. `portable` computes rare cases (mixed
+precisions, very large weights) and operations that are memory-bound in one pass (`affine_forward`).
 
-On small inputs the time of an operation is that of the Python here. So whatever follows from sizes is remembered
-(`tiling`), an operation takes its scratch memory at once, and allocates only what it returns.
+On small inputs an operation takes the time of the Python code here. So everything that depends only on sizes is cached
+(`tiling`), and an operation takes all its scratch memory in one call and allocates only its results.
 """
 
 import functools
@@ -43,15 +43,16 @@ norm_relu_max_pool_reduce = portable.norm_relu_max_pool_reduce
 norm_relu_max_pool_backward = portable.norm_relu_max_pool_backward
 
 TILE = 192
-"""Rows: enough of them for a good matrix product, few enough for the caches."""
+"""The most rows of a tile: enough for an efficient matrix product, few enough for the caches."""
 
 WEIGHT_BYTES = 3 << 19
-"""The largest weight. A larger one is evicted from the nearest caches between tiles, of which portable makes fewer."""
+"""The largest weight. A larger weight would be evicted from the L1 and L2 caches between tiles; portable has fewer
+tiles."""
 
 _CPU = torch.device("cpu")
 
 _INTEGERS = {int, bool}
-"""The types of a field that is no tensor: to look one up takes half the time of `isinstance`, 40 times a launch."""
+"""The types of fields that are no tensors: a lookup takes half the time of `isinstance`, 40 times for each launch."""
 
 
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
@@ -232,16 +233,17 @@ def pooled_conv1x1_backward(
 
 
 def _supported(input: AffineInput, weight: Tensor) -> bool:
-    """Whether all matrices are in one dtype and the weight not too large.
+    """Whether all matrices are in one dtype, and the weight is not too large and has several input channels.
 
-    The gradient of a single channel is a product with a vector, for which PyTorch has a routine that sums more exactly.
+    The gradient of a single channel is a product with a vector, for which PyTorch's routine is more accurate.
     """
     one_dtype = weight.dtype == input.values.dtype and _has_arithmetic(input, weight.dtype)
     return one_dtype and weight.numel() * input.dtype.itemsize <= WEIGHT_BYTES and weight.shape[1] > 1
 
 
 def _has_arithmetic(input: AffineInput, dtype: torch.dtype) -> bool:
-    """Whether the input has the dtypes of kernels for matrices of this one. A norm's parameters may have either."""
+    """Whether the input's dtypes are as in kernels for matrices of this dtype. A norm's parameters may have either
+    dtype."""
     arithmetic, norm = ARITHMETIC.get(dtype), input.norm
     return (
         input.dtype == arithmetic and norm.weight.dtype == norm.bias.dtype and norm.weight.dtype in (arithmetic, dtype)
@@ -253,7 +255,7 @@ def _is_narrow(weight: Tensor) -> bool:
 
 
 def _itemsizes(weight: Tensor) -> tuple[int, int]:
-    """Of the arithmetic and of products' operands."""
+    """The itemsizes of the arithmetic's dtype and of the operands of products."""
     return ARITHMETIC[weight.dtype].itemsize, product_of(weight.dtype).operand.itemsize
 
 
@@ -263,13 +265,14 @@ def _limits() -> tuple[int, int]:
 
 
 def _scratch(tiles: Tiles, dtype: torch.dtype) -> Tensor:
-    """Memory for whatever is temporary, which the caller holds while the kernel for matrices of `dtype` runs."""
+    """Memory for all temporaries of a kernel for matrices of `dtype`; the caller keeps it alive while the kernel
+    runs."""
     dtype = ARITHMETIC[dtype]
     return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, _CPU)
 
 
 def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Tensor | None = None) -> Gradients:
-    """Memory for them; grad_weight of the convolution is in the dtype of the arithmetic as portable's."""
+    """Uninitialized gradients; the convolution's grad_weight is in the dtype of the arithmetic, as in portable."""
     norm_weight, norm_bias = torch.empty_like(input.norm.inv_std), torch.empty_like(input.norm.inv_std)
     if weight is None or not accumulator.needs_grad_weight:
         return Gradients(norm_weight, norm_bias)
@@ -287,8 +290,8 @@ def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tile
 
 @functools.cache
 def _float64(number: float) -> tuple[int, np.ndarray]:
-    """The address from which a kernel reads a number that is no integer, and the memory there."""
-    memory = np.array([number], np.float64)  # also of an integer
+    """The address from which a kernel reads a floating-point number, and the array there, which must be kept alive."""
+    memory = np.array([number], np.float64)  # float64 even for an integer
     return memory.ctypes.data, memory
 
 
@@ -345,7 +348,7 @@ def _address(kernel: Kernel, dtype: torch.dtype) -> int:
 
 
 def _run(kernel: Kernel, dtype: torch.dtype, threads: int, record: tuple[typing.Any, ...]) -> None:
-    """Launch the kernel with its record, `Fields`, which holds tensors alive until it is done."""
+    """Launch the kernel with its record, `Fields`, which keeps tensors alive until the kernel has finished."""
     assert kernel.pack is not None  # it is no subroutine
     packed = kernel.pack(*[field if type(field) in _INTEGERS else field.data_ptr() for field in record])
     openmp.run(_address(kernel, dtype), threads, packed)

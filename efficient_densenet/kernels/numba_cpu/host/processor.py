@@ -1,7 +1,7 @@
-"""What the processor has that products are compiled for, less what the user leaves out.
+"""The processor's features for which products are compiled, without those that the user disables.
 
-Numba compiles for the features that it finds, or for those that NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX
-leave of them: LLVM ends the process where an instruction is asked for that its target lacks.
+Numba compiles for the features that it finds, restricted by NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_ENABLE_AVX.
+LLVM aborts the process if an instruction is requested that its target lacks, so these restrictions count here too.
 """
 
 import functools
@@ -20,20 +20,20 @@ _LLVM_FEATURES = {
 
 
 def has(feature: str) -> bool:
-    """Whether the processor has avx512, avx512_bf16 or amx.
+    """Whether the processor has the feature avx512, avx512_bf16 or amx, and the user has not disabled it.
 
-    Without the first the others are left out too: their kernels use its vectors.
+    Disabling avx512 disables all three: the other features' kernels use AVX-512's vectors.
     """
     return not _left_out() & {feature, "avx512"} and is_found(feature)
 
 
 def is_found(feature: str) -> bool:
-    """Whether the processor has it, left out or not."""
+    """Whether the processor has the feature, even if the user has disabled it."""
     return _LLVM_FEATURES[feature] <= _found()
 
 
 def features() -> tuple[str, ...]:
-    """All that it has. Machine code depends on them."""
+    """The enabled features of the processor, on which machine code depends."""
     return tuple(name for name in _LLVM_FEATURES if has(name))
 
 

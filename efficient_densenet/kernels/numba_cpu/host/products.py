@@ -1,4 +1,4 @@
-"""Which matrix products the kernels for a dtype are compiled with: the fastest that the processor has."""
+"""The matrix product with which the kernels for a dtype are compiled: the processor's fastest."""
 
 import functools
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from .processor import has, is_found
 
 
 class Product(NamedTuple):
-    """The dtype of its operands, as tiles and packed panels hold them, and its GEMM."""
+    """The dtype of the operands in tiles and packed panels, and the GEMM."""
 
     operand: torch.dtype
     gemm: Kernel
@@ -22,8 +22,8 @@ class Product(NamedTuple):
 def product_of(dtype: torch.dtype) -> Product:
     """The product for matrices of this dtype. Sums are in the dtype of the arithmetic.
 
-    Processors with AMX run AVX512-BF16 more slowly than float32's instructions (docs/benchmarks.md), so that
-    without their AMX operands are widened.
+    Processors with AMX run AVX512-BF16 more slowly than float32 instructions (docs/benchmarks.md), so if AMX is not
+    usable on them, operands are widened to float32.
     """
     if dtype is torch.bfloat16 and has("amx") and usable():
         return Product(torch.bfloat16, gemm_amx)

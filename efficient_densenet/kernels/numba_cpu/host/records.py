@@ -1,4 +1,4 @@
-"""How a record of `arguments` lies in memory: as a NumPy dtype for the kernel, as bytes from the host's fields."""
+"""The memory layout of a record of `arguments`: a NumPy dtype for the kernel, packed bytes from the host's fields."""
 
 import functools
 import struct
@@ -10,22 +10,22 @@ import numpy as np
 
 
 class Element:
-    """Says that a group has elements: their dtype, which takes no memory."""
+    """Marks a group that has elements. The field has their dtype, and takes no memory."""
 
 
 class Operand:
-    """Says that a group has operands of products: their dtype, which takes no memory either."""
+    """Marks a group that has operands of products. The field has their dtype, and takes no memory."""
 
 
 def record_dtype(arguments: type, zero: np.dtype, element: np.dtype, operand: np.dtype) -> np.dtype:
-    """The record as a kernel reads it: for arithmetic in `zero`'s dtype on matrices of `element`s, by products of
-    `operand`s."""
+    """The record as a kernel reads it. `zero` is the dtype of the arithmetic, `element` of matrices and `operand` of
+    the operands of products."""
     fields, markers = typing.get_type_hints(arguments).items(), {Element: element, Operand: operand}
     return np.dtype([*((name, _field_dtype(hint, markers)) for name, hint in fields), ("zero", zero)])
 
 
 def packer(arguments: type) -> Callable[..., bytes]:
-    """What turns the record's integers into its bytes. `zero` is 0 in every dtype, and of at most eight bytes."""
+    """The function that packs the record's integers into bytes, with eight zero bytes for `zero` of any dtype."""
     return struct.Struct(f"{_num_fields(arguments)}q8x").pack
 
 
@@ -40,7 +40,7 @@ def _num_fields(group: type) -> int:
 
 
 def _group_dtype(group: type, markers: dict[type, np.dtype]) -> np.dtype:
-    """A marker lies where the group begins, on another field: it has a dtype, and a value that nobody reads."""
+    """A marker has offset 0 and overlaps another field: only its dtype is read, not its value."""
     names, formats, offsets, end = [], [], [], 0
     for name, hint in typing.get_type_hints(group).items():
         is_marker = hint in markers
@@ -53,5 +53,5 @@ def _group_dtype(group: type, markers: dict[type, np.dtype]) -> np.dtype:
 
 def _field_dtype(hint: typing.Any, markers: dict[type, np.dtype]) -> np.dtype:
     if isinstance(hint, types.UnionType):
-        hint = typing.get_args(hint)[0]  # the other one is None
+        hint = typing.get_args(hint)[0]  # the other type is None
     return np.dtype(np.int64) if hint is int else _group_dtype(hint, markers)

@@ -1,6 +1,6 @@
-"""How many threads run a kernel, the rows of their tiles, and what of its scratch memory is for what.
+"""The number of threads of a kernel, the rows of their tiles, and the layout of the kernel's scratch memory.
 
-Everything follows from a few sizes, among them `tile`, the most rows of a tile, and `threads`, the most threads.
+Everything depends only on a few sizes, among them `tile`, the most rows of a tile, and `threads`, the most threads.
 """
 
 import functools
@@ -15,7 +15,7 @@ from ..compiled.statistics import STATISTICS_ROWS
 from .arguments import REMEMBERED_SIZES, conv_sizes
 
 TILE_BYTES = 1 << 21
-"""The most that a tile's scratch may take, unless a quarter of its rows take more."""
+"""The most bytes of a tile's scratch, unless a quarter of the rows needs more."""
 
 _FLOAT64_BYTES = 8
 """Partial sums are in float64."""
@@ -24,8 +24,8 @@ _remembered = functools.lru_cache(maxsize=REMEMBERED_SIZES)
 
 
 class Tiles(NamedTuple):
-    """The scratch memory begins with `thread_stride` elements for each thread's tiles. All else that is temporary lies
-    at these bytes of it."""
+    """The scratch memory begins with `thread_stride` elements for each thread's tiles. The other fields, from `panels`
+    to `grad_vectors`, are the byte offsets of the other temporaries."""
 
     threads: int
     rows: int
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
 
 
 def num_threads(tile: int, threads: int, rows: int) -> int:
-    """No more than there are tiles."""
+    """At most one thread for each tile."""
     return max(1, min(threads, -(-rows // tile)))
 
 
@@ -65,8 +65,8 @@ def for_affine_backward(tile: int, threads: int, rows: int, channels: int, items
 
 @_remembered
 def halo(shape: torch.Size, dilation: int) -> int:
-    """So many rows before and after its own does the output of a 3×3 convolution depend on: the distance of the
-    farthest tap, which is a pixel, a row of pixels and a plane."""
+    """The number of rows before and after a row on which the output of a 3×3 convolution depends: the distance of the
+    farthest tap, in pixels, is a pixel plus a row of pixels plus a plane."""
     return dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
 
 
@@ -83,11 +83,11 @@ def for_forward(
     halo: int = 0,
     narrow: bool = False,
 ) -> Tiles:
-    """For the forward of a convolution with a weight of this shape; one with a halo multiplies for all taps first.
+    """For the forward of a convolution with a weight of this shape. With a halo, products for all taps come first.
 
-    Two neighboring threads both compute the halo between them: fewer threads run where it exceeds a quarter of a
-    thread's rows. `itemsize` is that of the arithmetic. An output of `narrow` elements is rounded from a buffer: of the
-    product or, with a halo, of a row's sums. So is a pooled row of narrow operands.
+    Two neighboring threads both compute the halo between them: fewer threads run if it exceeds a quarter of a thread's
+    rows. `itemsize` is the arithmetic's. An output of `narrow` elements is rounded from a buffer: of the product or,
+    with a halo, of one row's sums. A pooled row of narrow operands is rounded from a buffer too.
     """
     out_channels, in_channels, taps = conv_sizes(weight)
     columns = whole_panels(taps * out_channels, itemsize)
@@ -146,7 +146,7 @@ def _pooled_row(in_channels: int, itemsize: int, operand_itemsize: int, window: 
 
 
 def _tile_rows(tile: int, threads: int, rows: int, row_bytes: int = 0, window: int = 1) -> int:
-    """So many that `row_bytes` of each fit the cache. With a `window` of pixels, rows are pooled output rows."""
+    """As many rows of `row_bytes` bytes as fit the cache. With a `window` of pixels, rows are pooled output rows."""
     in_cache = max(tile // 4, TILE_BYTES // (row_bytes or 1))
     tile_rows = min(tile, in_cache, rows // (4 * threads) + 8) // window  # few rows need little scratch
     return max(1, -(-tile_rows // TILE_MULTIPLE)) * TILE_MULTIPLE
@@ -166,8 +166,8 @@ def _tiles(
     next_vectors: int = 0,
     grad_vectors: int = 0,
 ) -> Tiles:
-    """Everything in elements; partial sums are for each thread."""
-    tiles = threads * thread_stride + TILE_MULTIPLE  # products read up to so many elements beyond
+    """The tiles with their byte offsets, from sizes in elements; `partials` and `grad_weight` are for each thread."""
+    tiles = threads * thread_stride + TILE_MULTIPLE  # products read up to TILE_MULTIPLE elements beyond the tiles
     _, *places = _places(
         *(tiles * itemsize, panels * itemsize, next_panels * itemsize),
         *(threads * partials * _FLOAT64_BYTES, threads * grad_weight * itemsize),
@@ -177,6 +177,6 @@ def _tiles(
 
 
 def _places(*sizes: int) -> list[int]:
-    """Where each of so many bytes begins, one after another in whole cache lines, and where the last one ends."""
+    """The offsets of consecutive buffers of these sizes, each in whole cache lines, and the end of the last buffer."""
     lines = (-(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES for size in sizes)
     return list(itertools.accumulate(lines, initial=0))

@@ -1,1 +1,1 @@
-"""What Triton compiles: the kernels for GPUs and the functions that are inlined into them."""
+"""The code that Triton compiles: the kernels for GPUs and the functions that are inlined into them."""

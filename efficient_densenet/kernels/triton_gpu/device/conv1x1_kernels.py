@@ -1,6 +1,6 @@
-"""The 1×1 convolution of a norm's ReLU and its backward, in Triton. `conv1x1` launches them.
+"""The 1×1 convolution after a norm and a ReLU, and its backward, in Triton. `conv1x1` launches them.
 
-Layout and grids are those of `kernels`. A launch takes OUT_CHANNELS of the convolution's output channels, which lie in
+Layout and grids are as in `kernels`. A launch takes OUT_CHANNELS of the convolution's output channels, which lie in
 rows of OUT_STRIDE: a wide convolution takes several launches, since a tile has all output channels of its launch.
 """
 
@@ -77,7 +77,8 @@ def tile_offsets(row, stride, channel):
 def grad_output_coefficients(
     out_mean, out_inv_std, out_sums, sums_stride, inv_count, out, mask, HAS_SUMS: tl.constexpr, HAS_MEAN: tl.constexpr
 ):
-    """slope, constant and r of a batch norm's backward, slope · x + constant + r · g; without HAS_SUMS it is g."""
+    """slope, constant and r of a batch norm's backward, slope · x + constant + r · g. Without HAS_SUMS the result is
+    g."""
     if HAS_SUMS:
         r = load_vector(out_inv_std, out, mask)
         slope = load_vector(out_sums + sums_stride, out, mask) * r * (-inv_count * r)
@@ -139,13 +140,13 @@ def conv1x1_backward(
     """The backward of `conv1x1_forward`, with y = relu(norm(values)).
 
     Its prologue is the backward of the batch norm that reads the convolution's output, as in `batch_norm_grad_input`:
-    grad_output = slope · output + constant + r · output_grad_accum; without HAS_SUMS, output_grad_accum itself, which
-    is then given as `output` too.
+    grad_output = slope · output + constant + r · output_grad_accum; without HAS_SUMS, it is output_grad_accum,
+    which is then passed as `output` too.
     g = grad_output @ weight[out_channels, channels], masked to zero where y ≤ 0, exists a tile at a time:
     grad_accum += grad_scale · g (`=` with OVERWRITE), partial_sums[splits, 2, channels] = Σ g and Σ g · values,
     partial_grad_weight[splits, OUT_STRIDE, channels] = grad_output.T @ y (split-K). Grid: (channel tiles, splits).
 
-    The output channels come in two parts, BLOCK_OUT and BLOCK_REST, so that 192 need not be padded to 256.
+    The output channels come in two parts, BLOCK_OUT and BLOCK_REST, so that 192 channels need not be padded to 256.
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     accum_stride = divisible(accum_stride, DIVISIBILITY)

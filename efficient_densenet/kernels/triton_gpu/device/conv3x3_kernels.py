@@ -1,18 +1,18 @@
 """The 3×3 convolution of relu(batch norm), forward and backward, in Triton. `conv3x3` launches the kernels.
 
-Layout and grids are those of `kernels`. A row is a pixel of an image of height × width pixels; taps are (dy, dx) in
-{−1, 0, 1}², times the dilation. Weights are [out_channels, 9 taps, channels], as channels_last memory lies. The norm's
-affine map and the ReLU are the prologue of every product, so that the activation exists a tile at a time. What lies
-outside the image is zero after them.
+Layout and grids are as in `kernels`. A row is a pixel of an image of height × width pixels; taps are (dy, dx) in
+{−1, 0, 1}², times the dilation. Weights are [out_channels, 9 taps, channels], as in channels_last memory. The norm's
+affine map and the ReLU are the prologue of every product, so that the activation exists a tile at a time. The
+activation is zero outside the image.
 
 Forward (an implicit GEMM): the values have several times as many channels as the output, so a tile of them is loaded
 three times rather than nine, once for each dy, and multiplied by the weights of all three dx. Each dx has its own
 accumulator, and the epilogue adds them up: output[x] = left[x − dilation] + center[x] + right[x + dilation]. For that,
 tiles overlap by the dilation at both ends. Without SHIFT_SUMS a tile is loaded for each tap: Triton gathers within a
-tile only since 3.3, and a dilation that is large beside the tile would make most of it overlap.
+tile only since 3.3, and a dilation that is large beside the tile would make most of the tile overlap.
 
-Backward: two kernels, each of which loops over one product. A fused one, which would read the values once for both, was
-compiled in sixteen tile shapes: its operands and accumulators took 200 to 255 registers, most of them with spills.
+Backward: two kernels, each of which loops over one product. A fused kernel, which reads the values once for both, was
+compiled for sixteen tile shapes: its operands and accumulators took 200 to 255 registers, and most shapes spilled.
 """
 
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
@@ -48,13 +48,13 @@ if HAS_GATHER:
 
     @triton.jit
     def shifted_rows(matrix, position, mask, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
-        """matrix[position], zero where the mask is off."""
+        """matrix[position], zero where the mask is False."""
         index = tl.minimum(tl.maximum(position, 0), BLOCK_ROWS - 1)[:, None]
         shifted = tl.gather(matrix, tl.broadcast_to(index, (BLOCK_ROWS, BLOCK_OUT)), 0)
         return tl.where(mask[:, None], shifted, 0.0)
 
 else:
-    # Triton looks up every name of a kernel, also in branches that it leaves out.
+    # Triton looks up every name of a kernel, even in branches that it does not compile.
     shifted_rows = None  # pyright: ignore[reportAssignmentType]
 
 
@@ -88,8 +88,9 @@ def conv3x3_forward(
 ):
     """output[num_rows, out_channels] = conv3x3(relu(batch_norm(values)), weight), padding = dilation.
 
-    stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored. A tile of BLOCK_ROWS rows writes those
-    that are not in its `overlap` at either end, the dilation with SHIFT_SUMS, else 0. Grid: (row tiles, out tiles).
+    stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored. A tile of BLOCK_ROWS rows writes the
+    rows outside of the `overlap` at either end, which is the dilation with SHIFT_SUMS, else 0. Grid: (row tiles, out
+    tiles).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     output_stride = divisible(output_stride, OUT_DIVISIBILITY)
@@ -168,7 +169,7 @@ def conv3x3_grad_input(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """The gradient of `conv3x3_forward` in its values, given grad_output[num_rows, out_channels].
+    """The gradient of the values of `conv3x3_forward`, given grad_output[num_rows, out_channels].
 
     g = conv_transpose3x3(grad_output, weight), masked to zero where the ReLU was inactive, exists a tile at a time:
     grad_accum += grad_scale · g (`=` with OVERWRITE), partial_sums[splits, 2, channels] = Σ g and Σ g · values.
@@ -234,9 +235,9 @@ def conv3x3_grad_weight(
 ):
     """partial_grad_weight[splits, out_channels, 9 taps, channels] = columns.T @ relu(batch_norm(values)) (split-K).
 
-    The columns (im2col) are those of grad_output, which is narrower than the activation: column tap · out_channels + o
-    of row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge thus meets zeros in the
-    columns of taps that point outside, whose grad_weight becomes NaN as that of the others does.
+    The columns are the im2col of grad_output, which is narrower than the activation: column tap · out_channels + o of
+    row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge is thus multiplied by zeros for
+    the taps that point outside, so that the grad_weight of all taps becomes NaN.
     Grid: (column tiles, channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)

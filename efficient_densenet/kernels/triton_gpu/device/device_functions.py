@@ -1,17 +1,17 @@
-"""What the Triton kernels share: functions that are inlined into them."""
+"""Functions that are inlined into several Triton kernels."""
 
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
 
 import triton
 import triton.language as tl
 
-# Sizes vary with layer and batch. Triton must not specialize on them, or the first steps would compile for each value.
+# Sizes vary with layer and batch. Triton must not specialize on them, or it would compile a kernel for each value.
 SIZES = [
     *("num_rows", "channels", "height", "width", "values_stride", "accum_stride"),
     *("sums_stride", "stats_stride", "splits", "weight_splits", "num_weights"),
 ]
 
-# Vectors of channels begin anywhere in a matrix of statistics. Their few loads need no alignment.
+# Vectors of channels may begin anywhere in a matrix of statistics, and have too few loads to profit from alignment.
 VECTORS = ["norm_weight", "norm_bias", "mean", "inv_std", "sums"]
 
 
@@ -72,6 +72,6 @@ def accumulate(pointer, values, mask, OVERWRITE: tl.constexpr):
 
 @triton.jit
 def store_pair(pair, first, second, channel, channel_mask, stride):
-    """Two vectors into pair[2, channels], whose rows have this stride."""
+    """Store two vectors into pair[2, channels], whose row stride is `stride`."""
     tl.store(pair + channel, first, channel_mask)
     tl.store(pair + stride + channel, second, channel_mask)

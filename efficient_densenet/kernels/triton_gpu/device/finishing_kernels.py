@@ -1,6 +1,6 @@
-"""What follows a backward kernel, in one launch: its partial sums are reduced, and the norm's gradients computed.
+"""The launch after a backward kernel: it reduces partial sums and computes the norm's gradients.
 
-Layout and grids are those of `kernels`.
+Layout and grids are as in `kernels`.
 """
 
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
@@ -13,7 +13,8 @@ from .device_functions import SIZES, VECTORS, load_vector, offsets
 
 @triton.jit
 def sum_of_splits(partials, splits, stride, column, mask, BLOCK_SPLITS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """The sum over splits of partials[splits, columns], whose rows have this stride: (1, columns), in a fixed order."""
+    """The sum over splits of partials[splits, columns], whose row stride is `stride`: (1, columns), in a fixed
+    order."""
     total = tl.zeros((BLOCK_SPLITS, BLOCK_COLUMNS), tl.float32)
     for start in range(0, splits, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
@@ -44,13 +45,13 @@ def finish_backward(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A norm's own gradients from partial_sums[splits, 2, channels] of Σ g and Σ g · x, and that of a convolution's
+    """A norm's gradients from partial_sums[splits, 2, channels] of Σ g and Σ g · x, and the gradient of a convolution's
     weight: grad_norm_bias[channels] = Σ g, grad_norm_weight[channels] = r · (Σ g · x − μ · Σ g).
 
     With HAS_SUMS, sums[2, channels] += γ · grad_norm_bias and γ · grad_norm_weight. With HAS_GRAD_WEIGHT,
     grad_weight[out_channels, channels, TAPS] = the sum of partial_grad_weight[weight_splits, out_channels, TAPS,
     channels].
-    Grid: (channel tiles, and then the tiles of grad_weight,).
+    Grid: (channel tiles + tiles of grad_weight,).
     """
     channel_tiles = tl.cdiv(channels, BLOCK_COLUMNS)
     if tl.program_id(0) < channel_tiles:

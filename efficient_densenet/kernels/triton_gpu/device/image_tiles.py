@@ -1,9 +1,9 @@
 """Tiles of images in either memory format, for the stem's Triton kernels: functions that are inlined into them.
 
 A row is a pixel of any image. A tile is BLOCK_ROWS rows × BLOCK_CHANNELS channels, and its last axis is the one that is
-contiguous in memory: (rows, channels) in NHWC, with CHANNELS_LAST, and (channels, rows) in NCHW. What depends on the
-row alone, such as where its pixel lies, is computed once for all channels of a tile. Pointers to images are in 64 bits,
-offsets within an image in 32.
+contiguous in memory: (rows, channels) in NHWC, with CHANNELS_LAST, and (channels, rows) in NCHW. Values that depend on
+the row alone, such as the position of its pixel, are computed once for all channels of a tile. Pointers to images are
+in 64 bits, offsets within an image in 32.
 """
 
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
@@ -32,13 +32,13 @@ def load_channels(pointer, channel, channel_mask, CHANNELS_LAST: tl.constexpr):
 
 @triton.jit
 def image_pointers(tensor, image, pixels, channels, CHANNELS_LAST: tl.constexpr):
-    """Where each row's image begins, in a tensor whose images have `pixels` pixels."""
+    """Pointers to the start of each row's image, in a tensor whose images have `pixels` pixels."""
     return by_row(tensor + image.to(tl.int64) * (pixels * channels), CHANNELS_LAST)
 
 
 @triton.jit
 def offsets_in_image(pixel, channel, pixels, channels, CHANNELS_LAST: tl.constexpr):
-    """The offsets of a tile from where its images begin."""
+    """The offsets of a tile's elements from the start of their images."""
     if CHANNELS_LAST:
         offsets = (pixel * channels)[:, None] + channel[None, :]
     else:
@@ -48,7 +48,7 @@ def offsets_in_image(pixel, channel, pixels, channels, CHANNELS_LAST: tl.constex
 
 @triton.jit
 def mask_of_channels(channel, channels, CHANNELS_LAST: tl.constexpr):
-    """In NCHW, BLOCK_CHANNELS divides the channels: without a mask, the compiler shares more between them."""
+    """Whether each channel exists. In NCHW all exist, since BLOCK_CHANNELS divides them; a constant mask is faster."""
     return channel < channels if CHANNELS_LAST else channel >= 0
 
 
@@ -98,9 +98,9 @@ def window_maximum(
 ):
     """The maximum of scale · (z − mean) + bias in each pooled pixel's window, z there, and its place in the window.
 
-    As PyTorch's pooling decides: the first of equal maxima, but the last NaN. What is compared is rounded to z's dtype,
-    as plain modules round it: some values are equal only then. The ReLU is left to the caller: a positive maximum, and
-    its place, are the same with it.
+    PyTorch's pooling chooses the first of equal maxima, but the last NaN. Values are rounded to z's dtype before they
+    are compared, as in plain modules: some are equal only then. The caller applies the ReLU, which changes neither a
+    positive maximum nor its place.
     """
     top, left = pixel // pooled_width * STRIDE_Y - PADDING_Y, pixel % pooled_width * STRIDE_X - PADDING_X
     images = image_pointers(values, image, height * width, channels, CHANNELS_LAST)
@@ -143,7 +143,7 @@ def gathered_gradient(
     """The sum of grad_output over the windows whose maximum a pixel is, in a fixed order.
 
     The pixel is (Y, X) of the cell of STRIDE_Y × STRIDE_X pixels of the padded image, so that its place in each window
-    is a constant. `grads` and `places` are where its image begins in grad_output and in the places of the maxima.
+    is a constant. `grads` and `places` point to the start of its image in grad_output and in the places of the maxima.
     """
     total = tl.full(mask.shape, 0, tl.float32)
     for i in tl.static_range((KERNEL_Y - 1 - Y) // STRIDE_Y + 1):

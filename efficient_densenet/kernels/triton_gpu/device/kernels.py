@@ -1,7 +1,7 @@
 """The fused kernels, in Triton. `operations` launches them; `portable` defines what they compute.
 
-Layout: matrices are (rows, channels) with contiguous channels; a `*_stride` is a row stride. A row is a pixel, or the
-pooling window of POOL × POOL pixels that becomes one pixel.
+Layout: matrices are (rows, channels) with contiguous channels; a `*_stride` is a row stride. A row is a pixel, or a
+pooling window of POOL × POOL pixels, which pooling reduces to one pixel.
 
 Grids: tiles are BLOCK_ROWS × BLOCK_CHANNELS. A kernel that loops over the rows is split among the program instances of
 grid axis 1: each takes every num_programs-th tile of rows. A reduction over the rows is thus split-K: each instance
@@ -57,7 +57,7 @@ def affine_relu_pool_forward(
 ):
     """output[num_rows, channels] = average_pool(relu(scale · values + shift)) over windows of POOL × POOL pixels.
 
-    Without RELU the affine map alone. Grid: (channel tiles, splits of the rows).
+    Without RELU, only the affine map is pooled. Grid: (channel tiles, splits of the rows).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)

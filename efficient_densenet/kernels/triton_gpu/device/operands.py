@@ -1,4 +1,4 @@
-"""The operands of the Triton kernels' products: `tl.dot` on a GPU cuts float32 to TF32, so they are rounded before."""
+"""The operands of the Triton kernels' products. `tl.dot` truncates float32 to TF32, so operands are rounded first."""
 
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def round_to_tf32(x):
-    """float32 to the nearest of TF32, 10 bits of fraction, ties away from zero, as `cvt.rna.tf32.f32`.
+    """Round float32 to the nearest TF32, with 10 bits of fraction and ties away from zero, as `cvt.rna.tf32.f32` does.
 
-    In integer arithmetic, which the interpreter runs too: half an ulp is added to the bits, and a carry out of the
-    fraction is the next exponent. NaN, whose bits might carry into the sign, stays.
+    Integer arithmetic also runs in the interpreter. Half an ulp is added to the bits, and a carry out of the fraction
+    increments the exponent. NaN is returned unchanged: its bits might carry into the sign.
     """
     bits = x.to(tl.uint32, bitcast=True)
     rounded = ((bits + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)

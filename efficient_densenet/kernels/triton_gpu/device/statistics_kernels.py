@@ -1,6 +1,6 @@
 """Mean and variance of each channel, in Triton: statistics of tiles, then Chan's parallel variance.
 
-Layout and grids are those of `kernels`.
+Layout and grids are as in `kernels`.
 """
 
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
@@ -13,7 +13,7 @@ from .device_functions import SIZES, divisible, offsets, store_pair
 
 @triton.jit
 def store_tile_statistics(pair, values, mask, count, channel, channel_mask, channels):
-    """Into pair[2, channels]: mean and M2 = Σ (x − mean)² of a tile of `count` rows, by two passes over registers.
+    """Store mean and M2 = Σ (x − mean)² of a tile of `count` rows into pair[2, channels], by two passes over registers.
 
     The mean's own rounding error, δ = mean(x − mean), is added to the mean and removed from M2: M2 − count · δ².
     """
@@ -65,7 +65,7 @@ def combine_statistics(
     """result[3, channels] = mean, biased variance and 1 / sqrt(var + eps) of all rows, from stats[row tiles, 2,
     channels]; `stats_stride` is the stride of result's rows.
 
-    Chan's parallel variance, from n_t ≤ BLOCK_ROWS rows, mean_t and M2_t of tile t, free of cancellation:
+    Chan's parallel variance, from n_t ≤ BLOCK_ROWS rows, mean_t and M2_t of each tile t, avoids cancellation:
     mean = Σ n_t · mean_t / n,  var = (Σ M2_t + Σ n_t · (mean_t − mean)²) / n.
     As in a tile, the rounding error of the mean is computed and removed from both. Grid: (channel tiles,).
     """

@@ -1,6 +1,6 @@
 """The kernels between a stem's convolutions, in Triton: statistics, and batch norm → ReLU → max pooling.
 
-`values` is z, the convolution's output, (images, channels, height, width) in either memory format. Tiles are those of
+`values` is z, the convolution's output, (images, channels, height, width) in either memory format. Tiles are as in
 `image_tiles`: a row is a pixel of z or a pixel of the pooled images. Sums are in float32, in a fixed order.
 DIVISIBILITY is a power of two that divides the number of channels in NHWC, and of pixels in NCHW, so that the compiler
 may vectorize.
@@ -27,7 +27,7 @@ from .image_tiles import (
 from .statistics_kernels import store_tile_statistics
 
 STEM_SIZES = [*SIZES, "pooled_height", "pooled_width"]
-"""What Triton must not specialize on."""
+"""The sizes on which Triton must not specialize."""
 
 
 @triton.jit(do_not_specialize=STEM_SIZES)
@@ -88,7 +88,7 @@ def norm_relu_max_pool_forward(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """output = max_pool(relu(norm_weight · (values − mean) · inv_std + norm_bias)), of which a row is a pixel.
+    """output = max_pool(relu(norm_weight · (values − mean) · inv_std + norm_bias)). A row is a pixel of the output.
 
     Grid: (row tiles, channel tiles).
     """
@@ -207,10 +207,10 @@ def norm_relu_max_pool_backward(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """grad_values, which may be `values`: the gradient of z, given the sums of the norm's gradients.
+    """grad_values = the gradient of z, given the sums of the norm's gradients. It may be `values`.
 
-    With x̂ = (z − mean) · r it is γ · r · (g − (Σ g + x̂ · Σ g·x̂) · per_value), under a FROZEN norm γ · r · g. A row is a
-    cell of STRIDE_Y × STRIDE_X pixels of the padded images. Grid: (row tiles, channel tiles).
+    With x̂ = (z − mean) · r, it is γ · r · (g − (Σ g + x̂ · Σ g·x̂) · per_value), or γ · r · g under a FROZEN norm. A
+    row is a cell of STRIDE_Y × STRIDE_X pixels of the padded images. Grid: (row tiles, channel tiles).
     """
     if CHANNELS_LAST:
         channels = divisible(channels, DIVISIBILITY)

@@ -1,1 +1,1 @@
-"""What chooses tiles and launches the kernels for GPUs."""
+"""The host code for GPUs: it chooses tiles and launches the kernels."""

@@ -1,4 +1,4 @@
-"""What the host sides of the Triton kernels share: how their arguments lie, and the launches that finish others."""
+"""Code that the launches of the Triton kernels share: the layout of arguments, and the launches that finish kernels."""
 
 import math
 
@@ -10,7 +10,7 @@ from ..device import finishing_kernels, statistics_kernels
 from . import launch
 
 MAX_PROGRAM_INSTANCES = 2048
-"""How many program instances share the rows: several for each multiprocessor of a large GPU, yet few partial sums."""
+"""The most program instances of a launch: several for each multiprocessor of a large GPU, but few partial sums."""
 
 _FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
 
@@ -20,24 +20,24 @@ def cdiv(a: int, b: int) -> int:
 
 
 def divisibility(dtype: torch.dtype, *sizes: int) -> int:
-    """The largest power of two that divides all sizes, up to the elements of 16 bytes, the widest load."""
+    """The largest power of two that divides all sizes, at most the number of elements in 16 bytes, the widest load."""
     return math.gcd(16 // dtype.itemsize, *sizes)
 
 
 def num_splits(num_rows: int, block_rows: int, other_tiles: int, programs: int, min_tiles: int = 1) -> int:
-    """Among how many program instances the tiles of rows are divided: about `programs` in all, `min_tiles` for each."""
+    """The number of program instances that share the tiles of rows: about `programs` in all, with `min_tiles` each."""
     return max(1, min(cdiv(cdiv(num_rows, block_rows), min_tiles), programs // other_tiles))
 
 
 def norm_vectors(norm: BatchNormAffine) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:
-    """Weight, bias, mean and inv_std as kernels read them, and whether there is a mean: without, any other stands there
-    and is not read."""
+    """Weight, bias, mean and inv_std as kernels read them, and whether there is a mean. If not, inv_std is passed in
+    its place and is not read."""
     weight, bias, inv_std = norm.weight.contiguous(), norm.bias.contiguous(), norm.inv_std.contiguous()
     return (weight, bias, inv_std if norm.mean is None else norm.mean.contiguous(), inv_std), norm.mean is not None
 
 
 def with_contiguous_rows(matrix: Tensor) -> Tensor:
-    """The kernels take a row stride, but contiguous channels."""
+    """`matrix`, or a copy if its channels are not contiguous. The kernels take any row stride."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
@@ -51,13 +51,13 @@ def finish_backward(
 ) -> Gradients:
     """The norm's gradients, which are also added to an accumulator's `sums`, from partial sums (splits, 2, channels).
 
-    With a gradient `conv_weight` to be written, its partial sums are added up too, (splits, out_channels, taps,
-    channels), into (out_channels, channels, taps).
+    The partial sums of a weight's gradient, (splits, out_channels, taps, channels), are added up into `conv_weight`,
+    (out_channels, channels, taps), if it is given.
     """
     splits, _, channels = partial_sums.shape
     grads = Gradients(partial_sums.new_empty(channels), partial_sums.new_empty(channels), conv_weight)
     (weight, _, mean, inv_std), has_mean = norm_vectors(norm)
-    # What is absent is given by some other tensor, which the kernel does not read.
+    # In the place of an absent tensor, another tensor is passed, which the kernel does not read.
     conv_weight_or_any, sums_or_any, partial_conv_weight_or_any = (
         partial_sums if each is None else each for each in (conv_weight, sums, partial_conv_weight)
     )
@@ -75,7 +75,7 @@ def finish_backward(
 
 
 def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:
-    """The statistics of all rows, from (tiles, 2, channels) of tiles of `block_rows`."""
+    """The statistics of all rows, from `stats` (tiles, 2, channels) of tiles of `block_rows` rows."""
     channels, matrix, eps = stats.shape[-1], statistics.matrix, statistics.eps
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
     grid, sizes = (cdiv(channels, 16),), (num_rows, channels, matrix.stride(0))
@@ -83,7 +83,7 @@ def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics
 
 
 def precision() -> str:
-    """How PyTorch's setting for convolutions has float32 multiplied."""
+    """The precision of float32 products, by PyTorch's setting for convolutions: "tf32" or "ieee"."""
     convolutions = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9, which refuses mixed settings
     tf32 = torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"

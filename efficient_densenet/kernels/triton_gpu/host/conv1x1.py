@@ -1,7 +1,7 @@
 """The 1×1 convolutions of the Triton set: launches of `conv1x1_kernels`, with tiles from `tiles`.
 
-A convolution of more output channels than a tile holds takes several launches, one for each slice of them: the backward
-is linear in its grad_output, so that the slices' gradients add up.
+A convolution with more output channels than a tile holds takes several launches, one for each slice of the output
+channels: the backward is linear in grad_output, so the gradients of the slices add up.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from .common import cdiv, divisibility, finish_backward, norm_vectors, precision
 
 
 def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
-    """Writes the output; returns, if wanted, its statistics for each tile of rows, (tiles, 2, out_channels), and how
-    many rows a tile has."""
+    """Writes the output; returns the statistics of each tile of rows, (tiles, 2, out_channels), empty unless requested,
+    and the number of rows in a tile."""
     values, weight = with_contiguous_rows(conv.input.values), conv.weight.contiguous()
     (num_rows, channels), width = values.shape, len(weight)
     limits, products = tiles.device_limits(values.device), product_precision(weight)
@@ -68,8 +68,8 @@ def backward(
 
 
 def product_precision(weight: Tensor) -> tiles.Precision:
-    """How products with this weight are computed: float32 as PyTorch's setting for convolutions says, where the device
-    has TF32."""
+    """The precision of products with this weight. PyTorch's setting for convolutions chooses it for float32, where the
+    device has TF32."""
     if weight.dtype.itemsize < 4:
         return tiles.Precision.HALF
     is_tf32 = precision() == "tf32" and tiles.device_limits(weight.device).has_tf32
@@ -77,8 +77,8 @@ def product_precision(weight: Tensor) -> tiles.Precision:
 
 
 def _norm_backward(grad: BatchNormBackward) -> tuple[tuple[Tensor, ...], dict[str, bool]]:
-    """The output, its grad_accum, mean, inv_std and sums as the kernel reads them, and which there are: what is absent
-    is given by some other tensor, which the kernel does not read."""
+    """The output, its grad_accum, mean, inv_std and sums as the kernel reads them, and which of them exist. Another
+    tensor, which the kernel does not read, takes the place of an absent one."""
     grad_accum = grad.grad_accum.contiguous()
     if grad.sums is None or grad.inv_std is None:
         return (grad_accum,) * 5, {"HAS_SUMS": False, "HAS_OUT_MEAN": False}
@@ -95,5 +95,5 @@ def _slices(width: int) -> Iterator[slice]:
 
 
 def _from(tensor: Tensor, out: slice, dim: int = -1) -> Tensor:
-    """A launch's output channels in this dimension: the first of them are where the whole tensor begins."""
+    """The part of `tensor` from a launch's first output channel on: the kernel bounds the number of channels itself."""
     return tensor if out.start == 0 else tensor.narrow(dim, out.start, out.stop - out.start)

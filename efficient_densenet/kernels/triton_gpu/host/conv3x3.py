@@ -1,8 +1,8 @@
-"""The 3×3 convolutions of the Triton set: which of them are Triton's, and the launches of `conv3x3_kernels`.
+"""The 3×3 convolutions of the Triton set: which of them run in Triton, and the launches of `conv3x3_kernels`.
 
-A forward reads the values once (its other two loads of them are for caches) and writes the output. A backward reads the
-values and grad_output twice and writes grad_accum. On cuDNN's path the activation and its gradient, each as large as
-the values, are written and read besides.
+A forward reads the values once from memory (two more loads hit caches) and writes the output. A backward reads the
+values and grad_output twice and writes grad_accum. With cuDNN, the activation and its gradient, each as large as
+the values, are also written and read.
 """
 
 import math
@@ -27,24 +27,24 @@ from .common import (
 from .tiles import KIB, device_limits
 
 MAX_OUT_CHANNELS = 64
-"""Products of a wider convolution take longer than its bytes, and cuDNN is better at products."""
+"""A wider convolution is limited by its products, not by memory traffic, and cuDNN's products are faster."""
 
 MAX_EXACT_OUT_CHANNELS = 16
-"""The same for float32 that is multiplied exactly, which tensor cores do not."""
+"""The same limit for exact float32 products, which tensor cores do not compute."""
 
 MAX_PIXELS = 2**30
-"""Rows, also shifted by a tap, are int32."""
+"""Row numbers, also shifted by a tap, must fit int32."""
 
 MAX_OVERLAP = 1 / 8
-"""The largest part of a forward's tile that may lie in the next tiles too."""
+"""The largest fraction of a forward's tile that may overlap its neighbors."""
 
 
 def is_for_triton(weight: Tensor, shape: torch.Size, dilation: int = 1) -> bool:
     """Whether Triton's kernels take a convolution of images of `shape`, (images, *spatial), rather than cuDNN.
 
-    For the convolutions of a DenseNet bytes decide, of which Triton's kernels move less than half of what cuDNN's path
-    does; any number of in_channels and any dilation will do. For many output channels products decide, and for exact
-    ones already from 17 on. Only images of two dimensions are covered.
+    A DenseNet's convolutions are limited by memory traffic, and Triton's kernels move less than half of cuDNN's bytes,
+    for any number of in_channels and any dilation. With many output channels the products take longer; with exact
+    products, 17 are many. The kernels support images of two dimensions only.
     """
     is_exact = weight.dtype == torch.float32 and precision() == "ieee"
     if len(shape) != 3 or len(weight) > (MAX_EXACT_OUT_CHANNELS if is_exact else MAX_OUT_CHANNELS):
@@ -100,7 +100,7 @@ def backward(
     taps = 9
     if not grad_weight.is_contiguous():
         if grad_weight.is_contiguous(memory_format=torch.channels_last):
-            taps = 1  # it lies as its partial sums do
+            taps = 1  # it has the layout of its partial sums
         else:
             grad_weight = torch.empty_like(grad_weight, memory_format=torch.contiguous_format)
     return finish_backward(input.norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight, taps)
@@ -140,7 +140,7 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     num_rows, channels = values.shape
     tile = grad_weight_tile(grad_output.dtype)
     tiles = cdiv(9 * out_channels, tile["BLOCK_COLUMNS"]), cdiv(channels, tile["BLOCK_CHANNELS"])
-    # A split's gradient has the bytes of a few hundred rows of values: the splits are as few as occupy the device.
+    # A split's gradient is as large as a few hundred rows of values: use only as many splits as occupy the device.
     programs = 2 * device_limits(values.device).multiprocessors
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=8)
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
@@ -170,11 +170,12 @@ def forward_tile(out_channels: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
-    """The tile of `conv3x3_grad_input` where a multiprocessor has so much shared memory: graphics cards have less."""
+    """The tile of `conv3x3_grad_input` for the bytes of shared memory of a multiprocessor: graphics cards have
+    fewer."""
     options = {"num_warps": 4, "num_stages": 1}
     if dtype == torch.float32:
         block_channels, block_out = 32, 16
-        options["maxnreg"] = 128  # left to itself, ptxas spills on 8.6 and 8.9 to make room for a fifth block
+        options["maxnreg"] = 128  # by default, ptxas spills on 8.6 and 8.9 to fit a fifth block
     elif out_channels <= 16:
         block_channels, block_out = 16, 16
     else:
@@ -189,5 +190,5 @@ def grad_weight_tile(dtype: torch.dtype) -> dict[str, int]:
 
 
 def _channels_last(weight: Tensor) -> Tensor:
-    """(out_channels, channels, 3, 3) that lies in memory as [out_channels, 3, 3, channels]."""
+    """(out_channels, channels, 3, 3) in the memory layout [out_channels, 3, 3, channels]."""
     return weight.contiguous(memory_format=torch.channels_last)

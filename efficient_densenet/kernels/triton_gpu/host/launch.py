@@ -1,12 +1,12 @@
 """Launching a Triton kernel at little cost to the host: all launches go through `launch`.
 
-`kernel[grid](...)` finds the compiled kernel anew at every launch, from what it computes of each argument. That takes
-the host several times as long as the launch itself, and a step has hundreds of them. `kernel[grid](...)` also returns
-the compiled kernel; later launches that Triton would run by the same one call its launcher themselves.
+`kernel[grid](...)` looks up the compiled kernel at every launch, by properties of each argument. The lookup takes the
+host several times as long as the launch, and a step has hundreds of launches. `kernel[grid](...)` also returns the
+compiled kernel. Later launches for which Triton would choose the same compiled kernel call its launcher directly.
 
-Beside that, everything here that Triton does not document: `CompiledKernel.run`, the order of its arguments, and where
-launch hooks are kept. Other versions of Triton than those that were read, and kernels that it interprets, are launched
-by `kernel[grid](...)` alone.
+Only this file uses what Triton does not document: `CompiledKernel.run`, the order of its arguments, and the place of
+launch hooks. Versions of Triton that this file does not know, and interpreted kernels, are launched by
+`kernel[grid](...)` alone.
 """
 
 import re
@@ -23,11 +23,11 @@ MAX_INT32 = 2**31 - 1
 """The largest size that Triton passes as int32. For a larger one it compiles the kernel with an int64."""
 
 _OPTIONS = {"enable_fp_fusion": True}
-"""Triton's own default up to 3.9, which warns that it will be another."""
+"""Triton's default up to 3.9, which warns that the default will change."""
 
 
 class _Launcher(NamedTuple):
-    """A compiled kernel and what each of its launches passes on."""
+    """A compiled kernel, and the arguments that all its launches have in common."""
 
     run: Callable[..., None]
     function: int
@@ -38,11 +38,11 @@ class _Launcher(NamedTuple):
 
 
 _launchers: dict[tuple[Any, ...], _Launcher] = {}
-"""A kernel's address in a key is its own: its launcher keeps the kernel alive."""
+"""The launchers by key. A key contains the id of a kernel, which stays valid: the launcher keeps the kernel alive."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None, **constants: Any) -> None:
-    """Launch `kernel` on the device of the first argument, which need not be the current one.
+    """Launch `kernel` on the device of the first argument, which need not be the current device.
 
     Args:
         kernel: a function decorated by `triton.jit`, whose `tl.constexpr` parameters come after the others.
@@ -72,10 +72,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None
 
 
 def _key_and_pointers(arguments: Sequence[Any]) -> tuple[list[Any], list[float | None]]:
-    """All of the arguments that decides which compiled kernel Triton takes; and the arguments, tensors as addresses.
+    """The properties of the arguments by which Triton chooses a compiled kernel; and the arguments, tensors as
+    addresses.
 
-    Of a tensor it is its type, and whether its address is a multiple of 16; of a number its type, what Triton may
-    specialize a kernel on, and whether it fits in an int32.
+    A tensor's properties are its dtype, and whether its address is a multiple of 16. A number's are its type, whether
+    it is 1 or a multiple of 16, for which Triton may specialize a kernel, and whether it fits in an int32.
     """
     key: list[Any] = []
     passed: list[float | None] = []
@@ -93,7 +94,7 @@ def _key_and_pointers(arguments: Sequence[Any]) -> tuple[list[Any], list[float |
 
 
 def _launch_by_triton(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> Any:
-    """Returns the compiled kernel, or something else where Triton does not compile it at once."""
+    """Returns the compiled kernel, or another object where Triton interprets it or compiles it later."""
     with torch.cuda.device_of(arguments[0]):
         return kernel[grid](*arguments, **(_OPTIONS | constants))
 
@@ -102,7 +103,7 @@ def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any, num_arguments: i
     """Keep the launcher of a kernel that has just been launched."""
     if not _is_known_version() or not isinstance(compiled, CompiledKernel) or kernel.pre_run_hooks:
         return
-    # Since Triton 3.3 a launcher takes the constants too, and does not read them.
+    # Since Triton 3.3 a launcher takes the constants too, although it does not read them.
     values = [constants.get(name) for name in kernel.arg_names[num_arguments:]] if _version() >= (3, 3) else []
     loaded: Any = compiled
     active: Any = driver.active
@@ -126,7 +127,7 @@ def _is_known_version() -> bool:
 
 
 def _hook_owner() -> Any:
-    """Where Triton keeps its launch hooks: `knobs.runtime` since 3.4, `CompiledKernel` before."""
+    """The object that has Triton's launch hooks: `knobs.runtime` since 3.4, `CompiledKernel` before."""
     runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
     return runtime if hasattr(runtime, "launch_enter_hook") else CompiledKernel
 
@@ -135,6 +136,6 @@ _HOOK_OWNER = _hook_owner()
 
 
 def _has_launch_hooks() -> bool:
-    """Whether someone observes launches, as a profiler does. A chain of hooks may be empty."""
+    """Whether launch hooks are registered, as by a profiler. A chain of hooks may be empty."""
     enter, leave = _HOOK_OWNER.launch_enter_hook, _HOOK_OWNER.launch_exit_hook
     return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))

@@ -1,10 +1,9 @@
-"""The shared engine's kernels on an NVIDIA GPU: what `portable` computes, in fewer passes over memory, in Triton.
+"""The shared engine's kernels on an NVIDIA GPU: the operations of `portable`, in fewer passes over memory, in Triton.
 
-The 1×1 convolution after pooling and the 3×3 convolutions that `conv3x3.is_for_triton` leaves are cuDNN's, on an
-activation that a Triton kernel wrote.
-float32 is multiplied exactly or in TF32, as PyTorch's setting for convolutions says. No kernel is a custom operator:
-they run within those of a stage, which torch.compile does not trace into. Nothing synchronizes with the device, and
-every reduction has a fixed order.
+cuDNN computes the 1×1 convolution after pooling, and the 3×3 convolutions that `conv3x3.is_for_triton` refuses, on an
+activation that a Triton kernel writes. float32 is multiplied exactly or in TF32, as PyTorch's setting for convolutions
+says. No kernel is a custom operator: kernels run inside the operators of a stage, which torch.compile does not trace
+into. Nothing synchronizes with the device, and every reduction has a fixed order.
 """
 
 import math
@@ -37,7 +36,7 @@ from .common import (
     num_splits,
     with_contiguous_rows,
 )
-from .stem import (  # noqa: F401 (this set's operations of the stem)
+from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
     norm_relu_max_pool,
@@ -48,7 +47,7 @@ from .stem import (  # noqa: F401 (this set's operations of the stem)
 needs_sums = True
 
 SECTOR_BYTES = 32
-"""What a GPU reads at least: rows of a slice of channels are read again at no loss where they fill whole sectors."""
+"""The smallest read of a GPU. In-place updates of a slice of channels are efficient if its rows fill whole sectors."""
 
 _TILE = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 32}
 _NARROW_TILE = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 16}
@@ -214,8 +213,8 @@ def _cudnn_conv_backward(
 def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """For each tile of whole images, as many as scratch may hold: its rows of `input`, its rows of the pooled images,
-    and the activation, (images, channels, *pooled sizes)."""
+    """For each tile of as many whole images as fit in scratch: its rows of `input`, its rows of the pooled images, and
+    the activation, (images, channels, *pooled sizes)."""
     num_images, *sizes = shape
     pooled_sizes = [size // pool for size in sizes]
     pixels, pooled_pixels = math.prod(sizes), math.prod(pooled_sizes)
@@ -278,6 +277,6 @@ def _as_images(shape: torch.Size) -> tuple[int, int, int]:
 
 
 def _grid(num_rows: int, channels: int, blocks: dict[str, int]) -> tuple[int, int]:
-    """Tiles of channels, and splits: among how many program instances the tiles of rows are divided."""
+    """The number of tiles of channels, and of splits, the program instances that share the tiles of rows."""
     channel_tiles = cdiv(channels, blocks["BLOCK_CHANNELS"])
     return channel_tiles, num_splits(num_rows, blocks["BLOCK_ROWS"], channel_tiles, MAX_PROGRAM_INSTANCES)

@@ -1,7 +1,7 @@
 """The stem on an NVIDIA GPU, between its convolutions, which are cuDNN's: batch norm → ReLU → max pooling.
 
 z, the convolution's output, is read once for the statistics and once for the pooled output; in the backward once for
-the maxima and the sums of the norm's gradients, and once, with the windows that each pixel is in, for z's own gradient.
+the maxima and the sums of the norm's gradients, and once, with the windows that contain each pixel, for z's gradient.
 """
 
 import math
@@ -28,15 +28,15 @@ from .common import (
 
 _STATISTICS_TILE = {False: (512, 4), True: (256, 16)}
 _TILE = {False: (128, 4), True: (16, 32)}
-"""Rows and channels of a tile, by whether z is in channels_last memory. In NCHW as many channels as divide z's."""
+"""Rows and channels of a tile, by whether z is in channels_last memory. In NCHW, a tile's channels must divide z's."""
 
 
 MAX_WINDOW = 25
-"""The largest pooling window, in pixels: the kernels unroll it, and store a place in it in int8."""
+"""The largest pooling window, in pixels: the kernels unroll it, and store positions in it as int8."""
 
 
 def supports(shape: torch.Size, pool: MaxPool | None = None) -> bool:
-    """Whether the kernels can run on images: there is a pixel, and numbers of rows and offsets fit int32."""
+    """Whether the kernels can run on images of `shape`: there is a pixel, and row numbers and offsets fit int32."""
     if len(shape) != 4 or shape.numel() < 1 or shape[2:].numel() * max(shape[:2]) >= 1 << 31:
         return False
     if pool is None:
@@ -76,7 +76,7 @@ def norm_relu_max_pool(values: Tensor, norm: BatchNormAffine, pool: MaxPool, dty
 def norm_relu_max_pool_reduce(
     grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: MaxPool
 ) -> tuple[Tensor, Gradients]:
-    """`indices` are places of the maxima within their windows."""
+    """The indices are the positions of the maxima within their windows."""
     if not supports(values.shape, pool):
         return portable_stem.norm_relu_max_pool_reduce(grad_output, values, norm, pool)
     indices = _empty_pooled(values, pool, torch.int8)
@@ -136,7 +136,7 @@ def _tiles(num_rows: int, channels: int, constants: dict[str, Any]) -> tuple[int
 
 
 def _cells(size: int, padding: int, stride: int) -> int:
-    """How many strides the padded side has, without the padding at its end."""
+    """The number of strides in a side with the padding before it, but not after it."""
     return cdiv(size + padding, stride)
 
 

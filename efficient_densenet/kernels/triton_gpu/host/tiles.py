@@ -12,10 +12,10 @@ import torch
 
 KIB = 1024
 MAX_OUT_CHANNELS = 256
-"""The most output channels of a launch: a tile has them all in its registers."""
+"""The most output channels of a launch: a tile holds all of them in registers."""
 
 RESERVED_SHARED_MEMORY = KIB
-"""What the system takes of each block's shared memory."""
+"""The bytes of shared memory that CUDA reserves in each block."""
 
 
 class Precision(enum.Enum):
@@ -27,7 +27,7 @@ class Precision(enum.Enum):
 
     @property
     def input_precision(self) -> str:
-        """As `tl.dot` takes it; operands in half precision have no choice."""
+        """The argument `input_precision` of `tl.dot`, which ignores it for operands in half precision."""
         return "tf32" if self is Precision.TF32 else "ieee"
 
     @property
@@ -36,7 +36,7 @@ class Precision(enum.Enum):
 
 
 class DeviceLimits(NamedTuple):
-    """What a launch may count on. Bytes of shared memory are of a multiprocessor, and of a block."""
+    """The resources that a launch can use. Shared memory, of a multiprocessor and of a block, is in bytes."""
 
     multiprocessors: int
     shared_memory: int
@@ -45,7 +45,7 @@ class DeviceLimits(NamedTuple):
 
 
 WITHOUT_DEVICE = DeviceLimits(multiprocessors=1, shared_memory=164 * KIB, shared_memory_of_a_block=163 * KIB)
-"""For Triton's interpreter: one multiprocessor, so that the loops over rows go round."""
+"""For Triton's interpreter: one multiprocessor, so that the loops over rows have several iterations."""
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
         return WITHOUT_DEVICE
     properties = torch.cuda.get_device_properties(device)
     has_tf32 = properties.major >= 8
-    # Where this PyTorch does not tell them: the least that any GPU of these compute capabilities has.
+    # Older PyTorch versions lack these properties: assume the minimum of GPUs with this compute capability.
     of_a_block = getattr(properties, "shared_memory_per_block_optin", (99 if has_tf32 else 64) * KIB)
     shared_memory = getattr(properties, "shared_memory_per_multiprocessor", of_a_block + RESERVED_SHARED_MEMORY)
     return DeviceLimits(properties.multi_processor_count, shared_memory, of_a_block, has_tf32)
@@ -64,7 +64,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 class Tile(NamedTuple):
     """The tile of a program instance: rows × input channels, and all of a launch's output channels, in two parts.
 
-    `max_registers` is what the compiler may use for a thread; with 128, a multiprocessor holds two blocks of 8 warps.
+    `max_registers` is the compiler's limit for a thread; with 128, a multiprocessor holds two blocks of 8 warps.
     """
 
     rows: int
@@ -81,12 +81,12 @@ class Tile(NamedTuple):
         return blocks | options | ({} if self.max_registers is None else {"maxnreg": self.max_registers})
 
     def forward_shared_memory(self, precision: Precision) -> int:
-        """At most so many bytes, by the tiles of the operands that a stage holds."""
+        """An upper bound in bytes, from the tiles of the operands in each stage."""
         stage = (self.rows + self.out_channels) * self.channels * precision.itemsize
         return max(self.num_stages * stage, self.rows * self.out_channels * 4)
 
     def backward_shared_memory(self, precision: Precision) -> int:
-        """At most so many bytes: a weight, and in each stage the input, the output and its grad_accum."""
+        """An upper bound in bytes: the weight, and in each stage the input, the output and its grad_accum."""
         width = self.out_channels + self.rest
         stage = self.rows * (self.channels + 2 * width)
         weight = self.channels * width
@@ -98,8 +98,8 @@ class Tile(NamedTuple):
         return 2 if self.max_registers == 128 and two_fit else 1
 
 
-# What compiles without spills for sm_80 to sm_120 (tests/test_triton_resources.py), the best first; the last is the
-# smallest. The keys are how many output channels a tile has.
+# Tiles that compile without spills for sm_80 to sm_120 (tests/test_triton_resources.py), the best first, the smallest
+# last. The keys are the numbers of output channels of a tile.
 FORWARD_TILES = {
     Precision.TF32: {64: [Tile(128, 32, 3, 128)], 128: [Tile(64, 32, 3, 128)], 256: [Tile(32, 16, 3, 128)]},
     Precision.HALF: {64: [Tile(128, 32, 3, 128)], 128: [Tile(64, 32, 3, 128)], 256: [Tile(32, 32, 3, 128)]},
@@ -125,7 +125,7 @@ BACKWARD_TILES = {
 
 
 def slice_width(width: int) -> int:
-    """How many output channels of a convolution a launch takes: all, or an equal part of them."""
+    """The number of output channels of a launch: all of the convolution's, or an equal part of them."""
     return -(-width // -(-width // MAX_OUT_CHANNELS))
 
 
@@ -149,20 +149,20 @@ def backward_tile(width: int, precision: Precision, limits: DeviceLimits) -> Til
 
 @functools.lru_cache(maxsize=4096)
 def backward_splits(num_rows: int, channel_tiles: int, tile: Tile, precision: Precision, limits: DeviceLimits) -> int:
-    """Among how many program instances each the row tiles of a channel tile are divided."""
+    """The number of program instances that share the row tiles of a channel tile."""
     width = tile.out_channels + tile.rest
     blocks = tile.resident_blocks(tile.backward_shared_memory(precision), limits)
     bytes_of_a_row = (3 * tile.channels + 2 * width) * precision.itemsize
-    bytes_beside_rows = 3 * width * tile.channels * 4  # the weight; its gradient, stored and added up
+    bytes_beside_rows = 3 * width * tile.channels * 4  # the weight is read, its gradient stored and added up
     overhead = bytes_beside_rows / (tile.rows * bytes_of_a_row)
     return row_splits(num_rows, tile.rows, channel_tiles, blocks * limits.multiprocessors, overhead)
 
 
 def row_splits(num_rows: int, block_rows: int, channel_tiles: int, resident: int, overhead: float) -> int:
-    """Splits of the row tiles, with as few partial sums as time allows.
+    """Splits of the row tiles for the shortest time, and then for the fewest partial sums.
 
-    All instances are resident at once, one wave of `resident` ones, or come in two, whichever is shorter: a wave takes
-    as long as its instances' row tiles, and `overhead` row tiles more for reading a weight and storing partial sums.
+    The instances run in one or two waves of at most `resident` instances. A wave takes the time of one instance's row
+    tiles, plus `overhead` row tiles for reading a weight and storing partial sums.
     """
     row_tiles = max(1, -(-num_rows // block_rows))
     best, shortest = 1, math.inf
@@ -177,7 +177,8 @@ def row_splits(num_rows: int, block_rows: int, channel_tiles: int, resident: int
 
 
 def _first_that_fits(candidates: list[tuple[Tile, int]], limits: DeviceLimits) -> Tile:
-    """Or the last. Where shared memory alone admits no second block, a tile may as well use all registers."""
+    """The first candidate that fits, or the last one. A tile uses all registers if a second block does not fit
+    anyway."""
     fitting = (each for each in candidates if each[1] <= limits.shared_memory_of_a_block)
     tile, shared_memory = next(fitting, candidates[-1])
     return tile if tile.resident_blocks(shared_memory, limits) > 1 else tile._replace(max_registers=None)
@@ -188,5 +189,5 @@ def _size_class(width: int) -> int:
 
 
 def _power_of_two(width: int) -> int:
-    """At least 16, which `tl.dot` needs."""
+    """The next power of two, at least 16, which `tl.dot` needs."""
     return max(16, 1 << (width - 1).bit_length())
