@@ -1,8 +1,8 @@
 """DenseNets of other libraries, in place: `make_efficient(model)` runs every dense block in a model by our engines.
 
-A dense block is recognized by its structure and verified by a numerical trial: its own forward must compute what its
-parts say. The model stays the same object, with the same parameters, names and hooks; the class of a converted module
-becomes a subclass of the same name. `restore(model)` undoes the conversion.
+A dense block is recognized by its structure and verified by a numerical trial: its own forward must compute the same
+results as its parts. The model stays the same object, with the same parameters, names and hooks; the class of a
+converted module becomes a subclass of the same name. `restore(model)` undoes the conversion.
 """
 
 from ..engine.parts import BlockParts, LayerParts, register_block

@@ -1,4 +1,4 @@
-"""How a block's forward uses its layers: what structure does not show, and a trial of the forward finds out."""
+"""How a block's forward uses its layers. Structure does not show it; a trial of the forward finds it out."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,8 +8,8 @@ class LayerCall(NamedTuple):
     """How to call a layer whole.
 
     Attributes:
-        separately: True for the features as arguments, `layer(*features)`, False for one tensor.
-        returns_input: True if the layer returns its input beside its output, on the side that the block's order says.
+        separately: True to pass the features as arguments, `layer(*features)`, False to pass their concatenation.
+        returns_input: True if the layer returns the concatenation of its input and output, in the block's order.
     """
 
     separately: bool = False
@@ -23,7 +23,7 @@ class ConnectionPattern:
     Attributes:
         newest_first, new_features_only: as in `BlockParts`.
         is_layer: True for a single layer that concatenates its input and its output, and so is a block by itself.
-        layer_call: how to call the layers whole, where their own parts do not describe them; None where they do.
+        layer_call: how to call whole layers, if their parts do not describe them; None if they do.
     """
 
     newest_first: bool = False

@@ -1,4 +1,4 @@
-"""Convert every dense block of a model in place, and restore them."""
+"""Convert every dense block of a model in place, and restore the blocks."""
 
 from itertools import pairwise
 
@@ -24,15 +24,15 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
     """Run every dense block in `model` by `engine`, and report what was changed, what was not, and why.
 
     Args:
-        model: any module: a DenseNet, a network that has one inside, a wrapped one. Blocks of this package are set to
-            `engine`; those of other libraries are converted.
-        engine: True for the best one for each block, or a name, as for `DenseNet(efficient=...)`. Another call with
-            another engine changes it, and verifies blocks that were altered since.
+        model: any module, such as a DenseNet, a network with a DenseNet inside, or a wrapped model. Blocks of this
+            package are set to `engine`; blocks of other libraries are converted.
+        engine: True for the best engine for each block, or a name, as for `DenseNet(efficient=...)`. Another call can
+            change the engine, and verifies blocks again that have changed.
     """
     check_module("make_efficient", model)
     parsed, report = choose.parse(engine), Report()
     _convert_tree("", model, parsed, report, set())
-    for module in [*model.modules()][::-1]:  # those inside a sequence first
+    for module in [*model.modules()][::-1]:  # inner sequences first
         if has_converted_blocks(module):
             add_mixin(module, ConvertedSequence)
     report.transitions = _convert_transitions(model, parsed)
@@ -62,7 +62,7 @@ def _convert_tree(
     visited: set[nn.Module],
     may_be_layer: bool = False,
 ) -> bool:
-    """Convert `module` or, if it is not a dense block, those inside it; return whether any was converted."""
+    """Convert `module` or, if it is not a dense block, the blocks inside it; return whether any was converted."""
     if module in visited:
         return False
     visited.add(module)
@@ -107,7 +107,7 @@ def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Ex
 def _convert_transitions(model: nn.Module, engine: Engine | None) -> list[str]:
     """Convert the modules that look like transitions and read as many channels as a converted block returns.
 
-    The shared engine alone runs them; for another engine, those that were converted before are restored.
+    Only the shared engine runs transitions; for another engine, converted transitions are restored.
     """
     if engine not in (None, Engine.SHARED):
         for module in model.modules():

@@ -1,4 +1,5 @@
-"""Converted dense blocks: a mixin for the classes of other libraries' modules, and the trial that finds its pattern."""
+"""Converted dense blocks: a mixin for the classes of other libraries' modules, and the trial that finds a block's
+pattern."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -34,12 +35,12 @@ class Conversion(Verified):
     """The state of a converted block.
 
     Attributes:
-        engine: the requested one.
+        engine: the requested engine.
         exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
-        pattern: how the block's forward uses its layers; None where a trial did not find out.
-        reason: why the parts of its layers do not describe the block, or None where they do.
+        pattern: how the block's forward uses its layers; None if a trial did not find a pattern.
+        reason: why the parts of the layers do not describe the block, or None if they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
-        as_a_whole: whether the author's forward may be recomputed as it is, where layer by layer would skip a hook.
+        as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
     """
 
     engine: Engine | None = None
@@ -53,11 +54,11 @@ class Conversion(Verified):
 class ConvertedBlock(VerifiedModule):
     """Mixin: a dense block that an engine runs wherever its own forward would save much memory for backward."""
 
-    _conversion = Conversion()  # of a module that nn.Sequential made of some layers of a converted one
+    _conversion = Conversion()  # default, for a slice of a converted nn.Sequential
     can_join_stage = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Tracers see the author's forward; they may pass a proxy in the place of a tensor.
+        # Tracers, which may pass a proxy instead of a tensor, trace the author's forward.
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             self._check_not_quantized(*args)
             return super().forward(*args, **kwargs)
@@ -74,7 +75,7 @@ class ConvertedBlock(VerifiedModule):
         self._conversion = replace(self._conversion, engine=engine)
 
     def _verify_again(self) -> None:
-        """Find out by a trial how the block uses its layers, unless its state is that of the last trial.
+        """Find out by a trial how the block uses its layers, unless its state is unchanged since the last trial.
 
         This is for `make_efficient` alone. A forward compares states, and never runs a trial: other threads, processes
         or a checkpoint around it would see the trial's parameters and operations.
@@ -91,15 +92,15 @@ class ConvertedBlock(VerifiedModule):
 
     def update_norms_once(self, engine: Engine) -> None:
         """Put the norms inside under the exactly-once rule where `engine` or the author's forward recomputes them. The
-        shared engine does without, so that the norms have the classes that tools such as quantization look for."""
+        shared engine does not need it, and so keeps torch's classes, which tools such as quantization look for."""
         if engine in (Engine.CHECKPOINT, Engine.OFFICIAL) or self._conversion.recomputes:
             _update_norms_once(self)
         elif self._conversion.exactly_once_norms is not None:
             _restore_norms(self, self._conversion.exactly_once_norms, keep_torch_forward=True)
 
     def why_not_recompute(self) -> str | None:
-        """Why no engine may run the block, or None: what is not verified may do in its forward what must not be
-        repeated."""
+        """Why no engine may run the block, or None: the forward of an unverified block may have side effects that must
+        not be repeated."""
         change = self._state_change()
         if change is not None:
             again = f"found that {change} since it was verified: call make_efficient again, which verifies it"
@@ -135,7 +136,7 @@ class ConvertedBlock(VerifiedModule):
     def _check_not_quantized(self, *args: Any) -> None:
         """Raise RuntimeError for the tracer of FX quantization, which would not find norms under the exactly-once rule.
 
-        It fuses modules by their very classes, and silently leaves out those of others.
+        The tracer fuses modules of exactly torch's classes, and silently ignores modules of subclasses.
         """
         before = self._conversion.exactly_once_norms
         for_quantization = any(type(getattr(each, "tracer", None)).__name__ == "QuantizationTracer" for each in args)
@@ -143,18 +144,18 @@ class ConvertedBlock(VerifiedModule):
             names = (name for name, module in self.named_modules() if isinstance(module, UpdatesOnce))
             if any(name not in before for name in names):
                 raise RuntimeError(
-                    "quantization finds norms by torch's own classes, and those of a block that is recomputed have "
-                    "others: call restore(model) first, then prepare the model"
+                    "quantization finds norms by torch's own classes, but the norms of a recomputed block have other "
+                    "classes: call restore(model) first, then prepare the model"
                 )
 
-    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls it before anything else
+    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls this first
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
 
 
 def _run_by_layers(
     block: ConvertedBlock, forward: Callable, pattern: ConnectionPattern | None
 ) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
-    """The function that runs `block` layer by layer, or None where that would skip a module that must be called."""
+    """The function that runs `block` layer by layer, or None if it would skip a module that must be called."""
     if pattern is None:
         return None
     if pattern.layer_call is not None:
@@ -185,11 +186,11 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
 
 
 def _find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
-    """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if so.
+    """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do not.
 
     Torch's norms are under the exactly-once rule in the trial, so that a library's checkpointing, which updates them
-    twice, does not count as a difference. Norms with a forward of their own run it in the trial of the block's own
-    forward, and torch's forward from then on.
+    twice, does not count as a difference. Norms with a forward of their own run this forward in the trial of the
+    block's own forward, and torch's forward afterwards.
     """
     reason, by_parts = None, []
     try:
@@ -217,7 +218,8 @@ def _find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_
 
 
 def _check_has_torch_state(norm: nn.Module) -> None:
-    """Raise `VerificationError` for a norm with a forward of its own which may read more than torch's."""
+    """Raise `VerificationError` for a norm with a forward of its own that may read attributes torch's norms do not
+    have."""
     tensors = norm._parameters.keys() | norm._buffers.keys() | norm._modules.keys()
     own = (vars(norm).keys() | tensors) - _OF_EVERY_BATCH_NORM
     if own:
@@ -240,7 +242,7 @@ def _match(
     patterns: Iterable[ConnectionPattern],
     reason: str | None,
 ) -> Conversion:
-    """The pattern by which an engine reproduces the block's results, and why the parts of its layers do not, if so."""
+    """The pattern by which an engine reproduces the block's results; and why not by the parts of its layers, if so."""
     difference, recomputes = None, any(result.recomputes for result in block_results)
     for pattern in patterns:
         by_parts = pattern.layer_call is None
@@ -261,7 +263,7 @@ def _match(
 def _run_pattern(
     block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: ConnectionPattern, recomputed: bool, x: Tensor
 ) -> Tensor:
-    """The output of `block` by `pattern`; what has gradients to compute is `recomputed` where the engines would."""
+    """The output of `block` by `pattern`. If `recomputed`, layers are recomputed for gradients, where engines would."""
     recomputed = recomputed and torch.is_grad_enabled() and layerwise.why_not_recompute(block) is None
     run_first_half = layerwise.run_first_half_checkpoint if recomputed else layerwise.run_first_half_plain
     if pattern.layer_call is None:
@@ -270,7 +272,7 @@ def _run_pattern(
 
 
 def _recompute_whole(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The output of `forward`, the author's, recomputed where the engines would."""
+    """The output of `forward`, the author's, recomputed where engines would."""
     return forward(x) if layerwise.why_not_recompute(block) is not None else checkpoint_call(forward, (x,), {})
 
 

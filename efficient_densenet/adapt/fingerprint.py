@@ -1,7 +1,7 @@
-"""What the modules of a dense block hold beside parameters, buffers and children, to be compared at every forward.
+"""The state of a dense block's modules besides parameters, buffers and children, which is compared at every forward.
 
-A trial verifies a block as it is. An attribute that was neutral then (a scale of 1, a second dropout of rate 0) may be
-changed later, and the block's forward computes something else from then on: so its state then is remembered.
+A trial verifies a block with its current state. An attribute that had no effect in the trial (a scale of 1, a second
+dropout of rate 0) may be changed later, and change the results of the block's forward. So the state is saved.
 """
 
 import weakref
@@ -27,7 +27,7 @@ Values = tuple[tuple[str, Any], ...]
 
 
 class State(NamedTuple):
-    """The name of a class, and the values of its own attributes or of those of one of its modules."""
+    """The name of a class, and the values of its own attributes or of the attributes of a module of this class."""
 
     name: str
     values: Values
@@ -35,13 +35,13 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """Stands for an object that is compared by identity, and in a copy by its name.
+    """Represents an object that is compared by identity or, in a copied fingerprint, by its name.
 
     Attributes:
-        reference: a weak one, since another object may get the number of one that is gone; the number where an object
-            has no weak references; None in a copy.
-        name: of the object, or of its class.
-        version: of a tensor.
+        reference: a weak reference, since a new object may get the id of an object that was freed; the id of an object
+            that allows no weak references; None in a copy.
+        name: the name of the object, or of its class.
+        version: the version counter of a tensor, or the length of a long collection.
     """
 
     reference: Any
@@ -51,8 +51,8 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Identity) or (self.name, self.version) != (other.name, other.version):
             return False
-        is_number = isinstance(self.reference, int)
-        return self.reference == other.reference if is_number else self.reference is other.reference
+        is_id = isinstance(self.reference, int)
+        return self.reference == other.reference if is_id else self.reference is other.reference
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -68,15 +68,15 @@ def _identity(value: Any, version: int = 0) -> Identity:
 
 
 class DropRate(NamedTuple):
-    """A probability of dropout. If it was not 0 in the trial, the place of the dropout is verified for any: the trial
-    tries several, those of one block all different."""
+    """A probability of dropout. If it was not 0 in the trial, any other probability is verified too: the trial tries
+    several, with different ones in each dropout of a block."""
 
     value: float
 
 
 class TensorNames(tuple[str, ...]):
-    """The names of the parameters and buffers of one of torch's modules. Some may go, as sharded ones do; one that
-    comes, as `weight_orig`, says that the weight is computed from it."""
+    """The names of the parameters and buffers of one of torch's modules. Names may disappear, as by sharding. A new
+    name, such as `weight_orig`, means that the weight is now computed from this parameter."""
 
 
 class Fingerprint(NamedTuple):
@@ -87,15 +87,15 @@ class Fingerprint(NamedTuple):
     is_copy: bool = False
 
     def as_copy(self) -> "Fingerprint":
-        """What it still is in a copy or in another process."""
+        """The part of the fingerprint that stays valid in a copy of the block or in another process."""
         return Fingerprint(_as_copy(self.modules), _as_copy(self.classes), True)
 
 
 def fingerprint(block: nn.Module) -> Fingerprint:
     """The state of `block` and all modules inside that a trial takes as given.
 
-    It holds no reference to a module or a tensor. Objects are compared by identity and what they hold, functions by
-    their code and what it reads, large tensors by identity and version.
+    It holds no reference to a module or a tensor. Objects are compared by identity and attributes, functions by code
+    and the values that it reads, large tensors by identity and version.
     """
     modules = list(_modules(block))
     classes = dict.fromkeys(map(class_as_written, modules))
@@ -104,7 +104,7 @@ def fingerprint(block: nn.Module) -> Fingerprint:
 
 
 def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | float | str], ...], ...]:
-    """The names and values of the numbers, flags and texts that each author's module in `block` holds."""
+    """The names and values of the numbers, flags and strings that each author's module in `block` holds."""
     return tuple(
         tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, int, float, str)))
         if not is_known(class_as_written(module))
@@ -114,7 +114,7 @@ def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | fl
 
 
 def holds_attributes(block: nn.Module, attributes: tuple[tuple[tuple[str, Any], ...], ...]) -> bool:
-    """Whether they are `plain_attributes(block)`. A compiler that traces this compiles again when one has changed."""
+    """Whether `attributes` equal `plain_attributes(block)`. A compiler that traces this recompiles when one changes."""
     pairs = zip(block.modules(), attributes, strict=True)
     return all(getattr(module, name) == value for module, values in pairs for name, value in values)
 
@@ -122,7 +122,7 @@ def holds_attributes(block: nn.Module, attributes: tuple[tuple[tuple[str, Any], 
 def change_since(before: Fingerprint, block: nn.Module) -> str | None:
     """The first change of a block's state, such as "scale of a DenseLayer was 1.0 and is 0.5", or None.
 
-    What has been added since counts only if a method of the class may read it.
+    An attribute that was added since counts only if a method of the class may read it.
     """
     after = fingerprint(block)
     if after == before:
@@ -143,7 +143,7 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
 
 
 def _change(old: State, new: State, names_read: frozenset[str] | None) -> str | None:
-    """The first change of a module's attributes; of those that are new, only of `names_read`, if that is given."""
+    """The first change of a module's attributes. Of new attributes, only `names_read` count, if they are given."""
     old_values, new_values = dict(old.values), dict(new.values)
     for key in {**old_values, **new_values}:
         before, after = old_values.get(key, _MISSING), new_values.get(key, _MISSING)
@@ -175,7 +175,7 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def class_as_written(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` as its author wrote it: torch's own for a norm that was put under the exactly-once rule."""
+    """The class of `module` as its author wrote it: torch's class for a norm under the exactly-once rule."""
     cls = author_class(module)
     return TORCH_CLASSES.get(cls, cls)
 
@@ -184,7 +184,7 @@ def _state(module: nn.Module) -> State:
     cls = class_as_written(module)
     if isinstance(module, _DropoutNd):
         return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
-    if is_known(cls):  # what a module of torch holds is read, or the module called, at every forward
+    if is_known(cls):  # at every forward, torch's modules are called or their attributes read
         parameters = module._parameters or vars(module).get("_former_parameters", ())
         if not (parameters or module._buffers):
             return State(cls.__name__, _NO_TENSORS)
@@ -199,8 +199,8 @@ def _state(module: nn.Module) -> State:
 
 
 def buffers_taken_as_given(module: nn.Module) -> list[tuple[str, Tensor | None]]:
-    """The buffers of an author's module that a trial verifies for their values only. Those of norms are read by the
-    engines at every forward, and those of torch's other modules by these themselves."""
+    """The buffers of an author's module, which a trial verifies only for their current values. The engines read the
+    buffers of norms at every forward, and torch's other modules read their own buffers."""
     if not module._buffers or isinstance(module, _NormBase) or is_frozen_batch_norm(module):
         return []
     if (class_as_written(module).__module__ or "").startswith("torch."):
@@ -222,13 +222,15 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
 
 
 def _is_small(value: Tensor) -> bool:
-    """Whether there are few values, which can be read without waiting for a device; FSDP frees the memory of some."""
+    """Whether `value` has few elements that can be read without waiting for a device, and memory, which FSDP may
+    free."""
     is_ordinary = value.device.type == "cpu" and value.layout == torch.strided and type(value) is Tensor
     return is_ordinary and value.numel() <= 16 and value.untyped_storage().size() > 0
 
 
 def _class_state(cls: type) -> State:
-    """The values of a class's own attributes, which are compared exactly, and what its methods read outside."""
+    """The values of a class's own attributes, which are compared exactly, and the outside values that its methods
+    read."""
     own = tuple((name, _frozen(value)) for name, value in sorted(vars(cls).items()) if name not in _OF_EVERY_CLASS)
     return State(
         cls.__name__, own + tuple((place.name, _outside(place.value(), place)) for place in places_outside(cls))
@@ -236,8 +238,8 @@ def _class_state(cls: type) -> State:
 
 
 def _outside(value: Any, place: Place, depth: int = 2) -> Any:
-    """A global or enclosed value as far as it is simple; of an object or a class, the attributes that a method of it or
-    the function at `place` may name."""
+    """A global or closure value as far as it is simple. Of an object or a class, only the attributes that its methods
+    or the function at `place` may read are included."""
     if isinstance(value, ContextVar):
         value = value.get(None)
     if value is None or isinstance(value, _COMPARED_WHOLE):
@@ -265,7 +267,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _frozen(value: Any, depth: int = 6) -> Any:
-    """`value` as something that compares equal only to a value that means the same, and refers to no object."""
+    """`value` in an immutable form without references to objects. Equal forms mean equivalent values."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -300,7 +302,7 @@ def _frozen(value: Any, depth: int = 6) -> Any:
 
 
 def _frozen_function(function: Any, depth: int) -> Any:
-    """The name and code of a function, and the values that it holds; two with the same ones do the same."""
+    """The name and code of a function, and the values that it holds: together they determine its behavior."""
     if not isinstance(function, FunctionType):
         return _identity(function)
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
@@ -311,7 +313,7 @@ def _frozen_function(function: Any, depth: int) -> Any:
 
 @cache
 def _digest(code: CodeType) -> str:
-    """A text that differs for functions that do other things, and is the same in another process."""
+    """A hash of a function's code, which is the same in another process."""
     constants = [_digest(each) if isinstance(each, CodeType) else each for each in code.co_consts]
     texts = [sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each) for each in constants]
     return sha256(repr((code.co_code, code.co_names, texts)).encode()).hexdigest()
@@ -338,9 +340,9 @@ _COMPARED_WHOLE += (FunctionType, MethodType, staticmethod, classmethod, partial
 _OF_FULLY_SHARD = "__composable_api_state_key"
 _SMALL_ARRAY = 1 << 12  # bytes: a larger array is compared by identity
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
-    "_conversion",  # of the conversion itself
-    "keep_bottleneck",  # which is read at every forward
-    "_is_replica",  # what nn.DataParallel makes of a module
+    "_conversion",  # added by the conversion itself
+    "keep_bottleneck",  # read at every forward
+    "_is_replica",  # set by nn.DataParallel
 }
 _OF_EVERY_CLASS = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__static_attributes__", "__firstlineno__"}

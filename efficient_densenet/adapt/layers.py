@@ -1,4 +1,4 @@
-"""Run a dense block layer by layer: from the parts of its layers, or calling them whole."""
+"""Run a dense block layer by layer: by the parts of its layers, or by calling whole layers."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
@@ -17,7 +17,7 @@ AnyLayer = TypeVar("AnyLayer")
 
 
 class FirstHalf(nn.Module):
-    """Concatenation, norm, activation and first convolution of a layer: what the engines that recompute run again."""
+    """The concatenation, norm, activation and first convolution of a layer, which official and checkpoint recompute."""
 
     def __init__(self, layer: LayerParts) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def run_layers(block: BlockParts, x: Tensor, run_first_half: RunFirstHalf = laye
     def run(layer: LayerParts, features: list[Tensor]) -> Tensor:
         output = run_first_half(FirstHalf(layer), features)
         if layer.conv2 is not None:
-            norm2 = cast(nn.Module, layer.norm2)  # which a layer with a second convolution has
+            norm2 = cast(nn.Module, layer.norm2)  # not None: there is a second convolution
             output = layer.conv2(_activation_after_norm(layer, 1)(norm2(output)))
         return layer.dropout(output, layer.drop_rate) if layer.drop_rate > 0 else output
 
@@ -44,7 +44,7 @@ def run_layers(block: BlockParts, x: Tensor, run_first_half: RunFirstHalf = laye
 
 
 class WholeLayer(nn.Module):
-    """Concatenation and a layer of any kind, as what the engines that recompute run again."""
+    """The concatenation and a whole layer of any kind, which official and checkpoint recompute."""
 
     def __init__(self, layer: nn.Module, forward: Callable, call: LayerCall, newest_first: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def run_whole_layers(
 ) -> Tensor:
     """The output of a block whose layers are called whole, each by `run_first_half`.
 
-    `forward` is the author's, for a block that is itself the layer.
+    `forward` is the author's forward, for a block that is itself the layer.
     """
     call, x = cast(LayerCall, pattern.layer_call), unshared(x, run_first_half)
 
@@ -86,8 +86,8 @@ def run_whole_layers(
 
 
 def unshared(x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
-    """The block's input, for layers that are recomputed a copy: plain layers concatenate it at once, and so the caller
-    may change it in place afterwards."""
+    """The block's input, or a copy of it if layers are recomputed. Plain layers copy the input by concatenation, so
+    that the caller may change it in place afterwards; recomputed layers must allow this too."""
     return x if run_first_half is layerwise.run_first_half_plain else x.clone()
 
 
@@ -98,7 +98,7 @@ def _grow(
     newest_first: bool,
     new_features_only: bool,
 ) -> Tensor:
-    """The growing concatenation: each layer runs on the block's input and all outputs so far."""
+    """The concatenation of all outputs: each layer runs on the block's input and all outputs so far."""
     features = [x]
     for layer in layers:
         output = run(layer, features)

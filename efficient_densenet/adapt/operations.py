@@ -22,10 +22,10 @@ class Recorder:
     """Records what runs in its context.
 
     Attributes:
-        counts: how often each operation that computes has run, and each other call of an author's code to a tensor:
-            asking for its shape, dtype or strides, splitting it, registering a hook of its gradient.
+        counts: how often each operation with arithmetic has run, and each other call of a tensor by an author's code:
+            reading its shape, dtype or strides, splitting it, registering a hook on its gradient.
         written: the `memory_key` of each tensor that an operation has changed in place.
-        num_computed: how many operations that compute have run, counted or not.
+        num_computed: how many operations with arithmetic have run, whether in `counts` or not.
     """
 
     def __init__(self, generators: Generators) -> None:
@@ -73,8 +73,8 @@ class _Operations(TorchDispatchMode):
 
 
 class _AuthorsCalls(TorchFunctionMode):
-    """Counts what an author's own code asks of tensors where no operation computes anything, so that nothing else would
-    show it: the parts of a layer do not explain a branch on a shape, or a hook of a gradient."""
+    """Counts an author's calls of tensors that run no operation with arithmetic, which the dispatcher does not see.
+    They may be a branch on a shape, or a hook on a gradient, which the parts of a layer do not describe."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -92,21 +92,22 @@ class _AuthorsCalls(TorchFunctionMode):
 
 def _is_called_by_author(frame: FrameType) -> bool:
     """Whether the code that calls a function of torch is neither torch's nor ours; `frame` has called the mode."""
-    if frame.f_code is handle_torch_function.__code__:  # a function written in Python calls it, and the author that one
+    if frame.f_code is handle_torch_function.__code__:  # skip the frame of a function written in Python
         frame = cast(FrameType, cast(FrameType, frame.f_back).f_back)
     return not frame.f_code.co_filename.startswith(_NOT_OF_AUTHORS)
 
 
 def _is_of_channels(name: str, index: Any = None, *others: Any) -> bool:
-    """Whether this asks for the number of channels, which a layer fixes, or selects some: `x.size(1)`, `x[:, :4]`."""
+    """Whether this call reads the number of channels, which a layer fixes, or selects channels: `x.size(1)`, `x[:,
+    :4]`."""
     if name == "__getitem__" and isinstance(index, tuple) and len(index) > 1:
         return isinstance(index[1], slice) and all(each in (slice(None), ...) for each in (index[0], *index[2:]))
     return name in ("size", "narrow") and index == 1
 
 
 class _Operation(NamedTuple):
-    """What is to be known of an operation: its name, the same in place; whether it computes anything; the numbers and
-    names of the arguments that it changes."""
+    """An operation: its name, without the underscore of in-place variants; whether it has arithmetic; and the positions
+    and names of the arguments that it changes."""
 
     name: str
     computes: bool
@@ -133,7 +134,7 @@ def _counts_batches(operation: _Operation, args: tuple) -> bool:
 
 
 def _drops_nothing(operation: _Operation, args: tuple) -> bool:
-    """Whether this is a dropout in evaluation mode or of rate 0, which is an operation in inference mode only."""
+    """Whether this is a dropout in evaluation mode or of rate 0, which runs as an operation only in inference mode."""
     return operation.name.endswith("dropout") and len(args) == 3 and not (args[1] and args[2])
 
 
@@ -150,5 +151,5 @@ _WITHOUT_ARITHMETIC = {
 }
 _WITHOUT_ARITHMETIC |= {"new_empty_strided", "_unsafe_view", "_reshape_copy"}
 _OF_DENSE_LAYERS = {"cat", "concat", "concatenate", "requires_grad"}
-"""What a layer calls in which parts and trial agree: the trial varies whether tensors require a gradient."""
+"""Calls of a layer that are not counted: its parts imply concatenations, and the trial varies requires_grad."""
 _NOT_OF_AUTHORS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))

@@ -1,6 +1,6 @@
-"""What the methods of authors' classes read outside of their modules: global variables, and what closures hold.
+"""The values that methods of authors' classes read outside of their modules: global variables, and values in closures.
 
-A trial takes these values as given, so they are part of a block's fingerprint, as far as they are simple.
+A trial verifies a block for these values only, so they are part of its fingerprint, as far as they are simple.
 """
 
 from abc import ABC
@@ -14,9 +14,10 @@ import torch
 
 
 class Place(NamedTuple):
-    """Where a value is found again at every forward: in the globals of a function, or in a cell of its closure.
+    """The place from which a value is read at every forward: the globals of a function, or a cell of its closure.
 
-    `names` are those in the function's code; of an object, it may read the attributes that are called so.
+    `names` are the names in the function's code: if the value is an object, the function may read its attributes with
+    these names.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Place(NamedTuple):
 
 @cache
 def places_outside(cls: type) -> tuple[Place, ...]:
-    """Where the methods of `cls` itself, and the functions that they call, may read values outside of modules."""
+    """The places where methods of `cls` itself, and functions that they call, may read values outside of modules."""
     places: dict[tuple[int, str], Place] = {}
     for function in _functions_of(cls):
         _collect(function, places, depth=3)
@@ -44,7 +45,7 @@ def places_outside(cls: type) -> tuple[Place, ...]:
 
 @cache
 def names_read(cls: type) -> frozenset[str]:
-    """The names and texts in the methods of an author's class."""
+    """The names and string constants in the methods of an author's class."""
     functions = (function for each in cls.__mro__ if not is_known(each) for function in _functions_of(each))
     return frozenset(name for function in functions for name in names_in(function.__code__))
 
@@ -64,12 +65,12 @@ def values_outside(cls: type) -> list[Any]:
 
 
 def is_known(cls: type) -> bool:
-    """Whether this is a class of torch or Python, and not of an author, whose classes may have no module's name."""
+    """Whether this is a class of torch or Python, not of an author. An author's class may have no `__module__`."""
     return cls in (object, ABC, Generic) or (cls.__module__ or "").startswith("torch.nn.modules.")
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The names and texts in a function's code, and in those of the functions inside."""
+    """The names and string constants in a function's code, and in the code of the functions inside."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
@@ -84,7 +85,7 @@ def _functions_of(cls: type) -> Iterator[FunctionType]:
 
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:
-    """The functions that a class's attribute is, or that a property, a method of the class or a decorator holds."""
+    """The functions in a class's attribute: a function itself, or inside a property, a classmethod or a wrapper."""
     inner = [getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__")]
     yield from (each for each in (value, *inner) if isinstance(each, FunctionType))
 
@@ -105,7 +106,7 @@ def _collect(function: FunctionType, places: dict[tuple[int, str], Place], depth
 
 
 def is_of_a_library(value: Any) -> bool:
-    """Whether this is a module, a function, a class or an object of a library that holds no state of an author's."""
+    """Whether this is a module, function, class or object of a known library, which holds no state of an author."""
     if isinstance(value, ModuleType):
         name = value.__name__
     else:

@@ -1,7 +1,7 @@
-"""The generators of random numbers that a block may draw from, beside PyTorch's default ones.
+"""The random generators that a block may draw from, besides PyTorch's default generators.
 
 A recomputation restores the states of PyTorch's default generators only. A trial finds out whether a block draws from
-others, and leaves all of them as they were.
+other generators, and restores the states of all of them.
 """
 
 import random
@@ -24,12 +24,12 @@ class Generators:
             self.add(generator)
 
     def add(self, generator: Any) -> None:
-        """Watch one more, such as one that an operation is about to draw from."""
+        """Save the state of another generator, such as one that an operation is about to draw from."""
         if id(generator) not in self._states and generator is not torch.default_generator:
             self._states[id(generator)] = generator, get_state(generator)
 
     def changed(self) -> str | None:
-        """Which one has drawn numbers since it was added, such as "NumPy's generator", or None."""
+        """The name of a generator that has drawn numbers since it was added, such as "NumPy's generator", or None."""
         return next((_name(each) for each, state in self._states.values() if _has_changed(each, state)), None)
 
     def restore(self) -> None:
@@ -39,13 +39,13 @@ class Generators:
 
 
 def generators_of(block: nn.Module) -> list[Any]:
-    """Python's and NumPy's global generators, and those that modules hold or their methods refer to."""
+    """Python's and NumPy's global generators, and the generators that modules hold or their methods refer to."""
     return [*host_generators(), *filter(_is_generator, _values_read(block))]
 
 
 def without_state(block: nn.Module) -> str | None:
-    """The class of an object that the block may read, and which gives other values each time but has no state to set
-    back, such as an iterator; or None."""
+    """The class of an object that the block may read and whose values cannot be repeated, such as an iterator: it has
+    no state to restore. None if there is none."""
     unrepeatable = (each for each in _values_read(block) if isinstance(each, (Iterator, random.SystemRandom)))
     return next((type(each).__name__ for each in unrepeatable), None)
 

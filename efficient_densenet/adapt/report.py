@@ -14,7 +14,7 @@ class Changed:
     Attributes:
         name: the block's name in the model.
         layers: the number of its layers.
-        engine: the engine that runs it and, where it is not the best one, the reason.
+        engine: the engine that runs the block and, if it is not the best engine, the reason.
         kept_before: the values per pixel that plain modules save for backward.
         kept: the values per pixel that the engine saves for backward.
     """
@@ -33,7 +33,7 @@ class Changed:
 
 @dataclass
 class Report:
-    """What `make_efficient` changed in a model, and what not. It is true if anything was changed; `print` shows it all.
+    """The changes of a model by `make_efficient`. The report is true if anything was changed; `print` shows all of it.
 
     Attributes:
         changed: the dense blocks that were changed.
@@ -41,7 +41,7 @@ class Report:
             author's forward calls the sequence rather than the modules in it.
         transitions: the names of the transitions that were converted; each is a stage of its own where it is called.
         unchanged: the names of modules that look like a dense block but were not converted, each with the reason.
-        recomputable: those of them that can be recomputed as a whole, by `checkpoint_wrapper`.
+        recomputable: the names in `unchanged` of modules that `checkpoint_wrapper` can recompute as a whole.
     """
 
     changed: list[Changed] = field(default_factory=list)
@@ -51,14 +51,14 @@ class Report:
     recomputable: list[str] = field(default_factory=list)
 
     def merge(self, names: Sequence[str], change: Changed) -> None:
-        """Put `change` in the place of those called `names`."""
+        """Replace the entries of the blocks called `names` by `change`."""
         first = next((i for i, each in enumerate(self.changed) if each.name in names), None)
         if first is not None:
             self.changed[first] = change
             self.changed = [each for each in self.changed if each.name not in names]
 
     def forget(self, name: str) -> None:
-        """Drop what was reported of a module that was not changed."""
+        """Remove the entries of a module that was not changed."""
         self.unchanged.pop(name, None)
         self.recomputable = [each for each in self.recomputable if each != name]
 
@@ -100,8 +100,8 @@ def saved_values_per_pixel(block: BlockParts, engine: Engine) -> int:
     """The values per pixel that `engine` saves for the backward of a block.
 
     All engines save the block's input and each layer's output. Plain also saves the inputs of both norms and both
-    convolutions of a layer; the engines that recompute save those of the second norm and convolution only, and the
-    shared engine saves neither, but the bottleneck where a layer's `keep_bottleneck` says so.
+    convolutions of a layer. Official and checkpoint save the inputs of the second norm and convolution only. The
+    shared engine saves no inputs, but the bottleneck of a layer with `keep_bottleneck`.
     """
     total = block.layers[0].conv1.in_channels
     for layer in block.layers:

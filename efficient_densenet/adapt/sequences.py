@@ -20,8 +20,8 @@ else:
 
 
 class ConvertedSequence(KeepsSignature, _SequentialMixin):
-    """Mixin: an nn.Sequential that runs converted blocks together with the module that consumes their output, and the
-    modules before the first one as a stem, where the shared engine can."""
+    """Mixin: an nn.Sequential that runs each converted block together with the module after it, and the modules before
+    the first block as a stem, if the shared engine can."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         takes_tensor = not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and may_read_converted_modules()
@@ -31,7 +31,7 @@ class ConvertedSequence(KeepsSignature, _SequentialMixin):
 
 
 def stages_of(sequence: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The stages of a sequence and of the converted sequences inside, where a stage may start or end."""
+    """The stages of a sequence. A stage may begin or end in a converted sequence inside."""
     return stages(_flattened("", sequence))
 
 

@@ -1,7 +1,7 @@
 """The stages of a converted sequence: consecutive blocks as one block, and the modules of a transition as one module.
 
-Networks are also laid out flat, layer after layer in one nn.Sequential, or with a transition at the start or the end of
-each sequence. What is put together here lives for one forward.
+Some networks are flat, with all layers in one nn.Sequential, or have a transition at the start or the end of each
+sequence. The modules that are created here exist for one forward only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from .converted import ConvertedBlock
 
 
 class BlocksInARow(nn.Sequential):
-    """Converted blocks, each of which continues the concatenation of the one before, as one block."""
+    """Consecutive converted blocks, each of which continues the concatenation of the previous block, as one block."""
 
     can_join_stage = True
 
@@ -44,7 +44,8 @@ def is_block(module: nn.Module) -> TypeGuard[ConvertedBlock | BlocksInARow]:
 
 
 def stages(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """The modules of a sequence, with blocks in a row, and what may be a transition after a block, put together."""
+    """The modules of a sequence. Consecutive blocks are joined to one block, the modules of a transition to one
+    module."""
     rest, grouped = list(modules), []
     while rest:
         name, module = rest[0]
@@ -60,7 +61,7 @@ def stages(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
 
 
 def _blocks_in_a_row(first: ConvertedBlock, others: Sequence[nn.Module]) -> tuple[Sequence[nn.Module], nn.Module]:
-    """`first` and those after it with which it runs as one block, and that block."""
+    """`first` and the following blocks that run with it as one block, and this one block."""
     parts = _parts(first) if others and isinstance(others[0], ConvertedBlock) else None
     if parts is None:
         return [first], first
@@ -88,7 +89,7 @@ def _parts(module: ConvertedBlock) -> BlockParts | None:
 
 
 def _continues(first: BlockParts, layers: Sequence[LayerParts], following: BlockParts) -> bool:
-    """Whether the layers of `following` read what `layers`, of which `first` has the first, have concatenated."""
+    """Whether the layers of `following` read the concatenation of `layers`, which begin with the layers of `first`."""
     last, layer = layers[-1], following.layers[0]
     growth_rate = last.last_conv.out_channels
     return (
@@ -100,7 +101,7 @@ def _continues(first: BlockParts, layers: Sequence[LayerParts], following: Block
 
 
 def _transition(modules: Sequence[nn.Module]) -> Sequence[nn.Module]:
-    """The first of `modules` that may be a transition in parts: norm, ReLU, 1×1 convolution, average pooling."""
+    """The first of `modules` that may form a transition: norm, ReLU, 1×1 convolution, average pooling."""
     count = 0
     for is_expected, module in zip((is_norm, _is_relu, _is_conv1x1, halves), modules, strict=False):
         if must_be_called(module) or not is_expected(module):

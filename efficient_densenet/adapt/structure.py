@@ -1,4 +1,5 @@
-"""Recognize dense blocks by their structure: the classes of modules, their order and their widths, but no names."""
+"""Recognize dense blocks by their structure: the classes of modules, their order and their widths, but not their
+names."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,15 +34,15 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 def patterns_by_parts(block: nn.Module) -> list[ConnectionPattern]:
     """The ways to read `block`, of which a trial chooses one; `NoPartsError` if there is none."""
-    if block_reader(block) is not None:  # it knows the right one by itself
+    if block_reader(block) is not None:  # the reader knows the pattern
         parts = read_block(block)
         return [ConnectionPattern(parts.newest_first, parts.new_features_only)]
     kinds = [ConnectionPattern(), ConnectionPattern(new_features_only=True), ConnectionPattern(is_layer=True)]
-    if len(layers_in(block)) < 2:  # any norm, activation and convolution would be a block of one layer
+    if len(layers_in(block)) < 2:  # otherwise any norm-activation-convolution would be a block
         del kinds[1]
     readable = [kind for kind in kinds if _can_read(block, kind)]
     if not readable:
-        read_block(block, kinds[0] if looks_dense(block) else kinds[-1])  # which raises the reason
+        read_block(block, kinds[0] if looks_dense(block) else kinds[-1])  # raises the reason
     return [replace(kind, newest_first=newest_first) for kind in readable for newest_first in (False, True)]
 
 
@@ -54,7 +55,7 @@ def _can_read(block: nn.Module, pattern: ConnectionPattern) -> bool:
 
 
 def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPattern]:
-    """The ways to call layers whole: those of `block`, if it looks like a dense block, or `block` as a layer."""
+    """The ways to call whole layers: the layers of `block`, if it looks like a dense block, or `block` as a layer."""
     patterns = []
     tensors = [*block.parameters(), *block.buffers()]
     if block_reader(block) is not None or _is_compiled(block) or any(map(_is_lazy, tensors)):
@@ -74,7 +75,8 @@ def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPa
 
 
 def layers_in_a_row(module: nn.Module) -> set[nn.Module]:
-    """The modules of an nn.Sequential that may be concatenating layers: three that read more and more by one step."""
+    """The modules of an nn.Sequential that may be concatenating layers: any three whose input channels grow by equal
+    steps."""
     if type(module).forward is not nn.Sequential.forward:
         return set()
     children = [(child, _widths(child)[:1]) for child in module.children()]
@@ -90,7 +92,7 @@ def read_block(block: nn.Module, pattern: ConnectionPattern = _BY_STRUCTURE) -> 
 
     Args:
         block: a module that may be a dense block; `NoPartsError` is raised if it is not.
-        pattern: what structure does not show.
+        pattern: how the block's forward uses its layers.
     """
     reader = block_reader(block)
     if reader is not None:
@@ -112,7 +114,7 @@ def _is_compiled(block: nn.Module) -> bool:
 
 
 def layers_in(block: nn.Module) -> list[nn.Module]:
-    """The candidates for layers: the children of `block`, or those of a container that is its only child."""
+    """The candidates for layers: the children of `block`, or of the container that is its only child."""
     children = list(block.children())
     if len(children) == 1 and isinstance(children[0], _CONTAINERS) and not is_dense_layer(children[0]):
         return list(children[0].children())
@@ -133,26 +135,26 @@ def first_conv(module: nn.Module) -> _ConvNd:
 
 
 def custom_norms_in(block: nn.Module) -> set[nn.Module]:
-    """The batch norms in `block` with a forward of their authors."""
+    """The batch norms in `block` with a forward of their author."""
     return {module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)}
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether `module` can be called: an nn.ModuleList and an nn.ModuleDict only hold others."""
+    """Whether `module` can be called: an nn.ModuleList and an nn.ModuleDict only hold modules."""
     return type(module).forward is not nn.Module.forward
 
 
 def looks_dense(block: nn.Module) -> bool:
     """Whether `block` looks like a dense block, so that the report should mention it.
 
-    It does if its class is called so or has a registered reader, or if its layers have the widths of a growing
-    concatenation, judged by the first and the last convolution in each.
+    It does if its class is named "DenseBlock" or has a registered reader, or if the first and last convolutions of its
+    layers have the widths of a growing concatenation.
     """
     if "denseblock" in type(block).__name__.lower().replace("_", "") or block_reader(block) is not None:
         return True
     all_widths = list(map(_widths, layers_in(block)))
     widths = list(filter(None, all_widths))
-    if len(widths) < (2 if len(widths) == len(all_widths) else 3):  # an activation beside convolutions proves less
+    if len(widths) < (2 if len(widths) == len(all_widths) else 3):  # a child may be no layer
         return False
     steps = {after[0] - layer[0] for layer, after in pairwise(widths)}
     return all(sum(layer) == after[0] for layer, after in pairwise(widths)) or (
@@ -161,7 +163,8 @@ def looks_dense(block: nn.Module) -> bool:
 
 
 def _widths(layer: nn.Module) -> tuple[int, ...]:
-    """The channels that the first convolution of a layer reads and its last one writes; none without convolutions."""
+    """The channels that a layer's first convolution reads and its last convolution writes; empty without
+    convolutions."""
     convolutions = [module for module in layer.modules() if isinstance(module, _ConvNd)]
     return (convolutions[0].in_channels, convolutions[-1].out_channels) if convolutions else ()
 
@@ -169,7 +172,7 @@ def _widths(layer: nn.Module) -> tuple[int, ...]:
 def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> LayerParts:
     """The parts of a layer: norm, activation and convolution, once or twice, and perhaps dropout.
 
-    `modules` are those to read, if they are not all modules inside.
+    `modules` are the modules to read; by default, all modules inside.
     """
     norms, convolutions, activations, dropouts = [], [], [], []
     modules = list(leaf_modules(layer)) if modules is None else modules
@@ -205,7 +208,7 @@ def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> 
 
 
 def leaf_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside `module` without children, and the norms and convolutions with theirs."""
+    """The modules inside `module` that have no children, or that are norms or convolutions."""
     for child in module.children():
         if _is_norm(child) or isinstance(child, _ConvNd) or not any(True for _ in child.children()):
             yield child
@@ -234,7 +237,7 @@ def _dropout(layer: nn.Module, module: _DropoutNd | None = None) -> tuple[float,
 
 @constant_to_compilers
 def _drop_names(cls: type[nn.Module]) -> tuple[str, ...]:
-    """The names in the methods of an author's class that may be those of rates of dropout."""
+    """The names in the methods of an author's class that may be names of dropout rates."""
     return _cached_drop_names(cls)
 
 
@@ -255,7 +258,8 @@ def is_dense_layer(module: nn.Module) -> bool:
 
 
 def _check_widths(parts: BlockParts) -> None:
-    """Raise `NoPartsError` unless each layer reads the block's input and all outputs before, all of one width."""
+    """Raise `NoPartsError` unless each layer reads the block's input and all earlier outputs, which have equal
+    widths."""
     if not parts.layers:
         raise NoPartsError("found no layers")
     growth_rates = [layer.last_conv.out_channels for layer in parts.layers]

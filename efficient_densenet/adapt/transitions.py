@@ -1,4 +1,4 @@
-"""Converted transitions: the modules that read a converted block's output, wherever the author's forward calls them.
+"""Converted transitions: modules that read a converted block's output, wherever the author's forward calls them.
 
 A transition is recognized by its modules (norm, activation, 1×1 convolution, dropout, pooling) and verified by a trial.
 It joins the stage of the block before it in an nn.Sequential, and elsewhere it is a stage of its own.
@@ -26,7 +26,7 @@ from .verified import Verified, VerifiedModule
 from .verify import describe_difference
 
 TRIAL_SIZE = 5
-"""Pixels a side: enough to pool, and odd, so that pooling which rounds up differs."""
+"""Pixels a side: enough to pool, and odd, so that pooling with ceil_mode gives another size."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ConvertedTransition(VerifiedModule):
         return super().forward(*args, **kwargs) if output is None else output
 
     def consumer_parts(self) -> ConsumerParts | None:
-        """What the engine reads of it; None if its state has changed since it was converted."""
+        """The parts for the engine; None if the state has changed since the conversion."""
         if not may_read_converted_modules():
             return None
         return None if self._state_change() is not None else _read(self, self._conversion.pool)
@@ -76,7 +76,7 @@ def transition_width(module: nn.Module) -> int | None:
 
 
 def _find_pool(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> str | None:
-    """The name of the pooling function that `forward` calls, "" for none, and None if it is no transition's."""
+    """The name of the pooling function that `forward` calls, "" for none, and None if `module` is no transition."""
     parts = _read(module, "")
     if parts is None or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         return None
@@ -101,7 +101,7 @@ def _run(module: nn.Module, pool: str, x: Tensor) -> Tensor:
 
 
 def _read(module: nn.Module, pool: str) -> ConsumerParts | None:
-    """The parts of a transition in which the function called `pool` follows the convolution, if it is not empty."""
+    """The parts of a transition. The function named `pool` follows the convolution, unless `pool` is empty."""
     modules = list(leaf_modules(module))
     pools = [each for each in modules if isinstance(each, _POOLS)]
     try:

@@ -1,8 +1,8 @@
-"""Run forwards of a module on a few random pixels, and leave the module and all else as it was.
+"""Run forwards of a module on a few random pixels, and restore the state of the module and of all generators.
 
-The module has random values in place of its parameters and of the tensors of its norms, so that no weight that happens
-to be zero or small hides a difference. It is run in the modes in which a forward may take another branch: training or
-not, gradients or not, of the input or of the parameters, in the model's own dtype under autocast, with other sizes and
+The parameters and the tensors of norms are replaced by random values, so that no weight that happens to be zero or
+small hides a difference. The module runs in the modes in which a forward may take another branch: training or not, with
+or without gradients of the input and of the parameters, in the model's own dtype under autocast, with other sizes and
 other rates of dropout.
 """
 
@@ -33,25 +33,25 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class VerificationError(Exception):
-    """Raised for a block that is not a dense block; the message says in what it differs from one."""
+    """Raised for a block that is not a dense block; the message says how it differs from a dense block."""
 
 
 class SideEffectError(VerificationError):
-    """Raised for a block whose forward does more than compute its output, so that it must not be recomputed either."""
+    """Raised for a block whose forward has side effects, so that it must not be recomputed either."""
 
 
 class Mode(NamedTuple):
-    """In which mode, and on which input, a forward is tried.
+    """The mode and the input of one run of a forward.
 
     Attributes:
-        name: for messages.
-        training: the mode of the modules.
+        name: the name of the mode in messages.
+        training: the training mode of the modules.
         grad_mode: the context in which the forward runs.
         input_requires_grad, parameters_require_grad: which gradients are computed.
-        drop_rate: what the rates of dropout that are not 0 become, each a little different; None to leave them.
+        drop_rate: replaces the rates of dropout that are not 0, each by a slightly different rate; None keeps them.
         autocast: True for autocast, and the dtype of the module's own parameters.
-        extra_size: what is added to the number of images, and to the pixels a side.
-        in_other_mode: the class of modules in the other mode, as frozen norms or the layers of Monte Carlo dropout.
+        extra_size: the number added to the images, and to the pixels a side.
+        in_other_mode: the class of modules in the other training mode, such as frozen norms or Monte Carlo dropout.
     """
 
     name: str
@@ -76,14 +76,14 @@ MODES = (
 
 
 class Result(NamedTuple):
-    """What a run produces.
+    """The results of one run.
 
     Attributes:
         mode: the mode of the run.
         values: the output, whether it requires a gradient, and the input after the run.
-        gradients: of the input and of each parameter; None where there is none.
-        states: random states and buffers.
-        operations: how often each one ran in the forward.
+        gradients: the gradients of the input and of each parameter; None for no gradient.
+        states: the states of random generators, and the buffers.
+        operations: how often each operation ran in the forward.
         recomputes: whether batch norms ran in the backward too, as in a library's own checkpointing.
     """
 
@@ -119,7 +119,7 @@ class Trial:
         except VerificationError:
             raise
         except Exception as exc:
-            if mode not in MAIN_MODES:  # where the author's forward fails, others are to fail alike
+            if mode not in MAIN_MODES:  # if the author's forward fails, other forwards must fail too
                 return Result(mode, [type(exc)], [], [], Counter(), False)
             lines = str(exc).strip().splitlines() or [""]
             raise VerificationError(f"could not be run on a trial input: {type(exc).__name__}: {lines[0]}") from exc
@@ -169,7 +169,7 @@ def _run_backward(output: Tensor, generators: Generators) -> int:
 
 
 class _TrialTensors:
-    """The parameters and copies of the buffers of a module, in which a forward runs."""
+    """The parameters of a module, and copies of its buffers, with which a forward runs."""
 
     def __init__(self, module: nn.Module, mode: Mode, own_dtype: torch.dtype) -> None:
         self.module, self.dtype = module, own_dtype if mode.autocast else None
@@ -205,9 +205,10 @@ class _TrialTensors:
         return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def check_unchanged(self, written: set[int]) -> None:
-        """Raise `SideEffectError` if a forward has written to a parameter or a buffer, as recomputing would again.
+        """Raise `SideEffectError` if a forward has written to a parameter or a buffer: a recomputation would write
+        again.
 
-        Buffers of norms are under the exactly-once rule, and those of parametrizations are never recomputed."""
+        Norms update their buffers once, and modules with parametrizations that have buffers are never recomputed."""
         parametrizations = [module._modules.get("parametrizations") for module in self.module.modules()]
         known = {module for each in parametrizations if each is not None for module in each.modules()}
         for module in self.module.modules():
@@ -221,8 +222,8 @@ class _TrialTensors:
                         )
 
     def buffers_to_compare(self, mode: Mode, custom_norms: set[nn.Module]) -> list[Tensor | None]:
-        """All buffers, but in unusual modes not those of norms with a forward of their own, which may update then, or
-        not; the engines update always."""
+        """All buffers, except the buffers of norms with a forward of their own in modes other than the main modes: such
+        norms may or may not update them there, whereas the engines always do."""
         modules = (each for each in self.module.modules() if mode in MAIN_MODES or each not in custom_norms)
         return [buffer for each in modules for buffer in each._buffers.values()]
 
@@ -232,7 +233,7 @@ def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]
     """Prepare `module` for a trial on an input of `in_channels` channels and of `size` pixels a side."""
     if any(map(_has_computed_weights, module.modules())):
         raise VerificationError(
-            "holds weights that are no parameters, as torch.nn.utils.weight_norm, spectral_norm and prune make them"
+            "holds weights that are no parameters, as after torch.nn.utils.weight_norm, spectral_norm or prune"
         )
     if any(map(is_flattened_by_fsdp1, module.modules())):
         raise VerificationError(
@@ -246,7 +247,8 @@ def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]
 
 
 def _check_repeatable(module: nn.Module) -> None:
-    """Raise `SideEffectError` for a module that may read what neither a trial nor a recomputation can set."""
+    """Raise `SideEffectError` for a module that may read values that neither a trial nor a recomputation can
+    restore."""
     name = without_state(module)
     if name is not None:
         raise SideEffectError(f"may draw from a {name}, which gives other values each time")
@@ -261,7 +263,7 @@ def _has_computed_weights(module: nn.Module) -> bool:
 
 
 def _check_released(output: "weakref.ReferenceType[Tensor]") -> None:
-    """Raise `SideEffectError` if somebody else holds a forward's output, such as a list of skip connections."""
+    """Raise `SideEffectError` if another object, such as a list of skip connections, holds a forward's output."""
     if output() is not None:
         gc.collect()
     if output() is not None:
@@ -296,7 +298,7 @@ def _isolated(block: nn.Module) -> Iterator[None]:
 @contextmanager
 def _random_tensors(block: nn.Module) -> Iterator[None]:
     """Replace the parameters, and the buffers of norms, by random tensors, shared where the originals are shared. Other
-    buffers keep their values, which a forward may ask for."""
+    buffers keep their values, on which the branches of a forward may depend."""
     _seed()
     replacements: dict[int, Tensor] = {}
     before = [(module, module._parameters, module._buffers) for module in block.modules()]
@@ -323,13 +325,14 @@ def _random_tensors(block: nn.Module) -> Iterator[None]:
 
 
 def _random_like(tensor: Tensor) -> Tensor:
-    """Random values in the shape of `tensor`. Vectors are so large that a clipped activation after a norm shows."""
+    """Random values in the shape of `tensor`. Vectors have large values, so that an activation that clips them gives a
+    difference."""
     values = _normal_like(tensor)
     return values * 4 if tensor.dim() < 2 else values / (8 * tensor[0].numel() ** 0.5)
 
 
 def _positive_like(tensor: Tensor) -> Tensor:
-    """Random values as those of a variance."""
+    """Random positive values, like a variance."""
     return _normal_like(tensor).abs() + 0.5 if tensor.is_floating_point() else _same_values(tensor)
 
 
@@ -351,9 +354,9 @@ def _trial_dtype(device: torch.device) -> torch.dtype:
 
 def _seed() -> None:
     has_accelerator = torch.accelerator.is_available()
-    (torch.manual_seed if has_accelerator else torch.default_generator.manual_seed)(0)  # the first one is slow
+    (torch.manual_seed if has_accelerator else torch.default_generator.manual_seed)(0)  # torch.manual_seed is slow
     random.seed(0)
-    if "numpy" in sys.modules:  # which some stochastic depth draws from
+    if "numpy" in sys.modules:  # some implementations of stochastic depth draw from it
         sys.modules["numpy"].random.seed(0)
 
 

@@ -1,4 +1,5 @@
-"""What converted modules have: the signature of the author's forward, and the state that a trial has verified."""
+"""Mixins of converted modules: they have the signature of the author's forward, and a state that a trial has
+verified."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from .fingerprint import Fingerprint, change_since, fingerprint, holds_attribute
 
 
 class KeepsSignature(ModuleMixin):
-    """Base of mixins whose classes show the signature of the author's forward to whoever inspects it, as tracers do."""
+    """Base of mixins that keep the signature of the author's forward, which tracers inspect."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -32,9 +33,9 @@ def _with_signature_of(original: Callable, forward: Callable) -> Callable:
 
 @dataclass
 class Verified:
-    """The state of a converted module at its last trial; None before the first one.
+    """The state of a converted module at its last trial; None before the first trial.
 
-    It refers to no modules, so a copy or replica never refers to the original's.
+    It has no references to modules, so a copy or replica never refers to the original's modules.
     """
 
     verified: Fingerprint | None = None
@@ -44,13 +45,13 @@ class Verified:
 
 
 class VerifiedModule(KeepsSignature):
-    """Mixin: a module that notices when its state is not what a trial has verified."""
+    """Mixin: a module that detects whether its state has changed since the last trial."""
 
     _conversion: Any
     """A `Verified`."""
 
     def _state_change(self) -> str | None:
-        """What has changed since the last trial, or None."""
+        """The change of the state since the last trial, or None."""
         if torch.compiler.is_compiling():
             holds_attributes(self, self._plain_attributes())  # for the compiler to guard
         return self._state_change_now()
@@ -63,6 +64,6 @@ class VerifiedModule(KeepsSignature):
     def _state_change_now(self) -> str | None:
         before: Fingerprint | None = self._conversion.verified
         change = "its layers are others" if before is None else change_since(before, self)
-        if change is None and before is not None and before.is_copy:  # a copy: from now on, with identities
+        if change is None and before is not None and before.is_copy:  # in a copy: compare identities from now on
             self._conversion = replace(self._conversion, verified=fingerprint(self))
         return change

@@ -1,4 +1,4 @@
-"""Verify that a forward computes what a block's own forward does, by the results of a trial."""
+"""Verify in a trial that a forward computes the same results as a block's own forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ Results = Sequence[Result]
 
 
 def describe_difference(block_results: Results, trial: Trial, forward: Forward) -> str | None:
-    """In what the block differs from the dense block that `forward` computes, or None if they agree.
+    """The difference between the block and the dense block that `forward` computes, or None if they agree.
 
-    They must also run the same operations: one that changes nothing on a trial's input, as clamping to a range or
-    asking for a value may do, says that `forward` does not describe the block.
+    Both must also run the same operations. An operation may have no effect on a trial's input, such as clamping to a
+    range; it still shows that `forward` does not describe the block.
     """
     try:
         for expected, actual in zip(
@@ -31,7 +31,7 @@ def describe_difference(block_results: Results, trial: Trial, forward: Forward) 
 
 
 def _difference(actual: Result, expected: Result) -> str | None:
-    """In what the result of a dense block differs from that of the author's forward, or None."""
+    """The difference between the result of a dense block and the result of the author's forward, or None."""
     agree = [
         _agree(actual.values, expected.values),
         _agree(actual.gradients, expected.gradients),
@@ -54,7 +54,7 @@ def _difference(actual: Result, expected: Result) -> str | None:
 
 
 def _operations_beyond(block: Result, parts: Result) -> list[str]:
-    """The names of the operations that only one of two runs has, or has more often."""
+    """The names of the operations that ran in only one of two runs, or more often in one."""
     names = {*(block.operations - parts.operations), *(parts.operations - block.operations)}
     return sorted({name.partition(" ")[0] for name in names})
 
