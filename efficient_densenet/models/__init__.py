@@ -1,1 +1,1 @@
-"""What the networks are: their structure, their variants, and how one becomes a backbone."""
+"""The networks: their structure, their variants, and how a network becomes a backbone."""

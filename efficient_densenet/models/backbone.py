@@ -1,6 +1,6 @@
-"""A DenseNet as a backbone: which feature maps it returns, and what is known of them.
+"""A DenseNet as a backbone: which feature maps it returns, and the description of each map.
 
-Maps have timm's numbers: 0 is the stem's before its pooling, then one for each dense block.
+Maps have timm's numbers: map 0 is the stem's output before its pooling, and map i the output of dense block i.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from .._checks import check_choice
 
 MAPS = ("timm", "raw", "normalised_rectified")
 """Which map a dense block returns: `raw`, its output; `normalised_rectified`, the output of the norm and the ReLU that
-follow it; `timm`, as timm does: raw, but the last after norm and ReLU."""
+follow it; `timm`, as in timm: raw maps, but the last map after norm and ReLU."""
 
 
 class FeatureInfo:
-    """What timm's class of this name says of each map: `channels()`, `reduction()`, `module_name()`.
+    """The description of each map, as in timm's class of this name: `channels()`, `reduction()`, `module_name()`.
 
-    Without an index they describe the maps of `out_indices`.
+    Without an index, these methods describe the maps of `out_indices`.
     """
 
     def __init__(self, info: Sequence[dict[str, Any]], out_indices: Sequence[int]) -> None:
@@ -65,11 +65,12 @@ def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *
     """`model` as a backbone of the same modules, which returns a tuple of the maps of `out_indices`.
 
     Args:
-        model: a `DenseNet`, which does not change. The two share their parameters, training mode and engine.
-        out_indices: 0 for the stem's map, then one for each block, negative from the end; a single number for as many
-            maps from the last; all by default.
+        model: a `DenseNet`, which does not change. Model and backbone share their parameters, training mode and
+            engine.
+        out_indices: 0 for the stem's map, i for block i, negative from the end; a single number n for the last n maps;
+            all maps by default.
         maps: "raw" for the blocks' outputs; "normalised_rectified" for the outputs of the norm and ReLU that follow;
-            "timm" for timm's, which are raw except for the last.
+            "timm" for timm's maps, which are raw except for the last map.
     """
     as_backbone = getattr(model, "as_backbone", None)
     if as_backbone is None:

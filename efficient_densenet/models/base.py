@@ -1,4 +1,4 @@
-"""What all models of this package have: one engine for their dense blocks, and a check of their input."""
+"""The base class of all models of this package: an engine for the dense blocks, and a check of the input."""
 
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ class DenseModel(nn.Module):
 
     @property
     def engine(self) -> str:
-        """The engine's name, or "best" where none was asked for."""
+        """The engine's name, or "best" if no engine was requested."""
         return choose.describe(next(m.engine for m in self.modules() if isinstance(m, DenseBlock)))
 
     def _check_input(self, x: Tensor) -> None:

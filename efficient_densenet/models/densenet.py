@@ -1,4 +1,4 @@
-"""The DenseNet: a classifier on `features`, or a backbone. How a dense block is run is the engines' business."""
+"""The DenseNet: a classifier on `features`, or a backbone. The engines decide how a dense block is run."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -32,8 +32,8 @@ class DenseNet(DenseModel):
         init: "fan_out" draws convolutions as the original Torch code did for CIFAR, "fan_in" as torchvision does; the
             default is fan_out with small inputs and fan_in otherwise.
         memory_efficient: torchvision's and timm's name for `efficient`, which it replaces if given.
-        keep_bottleneck: True has the shared engine save each layer's bottleneck instead of recomputing it: twice the
-            memory, less time. A layer's own attribute of this name can be set at any time.
+        keep_bottleneck: True makes the shared engine save each layer's bottleneck instead of recomputing it: this takes
+            twice the memory and less time. A layer's own attribute of this name can be set at any time.
         dims: 1 for signals (N, channels, length), 2 for images, 3 for volumes (N, channels, depth, height, width).
         output_stride: the largest stride of the last feature map with respect to the input. Transitions that would
             exceed it do not pool, and the 3×3 convolutions after them are dilated.
@@ -131,10 +131,10 @@ class DenseNet(DenseModel):
         return reduction if self.small_inputs else max(reduction - 3, 1)
 
     def as_backbone(self, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> "DenseNet":
-        """Another model of the same modules that returns these feature maps; see `features`."""
+        """Another model with the same modules that returns these feature maps; see `features`."""
         self._refuse_backbone("as_backbone")
         backbone = type(self).__new__(type(self))
-        nn.Module.__init__(backbone)  # with hooks and a dict of submodules of its own
+        nn.Module.__init__(backbone)  # gives it its own hooks and dict of submodules
         own = vars(backbone)
         own |= {name: value for name, value in vars(self).items() if name not in own} | {"training": self.training}
         backbone.features = self.features
@@ -152,7 +152,7 @@ class DenseNet(DenseModel):
         return self.classifier
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replace the classifier; 0 for none, so that the model returns pooled features."""
+        """Replace the classifier; with 0 classes, the model returns pooled features."""
         self._refuse_backbone("reset_classifier")
         check_integer("num_classes", num_classes, at_least=0)
         like = self.features.norm5.weight

@@ -1,4 +1,4 @@
-"""The FC-DenseNet, a DenseNet that labels every pixel: dense blocks on the way down and on the way up again."""
+"""The FC-DenseNet, a DenseNet that labels every pixel, with dense blocks in a downsampling and an upsampling path."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,10 @@ class FCDenseNet(DenseModel):
 
     Args:
         growth_rate: channels that each layer adds.
-        block_config: layers in each dense block, an odd number of blocks: those before the middle one go down, those
-            after it up again.
+        block_config: layers in each dense block, an odd number of blocks: the blocks before the middle block form the
+            downsampling path, the blocks after it the upsampling path.
         num_init_features: channels of the first convolution.
-        drop_rate: dropout after each layer's convolution and each transition's on the way down.
+        drop_rate: dropout after each layer's convolution, and after each downsampling transition's convolution.
         num_classes: channels of the output; 0 makes the classifier the identity, for features of every pixel.
         efficient: True for the best engine here, False for "plain", or an engine's name.
         in_channels: channels of the input images.
@@ -76,10 +76,11 @@ class FCDenseNet(DenseModel):
 
 
 class FCFeatures(nn.Module):
-    """A convolution, then dense blocks with a transition between any two: `depth` of them down, and as many up.
+    """A convolution, then dense blocks with transitions between them: `depth` transitions down, and `depth` up.
 
-    What a block on the way down returns is concatenated again on the way up, to the features of the block below. All
-    blocks but these and the last one return their new features only. Blocks and transitions are numbered throughout.
+    The output of a block in the downsampling path is concatenated with the upsampled features of the same size. The
+    middle block and all later blocks but the last return their new features only. Blocks and transitions are numbered
+    consecutively.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class FCFeatures(nn.Module):
             block, transition = self.get_submodule(f"denseblock{i}"), self.get_submodule(f"transition{i}")
             x, features = _run_down(block, transition, x)
             skipped.append(features)
-            del features  # so that the way up frees it
+            del features  # so that the upsampling path frees it
         x = self.get_submodule(f"denseblock{self.depth + 1}")(x)
         for i in range(self.depth + 1, 2 * self.depth + 1):
             x = self.get_submodule(f"transition{i}")(x, skipped.pop())

@@ -1,4 +1,4 @@
-"""`model.features`: stem, dense blocks, transitions and the last norm in turn."""
+"""`model.features`: the stem, dense blocks, transitions and the last norm, one after another."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ from .layers import DenseBlock, Transition
 
 
 class Features(nn.Sequential):
-    """Runs its modules in turn, a block together with its consumer where it can.
+    """Runs its modules one after another, and a block together with its consumer if possible.
 
-    Returns the last module's output, or a tuple of the outputs of those that `taps` names.
+    Returns the last module's output, or a tuple of the outputs of the modules that `taps` names.
     """
 
     norm5: Norm  # missing in a backbone that ends before it
@@ -35,7 +35,8 @@ class Features(nn.Sequential):
         return tuple(outputs[name] for name in self.taps) if self.taps else x
 
     def tapped(self, info: FeatureInfo) -> "Features":
-        """The same modules, up to the last that `info` names, returning the outputs that it names."""
+        """The same modules, up to the last module that `info` names; the result returns the outputs that `info`
+        names."""
         names = [name.removeprefix("features.") for name in info.module_name()]
         last, *inside = info.module_name(max(info.out_indices)).removeprefix("features.").split(".")
         modules = OrderedDict(list(self._modules.items())[: list(self._modules).index(last) + 1])
@@ -44,7 +45,7 @@ class Features(nn.Sequential):
             modules[last] = nn.Sequential(OrderedDict(norm=transition.norm, relu=transition.relu))
             modules[last].training = transition.training
         tapped = Features(modules, names)
-        tapped.training = self.training  # and not the children's, which may differ
+        tapped.training = self.training  # only its own: the children's modes may differ
         return tapped
 
 
@@ -91,8 +92,8 @@ def block_strides(num_blocks: int, small_inputs: bool, output_stride: int | None
 
 
 def dilate(features: Features, strides: Sequence[int]) -> None:
-    """Replace pooling by dilation: where a block's stride is the block's before, the transition between them does not
-    pool, and the 3×3 convolutions from there on are dilated twice as far."""
+    """Replace pooling by dilation: where a block has the stride of the block before it, the transition between them
+    does not pool, and all later 3×3 convolutions get twice the dilation."""
     dilation = 1
     for i, (before, after) in enumerate(pairwise(strides), start=1):
         if after == before:

@@ -1,4 +1,4 @@
-"""The modules of a dense block and of what stands between two of them; how a block is run is the engines' business."""
+"""The modules of dense blocks, and the transitions between blocks. The engines decide how a block is run."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -66,7 +66,7 @@ class DenseLayer(nn.Module):
         return F.dropout(x, self.drop_rate, self.training) if self.drop_rate > 0 else x
 
     def first_half(self, *features: Tensor) -> Tensor:
-        """Concatenation, norm1, relu1, conv1: what is large and cheap to recompute."""
+        """Concatenation, norm1, relu1 and conv1, whose saved tensors are large and cheap to recompute."""
         x = torch.cat(features, 1)  # copies a single tensor too, since an in-place ReLU may write into it
         return self.conv1(self.relu1(self.norm1(x)))
 
@@ -105,7 +105,7 @@ class DenseBlock(nn.Module):
 
     @property
     def can_join_stage(self) -> bool:
-        """Whether an engine may run this block without calling it: not where a subclass has a forward of its own."""
+        """Whether an engine may run this block without calling it: not if a subclass has a forward of its own."""
         return type(self).forward is DenseBlock.forward
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
@@ -116,9 +116,9 @@ class DenseBlock(nn.Module):
         return torch.cat(features[1:] if self.new_features_only else features, 1)
 
     def why_not_recompute(self) -> None:
-        """Nothing is in the way of recomputing these layers, whose own forward the engines run."""
+        """None: these layers, whose own forward the engines run, can always be recomputed."""
 
-    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls it first
+    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls this first
         raise NotImplementedError("torch.jit.script cannot compile a dense block: use torch.export or torch.jit.trace")
 
 

@@ -1,4 +1,4 @@
-"""The published variants as data, and the builder that reads them."""
+"""The published variants as data, and the function that builds them."""
 
 import difflib
 import fnmatch
@@ -42,7 +42,7 @@ FC_VARIANTS: dict[str, dict[str, Any]] = {
     "fc_densenet67": {"growth_rate": 16, "block_config": (5,) * 11},
     "fc_densenet103": {"growth_rate": 16, "block_config": (4, 5, 7, 10, 12, 15, 12, 10, 7, 5, 4)},
 }
-"""Those that label every pixel: arguments of `FCDenseNet`."""
+"""The variants that label every pixel, as arguments of `FCDenseNet`."""
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -55,8 +55,8 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
 
     Args:
         name: one of `list_models()`.
-        weights: pretrained weights: the name of some that were trained here, or torchvision's by their name there
-            ("DEFAULT", "IMAGENET1K_V1") or as its enum member. With another number of classes the classifier keeps
+        weights: pretrained weights: the name of weights of this package, or torchvision's weights, by their name
+            ("DEFAULT", "IMAGENET1K_V1") or as an enum member. With another number of classes the classifier keeps
             its initialization; `model.weights_report` says what was loaded.
         adapt_input: for `weights` with other than three `in_channels`, as in `load_weights`.
         overrides: arguments of the class that replace the variant's.
@@ -83,7 +83,8 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
 
 
 def _unused(model: DenseNet, name: str, num_classes: int) -> list[str]:
-    """The keys of weights for `num_classes` that this model does not load: the classifier, what a backbone lacks."""
+    """The keys of weights for `num_classes` that this model does not load: the classifier, or modules that a backbone
+    lacks."""
     if not model.features_only:
         return [] if model.num_classes == num_classes else ["classifier"]
     with torch.device("meta"):
