@@ -30,7 +30,8 @@ _KERAS_TO_OURS = {"0_bn": "norm1", "1_conv": "conv1", "1_bn": "norm2", "2_conv":
 
 
 def rename_keys(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the keys of a state dict to this package's, which are torchvision's. Keys that are right stay."""
+    """Rename the keys of a state dict to this package's, which are torchvision's. Keys that have the right name
+    stay."""
     names = new_names(state_dict)
     return {names[key]: tensor for key, tensor in state_dict.items()}
 
@@ -60,7 +61,7 @@ def _new_name(key: str) -> str:
 
 
 def _from_keras(key: str) -> str | None:
-    """Return the name for a variable of keras.applications, such as `conv2_block1_0_bn/gamma`."""
+    """Return this package's name for a variable of keras.applications, such as `conv2_block1_0_bn/gamma`."""
     parts = _KERAS_KEY.fullmatch(key)
     if parts is None:
         return None

@@ -22,9 +22,9 @@ class WeightsReport:
     Attributes:
         used: names in the source of the tensors that were loaded.
         renamed: the names in `used` that differ from the model's, mapped to the model's.
-        skipped: names in the source of the tensors that were skipped, as asked.
-        kept: names in the model of the tensors that were not loaded: those to skip, and `num_batches_tracked` that the
-            source does not have.
+        skipped: names in the source of the tensors that were skipped, as requested.
+        kept: names in the model of the tensors that were not loaded: tensors to skip, and `num_batches_tracked` if
+            the source does not have it.
         adapted: names in the model of the weights that were adapted to another number of input channels.
     """
 
@@ -141,14 +141,14 @@ def _adapt_channels(weight: Tensor, channels: int, mode: str) -> Tensor:
 
 
 def _check_prefixes(prefixes: Sequence[str], names: Sequence[str]) -> None:
-    """Raise for one that no name begins with. Of counts of batches, files of earlier versions have none."""
+    """Raise ValueError for a prefix of no name. `num_batches_tracked` is allowed: old files do not have it."""
     for prefix in prefixes:
         if prefix.endswith("num_batches_tracked") or any(_has_prefix(name, (prefix,)) for name in names):
             continue
         parts = {name[:end] for name in names for end in range(len(name) + 1) if name[end : end + 1] in (".", "")}
         near = difflib.get_close_matches(prefix, parts, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"skip has {prefix!r}, with which no name begins: {hint}leave it out, or give another")
+        raise ValueError(f"skip has {prefix!r}, with which no name begins: {hint}leave it out, or give another prefix")
 
 
 def _has_prefix(name: str, prefixes: Sequence[str]) -> bool:

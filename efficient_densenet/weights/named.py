@@ -1,4 +1,4 @@
-"""Weights by their name, as `weights=` takes it: those that were trained here, and those that torchvision publishes."""
+"""Weights by the name that `weights=` takes: weights of this package's training runs, and torchvision's weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def weights_classes(name: str, weights: Any = "DEFAULT") -> tuple[str, ...]:
 
 
 def find_weights(name: str, weights: Any) -> TrainedWeights | PublishedWeights:
-    """Find the weights for the variant `name` of the zoo; raises for a wrong name, and downloads nothing."""
+    """Find the weights for the variant `name` of the zoo; raise ValueError for a wrong name, and download nothing."""
     trained = TRAINED.get(weights) if isinstance(weights, str) else None
     if trained is not None:
         if trained.model != name:

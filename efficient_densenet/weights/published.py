@@ -1,4 +1,4 @@
-"""torchvision's published ImageNet weights of the variants that it has."""
+"""torchvision's published ImageNet weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,9 +8,9 @@ from torch import Tensor
 from .._extras import need
 
 PUBLISHED = ("densenet121", "densenet161", "densenet169", "densenet201")
-"""The variants that torchvision has weights for."""
+"""The variants with weights in torchvision."""
 NAMES = ("DEFAULT", "IMAGENET1K_V1")
-"""What torchvision calls them."""
+"""torchvision's names for the weights of each variant."""
 
 
 class PublishedWeights(NamedTuple):
@@ -30,7 +30,7 @@ class PublishedWeights(NamedTuple):
         return self.entry.transforms()
 
     def source(self) -> Mapping[str, Tensor]:
-        """Download the weights, unless torch.hub has done so before."""
+        """The state dict of the weights, downloaded unless torch.hub's cache has it."""
         try:
             return self.entry.get_state_dict(progress=True, check_hash=True, weights_only=True)
         except (OSError, RuntimeError) as exc:

@@ -57,7 +57,7 @@ def _read_file(path: Path) -> Any:
     if path.suffix == ".safetensors":
         need("safetensors", extra="weights")
         load = need("safetensors.torch", extra="weights").load_file
-    elif zipfile.is_zipfile(path):  # not so in files of early versions of PyTorch, which have no checksums
+    elif zipfile.is_zipfile(path):  # files of early PyTorch versions are no ZIP archives and have no checksums
         load = load_archive
     try:
         return load(path)

@@ -1,4 +1,4 @@
-"""Weights that runs of the demos left under checkpoints/ of the repository, by name; no network is needed."""
+"""Weights that runs of the demos saved in the repository's checkpoints/, by name; no network is needed."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from torch import Tensor
 from .transforms import ImageTransform
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
-"""Beside the package in a clone, where an editable installation finds it too. Other installations have only code."""
+"""The directory is next to the package in a clone, and so in an editable installation. Other installations lack it."""
 
 
 class TrainedWeights(NamedTuple):
@@ -27,7 +27,7 @@ class TrainedWeights(NamedTuple):
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """What the model is built with, where the caller says nothing else."""
+        """The arguments of the model, unless the caller overrides them."""
         return {"num_classes": len(self.classes), "in_channels": self._config()["channels"]}
 
     @property
@@ -39,7 +39,7 @@ class TrainedWeights(NamedTuple):
         return ImageTransform(config["image_size"], tuple(config["mean"]), tuple(config["std"]))
 
     def source(self) -> Path:
-        """The file of the weights, whose sha256 is checked."""
+        """The file of the weights, after a check of its sha256."""
         path = self.folder / "model.pt"
         found = hashlib.sha256(self._read(path)).hexdigest()
         if found != self.sha256:
@@ -75,9 +75,9 @@ TRAINED = {
         "88606bc393a174e13331e36ffa3dc5f4da6067156dbeaa6c763bc0c06a5c1743",
     ),
 }
-"""By the name that `weights=` and the demos' `--weights` take."""
+"""The weights by the name that `weights=` and the demos' `--weights` take."""
 
 
 def find_checkpoint(source: str) -> Path:
-    """The file of the weights of this name, whose sha256 is checked, or else the path that `source` is."""
+    """The file of the weights named `source`, after a check of its sha256, or else `source` as a path."""
     return TRAINED[source].source() if source in TRAINED else Path(source)

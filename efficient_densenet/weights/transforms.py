@@ -1,4 +1,4 @@
-"""From an image to the input of a model, as the images were prepared that its weights were trained on."""
+"""The transform from an image to a model's input, equal to the preparation of the images for training."""
 
 from dataclasses import dataclass
 from typing import Any
