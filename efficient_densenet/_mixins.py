@@ -51,7 +51,8 @@ def base_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def author_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` without our mixins and without what `fully_shard` has put before or between them."""
+    """The class of `module` without our mixins and without the class that `fully_shard` has added before or after
+    them."""
     return _author_class(type(module))
 
 

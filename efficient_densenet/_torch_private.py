@@ -175,7 +175,8 @@ def is_distributed_wrapper(module: torch.nn.Module) -> bool:
 
 
 def sharding_of(module: torch.nn.Module) -> str | None:
-    """Return what shards the parameters of exactly this module: "fully_shard", "FullyShardedDataParallel" or None."""
+    """Return the sharding of the parameters of exactly this module: "fully_shard", "FullyShardedDataParallel" or
+    None."""
     names = {cls.__name__ for cls in type(module).__mro__ if (cls.__module__ or "").startswith(_FSDP)}
     return "fully_shard" if "FSDPModule" in names else "FullyShardedDataParallel" if names else None
 

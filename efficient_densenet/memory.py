@@ -16,7 +16,7 @@ class Peaks(NamedTuple):
     """The peak memory of a function, in bytes.
 
     Attributes:
-        tensor: the maximum of allocated tensor memory while it ran, minus what was allocated before.
+        tensor: the maximum of allocated tensor memory while it ran, minus the memory allocated before.
         process: the growth of the process's high-water mark of resident memory or, on CUDA, of the memory that PyTorch
             reserved. None if the system has no such mark.
     """
@@ -81,7 +81,7 @@ def saved_bytes(function: Callable[[], Any]) -> int:
 
 
 def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Return the maximum of allocated tensor memory while `function` runs, minus what was allocated before, in bytes.
+    """Return the maximum of allocated tensor memory while `function` runs, minus the memory allocated before.
 
     On CUDA, the caching allocator counts. On the CPU, the allocation events of the profiler are accumulated.
     """

@@ -19,7 +19,7 @@ from .randomness import Generators
 
 
 class Recorder:
-    """Records what runs in its context.
+    """Records the operations that run in its context.
 
     Attributes:
         counts: how often each operation with arithmetic has run, and each other call of a tensor by an author's code:

@@ -20,7 +20,7 @@ TensorMetadata = list[tuple[torch.Size, torch.dtype, torch.device]]
 
 @dataclass
 class Options:
-    """What a caller of `checkpoint` can choose."""
+    """The options of `checkpoint`."""
 
     preserve_rng_state: bool = True
     generators: Sequence[torch.Generator] = ()

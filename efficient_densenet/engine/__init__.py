@@ -1,1 +1,1 @@
-"""How a dense block is run: the engines, and what chooses between them."""
+"""How a dense block is run: the engines, and the choice between them."""

@@ -1,4 +1,4 @@
-"""What the shared engine can run: pure functions that return why it cannot, or None."""
+"""The limits of the shared engine: pure functions that return the reason why it cannot run modules, or None."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -143,7 +143,7 @@ def _wrong_class(module: nn.Module, usual: Any) -> str:
 
 
 def why_sharded(module: nn.Module) -> str | None:
-    """What shards the parameters of exactly this module inside a block, and what to shard instead, or None."""
+    """A reason if parameters of exactly this module inside a block are sharded, with the modules to shard; or None."""
     sharding = sharding_of(module)
     if sharding is None:
         return None
@@ -341,7 +341,7 @@ def must_be_called(module: nn.Module) -> bool:
 
 
 def normalize_alike(first: Norm, other: Norm) -> bool:
-    """Whether two norms normalize the same values alike."""
+    """Whether two norms normalize equal values to equal results, before their weights and biases."""
     return _normalization(first) == _normalization(other)
 
 

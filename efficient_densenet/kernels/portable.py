@@ -14,7 +14,7 @@ and returns the gradients of the norm and of the convolution's weight (None wher
 are in the accumulation dtype: float32 for half precisions.
 
 On small inputs a kernel takes the time of its calls of PyTorch. Small inputs have one tile, so that nothing is sliced,
-and use no scratch, which takes longer to find than PyTorch takes to allocate. `few_rows` makes fewer calls.
+and use no scratch, which takes longer to find than PyTorch takes to allocate. `few_rows` needs even fewer calls.
 """
 
 from collections.abc import Iterator

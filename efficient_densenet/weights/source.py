@@ -40,7 +40,7 @@ def is_array(value: Any) -> bool:
 
 
 def source_name(source: Source) -> str:
-    """Return what to call `source` in a message."""
+    """Return the name of `source` for a message."""
     return "the dict" if isinstance(source, Mapping) else str(source)
 
 

@@ -1,1 +1,1 @@
-"""The shared-storage engine: a dense block and what consumes its output as one PyTorch operator."""
+"""The shared-storage engine: a dense block and its consumer as one PyTorch operator."""

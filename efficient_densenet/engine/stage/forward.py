@@ -1,4 +1,4 @@
-"""The forward of a stage: every layer reads the features so far in place and writes its new channels beside them."""
+"""The forward of a stage: each layer reads features in place, and writes its new channels into the same matrix."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -35,7 +35,7 @@ class ConsumerSpec(NamedTuple):
 
 
 class ChannelOrder(NamedTuple):
-    """The columns of a matrix in which the channels lie. Channels have numbers, from the oldest to the newest.
+    """The order of the channels in a matrix's columns. Channels are numbered from the oldest to the newest.
 
     The matrix lacks the channels before number `first`.
     """
@@ -75,7 +75,7 @@ class StageSpec:
         keeps_channels_last: the consumer's output stays in channels_last, in which it is computed, for another stage.
         in_channels, growth_rate: how many channels the stage's input has, and how many each layer adds.
         newest_first, new_features_only: as in `BlockParts`.
-        return_features: the stage returns the block's output beside the consumer's.
+        return_features: the stage returns the block's output after the consumer's.
         frozen: the norms of the features use their running statistics; weight and bias may still require
             gradients.
         eps: the eps of the norms of the features.

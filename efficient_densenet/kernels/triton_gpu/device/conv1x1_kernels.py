@@ -1,7 +1,8 @@
 """The 1×1 convolution after a norm and a ReLU, and its backward, in Triton. `conv1x1` launches them.
 
-Layout and grids are as in `kernels`. A launch takes OUT_CHANNELS of the convolution's output channels, which lie in
-rows of OUT_STRIDE: a wide convolution takes several launches, since a tile has all output channels of its launch.
+Layout and grids are as in `kernels`. A launch takes OUT_CHANNELS of the convolution's output channels, whose rows
+have the stride OUT_STRIDE: a wide convolution takes several launches, since a tile has all output channels of its
+launch.
 """
 
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)

@@ -9,7 +9,7 @@ Forward (an implicit GEMM): the values have several times as many channels as th
 three times rather than nine, once for each dy, and multiplied by the weights of all three dx. Each dx has its own
 accumulator, and the epilogue adds them up: output[x] = left[x − dilation] + center[x] + right[x + dilation]. For that,
 tiles overlap by the dilation at both ends. Without SHIFT_SUMS a tile is loaded for each tap: Triton gathers within a
-tile only since 3.3, and a dilation that is large beside the tile would make most of the tile overlap.
+tile only since 3.3, and a dilation that is large for the tile would make most of the tile overlap.
 
 Backward: two kernels, each of which loops over one product. A fused kernel, which reads the values once for both, was
 compiled for sixteen tile shapes: its operands and accumulators took 200 to 255 registers, and most shapes spilled.

@@ -158,7 +158,7 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
 # Tiles for which the kernels, as compiled for the architectures 80 to 120, do not spill and leave a quarter of a
 # multiprocessor's warps resident; shared memory is at most 32 KiB a block. Loads are not pipelined (num_stages): they
 # would bypass the L1 cache, in which weights and neighboring pixels are found, and resident blocks have 8 to 20 KiB of
-# loads in flight as it is.
+# loads in flight anyway.
 
 
 def forward_tile(out_channels: int, dtype: torch.dtype) -> dict[str, int]:

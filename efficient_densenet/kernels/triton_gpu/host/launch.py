@@ -4,7 +4,7 @@
 host several times as long as the launch, and a step has hundreds of launches. `kernel[grid](...)` also returns the
 compiled kernel. Later launches for which Triton would choose the same compiled kernel call its launcher directly.
 
-Only this file uses what Triton does not document: `CompiledKernel.run`, the order of its arguments, and the place of
+Only this file uses undocumented parts of Triton: `CompiledKernel.run`, the order of its arguments, and the place of
 launch hooks. Versions of Triton that this file does not know, and interpreted kernels, are launched by
 `kernel[grid](...)` alone.
 """
