@@ -1,17 +1,15 @@
 """Forward hooks inside a checkpointed function fire once, unless the recomputation needs them."""
 
-import pickle
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._recompute_mode import is_in_user_context, is_recomputing
 from .._torch_private import is_managed_by_fsdp, memory_key, without_dispatch_modes
-from .states import get_state, host_generators
+from .states import RngState
 from .trees import flatten
 
 
@@ -46,8 +44,9 @@ class FireOnceHook:
             if is_recomputing():
                 return self.hook(module, *args)
             before = _snapshot(module, args)
+            rng_state = RngState((*flatten(args)[0], *module._parameters.values()), with_host=True)
             result = self.hook(module, *args)
-            if result is not None or _snapshot(module, args) != before:
+            if result is not None or _snapshot(module, args) != before or rng_state.has_changed():
                 self.affects_computation = True
             return result
 
@@ -81,8 +80,7 @@ def _unwrapped(hook: Any) -> Callable:
 
 
 def _snapshot(module: nn.Module, args: tuple) -> tuple:
-    """Return the identities of all values of the module and the arguments, tensor versions, and the RNG state."""
+    """Return the identities of all values of the module and the arguments, and the versions of the tensors."""
     values = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *flatten(args)[0])
     tensors = [(memory_key(v), v._version) for v in values if isinstance(v, Tensor) and not is_lazy(v)]
-    host = [pickle.dumps(get_state(generator)) for generator in host_generators()]
-    return [id(value) for value in values], tensors, torch.default_generator.get_state().tolist()[:5], host
+    return [id(value) for value in values], tensors
