@@ -181,6 +181,19 @@ def sharding_of(module: torch.nn.Module) -> str | None:
     return "fully_shard" if "FSDPModule" in names else "FullyShardedDataParallel" if names else None
 
 
+def has_hooks_of_fully_shard_only(module: torch.nn.Module) -> bool:
+    """Return True if `fully_shard` has put its hooks on `module`, and nobody else has."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    others = module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
+    owners = {getattr(hook, "__module__", None) or "" for hook in hooks}
+    return bool(owners) and not others and all(owner.startswith(f"{_FSDP}._fully_shard") for owner in owners)
+
+
+def policy_of_fully_shard(module: Any) -> Any:
+    """Return the `MixedPrecisionPolicy` with which `fully_shard` was called on `module`."""
+    return module._get_fsdp_state()._mp_policy
+
+
 def is_flattened_by_fsdp1(module: torch.nn.Module) -> bool:
     """Return True if `FullyShardedDataParallel` wraps this module, or holds its parameters in a flat parameter."""
     if sharding_of(module) == "FullyShardedDataParallel":

@@ -120,7 +120,7 @@ class StepError(Exception):
     pass
 
 
-def _difference(actual: list[Tensor | None], expected: list[Tensor | None]) -> float:
+def largest_difference(actual: list[Tensor | None], expected: list[Tensor | None]) -> float:
     """The largest one, relative to the largest value of its tensor; infinite where only one has a gradient."""
     worst = 0.0
     for a, b in zip(actual, expected, strict=True):
@@ -137,7 +137,7 @@ def _expected(name: str, sharding: str, unit: str) -> list[Tensor | None]:
 
 
 @contextmanager
-def _recorded(engines: set[str]) -> Iterator[None]:
+def recorded_engines(engines: set[str]) -> Iterator[None]:
     """Add the engine of each plan that the dispatcher makes to `engines`."""
     plan_block = choose.plan_block
 
@@ -162,12 +162,12 @@ def outcome(case: str) -> str:
     expected = _expected(name, sharding, unit)
     engines: set[str] = set()
     try:
-        with _recorded(engines):
+        with recorded_engines(engines):
             actual = _train(_model(name, sharding, unit, engine), _side(name))
     except StepError as refused:
         place, error = refused.args
         return f"{place}: {type(error).__name__}: {error}"
-    difference = _difference(actual, expected)
+    difference = largest_difference(actual, expected)
     engines = ", ".join(sorted(engines)) or "the author's forward"
     return f"equal, by {engines}" if difference <= TOLERANCE else f"differs by {difference:.1e}, by {engines}"
 

@@ -25,7 +25,6 @@ NORMS = {
     "GroupNorm without affine": lambda channels: nn.GroupNorm(1, channels, affine=False),
     "InstanceNorm2d": nn.InstanceNorm2d,
     "InstanceNorm2d with affine": lambda channels: nn.InstanceNorm2d(channels, affine=True, track_running_stats=True),
-    "SyncBatchNorm": nn.SyncBatchNorm,
     "BatchNorm2d without affine": lambda channels: nn.BatchNorm2d(channels, affine=False),
     "BatchNorm2d without bias": lambda channels: _without_bias(nn.BatchNorm2d(channels)),
     "BatchNorm2d without statistics": lambda channels: nn.BatchNorm2d(channels, track_running_stats=False).eval(),
@@ -86,7 +85,7 @@ def test_after_a_block_they_run_alone_without_a_warning(name, where, monkeypatch
     assert _compare_training(_model_with_norms(name, where)) == []
 
 
-@pytest.mark.parametrize("name", ["GroupNorm", "SyncBatchNorm", "InstanceNorm2d with affine"])
+@pytest.mark.parametrize("name", ["GroupNorm", "InstanceNorm2d with affine"])
 def test_engine_shared_by_name_raises(name):
     model = _model_with_norms(name, "norm1").set_engine("shared")
     with pytest.raises(RuntimeError, match=r"engine 'shared' cannot run here: found a .*use another engine"):

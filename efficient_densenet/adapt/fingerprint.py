@@ -185,10 +185,11 @@ def _state(module: nn.Module) -> State:
     if isinstance(module, _DropoutNd):
         return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
     if is_known(cls):  # at every forward, torch's modules are called or their attributes read
+        name = "BatchNorm" if cls in _BATCH_NORMS else cls.__name__
         parameters = module._parameters or vars(module).get("_former_parameters", ())
         if not (parameters or module._buffers):
-            return State(cls.__name__, _NO_TENSORS)
-        return State(cls.__name__, (("names of tensors", TensorNames((*parameters, *module._buffers))),))
+            return State(name, _NO_TENSORS)
+        return State(name, (("names of tensors", TensorNames((*parameters, *module._buffers))),))
     attributes = vars(module)
     if "_former_parameters" in attributes:  # a replica of nn.DataParallel holds its parameters as attributes
         replicated = attributes["_former_parameters"].keys() | {"_former_parameters"}
@@ -330,6 +331,9 @@ def _as_copy(value: Any) -> Any:
         return type(value)(map(_as_copy, value))
     return value
 
+
+_BATCH_NORMS = set(TORCH_CLASSES.values())
+"""One of them may become another, as by `convert_sync_batchnorm`: engines read which it is at every forward."""
 
 _NO_TENSORS: Values = (("names of tensors", TensorNames()),)
 _MISSING = object()

@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.refuse import HOOKS
+from ..norms.sync_batch_norm import local_statistics
 from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint
 from .operations import Recorder
 from .outside import mode_asked_for
@@ -242,7 +243,7 @@ def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]
     _check_repeatable(module)
     conv = first_conv(module)
     own_dtype = next(conv.parameters()).dtype  # not conv.weight, which a parametrization would compute
-    with _isolated(module), _random_tensors(module):
+    with _isolated(module), _random_tensors(module), local_statistics(module):
         yield Trial(module, (2, in_channels, *([size] * len(conv.kernel_size))), own_dtype)
 
 

@@ -9,6 +9,7 @@ are read once in each forward: the plan made here passes them to the engine.
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -22,10 +23,12 @@ from .._compilers import compiled_checkpoint_updates_once, is_exporting
 from .._tensors import compute_dtype
 from .._torch_private import functorch_is_active
 from ..checkpoint.parameters import parameters_of
+from ..norms.sync_batch_norm import sync_group
 from . import layerwise, stem
 from .layerwise import RunFirstHalf
 from .parts import BlockParts, ConsumerParts
 from .refuse import joined_consumer, must_be_called, separate_consumer, shared_parts
+from .sharded import can_run_inside
 from .stage import run as shared
 
 
@@ -105,14 +108,14 @@ def as_engine_block(block: Any) -> EngineBlock:
 def may_run_engines(module: nn.Module, x: Tensor) -> bool:
     """Whether an engine may run `module` on `x` better than the plain modules: with less saved for an ordinary
     backward, or with a faster forward."""
-    if _is_tracing(module, x) or _why_not_ordinary_autograd(x) or x.numel() == 0:
+    if _is_tracing(module, x) or _why_not_ordinary_autograd(x) or _is_left_alone(x, module):
         return False
     return torch.is_grad_enabled() or _has_faster_forward(x)
 
 
 def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> BlockPlan:
     """How to run `block` on `x` now; `parts` are the block's, if they have been read already."""
-    if _is_tracing(block, x) or x.numel() == 0:
+    if _is_tracing(block, x) or _is_left_alone(x, block):
         return BlockPlan(Engine.PLAIN)
     if not _needs_grad(x, block):
         return _plan_without_gradients(block, x, parts)
@@ -150,11 +153,12 @@ def join(
     block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockParts | None = None
 ) -> tuple[BlockParts, ConsumerParts] | None:
     """The parts of `block` and of `consumer` where the shared engine runs them as one stage on `x`, else None."""
-    plan = None if must_be_called(block) else plan_block(block, x, parts)
+    sharded = tuple(module for module in (block, consumer) if can_run_inside(module, x))
+    plan = plan_block(block, x, parts) if block in sharded or not must_be_called(block) else None
     if plan is None or plan.parts is None:
         return None
-    joined = joined_consumer(plan.parts, consumer)
-    return None if joined is None else (plan.parts, joined)
+    joined = joined_consumer(plan.parts, consumer, sharded)
+    return None if joined is None else (replace(plan.parts, sharded=(*sharded, *plan.parts.sharded)), joined)
 
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,6 +284,12 @@ def _why_not_ordinary_autograd(x: Tensor) -> str | None:
 
 def _is_tracing(block: nn.Module, x: Tensor) -> bool:
     return isinstance(x, Proxy) or is_exporting(block.training)
+
+
+def _is_left_alone(x: Tensor, module: nn.Module) -> bool:
+    """Whether a batch is empty, with which the plain modules do nothing. Synchronized norms communicate even then, and
+    must do it as those of the other processes, in the same engine."""
+    return x.numel() == 0 and not any(sync_group(each) is not None for each in module.modules())
 
 
 def _needs_grad(x: Tensor, *modules: nn.Module) -> bool:

@@ -15,7 +15,14 @@ from torch.nn.modules.conv import _ConvNd
 from .._dimensions import classes
 from .._mixins import original_class
 from .._torch_private import class_before_fully_shard
-from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d, UpdatesOnce, UsesTorchForward
+from ..norms.batch_norm import (
+    CpBatchNorm1d,
+    CpBatchNorm2d,
+    CpBatchNorm3d,
+    CpSyncBatchNorm,
+    UpdatesOnce,
+    UsesTorchForward,
+)
 from ..norms.frozen import is_frozen_batch_norm
 from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
 
@@ -78,11 +85,13 @@ class BlockParts:
 
     `newest_first` says that a layer's output is concatenated before the features that it read, not after them.
     `new_features_only` says that the block returns the outputs of its layers without its input, in the same order.
+    `sharded` are the modules that the stage runs inside of, as `engine.sharded` has it.
     """
 
     layers: tuple[LayerParts, ...]
     newest_first: bool = False
     new_features_only: bool = False
+    sharded: tuple[nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,8 @@ NORMS: set[type[nn.Module]] = {
     SyncedBatchNorm1d,
     SyncedBatchNorm2d,
     SyncedBatchNorm3d,
+    nn.SyncBatchNorm,
+    CpSyncBatchNorm,
 }
 """The classes that normalize as nn.BatchNorm does. A subclass that also applies an activation may be added if every
 reader lists that activation among the parts."""
@@ -201,7 +212,7 @@ def is_norm(module: nn.Module) -> bool:
     if type(module) in NORMS:
         return True
     cls = _class(module)
-    from_timm = cls.__name__ == "BatchNormAct2d" and cls.__module__.startswith("timm.")
+    from_timm = cls.__name__ in ("BatchNormAct2d", "SyncBatchNormAct") and cls.__module__.startswith("timm.")
     return cls in NORMS or from_timm or isinstance(module, UsesTorchForward) or is_frozen_batch_norm(module)
 
 

@@ -1,6 +1,7 @@
 """The limits of the shared engine: pure functions that return the reason why it cannot run modules, or None."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from .parts import (
     parts_of,
     weight_and_bias,
 )
+from .sharded import can_run_inside, dtype_when_gathered, gathered_dtype
 
 _KNOWN_CLASSES = nn.ReLU, *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name))
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -61,8 +63,10 @@ def shared_parts(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -
         parts = parts or parts_of(block)
     except NoPartsError as reason:
         return PartsOrReason(None, str(*reason.args))  # PyTorch 2.11 does not compile str(reason)
-    reason = _why_not_layers(parts.layers, x)
-    return PartsOrReason(parts if reason is None else None, reason)
+    layers = [layer.module for layer in parts.layers]
+    sharded = tuple(each for each in layers if each is not block and can_run_inside(each, x))
+    reason = _why_not_layers(parts.layers, x, sharded, gathered_dtype([block, *layers], x))
+    return PartsOrReason(replace(parts, sharded=sharded) if reason is None else None, reason)
 
 
 def _why_not_global_changes() -> str | None:
@@ -80,7 +84,9 @@ def patched_method() -> str | None:
     return next((f"{cls.__name__}.{name}" for cls, name, torchs in _METHODS if getattr(cls, name) is not torchs), None)
 
 
-def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
+def _why_not_layers(
+    layers: tuple[LayerParts, ...], x: Tensor, sharded: Collection[nn.Module], gathered: torch.dtype | None
+) -> str | None:
     if not layers:
         return "found a block without layers"
     dims = x.dim() - 2
@@ -90,16 +96,16 @@ def _why_not_layers(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     if type(last) in classes("Conv") and _dims(last) != dims:
         return f"found an input of {x.dim()} dimensions, where the block takes {_dims(last) + 2}"
     for layer in layers:
-        reason = _why_not_layer(layer, dims)
+        reason = _why_not_layer(layer, dims, sharded)
         if reason is not None:
             return reason
     units = [(layer.norms, layer.convolutions) for layer in layers]
-    return _why_not_widths(layers, x) or _why_not_precision(units, x) or _why_not_norms(layers, x)
+    return _why_not_widths(layers, x) or _why_not_precision(units, x, gathered) or _why_not_norms(layers, x)
 
 
-def _why_not_layer(layer: LayerParts, dims: int) -> str | None:
+def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module]) -> str | None:
     for module in _modules_inside(layer.module):
-        if must_be_called(module):
+        if must_be_called(module) and module not in sharded:
             name = type(module).__name__
             hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which the engine would not call"
             return why_sharded(module) or hooked
@@ -137,9 +143,7 @@ def _modules_inside(module: nn.Module) -> list[nn.Module]:
 def _wrong_class(module: nn.Module, usual: Any) -> str:
     # Name torch's class: a recomputation replaces it by ours, whose name would make the same warning appear again.
     name = torch_class(module).__name__
-    remedy = "; engine 'checkpoint' runs it" if isinstance(module, nn.SyncBatchNorm) else ""
-    found = f"found a {name} inside a layer, where the shared engine takes {usual.__name__}{remedy}"
-    return why_sharded(module) or found
+    return why_sharded(module) or f"found a {name} inside a layer, where the shared engine takes {usual.__name__}"
 
 
 def why_sharded(module: nn.Module) -> str | None:
@@ -187,12 +191,20 @@ def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     frozen = [uses_running_statistics(norm) for norm in (first, *norms_inside)]
     if any(sync_group(norm) != sync_group(first) for norm in norms_inside) or (joined and len(set(frozen)) > 1):
         return "found synchronized norms and other norms in one block"
-    if not joined and not all(frozen) and x.shape[0] * x.shape[2:].numel() == 1:
+    if not all(frozen) and _is_single_value(first, x.shape[0] * x.shape[2:].numel()):
         return "found a single value per channel, which has no variance"
     return None
 
 
-def _why_not_precision(units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor) -> str | None:
+def _is_single_value(norm: Norm, count: int) -> bool:
+    """Whether a norm of batch statistics has one value per channel; `count` is how many this process has."""
+    group = sync_group(norm)
+    return count == 1 and (group is None or group.size == 1)
+
+
+def _why_not_precision(
+    units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor, gathered: torch.dtype | None = None
+) -> str | None:
     """`units` are the norms and the convolutions of a layer, a consumer or a stem.
 
     Features have the input's dtype, norms this dtype or float32, and convolutions autocast's dtype or the input's."""
@@ -202,8 +214,7 @@ def _why_not_precision(units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]]
     for norms, convs in units:
         for modules, allowed in ((norms, of_norms), (convs, of_convolutions)):
             for module in modules:
-                weight, bias = weight_and_bias(module)
-                if weight.dtype not in allowed or not (bias is None or bias.dtype in allowed):
+                if any(dtype_when_gathered(tensor, gathered) not in allowed for tensor in _tensors(module)):
                     return (
                         f"found {_dtype_names({tensor.dtype for tensor in _tensors(module)})} in a "
                         f"{type(module).__name__}, with an input of {_dtype_names({x.dtype})} and convolutions in "
@@ -219,11 +230,12 @@ def _dtype_names(dtypes: set[torch.dtype]) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def joined_consumer(block: BlockParts, consumer: nn.Module) -> ConsumerParts | None:
+def joined_consumer(block: BlockParts, consumer: nn.Module, sharded: Sequence[nn.Module] = ()) -> ConsumerParts | None:
     """The parts of `consumer`, such as a transition or a norm, where the shared engine can run it with a block that it
-    runs; None where it has a hook, which may use the features that it reads."""
+    runs; None where it has a hook, which may use the features that it reads. It may run inside of calls of `sharded`.
+    """
     parts = None if block.new_features_only else consumer_parts(consumer)  # it reads fewer channels
-    if parts is None or any(map(must_be_called, consumer.modules())):
+    if parts is None or any(must_be_called(module) and module not in sharded for module in consumer.modules()):
         return None
     layer, norm, conv = block.layers[-1], parts.norm, parts.conv
     joins = (
@@ -246,7 +258,7 @@ def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
     norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
     if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
         return None
-    if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * x.shape[2:].numel() == 1:
+    if not uses_running_statistics(norm) and _is_single_value(norm, x.shape[0] * x.shape[2:].numel()):
         return None  # the norm itself raises: a single value has no variance
     return parts if _why_not_precision([([norm], convolutions)], x) is None else None
 
@@ -279,7 +291,7 @@ def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor)
     size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
     if min(size) < 1:
         return False  # the convolution itself raises where it has no output pixel
-    if not uses_running_statistics(norm) and sync_group(norm) is None and x.shape[0] * size.numel() == 1:
+    if not uses_running_statistics(norm) and _is_single_value(norm, x.shape[0] * size.numel()):
         return False  # the norm itself raises: a single value has no variance
     return num_channels(norm) == conv.out_channels and _why_not_precision([([norm], [conv])], x) is None
 
@@ -351,9 +363,8 @@ def _normalization(norm: Norm) -> tuple[bool, float, SyncGroup | None]:
 
 def _is_norm_of(norm: Norm, dims: int) -> bool:
     """Whether this is a norm of signals, images or volumes that the shared engine can run."""
-    return is_norm(norm) and (
-        isinstance(norm, DIMENSIONS[dims].BatchNorm) or (dims == 2 and is_frozen_batch_norm(norm))
-    )
+    of_dims = isinstance(norm, (DIMENSIONS[dims].BatchNorm, nn.SyncBatchNorm))  # the second one is of any dimension
+    return is_norm(norm) and (of_dims or (dims == 2 and is_frozen_batch_norm(norm)))
 
 
 def _missing_tensors(norm: Norm) -> str | None:

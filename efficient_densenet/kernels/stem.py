@@ -162,6 +162,7 @@ def _channels_per_tile(x: Tensor, shape: torch.Size) -> int:
 
 
 def slices(count: int, step: int) -> Iterator[slice]:
+    """Slices of `step` of `count` things; one empty slice if there are none."""
     step = max(1, step)
-    for start in range(0, count, step):
+    for start in range(0, max(1, count), step):
         yield slice(start, min(start + step, count))

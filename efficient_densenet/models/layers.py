@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._mixins import original_class
+from .._torch_private import class_before_fully_shard
 from ..engine import choose, layerwise
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import (
@@ -135,7 +135,7 @@ class Transition(nn.Sequential):
 
 
 def _layer_parts(module: nn.Module) -> LayerParts:
-    if type(module) is not DenseLayer and original_class(module) is not DenseLayer:
+    if class_before_fully_shard(type(module)) is not DenseLayer:
         raise NoPartsError(
             why_sharded(module)
             or f"found a layer of class {type(module).__name__}, which may do other things than a dense layer"

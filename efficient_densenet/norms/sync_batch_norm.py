@@ -1,6 +1,8 @@
 """Batch norms synchronized over a process group, on any device; nn.SyncBatchNorm runs on accelerators only."""
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._mixins import add_mixin, base_class, remove_mixin
 from .._torch_private import process_group_named
 from .batch_norm import UpdatesOnce, convert_batchnorm
 
@@ -33,9 +36,12 @@ class _SyncedBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        output, mean, var, count = _SyncedBatchNormFunction.apply(
-            input, self.weight, self.bias, self.eps, self.process_group
-        )
+        weight = input.new_ones(self.num_features) if self.weight is None else self.weight
+        bias = input.new_zeros(self.num_features) if self.bias is None else self.bias
+        group = SyncGroup(self.process_group)
+        output, mean, var, count = _SyncedBatchNormFunction.apply(input, weight, bias, self.eps, group)
+        if not self.track_running_stats:
+            return output
         buffers = self.num_batches_tracked, self.running_mean, self.running_var
         num_batches_tracked, running_mean, running_var = cast("tuple[Tensor, Tensor, Tensor]", buffers)
         with torch.no_grad():
@@ -79,6 +85,11 @@ class SyncGroup(NamedTuple):
         assert group is not None  # a norm is synchronized only after init_process_group
         return group.group_name
 
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return dist.get_world_size(self.group)
+
     @classmethod
     def named(cls, name: str | None) -> "SyncGroup | None":
         return None if name is None else cls(process_group_named(name))
@@ -89,13 +100,16 @@ class SyncGroup(NamedTuple):
         Chan's parallel formula, with nᵢ, mᵢ and vᵢ the count, mean and variance of process i, and N = Σ nᵢ:
         M = Σ nᵢ·mᵢ / N and V = Σ nᵢ·(vᵢ + (mᵢ − M)²) / N. It subtracts no large sums, which would lose precision.
         """
-        local = torch.stack([torch.full_like(mean, count), mean, variance])
-        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(self.group))]
+        channels = mean.shape[0]
+        local = torch.cat([mean, variance, mean.new_full((1,), count)])
+        if count == 0:  # an empty batch has no mean
+            local.zero_()
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(gathered, local, group=self.group)
-        counts, means, variances = torch.stack(gathered).unbind(1)
-        total = counts.sum(0)
+        means, variances, counts = torch.stack(gathered).split([channels, channels, 1], dim=1)
+        total = counts.sum()
         mean = (counts * means).sum(0) / total
-        return mean, (counts * (variances + (means - mean).square())).sum(0) / total, total[0]
+        return mean, (counts * (variances + (means - mean).square())).sum(0) / total, total
 
     def sums(self, *local: Tensor) -> tuple[Tensor, ...]:
         """The sums over all processes of tensors of one shape."""
@@ -105,8 +119,32 @@ class SyncGroup(NamedTuple):
 
 
 def sync_group(norm: nn.Module) -> SyncGroup | None:
-    """The process group over which `norm` synchronizes its statistics, or None if it is not synchronized."""
+    """The process group over which `norm` synchronizes its statistics in training mode, or None.
+
+    Without processes nn.SyncBatchNorm is an ordinary batch norm.
+    """
+    if isinstance(norm, nn.SyncBatchNorm):
+        return SyncGroup(norm.process_group or None) if dist.is_available() and dist.is_initialized() else None
     return SyncGroup(norm.process_group) if isinstance(norm, _SyncedBatchNorm) else None
+
+
+class _LocalStatistics(_BatchNorm if TYPE_CHECKING else object):
+    """Mixin for nn.SyncBatchNorm: the statistics of this process's batch alone."""
+
+    forward = _BatchNorm.forward
+
+
+@contextmanager
+def local_statistics(model: nn.Module) -> Iterator[None]:
+    """Let each nn.SyncBatchNorm in `model` run in this context without other processes, which do not run it now."""
+    norms = [each for each in model.modules() if base_class(type(each)).forward is nn.SyncBatchNorm.forward]
+    for norm in norms:
+        add_mixin(norm, _LocalStatistics, innermost=True)
+    try:
+        yield
+    finally:
+        for norm in norms:
+            remove_mixin(norm, _LocalStatistics)
 
 
 class _SyncedBatchNormFunction(torch.autograd.Function):
@@ -115,11 +153,11 @@ class _SyncedBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: dist.ProcessGroup | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: SyncGroup
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = x.to(torch.promote_types(x.dtype, torch.float32))
         var, mean = torch.var_mean(values, _all_but_channels(x), correction=0)
-        mean, var, count = SyncGroup(group).statistics(mean, var, x.numel() // x.shape[1])
+        mean, var, count = group.statistics(mean, var, x.shape[0] * x.shape[2:].numel())
         inv_std = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, inv_std, count)
         ctx.group = group
@@ -136,7 +174,7 @@ class _SyncedBatchNormFunction(torch.autograd.Function):
         normalized, grad_output = _normalize(x, mean, inv_std), grad_output.to(mean.dtype)
         grad_bias = grad_output.sum(_all_but_channels(x))
         grad_weight = (grad_output * normalized).sum(_all_but_channels(x))
-        mean_grad, mean_product = (total / count for total in SyncGroup(ctx.group).sums(grad_bias, grad_weight))
+        mean_grad, mean_product = (total / count for total in ctx.group.sums(grad_bias, grad_weight))
         centered = grad_output - _per_channel(mean_grad, x) - normalized * _per_channel(mean_product, x)
         grad_input = centered * _per_channel(inv_std * weight.to(inv_std.dtype), x)
         # The parameters' gradients are this process's own: DistributedDataParallel reduces them later, with all other

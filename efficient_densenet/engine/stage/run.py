@@ -14,6 +14,7 @@ from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..library import run_operator
 from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
+from ..sharded import run_inside
 from .autograd import stage, stored_features
 from .forward import StageInputs
 from .running_statistics import NormUpdate, update_running_statistics
@@ -30,15 +31,23 @@ class StageFormats(NamedTuple):
 
 def run(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, formats: StageFormats | None = None) -> Tensor:
     """The output of a block, or of `consumer` (a transition or a norm) on the block's output."""
-    plan = StagePlan(block, consumer, x, formats=formats)
-    return plan.finish(plan.apply(x, *plan.tensors)[0])
+
+    def output(x: Tensor) -> Tensor:
+        plan = StagePlan(block, consumer, x, formats=formats)
+        return plan.finish(plan.apply(x, *plan.tensors)[0])
+
+    return run_inside(block.sharded, output, x)
 
 
 def run_with_features(block: BlockParts, consumer: ConsumerParts, x: Tensor) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on the output of a block, and the block's output."""
-    plan = StagePlan(block, consumer, x, return_features=True)
-    output, features = plan.apply(x, *plan.tensors)
-    return plan.finish(output), features
+
+    def outputs(x: Tensor) -> tuple[Tensor, Tensor]:
+        plan = StagePlan(block, consumer, x, return_features=True)
+        output, features = plan.apply(x, *plan.tensors)
+        return plan.finish(output), features
+
+    return run_inside(block.sharded, outputs, x)
 
 
 def run_consumer(consumer: ConsumerParts, x: Tensor) -> Tensor:

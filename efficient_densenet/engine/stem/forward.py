@@ -35,7 +35,7 @@ class Convolved:
             if values is None:
                 values = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=memory_format_of(part))
             values[images] = part
-        assert values is not None  # there is an image
+        assert values is not None  # there is a tile
         return values
 
     def norm(self, weight: Tensor, bias: Tensor, statistics: Tensor) -> BatchNormAffine:

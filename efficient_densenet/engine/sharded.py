@@ -1,0 +1,50 @@
+"""Modules whose parameters `fully_shard` has sharded: its hooks gather them before a call, and free them after it.
+
+A stage that does not call its modules runs inside of a call of each of them. The hooks then do what they do around any
+call: they gather the parameters, and register with autograd when to gather them for the backward and when to reduce
+their gradients.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_private import has_hooks_of_fully_shard_only, has_torch_dispatch, policy_of_fully_shard
+
+Result = TypeVar("Result")
+
+
+def can_run_inside(module: nn.Module, x: Tensor) -> bool:
+    """Whether a stage may run on x inside of a call of `module`: it has no hooks but those of `fully_shard`, and these
+    cast nothing."""
+    if torch.compiler.is_compiling() or not has_hooks_of_fully_shard_only(module):
+        return False
+    policy = policy_of_fully_shard(module)
+    return {policy.param_dtype, policy.output_dtype} <= {x.dtype, None}
+
+
+def gathered_dtype(modules: Iterable[nn.Module], x: Tensor) -> torch.dtype | None:
+    """The dtype to which calls of `modules` cast the parameters that they gather, or None."""
+    casts = [each for each in modules if can_run_inside(each, x) and policy_of_fully_shard(each).param_dtype]
+    return x.dtype if casts else None
+
+
+def dtype_when_gathered(parameter: Tensor, gathered: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter inside of the calls of which `gathered` is the `gathered_dtype`."""
+    return gathered if gathered is not None and has_torch_dispatch(type(parameter)) else parameter.dtype
+
+
+def run_inside(modules: Sequence[nn.Module], function: Callable[[Tensor], Result], x: Tensor) -> Result:
+    """`function(x)` inside of a call of each of `modules`."""
+    for module in reversed(modules):
+        function = _with_forward(module, function)
+    return function(x)
+
+
+def _with_forward(module: nn.Module, forward: Callable) -> nn.Module:
+    """A shallow copy of a module, with its hooks and tensors, and another forward."""
+    copied = object.__new__(type(module))  # copy.copy would call the __new__ of a class that fully_shard made
+    copied.__dict__.update(vars(module), forward=forward)
+    return copied

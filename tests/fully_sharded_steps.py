@@ -1,0 +1,152 @@
+"""Run by several processes: models under `fully_shard` with its options, their checkpoints, and their memory.
+
+`main` runs the functions that the cases name, and writes what they return.
+"""
+
+import json
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sharded_steps import recorded_engines
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from efficient_densenet import DenseNet
+from efficient_densenet.memory import tensor_peak
+from efficient_densenet.models.layers import DenseBlock
+
+
+def _model(engine: bool | str, dtype: torch.dtype = torch.double) -> DenseNet:
+    torch.manual_seed(0)
+    return DenseNet(4, (3, 2), num_init_features=6, num_classes=3, efficient=engine).to(dtype)
+
+
+def _sharded(model: DenseNet, mesh: DeviceMesh | None = None, **options) -> DenseNet:
+    """`model` with its blocks sharded, and what is left with the root."""
+    for module in model.modules():
+        if isinstance(module, DenseBlock):
+            fully_shard(module, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def _batch(step: int, images: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(images, 3, 8, 8, dtype=torch.double, generator=generator)
+
+
+def _train(model: DenseNet, optimizer: torch.optim.Optimizer, steps: range, max_norm: float | None = None) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        model(_batch(step).to(dtype)).float().square().sum().backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _full(model: DenseNet) -> list[Tensor]:
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in (*model.parameters(), *model.buffers())]
+
+
+def _trained(engine: bool | str, mesh: DeviceMesh | None = None, dtype=torch.double, max_norm=None, **options) -> list:
+    model = _model(engine, dtype)
+    if "mp_policy" in options:  # PyTorch's batch norm on a CPU takes weights and buffers of one dtype
+        for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+            norm.running_mean, norm.running_var = norm.running_mean.bfloat16(), norm.running_var.bfloat16()
+    model = _sharded(model, mesh, **options)
+    _train(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), range(3), max_norm)
+    return _full(model)
+
+
+def _difference(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(actual, expected, strict=True))
+
+
+def clipped() -> dict:
+    engines: set[str] = set()
+    with recorded_engines(engines):
+        actual = _trained("shared", max_norm=0.5)
+    return {"difference": _difference(actual, _trained(False, max_norm=0.5)), "engines": sorted(engines)}
+
+
+def hybrid() -> dict:
+    """A mesh of two groups of two: parameters are sharded inside a group, and replicated between them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return {"difference": _difference(_trained("shared", mesh), _trained(False, mesh))}
+
+
+def mixed() -> dict:
+    """The errors of plain and of the shared engine beside float64."""
+    exact = _trained(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    errors, engines = {}, set()
+    for engine in (False, "shared"):
+        with recorded_engines(engines):
+            trained = _trained(engine, dtype=torch.float, mp_policy=policy)
+        pairs = [(a.double(), b) for a, b in zip(trained, exact, strict=True) if b.is_floating_point()]
+        errors[str(engine)] = [float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in pairs]
+    return errors | {"engines": sorted(engines)}
+
+
+def save() -> None:
+    model = _sharded(_model("shared"))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    _train(model, optimizer, range(2))
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id="saved")
+    torch.save(_full(model), f"saved.{dist.get_rank()}.pt")
+
+
+def load() -> dict:
+    model = _sharded(_model("plain"))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id="saved")
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    saved = [torch.load(f"saved.{rank}.pt", weights_only=True) for rank in range(2)]
+    # Parameters are equal in both; running statistics differ, and the checkpoint has those of one of them.
+    equal = [any(map(torch.equal, [tensor] * 2, both)) for tensor, *both in zip(_full(model), *saved, strict=True)]
+    steps = {int(state["step"]) for state in optimizer.state.values()}
+    return {"equal": all(equal), "steps": sorted(steps)}
+
+
+def memory() -> dict:
+    """Bytes of the tensor peak of a step, of plain and of the shared engine, and of the latter unsharded."""
+    peaks = {}
+    for name, engine, shards in (("plain", False, True), ("shared", "shared", True), ("unsharded", "shared", False)):
+        torch.manual_seed(0)
+        model = DenseNet(12, (8, 8), num_init_features=24, efficient=engine)
+        model = _sharded(model) if shards else model
+        x = torch.randn(16, 3, 32, 32)
+
+        def step(model=model, x=x) -> None:
+            model(x).sum().backward()
+
+        step()
+        peaks[name] = tensor_peak(step)
+    return peaks
+
+
+def main(case: str, path: str) -> None:
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(f"{path}.store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = globals()[case]()
+    dist.destroy_process_group()
+    Path(f"{path}.{rank}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
