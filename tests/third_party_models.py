@@ -81,6 +81,16 @@ class FeaturesBlock(nn.Module):
         return torch.cat(features, 1)
 
 
+def features_block(layer: Callable[..., nn.Module] = TakesFeatures, **options) -> nn.Module:
+    """A block of two such layers in float64."""
+    return FeaturesBlock([layer(START, **options), layer(START + GROWTH, **options)]).double()
+
+
+def block_batch() -> Tensor:
+    """Three small images for a block."""
+    return torch.randn(3, START, 6, 5, dtype=torch.double)
+
+
 class NewestFirst(nn.Module):
     """As in kuangliu/pytorch-cifar: functional ReLUs, and the newest features come first."""
 
