@@ -275,6 +275,17 @@ def train(model: nn.Module, x: Tensor, num_steps: int = 3) -> list[Tensor]:
     return [output.detach() for output in outputs] + [leaf.grad]
 
 
+def names_of_nodes(output: Tensor) -> list[str]:
+    """The names of the nodes of its graph."""
+    nodes, queue = set(), [output.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            queue += [each for each, _ in node.next_functions]
+    return [node.name() for node in nodes]
+
+
 def assert_same_training(ours: nn.Module, plain: nn.Module, x: Tensor) -> None:
     for actual, expected in zip(train(ours, x), train(plain, x), strict=True):
         assert_close(actual, expected)
