@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from grids import grid
 from helpers import assert_close
 from test_adapt_families import Block, SqueezeAndExcite, tiramisu
 from third_party_models import START, FeaturesBlock, LayerHalves, TakesFeatures, build, features_block, image_batch
@@ -277,9 +278,10 @@ def _spectral_norm(block: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
-@pytest.mark.parametrize("layer", [TakesFeatures, ClampsItsOutput])
-@pytest.mark.parametrize("change", [_counts, _observes, _spectral_norm])
-def test_what_was_put_in_after_conversion_runs_plain_once(change, layer):
+@pytest.mark.parametrize(
+    *grid(layer=[TakesFeatures, ClampsItsOutput], change=[_counts, _observes, _spectral_norm], strength=1)
+)
+def test_what_was_put_in_after_conversion_runs_plain_once(layer, change):
     block, plain, _ = converted(layer)
     for each in (block, plain):
         change(each.double())
@@ -322,16 +324,14 @@ class ModuleBesideARate(TwoRates):
         self.dropout = nn.Dropout(0.2)
 
 
-@pytest.mark.parametrize(
-    ("layer", "rate"),
-    [(TwoRates, 0.0), (TwoRates, 0.7), (CapsItsRate, 0.95), (ModuleBesideARate, 0.7), (TakesFeatures, 0.7)],
-)
-def test_a_rate_of_dropout_changed_later_is_the_author_s(layer, rate):
+@pytest.mark.parametrize("layer", [TwoRates, CapsItsRate, ModuleBesideARate, TakesFeatures])
+def test_a_rate_of_dropout_changed_later_is_the_author_s(layer):
     block, plain, engine = converted(layer)
     assert engine == ("shared" if layer is TakesFeatures else "checkpoint")
-    for each in (block, plain):
-        each.denselayer1.drop_rate = each.denselayer2.drop_rate = rate
-    assert_same_steps(block, plain)
+    for rate in (0.0, 0.7, 0.95):
+        for each in (block, plain):
+            each.denselayer1.drop_rate = each.denselayer2.drop_rate = rate
+        assert_same_steps(block, plain, 1)
 
 
 class ChecksPoints(LayerHalves):
@@ -391,20 +391,25 @@ def test_norms_keep_their_class_where_nothing_recomputes_them():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("engine", [True, "checkpoint"])
-def test_training_aware_quantization_finds_all_norms_after_conversion_or_names_the_remedy(engine):
+def test_training_aware_quantization_finds_all_norms_after_conversion_or_names_the_remedy():
     quantization = pytest.importorskip("torch.ao.quantization")
-    prepare = pytest.importorskip("torch.ao.quantization.quantize_fx").prepare_qat_fx
+    prepare_qat_fx = pytest.importorskip("torch.ao.quantization.quantize_fx").prepare_qat_fx
     model, x = build("torchvision").float(), image_batch("torchvision").float()
-    mapping = quantization.get_default_qat_qconfig_mapping("fbgemm")
-    keys = prepare(copy.deepcopy(model).train(), mapping, (x,)).state_dict().keys()
-    make_efficient(model, engine)
-    model(x).sum().backward()
-    if engine == "checkpoint":
-        with pytest.raises(RuntimeError, match=r"call restore\(model\) first, then prepare the model"):
-            prepare(model, mapping, (x,))
-        restore(model)
-    assert prepare(model, mapping, (x,)).state_dict().keys() == keys
+
+    def prepared_keys(model: nn.Module):
+        return prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping("fbgemm"), (x,)).state_dict().keys()
+
+    keys = prepared_keys(copy.deepcopy(model))
+    shared, recomputed = copy.deepcopy(model), model
+    make_efficient(shared)
+    shared(x).sum().backward()
+    assert prepared_keys(shared) == keys
+    make_efficient(recomputed, "checkpoint")
+    recomputed(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call restore\(model\) first, then prepare the model"):
+        prepared_keys(recomputed)
+    restore(recomputed)
+    assert prepared_keys(recomputed) == keys
 
 
 class DrawsFromItsGenerator(Layer):
@@ -569,11 +574,10 @@ BranchesOnFrozenNorms = layer_with(odd=lambda self, y: y.tanh() if self.training
 
 @pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize("layer", [DropsByItsOwnFlag, DropsByTheFlagOfANorm, BranchesOnFrozenNorms])
-@pytest.mark.parametrize("kind", [nn.Dropout, nn.BatchNorm2d])
-def test_modules_of_a_layer_may_be_in_different_modes(layer, kind):
+def test_modules_of_a_layer_may_be_in_different_modes(layer):
     block, plain, engine = converted(layer)
     assert engine == "checkpoint"
-    for training in (True, False):
+    for kind, training in itertools.product((nn.Dropout, nn.BatchNorm2d), (True, False)):
         outputs = []
         for each in (block, plain):
             for module in each.modules():

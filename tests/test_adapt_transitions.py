@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import grid
 from helpers import assert_close
 from third_party_models import (
     GROWTH,
@@ -73,8 +74,7 @@ def _images() -> Tensor:
 TRANSITIONS = [FunctionalTransition, MaxPooling, TransitionDown, WithoutPooling]
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("transition", TRANSITIONS)
+@pytest.mark.parametrize(*grid(transition=TRANSITIONS, skips=[False, True], strength=1))
 def test_a_transition_called_by_the_author_s_forward_is_a_stage_of_its_own(transition, skips):
     model = Net(transition).double()
     model.skips = skips
