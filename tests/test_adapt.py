@@ -17,6 +17,7 @@ from third_party_models import (
     assert_same_training,
     block_batch,
     build,
+    features_block,
     image_batch,
     loss_of,
     plain_reference,
@@ -141,17 +142,20 @@ def test_hooks_registered_before_and_after_conversion_fire_once_with_plain_s_val
     assert len(model.features.get_submodule(place)._forward_hooks) == 1
 
 
+def _counting(counts: list[int], i: int):
+    def count(*_):
+        counts[i] += 1
+
+    return count
+
+
 @pytest.mark.parametrize("inside", ["", ".norm1", ".conv2"])
 def test_a_hook_inside_a_layer_is_called(inside):
     model = build("torchvision")
     plain, counts = plain_reference("torchvision", model), [0, 0]
     make_efficient(model)
     for i, each in enumerate((model, plain)):
-
-        def count(*_, i=i):
-            counts[i] += 1
-
-        each.get_submodule(f"features.denseblock2.denselayer2{inside}").register_forward_hook(count)
+        each.get_submodule(f"features.denseblock2.denselayer2{inside}").register_forward_hook(_counting(counts, i))
     choose._warned.clear()
     with pytest.warns(UserWarning, match="falling back from engine 'shared' to 'checkpoint': found a hook"):
         assert_same_training(model, plain, image_batch("torchvision"))
@@ -178,11 +182,7 @@ def test_a_hook_on_a_container_around_the_layers_is_called(first):
     if first:
         assert [change.name for change in make_efficient(block).changed] == [""]
     for i, each in enumerate((block, plain)):
-
-        def count(*_, i=i):
-            counts[i] += 1
-
-        each.layer.register_forward_hook(count)
+        each.layer.register_forward_hook(_counting(counts, i))
     if not first:
         assert [change.engine[:10] for change in make_efficient(block).changed] == ["checkpoint"]
     assert_same_training(block, plain, block_batch())
@@ -318,12 +318,11 @@ def test_scripting_raises_and_names_the_remedy():
 
 @pytest.mark.parametrize("engine", ["shared", "checkpoint"])
 def test_norms_under_the_exactly_once_rule_stay_under_it(engine):
-    model = build("torchvision")
-    convert_batchnorm(model)
-    make_efficient(model, engine)
-    loss_of(model(image_batch("torchvision"))).backward()
-    restore(model)
-    assert all(isinstance(m, UpdatesOnce) for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    block = convert_batchnorm(features_block())
+    make_efficient(block, engine)
+    loss_of(block(block_batch())).backward()
+    restore(block)
+    assert all(isinstance(m, UpdatesOnce) for m in block.modules() if isinstance(m, nn.BatchNorm2d))
 
 
 def test_the_readme_s_example(capsys):

@@ -293,27 +293,25 @@ def test_what_was_put_in_after_conversion_runs_plain_once(layer, change):
     assert_same_steps(block, plain)
 
 
-class TwoRates(LayerHalves):
-    """Has two equal rates of dropout, and uses one."""
+class HasARate(LayerHalves):
+    """A layer whose subclasses say in `dropped` what a rate of dropout does."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, drop_rate=0.2)
         self.drop_path_rate = 0.2
 
     def forward(self, *features: Tensor) -> Tensor:
-        y = self.conv2(self.relu2(self.norm2(self.first_half(*features))))
-        if self.drop_path_rate > 1:
-            return y
-        return F.dropout(y, self.drop_rate, self.training)
+        return self.dropped(self.conv2(self.relu2(self.norm2(self.first_half(*features)))))
 
 
-class CapsItsRate(LayerHalves):
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, drop_rate=0.2)
+class TwoRates(HasARate):
+    """Has two equal rates of dropout, and uses one."""
 
-    def forward(self, *features: Tensor) -> Tensor:
-        y = self.conv2(self.relu2(self.norm2(self.first_half(*features))))
-        return F.dropout(y, min(self.drop_rate, 0.4), self.training)
+    def dropped(self, y: Tensor) -> Tensor:
+        return y if self.drop_path_rate > 1 else F.dropout(y, self.drop_rate, self.training)
+
+
+CapsItsRate = layer_with(HasARate, dropped=lambda self, y: F.dropout(y, min(self.drop_rate, 0.4), self.training))
 
 
 class ModuleBesideARate(TwoRates):
@@ -458,11 +456,10 @@ def test_what_must_not_be_repeated_is_left_alone(kind):
     assert type(block) is FeaturesBlock
 
 
-class ClampsAGradientInAHook(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad.clamp(-50, 50))
-        return y
+def _clamped_by_a_hook(y: Tensor) -> Tensor:
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad.clamp(-50, 50))
+    return y
 
 
 class _ClampedGradient(torch.autograd.Function):
@@ -475,6 +472,7 @@ class _ClampedGradient(torch.autograd.Function):
         return grad.clamp(-50, 50)
 
 
+ClampsAGradientInAHook = layer_with(odd=lambda self, y: _clamped_by_a_hook(y))
 ClampsAGradientInAFunction = layer_with(odd=lambda self, y: _ClampedGradient.apply(y))
 _HIDES_ITS_ALIAS = pytest.mark.xfail(
     torch.__version__ < "2.14", reason="PyTorch 2.11 shows no mode what such a Function does"
@@ -528,12 +526,11 @@ def _under_autocast(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _with_default_dtype(dtype: torch.dtype, block: nn.Module, x: Tensor) -> Tensor:
-    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         return block(x)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
@@ -560,15 +557,7 @@ class DropsByItsOwnFlag(Layer):
         return F.dropout(y, self.drop.p, self.training)
 
 
-class DropsByTheFlagOfANorm(Layer):
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        self.drop_rate = 0.3
-
-    def odd(self, y: Tensor) -> Tensor:
-        return F.dropout(y, self.drop_rate, self.norm1.training)
-
-
+DropsByTheFlagOfANorm = layer_with(HasARate, dropped=lambda self, y: F.dropout(y, self.drop_rate, self.norm1.training))
 BranchesOnFrozenNorms = layer_with(odd=lambda self, y: y.tanh() if self.training and not self.norm1.training else y)
 
 
@@ -593,29 +582,23 @@ class _OddTransition(nn.Sequential):
         super().__init__(norm, nn.ReLU(), conv, nn.Dropout(0.3), nn.AvgPool2d(2))
 
 
-class TransitionByItsOwnFlag(_OddTransition):
-    def forward(self, x: Tensor) -> Tensor:
-        norm, relu, conv, dropout, pool = self
-        return pool(F.dropout(conv(relu(norm(x))), dropout.p, self.training))
+def _with_a_hook_of_its_gradient(y: Tensor) -> Tensor:
+    if y.requires_grad:
+        y.register_hook(torch.nan_to_num)
+    return y
 
 
-class TransitionWithAHookOfAGradient(_OddTransition):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(torch.nan_to_num)
-        return y
+ODD_TRANSITIONS = {
+    "asks its own flag": lambda self, x: self[4](F.dropout(self[2](self[1](self[0](x))), self[3].p, self.training)),
+    "has a hook of a gradient": lambda self, x: _with_a_hook_of_its_gradient(nn.Sequential.forward(self, x)),
+    "branches on the size": lambda self, x: nn.Sequential.forward(self, x) if x.shape[-1] < 16 else self[:4](x),
+}
 
 
-class TransitionBySize(_OddTransition):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.shape[-1] < 16 else self[:4](x)
-
-
-def test_odd_transitions_are_left_alone():
+@pytest.mark.parametrize("kind", ODD_TRANSITIONS)
+def test_odd_transitions_are_left_alone(kind):
     assert convert_transition(_OddTransition())
-    for transition in (TransitionByItsOwnFlag, TransitionWithAHookOfAGradient, TransitionBySize):
-        assert not convert_transition(transition())
+    assert not convert_transition(layer_with(_OddTransition, forward=ODD_TRANSITIONS[kind])())
 
 
 class UpdatesWithGradientsOnly(nn.BatchNorm2d):
