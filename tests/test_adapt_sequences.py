@@ -92,6 +92,16 @@ def test_layers_in_a_row_are_a_block_joined_with_the_transition_after_it(layout,
     assert list(map(type, model.modules())) == classes
 
 
+def test_a_hook_on_an_inner_sequence_is_called():
+    model, counts = _transition_last(*_stages(OldestFirst)).double(), [0, 0]
+    plain, x = copy.deepcopy(model), torch.randn(3, 3, 9, 8).double()
+    make_efficient(model)
+    for i, each in enumerate((model, plain)):
+        each[1].register_forward_hook(lambda *_, i=i: counts.__setitem__(i, counts[i] + 1))
+    assert_same_training(model, plain, x)
+    assert counts == [3, 3]
+
+
 def test_a_flat_network_saves_as_much_as_one_with_blocks_and_a_second_report_repeats_the_first():
     model, x = _flat(*_stages(OldestFirst)), torch.randn(4, 3, 32, 32)
     plain = saved_bytes(lambda: model(x))

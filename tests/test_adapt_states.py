@@ -337,6 +337,7 @@ ACTIVATIONS = {
     "a function": lambda layer: F.elu,
     "a lambda": lambda layer: lambda y: F.elu(y),
     "a method": lambda layer: layer.half,
+    "a function in C": lambda layer: torch.tanh,
 }
 
 
@@ -345,6 +346,8 @@ ACTIVATIONS = {
 )
 def test_a_copy_notices_another_function_before_its_first_forward(copied, activation):
     block, plain = _block(_HasAnActivation)
+    for layer in (*block.children(), *plain.children()):
+        layer.activation = torch.relu if activation == "a function in C" else F.relu
     make_efficient(block)
     twin = copied(block)
     for each in (twin, plain):
