@@ -35,7 +35,11 @@ def in_second_tier(*values):
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-OTHERS = [("torchvision", "checkpoint"), ("timm", "official"), ("kuangliu", "official"), ("tiramisu", "checkpoint")]
+OTHERS = [
+    *(("torchvision", "checkpoint"), ("timm", "official"), ("kuangliu", "official"), ("tiramisu", "checkpoint")),
+    *(in_second_tier(name, "checkpoint") for name in ("timm", "monai", "kuangliu")),
+    *(in_second_tier(name, "official") for name in ("torchvision", "monai")),
+]
 
 
 @pytest.mark.parametrize(("name", "engine"), [*((name, True) for name in MODELS), *OTHERS])

@@ -29,7 +29,7 @@ def _batches(name: str, num_batches: int = 3) -> list[tuple[Tensor, Tensor]]:
     return [(image_batch(name), torch.arange(3) % CLASSES) for _ in range(num_batches)]
 
 
-@pytest.mark.parametrize("name", ["torchvision", "monai"])
+@pytest.mark.parametrize("name", ["torchvision", pytest.param("timm", marks=pytest.mark.exhaustive), "monai"])
 def test_replicas_in_threads(name):
     """As in nn.DataParallel: each replica has batch statistics of its own."""
     (model, plain), x = _pair(name), image_batch(name, batch=4)
