@@ -177,6 +177,10 @@ ODD_LAYERS = {
         layer_with(ChangesItsWeight, changed=lambda self, weight: _Ninth.apply(weight)),
         "checkpoint",
     ),
+    "freezes a weight": (
+        layer_with(ChangesItsWeight, changed=lambda self, weight: self.conv2.requires_grad_(False).weight),
+        "checkpoint",
+    ),
     "normalizes by a function": (NormalizesByAFunction, ""),
     "asks for grad mode": (layer_with(odd=lambda self, y: y * 2 if torch.is_grad_enabled() else y), ""),
     "asks for the input's gradient": (AsksForTheInputsGradient, "checkpoint"),
