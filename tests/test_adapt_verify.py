@@ -52,7 +52,7 @@ def test_a_block_altered_after_conversion():
 
 def test_nothing_to_convert():
     resnet = pytest.importorskip("torchvision.models.resnet")
-    model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], 3)
+    model = resnet.ResNet(resnet.BasicBlock, [2, 1, 1, 1], 3)
     classes = list(map(type, model.modules()))
     report = make_efficient(model)
     assert not report
