@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_outcomes import assert_same_tensors, tensor
+from checkpoint_outcomes import assert_same_tensors, plain_call, tensor
 from helpers import assert_close
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -108,6 +108,24 @@ def test_a_wrapped_module_can_be_sharded():
         checkpoint_wrapper(ours[4])
         plain, ours = shard(plain), shard(ours)
         assert_same_tensors(_train(ours, ours), _train(plain, plain))
+
+
+class _DropsItsOutput(nn.Linear):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.usefixtures("_single_process_group")
+def test_eval_mode_set_before_the_backward_of_a_sharded_module_changes_nothing():
+    results = []
+    for run in (plain_call, checkpoint):
+        torch.manual_seed(0)
+        net, x = fully_shard(_DropsItsOutput(4, 4).double()), tensor(5, 4).requires_grad_()
+        loss = run(net, x).sin().sum()
+        net.eval()
+        loss.backward()
+        results.append([x.grad])
+    assert_same_tensors(*results)
 
 
 def _worker(rank: int, path: str, sharding: str) -> None:
