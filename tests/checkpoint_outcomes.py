@@ -2,16 +2,15 @@
 
 import functools
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from helpers import assert_close
+from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from efficient_densenet.checkpoint import (
-    checkpoint,
-)
+from efficient_densenet.checkpoint import checkpoint
 
 
 class CountingOperations(TorchDispatchMode):
@@ -34,6 +33,13 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 4)).double()
 
 
+def networks() -> tuple[nn.Module, nn.Module]:
+    """Two networks with the same weights."""
+    plain, ours = network(), network()
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
 def outcome(call, inputs, seed: int = 1) -> dict[str, Any]:
     """The outputs, the gradients of the inputs, and the RNG state after the forward and after the backward."""
     torch.manual_seed(seed)
@@ -53,12 +59,8 @@ def outcome(call, inputs, seed: int = 1) -> dict[str, Any]:
 
 def assert_same_outcome(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert actual["requires_grad"] == expected["requires_grad"]
-    for a, b in zip(actual["outputs"], expected["outputs"], strict=True):
-        assert_close(a, b)
-    for a, b in zip(actual["grads"], expected["grads"], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_close(a, b)
+    assert_same_tensors(actual["outputs"], expected["outputs"])
+    assert_same_tensors(actual["grads"], expected["grads"])
     for a, b in zip(actual["rng_states"], expected["rng_states"], strict=True):
         assert torch.equal(a, b)
 
@@ -66,6 +68,28 @@ def assert_same_outcome(actual: dict[str, Any], expected: dict[str, Any]) -> Non
 def assert_like_plain(function, *inputs) -> None:
     """Compare `checkpoint(function, *inputs)` with `function(*inputs)`, for a function without parameters."""
     assert_same_outcome(outcome(functools.partial(checkpoint, function), inputs), outcome(function, inputs))
+
+
+def assert_network_like_plain(run, needs_grad: bool = True, prepare: Callable[[nn.Module], Any] = lambda net: None):
+    """`run(net, x)` does to a network what `net(x)` does: outcome, gradients and buffers. `prepare` changes both."""
+    plain, ours = networks()
+    prepare(plain), prepare(ours)
+    x = tensor(5, 4).requires_grad_(needs_grad)
+    assert_same_outcome(outcome(functools.partial(run, ours), [x]), outcome(plain, [x]))
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+def assert_same_tensors(actual: Iterable[torch.Tensor | None], expected: Iterable[torch.Tensor | None]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(a, b)
+
+
+def plain_call(function: Callable, *args: Any, **_: Any) -> Any:
+    """A call without `checkpoint`, in its place."""
+    return function(*args)
 
 
 class Fickle:

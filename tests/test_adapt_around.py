@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import grid
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from test_distributed import ThreadedReplicas
 from third_party_models import CLASSES, assert_same_training, build, image_batch, loss_of, plain_reference
@@ -19,19 +20,19 @@ def _pair(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 def _assert_same_state(ours: nn.Module, plain: nn.Module) -> None:
-    for (name, actual), expected in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert_close(actual, expected, 0 if name.endswith("num_batches_tracked") else 1e-10)
+    assert_same_buffers(ours, plain)
+    for actual, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert_close(actual.detach(), expected.detach())
 
 
 def _batches(name: str, num_batches: int = 3) -> list[tuple[Tensor, Tensor]]:
     return [(image_batch(name), torch.arange(3) % CLASSES) for _ in range(num_batches)]
 
 
-@pytest.mark.parametrize("name", ["torchvision", "timm", "monai"])
+@pytest.mark.parametrize("name", ["torchvision", pytest.param("timm", marks=pytest.mark.exhaustive), "monai"])
 def test_replicas_in_threads(name):
     """As in nn.DataParallel: each replica has batch statistics of its own."""
-    model = build(name)
-    plain, x = plain_reference(name, model), image_batch(name, batch=4)
+    (model, plain), x = _pair(name), image_batch(name, batch=4)
     for each in (model, plain):
         for module in each.modules():
             module.drop_rate = 0.0  # dropout masks would depend on the order of the threads
@@ -45,8 +46,7 @@ def test_replicas_in_threads(name):
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential, torch.compile])
 def test_a_model_inside_a_wrapper_is_converted(wrap):
-    model = build("torchvision")
-    plain = plain_reference("torchvision", model)
+    model, plain = _pair("torchvision")
     wrapped = wrap(model)
     report = make_efficient(wrapped)
     assert len(report) == 3
@@ -60,8 +60,7 @@ def test_a_model_inside_a_wrapper_is_converted(wrap):
 @pytest.mark.parametrize("first", [True, False])
 def test_distributed_data_parallel(first):
     """Which puts a hook on every parameter."""
-    model = build("timm_efficient")
-    plain = plain_reference("timm_efficient", model)
+    model, plain = _pair("timm_efficient")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         if first:
@@ -99,15 +98,8 @@ def test_lightning(tmp_path):
     task = Task(ours)
     assert len(make_efficient(task)) == 3
     for each in (task, Task(plain)):
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            max_steps=3,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = lightning.Trainer(accelerator="cpu", max_steps=3, default_root_dir=tmp_path, **quiet)
         trainer.fit(each, torch.utils.data.DataLoader(batches, batch_size=None))
     _assert_same_state(ours, plain)
     assert int(ours.features.denseblock1.denselayer1.norm1.num_batches_tracked) == 3
@@ -149,8 +141,13 @@ def test_torch_checkpoint_around_a_converted_model():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("target", ["features.denseblock3", "features.norm5", "features.transition2.conv"])
-@pytest.mark.parametrize("name", ["torchvision", "timm", "torchxrayvision"])
+@pytest.mark.parametrize(
+    *grid(
+        name=["torchvision", "timm", "torchxrayvision"],
+        target=["features.denseblock3", "features.norm5", "features.transition2.conv"],
+        strength=1,
+    )
+)
 def test_grad_cam(name, target):
     cams = pytest.importorskip("pytorch_grad_cam")
     ours, plain = _pair(name)
@@ -169,8 +166,8 @@ def test_features_only_models_of_timm():
     timm = pytest.importorskip("timm")
     shape = {"growth_rate": 4, "block_config": (2, 2, 1, 1)}
     for options in ({}, {"feature_cls": "getter"}):
-        create = {"densenet121": {"features_only": True, "out_indices": (0, 1, 2, 3, 4)} | options}
-        model = _tiny_timm(timm, shape, **create["densenet121"]).double()
+        options |= {"features_only": True, "out_indices": (0, 1, 2, 3, 4)}
+        model = _tiny_timm(timm, shape, **options).double()
         plain = copy.deepcopy(model)
         assert len(make_efficient(model)) == 4
         x = torch.randn(2, 3, 66, 70, dtype=torch.double)

@@ -9,15 +9,17 @@ import functools
 import itertools
 import random
 import warnings
+from collections.abc import Callable
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from grids import grid
 from helpers import assert_close
 from test_adapt_families import Block, SqueezeAndExcite, tiramisu
-from third_party_models import GROWTH, START, FeaturesBlock, LayerHalves, TakesFeatures, build, image_batch
+from third_party_models import START, FeaturesBlock, LayerHalves, TakesFeatures, build, features_block, image_batch
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
@@ -82,21 +84,16 @@ def assert_same_steps(ours: nn.Module, plain: nn.Module, num_steps: int = 2, sca
                 assert actual[name] == value, name
 
 
-def converted(layer, num_layers: int = 2, **options) -> tuple[nn.Module, nn.Module, str]:
+def converted(layer: type[nn.Module], **options) -> tuple[nn.Module, nn.Module, str]:
     """A block of such layers, converted; its plain copy; and the name of the engine, "" where nothing was converted."""
     torch.manual_seed(3)
-    block = (
-        Block(layer)
-        if not isinstance(layer, type)
-        else FeaturesBlock([layer(START + i * GROWTH) for i in range(num_layers)])
-    )
-    block = block.double()
+    block = features_block(layer, **options)
     for parameter in block.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 0.5, 0.3)
     plain = copy.deepcopy(block)
     seed()
-    report = make_efficient(block, **options)
+    report = make_efficient(block)
     return block, plain, report.changed[0].engine.partition(" ")[0] if report else ""
 
 
@@ -110,21 +107,9 @@ class Layer(LayerHalves):
         return y
 
 
-class DrawsFromPython(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * (2.0 if self.training and random.random() < 0.5 else 1.0)
-
-
-class DrawsFromNumPy(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * (2.0 if self.training and numpy.random.rand() < 0.5 else 1.0)
-
-
-@pytest.mark.parametrize("layer", [DrawsFromPython, DrawsFromNumPy])
-def test_layers_that_draw_from_python_or_numpy_are_left_alone(layer):
-    block, plain, engine = converted(layer)
-    assert engine == ""
-    assert_same_steps(block, plain)
+def layer_with(base: type[nn.Module] = Layer, **methods: Callable) -> type[nn.Module]:
+    """A subclass of `base` with these methods."""
+    return type(f"Odd{base.__name__}", (base,), methods)
 
 
 class ReadsABuffer(Layer):
@@ -149,12 +134,6 @@ def test_a_buffer_s_value_counts_and_so_does_its_change():
     assert_same_steps(block, plain)
 
 
-class DetachesAWeight(LayerHalves):
-    def forward(self, *features: Tensor) -> Tensor:
-        y = F.relu(self.norm2(self.first_half(*features)))
-        return F.conv2d(y, self.conv2.weight.detach(), padding=1)
-
-
 class _Ninth(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor) -> Tensor:
@@ -165,28 +144,63 @@ class _Ninth(torch.autograd.Function):
         return grad / 9
 
 
-class ScalesAGradient(LayerHalves):
+class ChangesItsWeight(LayerHalves):
+    """A layer whose subclasses compute the weight of its last convolution in `changed`."""
+
     def forward(self, *features: Tensor) -> Tensor:
         y = F.relu(self.norm2(self.first_half(*features)))
-        return F.conv2d(y, _Ninth.apply(self.conv2.weight), padding=1)
+        return F.conv2d(y, self.changed(self.conv2.weight), padding=1)
 
 
-@pytest.mark.parametrize("layer", [DetachesAWeight, ScalesAGradient])
-def test_gradients_of_parameters_are_the_author_s(layer):
+class NormalizesByAFunction(LayerHalves):
+    def forward(self, *features: Tensor) -> Tensor:
+        x, bn = torch.cat(features, 1), self.norm1
+        y = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+        return self.second_half(self.conv1(F.relu(y)))
+
+
+class AsksForTheInputsGradient(LayerHalves):
+    def forward(self, *features: Tensor) -> Tensor:
+        y = self.second_half(self.first_half(*features))
+        return y * 2 if features[0].requires_grad else y
+
+
+# Each: the layer, and the engine that runs it, "" where the block is left alone.
+ODD_LAYERS = {
+    "draws from Python": (layer_with(odd=lambda self, y: y * 2 if self.training and random.random() < 0.5 else y), ""),
+    "draws from NumPy": (
+        layer_with(odd=lambda self, y: y * 2 if self.training and numpy.random.rand() < 0.5 else y),
+        "",
+    ),
+    "detaches a weight": (layer_with(ChangesItsWeight, changed=lambda self, weight: weight.detach()), "checkpoint"),
+    "scales a weight's gradient": (
+        layer_with(ChangesItsWeight, changed=lambda self, weight: _Ninth.apply(weight)),
+        "checkpoint",
+    ),
+    "freezes a weight": (
+        layer_with(ChangesItsWeight, changed=lambda self, weight: self.conv2.requires_grad_(False).weight),
+        "checkpoint",
+    ),
+    "normalizes by a function": (NormalizesByAFunction, ""),
+    "asks for grad mode": (layer_with(odd=lambda self, y: y * 2 if torch.is_grad_enabled() else y), ""),
+    "asks for the input's gradient": (AsksForTheInputsGradient, "checkpoint"),
+    "asks for the output's gradient": (
+        layer_with(odd=lambda self, y: y.square() if y.requires_grad else y),
+        "checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_LAYERS)
+def test_an_odd_layer_computes_what_it_did(kind):
+    layer, expected_engine = ODD_LAYERS[kind]
     block, plain, engine = converted(layer)
-    assert engine == "checkpoint"
+    assert engine == expected_engine
     assert_same_steps(block, plain)
 
 
-class ClampsItsOutput(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y.clamp(-3, 3)
-
-
-class ClampsAWeight(LayerHalves):
-    def forward(self, *features: Tensor) -> Tensor:
-        y = F.relu(self.norm2(self.first_half(*features)))
-        return F.conv2d(y, self.conv2.weight.clamp(-1, 1), padding=1)
+ClampsItsOutput = layer_with(odd=lambda self, y: y.clamp(-3, 3))
+ClampsAWeight = layer_with(ChangesItsWeight, changed=lambda self, weight: weight.clamp(-1, 1))
 
 
 @pytest.mark.parametrize("layer", [ClampsItsOutput, ClampsAWeight])
@@ -231,41 +245,6 @@ def test_statistics_updated_by_hand_update_once_with_a_hook_on_the_layer():
     assert_same_steps(block, plain)
 
 
-class NormalizesByAFunction(LayerHalves):
-    def forward(self, *features: Tensor) -> Tensor:
-        x, bn = torch.cat(features, 1), self.norm1
-        y = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
-        return self.second_half(self.conv1(F.relu(y)))
-
-
-def test_statistics_updated_by_a_function_update_once():
-    block, plain, engine = converted(NormalizesByAFunction)
-    assert engine == ""
-    assert_same_steps(block, plain)
-
-
-class AsksForGradMode(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * 2 if torch.is_grad_enabled() else y
-
-
-class AsksForTheInputsGradient(LayerHalves):
-    def forward(self, *features: Tensor) -> Tensor:
-        y = self.second_half(self.first_half(*features))
-        return y * 2 if features[0].requires_grad else y
-
-
-class AsksForTheOutputsGradient(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y.square() if y.requires_grad else y
-
-
-@pytest.mark.parametrize("layer", [AsksForGradMode, AsksForTheInputsGradient, AsksForTheOutputsGradient])
-def test_layers_that_ask_for_gradients_take_the_author_s_branch(layer):
-    block, plain, _ = converted(layer)
-    assert_same_steps(block, plain)
-
-
 class Counts(nn.ReLU):
     def __init__(self) -> None:
         super().__init__()
@@ -303,9 +282,10 @@ def _spectral_norm(block: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
-@pytest.mark.parametrize("layer", [TakesFeatures, ClampsItsOutput])
-@pytest.mark.parametrize("change", [_counts, _observes, _spectral_norm])
-def test_what_was_put_in_after_conversion_runs_plain_once(change, layer):
+@pytest.mark.parametrize(
+    *grid(layer=[TakesFeatures, ClampsItsOutput], change=[_counts, _observes, _spectral_norm], strength=1)
+)
+def test_what_was_put_in_after_conversion_runs_plain_once(layer, change):
     block, plain, _ = converted(layer)
     for each in (block, plain):
         change(each.double())
@@ -317,27 +297,25 @@ def test_what_was_put_in_after_conversion_runs_plain_once(change, layer):
     assert_same_steps(block, plain)
 
 
-class TwoRates(LayerHalves):
-    """Has two equal rates of dropout, and uses one."""
+class HasARate(LayerHalves):
+    """A layer whose subclasses say in `dropped` what a rate of dropout does."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, drop_rate=0.2)
         self.drop_path_rate = 0.2
 
     def forward(self, *features: Tensor) -> Tensor:
-        y = self.conv2(self.relu2(self.norm2(self.first_half(*features))))
-        if self.drop_path_rate > 1:
-            return y
-        return F.dropout(y, self.drop_rate, self.training)
+        return self.dropped(self.conv2(self.relu2(self.norm2(self.first_half(*features)))))
 
 
-class CapsItsRate(LayerHalves):
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, drop_rate=0.2)
+class TwoRates(HasARate):
+    """Has two equal rates of dropout, and uses one."""
 
-    def forward(self, *features: Tensor) -> Tensor:
-        y = self.conv2(self.relu2(self.norm2(self.first_half(*features))))
-        return F.dropout(y, min(self.drop_rate, 0.4), self.training)
+    def dropped(self, y: Tensor) -> Tensor:
+        return y if self.drop_path_rate > 1 else F.dropout(y, self.drop_rate, self.training)
+
+
+CapsItsRate = layer_with(HasARate, dropped=lambda self, y: F.dropout(y, min(self.drop_rate, 0.4), self.training))
 
 
 class ModuleBesideARate(TwoRates):
@@ -348,14 +326,14 @@ class ModuleBesideARate(TwoRates):
         self.dropout = nn.Dropout(0.2)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.7, 0.95])
 @pytest.mark.parametrize("layer", [TwoRates, CapsItsRate, ModuleBesideARate, TakesFeatures])
-def test_a_rate_of_dropout_changed_later_is_the_author_s(layer, rate):
+def test_a_rate_of_dropout_changed_later_is_the_author_s(layer):
     block, plain, engine = converted(layer)
     assert engine == ("shared" if layer is TakesFeatures else "checkpoint")
-    for each in (block, plain):
-        each.denselayer1.drop_rate = each.denselayer2.drop_rate = rate
-    assert_same_steps(block, plain)
+    for rate in (0.0, 0.7, 0.95):
+        for each in (block, plain):
+            each.denselayer1.drop_rate = each.denselayer2.drop_rate = rate
+        assert_same_steps(block, plain, 1)
 
 
 class ChecksPoints(LayerHalves):
@@ -363,11 +341,10 @@ class ChecksPoints(LayerHalves):
 
     def forward(self, *features: Tensor) -> Tensor:
         y = torch.cat(features, 1)
-        y = (
-            torch.utils.checkpoint.checkpoint(self.first_half, y, use_reentrant=True)
-            if y.requires_grad
-            else self.first_half(y)
-        )
+        if y.requires_grad:
+            y = torch.utils.checkpoint.checkpoint(self.first_half, y, use_reentrant=True)
+        else:
+            y = self.first_half(y)
         return self.second_half(y).tanh()
 
 
@@ -416,20 +393,25 @@ def test_norms_keep_their_class_where_nothing_recomputes_them():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("engine", [True, "checkpoint"])
-def test_training_aware_quantization_finds_all_norms_after_conversion_or_names_the_remedy(engine):
+def test_training_aware_quantization_finds_all_norms_after_conversion_or_names_the_remedy():
     quantization = pytest.importorskip("torch.ao.quantization")
-    prepare = pytest.importorskip("torch.ao.quantization.quantize_fx").prepare_qat_fx
+    prepare_qat_fx = pytest.importorskip("torch.ao.quantization.quantize_fx").prepare_qat_fx
     model, x = build("torchvision").float(), image_batch("torchvision").float()
-    mapping = quantization.get_default_qat_qconfig_mapping("fbgemm")
-    keys = prepare(copy.deepcopy(model).train(), mapping, (x,)).state_dict().keys()
-    make_efficient(model, engine)
-    model(x).sum().backward()
-    if engine == "checkpoint":
-        with pytest.raises(RuntimeError, match=r"call restore\(model\) first, then prepare the model"):
-            prepare(model, mapping, (x,))
-        restore(model)
-    assert prepare(model, mapping, (x,)).state_dict().keys() == keys
+
+    def prepared_keys(model: nn.Module):
+        return prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping("fbgemm"), (x,)).state_dict().keys()
+
+    keys = prepared_keys(copy.deepcopy(model))
+    shared, recomputed = copy.deepcopy(model), model
+    make_efficient(shared)
+    shared(x).sum().backward()
+    assert prepared_keys(shared) == keys
+    make_efficient(recomputed, "checkpoint")
+    recomputed(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call restore\(model\) first, then prepare the model"):
+        prepared_keys(recomputed)
+    restore(recomputed)
+    assert prepared_keys(recomputed) == keys
 
 
 class DrawsFromItsGenerator(Layer):
@@ -444,11 +426,6 @@ class DrawsFromItsGenerator(Layer):
 _generator = torch.Generator()
 
 
-class DrawsFromAGlobalGenerator(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y + torch.rand(y.shape, generator=_generator, dtype=y.dtype) if self.training else y
-
-
 def test_a_generator_of_the_model_is_left_as_it_was():
     before = _generator.get_state()
     block, plain, engine = converted(DrawsFromItsGenerator)
@@ -457,45 +434,36 @@ def test_a_generator_of_the_model_is_left_as_it_was():
         assert torch.equal(ours.generator.get_state(), torch.Generator().manual_seed(5).get_state())
         reference.generator = torch.Generator().manual_seed(5)  # a deep copy shares it
     assert_same_steps(block, plain)
-    assert converted(DrawsFromAGlobalGenerator)[2] == ""
+    draws_from_a_global_one = layer_with(
+        odd=lambda self, y: y + torch.rand(y.shape, generator=_generator, dtype=y.dtype) if self.training else y
+    )
+    assert converted(draws_from_a_global_one)[2] == ""
     assert torch.equal(_generator.get_state(), before)
 
 
 _random, _numpy = random.Random(1), numpy.random.default_rng(1)
 
 
-class DrawsFromARandomOfItsOwn(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * (0.5 + _random.random()) if self.training else y
+UNREPEATABLE = {
+    "draws from a random.Random": lambda self, y: y * (0.5 + _random.random()) if self.training else y,
+    "draws from NumPy's new generator": lambda self, y: y * (0.5 + _numpy.random()) if self.training else y,
+    "keeps a weight small": lambda self, y: y + 0 * self.conv2.weight.data.mul_(0.9).sum(),
+}
 
 
-class DrawsFromNumPysNewGenerator(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * (0.5 + _numpy.random()) if self.training else y
-
-
-class ChangesAWeight(Layer):
-    """Keeps a weight small, as a constraint in the forward does."""
-
-    def odd(self, y: Tensor) -> Tensor:
-        self.conv2.weight.data.mul_(0.9)
-        return y
-
-
-@pytest.mark.parametrize("layer", [DrawsFromARandomOfItsOwn, DrawsFromNumPysNewGenerator, ChangesAWeight])
-def test_what_must_not_be_repeated_is_left_alone(layer):
+@pytest.mark.parametrize("kind", UNREPEATABLE)
+def test_what_must_not_be_repeated_is_left_alone(kind):
     before = _random.getstate(), str(_numpy.bit_generator.state)
-    block, _, engine = converted(layer)
+    block, _, engine = converted(layer_with(odd=UNREPEATABLE[kind]))
     assert engine == ""
     assert (_random.getstate(), str(_numpy.bit_generator.state)) == before
     assert type(block) is FeaturesBlock
 
 
-class ClampsAGradientInAHook(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad.clamp(-50, 50))
-        return y
+def _clamped_by_a_hook(y: Tensor) -> Tensor:
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad.clamp(-50, 50))
+    return y
 
 
 class _ClampedGradient(torch.autograd.Function):
@@ -508,11 +476,8 @@ class _ClampedGradient(torch.autograd.Function):
         return grad.clamp(-50, 50)
 
 
-class ClampsAGradientInAFunction(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return _ClampedGradient.apply(y)
-
-
+ClampsAGradientInAHook = layer_with(odd=lambda self, y: _clamped_by_a_hook(y))
+ClampsAGradientInAFunction = layer_with(odd=lambda self, y: _ClampedGradient.apply(y))
 _HIDES_ITS_ALIAS = pytest.mark.xfail(
     torch.__version__ < "2.14", reason="PyTorch 2.11 shows no mode what such a Function does"
 )
@@ -527,44 +492,35 @@ def test_what_a_layer_does_to_large_gradients_alone_stays(layer):
     assert_same_steps(block, plain, scale=1e4)
 
 
-class BranchesOnTheSize(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * 2 if y.shape[-1] > 8 else y
-
-
 class NormalizesEightImagesAtOnce(LayerHalves):
     def forward(self, *features: Tensor) -> Tensor:
         parts = torch.cat(features, 1).split(8)
         return torch.cat([self.second_half(self.first_half(part)) for part in parts])
 
 
-class BranchesOnTheDtype(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * 2 if y.dtype == torch.half else y
-
-
-class BranchesOnTheMemoryFormat(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * 2 if y.is_contiguous(memory_format=torch.channels_last) else y
-
-
-class BranchesOnAutocastAndGradients(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * 2 if torch.is_autocast_enabled("cpu") and torch.is_grad_enabled() else y
-
-
-class BranchesOnTheDefaultDtype(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * 2 if torch.get_default_dtype() == torch.double else y
-
-
+# Each: the layer, and a call that takes the branch which a trial's input does not take.
 BRANCHES = {
-    BranchesOnTheSize: lambda block, x: block(F.pad(x, (3, 3, 3, 3))),
-    NormalizesEightImagesAtOnce: lambda block, x: block(torch.cat([x] * 4)),
-    BranchesOnTheDtype: lambda block, x: copy.deepcopy(block).half()(x.half()),
-    BranchesOnTheMemoryFormat: lambda block, x: block(x.to(memory_format=torch.channels_last)),
-    BranchesOnAutocastAndGradients: lambda block, x: _under_autocast(copy.deepcopy(block).float(), x.float()),
-    BranchesOnTheDefaultDtype: lambda block, x: _with_default_dtype(torch.double, block, x),
+    "size": (
+        layer_with(odd=lambda self, y: y * 2 if y.shape[-1] > 8 else y),
+        lambda block, x: block(F.pad(x, (3,) * 4)),
+    ),
+    "images": (NormalizesEightImagesAtOnce, lambda block, x: block(torch.cat([x] * 4))),
+    "dtype": (
+        layer_with(odd=lambda self, y: y * 2 if y.dtype == torch.half else y),
+        lambda block, x: copy.deepcopy(block).half()(x.half()),
+    ),
+    "memory format": (
+        layer_with(odd=lambda self, y: y * 2 if y.is_contiguous(memory_format=torch.channels_last) else y),
+        lambda block, x: block(x.to(memory_format=torch.channels_last)),
+    ),
+    "autocast and gradients": (
+        layer_with(odd=lambda self, y: y * 2 if torch.is_autocast_enabled("cpu") and torch.is_grad_enabled() else y),
+        lambda block, x: _under_autocast(copy.deepcopy(block).float(), x.float()),
+    ),
+    "default dtype": (
+        layer_with(odd=lambda self, y: y * 2 if torch.get_default_dtype() == torch.double else y),
+        lambda block, x: _with_default_dtype(torch.double, block, x),
+    ),
 }
 
 
@@ -574,30 +530,24 @@ def _under_autocast(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _with_default_dtype(dtype: torch.dtype, block: nn.Module, x: Tensor) -> Tensor:
-    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         return block(x)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
-@pytest.mark.parametrize("layer", BRANCHES)
-def test_branches_that_a_trial_s_input_does_not_take_stay(layer):
+@pytest.mark.parametrize("asked_for", BRANCHES)
+def test_branches_that_a_trial_s_input_does_not_take_stay(asked_for):
+    layer, call = BRANCHES[asked_for]
     block, plain, engine = converted(layer)
     assert engine != "shared"
-    x = x_of()
-    torch.testing.assert_close(BRANCHES[layer](block, x), BRANCHES[layer](plain, x))
-
-
-class SlicesChannels(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return torch.cat([y, y], 1)[:, : y.size(1)]
+    torch.testing.assert_close(call(block, x_of()), call(plain, x_of()))
 
 
 def test_channels_may_be_counted_and_selected():
-    assert converted(SlicesChannels)[2] == "shared"
+    assert converted(layer_with(odd=lambda self, y: torch.cat([y, y], 1)[:, : y.size(1)]))[2] == "shared"
 
 
 class DropsByItsOwnFlag(Layer):
@@ -611,27 +561,16 @@ class DropsByItsOwnFlag(Layer):
         return F.dropout(y, self.drop.p, self.training)
 
 
-class DropsByTheFlagOfANorm(Layer):
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        self.drop_rate = 0.3
-
-    def odd(self, y: Tensor) -> Tensor:
-        return F.dropout(y, self.drop_rate, self.norm1.training)
-
-
-class BranchesOnFrozenNorms(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y.tanh() if self.training and not self.norm1.training else y
+DropsByTheFlagOfANorm = layer_with(HasARate, dropped=lambda self, y: F.dropout(y, self.drop_rate, self.norm1.training))
+BranchesOnFrozenNorms = layer_with(odd=lambda self, y: y.tanh() if self.training and not self.norm1.training else y)
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize("layer", [DropsByItsOwnFlag, DropsByTheFlagOfANorm, BranchesOnFrozenNorms])
-@pytest.mark.parametrize("kind", [nn.Dropout, nn.BatchNorm2d])
-def test_modules_of_a_layer_may_be_in_different_modes(layer, kind):
+def test_modules_of_a_layer_may_be_in_different_modes(layer):
     block, plain, engine = converted(layer)
     assert engine == "checkpoint"
-    for training in (True, False):
+    for kind, training in itertools.product((nn.Dropout, nn.BatchNorm2d), (True, False)):
         outputs = []
         for each in (block, plain):
             for module in each.modules():
@@ -647,29 +586,23 @@ class _OddTransition(nn.Sequential):
         super().__init__(norm, nn.ReLU(), conv, nn.Dropout(0.3), nn.AvgPool2d(2))
 
 
-class TransitionByItsOwnFlag(_OddTransition):
-    def forward(self, x: Tensor) -> Tensor:
-        norm, relu, conv, dropout, pool = self
-        return pool(F.dropout(conv(relu(norm(x))), dropout.p, self.training))
+def _with_a_hook_of_its_gradient(y: Tensor) -> Tensor:
+    if y.requires_grad:
+        y.register_hook(torch.nan_to_num)
+    return y
 
 
-class TransitionWithAHookOfAGradient(_OddTransition):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(torch.nan_to_num)
-        return y
+ODD_TRANSITIONS = {
+    "asks its own flag": lambda self, x: self[4](F.dropout(self[2](self[1](self[0](x))), self[3].p, self.training)),
+    "has a hook of a gradient": lambda self, x: _with_a_hook_of_its_gradient(nn.Sequential.forward(self, x)),
+    "branches on the size": lambda self, x: nn.Sequential.forward(self, x) if x.shape[-1] < 16 else self[:4](x),
+}
 
 
-class TransitionBySize(_OddTransition):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.shape[-1] < 16 else self[:4](x)
-
-
-def test_odd_transitions_are_left_alone():
+@pytest.mark.parametrize("kind", ODD_TRANSITIONS)
+def test_odd_transitions_are_left_alone(kind):
     assert convert_transition(_OddTransition())
-    for transition in (TransitionByItsOwnFlag, TransitionWithAHookOfAGradient, TransitionBySize):
-        assert not convert_transition(transition())
+    assert not convert_transition(layer_with(_OddTransition, forward=ODD_TRANSITIONS[kind])())
 
 
 class UpdatesWithGradientsOnly(nn.BatchNorm2d):
@@ -681,13 +614,8 @@ class UpdatesWithGradientsOnly(nn.BatchNorm2d):
         return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, momentum, self.eps)
 
 
-class HasSuchANorm(TakesFeatures):
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, UpdatesWithGradientsOnly)
-
-
 def test_norms_that_ask_for_gradients_before_they_update_are_left_alone():
-    block, plain, engine = converted(HasSuchANorm)
+    block, plain, engine = converted(TakesFeatures, norm=UpdatesWithGradientsOnly)
     assert engine == ""
     with torch.no_grad():
         block(x_of()), plain(x_of())
@@ -730,13 +658,11 @@ class NumbersItsCalls(Layer):
 _system_random = random.SystemRandom()
 
 
-class DrawsFromTheSystem(Layer):
-    def odd(self, y: Tensor) -> Tensor:
-        return y * 2 if self.training and _system_random.random() < 0.5 else y
-
-
 def test_layers_that_read_an_iterator_or_the_system_s_random_numbers_are_left_alone():
     block, _, engine = converted(NumbersItsCalls)
     assert engine == ""
     assert [next(layer.calls) for layer in block.children()] == [0, 0]
-    assert converted(DrawsFromTheSystem)[2] == ""
+    draws_from_the_system = layer_with(
+        odd=lambda self, y: y * 2 if self.training and _system_random.random() < 0.5 else y
+    )
+    assert converted(draws_from_the_system)[2] == ""

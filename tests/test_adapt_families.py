@@ -1,12 +1,12 @@
 """Dense blocks of other families: what their layers hold, in which order, and what the blocks return."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from third_party_models import GROWTH, START, LayerHalves, assert_same_training
+from grids import grid
+from third_party_models import GROWTH, START, LayerHalves, assert_same_training, block_batch
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient
@@ -83,30 +83,23 @@ LAYERS = [SqueezeAndExcite, TwoDropouts, conv_norm_relu, separable]
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
-@pytest.mark.parametrize("newest_first", [False, True])
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("kind", ["all", "new features only", "concatenating layers"])
-def test_layers_of_any_kind_run_through_the_checkpoint_engine(layer, newest_first, kind):
+@pytest.mark.parametrize(
+    *grid(layer=LAYERS, newest_first=[False, True], kind=["all", "new features only", "concatenating layers"])
+)
+def test_layers_of_any_kind_run_through_the_checkpoint_engine_and_save_memory(layer, newest_first, kind):
     if kind == "concatenating layers":
         block = nn.Sequential(*(Concatenating(layer, START + i * GROWTH, newest_first) for i in range(3)))
     else:
         block = Block(layer, newest_first, returns_input=kind == "all")
-    block = block.double()
-    plain, x = copy.deepcopy(block), torch.randn(3, START, 6, 5, dtype=torch.double)
+    block, x = block.double(), torch.randn(2, START, 16, 16, dtype=torch.double)
+    plain, saved = copy.deepcopy(block), saved_bytes(lambda: block(x))
+    block = copy.deepcopy(plain)
     report = make_efficient(block)
     assert len(report) == 1
     assert report.changed[0].engine.startswith("checkpoint (found ")
     assert report.changed[0].layers == 3
-    assert_same_training(block, plain, x)
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
-@pytest.mark.parametrize("layer", LAYERS)
-def test_layers_of_any_kind_save_less_memory(layer):
-    block, x = Block(layer), torch.randn(2, START, 16, 16)
-    plain = saved_bytes(lambda: block(x))
-    make_efficient(block)
-    assert saved_bytes(lambda: block(x)) < 0.5 * plain
+    assert_same_training(block, plain, block_batch())
+    assert saved_bytes(lambda: block(x)) < 0.5 * saved
 
 
 class UnequalGrowth(Block):
@@ -123,7 +116,7 @@ def test_unequal_growth_runs_through_the_checkpoint_engine_and_is_named():
     plain = copy.deepcopy(block)
     (changed,) = make_efficient(block).changed
     assert changed.engine == "checkpoint (found layers that add 4, 8 channels, where all must add the same)"
-    assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+    assert_same_training(block, plain, block_batch())
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
@@ -132,6 +125,4 @@ def test_blocks_of_a_tiramisu_run_by_the_shared_engine(newest_first, returns_inp
     block = Block(tiramisu, newest_first, returns_input).double()
     plain = copy.deepcopy(block)
     assert [change.engine for change in make_efficient(block).changed] == ["shared"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+    assert_same_training(block, plain, block_batch())

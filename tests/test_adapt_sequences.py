@@ -2,9 +2,11 @@
 
 import copy
 import inspect
+import itertools
 
 import pytest
 import torch
+from grids import grid
 from helpers import assert_close
 from third_party_models import (
     CLASSES,
@@ -12,9 +14,11 @@ from third_party_models import (
     START,
     NewestFirst,
     assert_same_training,
+    block_batch,
     build,
     image_batch,
     loss_of,
+    names_of_nodes,
     plain_reference,
 )
 from torch import Tensor, nn
@@ -54,74 +58,64 @@ def _stages(layer: type[nn.Module]) -> tuple[list[nn.Module], ...]:
     )
 
 
-def _transition_last(layer):
-    stem, block1, transition, block2, head = _stages(layer)
+def _transition_last(stem, block1, transition, block2, head):
     return nn.Sequential(*stem, nn.Sequential(*block1, nn.Sequential(*transition)), nn.Sequential(*block2), *head)
 
 
-def _transition_first(layer):
-    stem, block1, transition, block2, head = _stages(layer)
+def _transition_first(stem, block1, transition, block2, head):
     return nn.Sequential(*stem, nn.Sequential(*block1), nn.Sequential(nn.Sequential(*transition), *block2), *head)
 
 
-def _flat(layer):
-    return nn.Sequential(*(module for stage in _stages(layer) for module in stage))
+def _flat(*stages):
+    return nn.Sequential(*itertools.chain(*stages))
 
 
-def _flat_after_the_stem(layer):
-    stem, *rest = _stages(layer)
-    return nn.Sequential(nn.Sequential(*stem), nn.Sequential(*(module for stage in rest for module in stage)))
-
-
-def _names_of_nodes(output: Tensor) -> list[str]:
-    nodes, queue = set(), [output.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            queue += [each for each, _ in node.next_functions]
-    return [node.name() for node in nodes]
+def _flat_after_the_stem(stem, *rest):
+    return nn.Sequential(nn.Sequential(*stem), _flat(*rest))
 
 
 LAYOUTS = [_transition_last, _transition_first, _flat, _flat_after_the_stem]
 
 
-@pytest.mark.parametrize("layer", [NewestFirst, OldestFirst])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(*grid(layout=LAYOUTS, layer=[NewestFirst, OldestFirst], strength=1))
 def test_layers_in_a_row_are_a_block_joined_with_the_transition_after_it(layout, layer):
-    model = layout(layer).double()
+    model = layout(*_stages(layer)).double()
     plain, classes, x = copy.deepcopy(model), list(map(type, model.modules())), torch.randn(3, 3, 9, 8).double()
     report = make_efficient(model)
     assert [(change.layers, change.engine) for change in report.changed] == [(3, "shared")] * 2, str(report)
     assert len(report.joined) == 1
     assert_same_training(model, plain, x)
-    names = _names_of_nodes(model(x))
+    names = names_of_nodes(model(x))
     assert names.count("SharedStageBackward") == 2
     assert not [name for name in names if "AvgPool2D" in name]  # the transition is in the stage
     restore(model)
     assert list(map(type, model.modules())) == classes
 
 
-def test_memory_of_a_flat_network_is_that_of_one_with_blocks():
-    torch.manual_seed(0)
-    model, x = _flat(OldestFirst), torch.randn(4, 3, 32, 32)
-    plain = saved_bytes(lambda: model(x))
+def test_a_hook_on_an_inner_sequence_is_called():
+    model, counts = _transition_last(*_stages(OldestFirst)).double(), [0, 0]
+    plain, x = copy.deepcopy(model), torch.randn(3, 3, 9, 8).double()
     make_efficient(model)
-    assert saved_bytes(lambda: model(x)) < 0.3 * plain
+    for i, each in enumerate((model, plain)):
+        each[1].register_forward_hook(lambda *_, i=i: counts.__setitem__(i, counts[i] + 1))
+    assert_same_training(model, plain, x)
+    assert counts == [3, 3]
 
 
-def test_the_report_names_the_layers_in_a_row_and_a_second_call_repeats_it():
-    model = _flat(OldestFirst)
+def test_a_flat_network_saves_as_much_as_one_with_blocks_and_a_second_report_repeats_the_first():
+    model, x = _flat(*_stages(OldestFirst)), torch.randn(4, 3, 32, 32)
+    plain = saved_bytes(lambda: model(x))
     report = make_efficient(model)
+    assert saved_bytes(lambda: model(x)) < 0.3 * plain
     assert [change.name for change in report.changed] == ["1 to 3", "8 to 10"]
-    assert str(make_efficient(model)) == str(report)
     assert "1 to 3: 3 layers, shared, saves" in str(report)
+    assert str(make_efficient(model)) == str(report)
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize("interruption", ["hook", "forward", "eval"])
 def test_a_layer_in_a_row_that_differs_is_run_by_itself(interruption):
-    model = _flat(OldestFirst).double()
+    model = _flat(*_stages(OldestFirst)).double()
     plain, x = copy.deepcopy(model), torch.randn(3, 3, 9, 8).double()
     make_efficient(model)
     calls = []
@@ -156,7 +150,7 @@ def test_a_slice_of_a_converted_block_runs_and_can_be_restored(part):
 
 def test_symbolic_trace_of_a_block_as_root():
     block = nn.Sequential(*_layers(OldestFirst, START)).double()
-    x, expected = torch.randn(2, START, 6, 5, dtype=torch.double), None
+    x = block_batch()
     expected = torch.fx.symbolic_trace(copy.deepcopy(block))(x)
     make_efficient(block)
     assert_close(torch.fx.symbolic_trace(block)(x).detach(), expected.detach())

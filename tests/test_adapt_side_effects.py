@@ -79,10 +79,7 @@ def _own_norm(channels: int) -> nn.Module:
 BLOCKS = {
     "keeps its output": (lambda: KeepsItsOutput(tiramisu), "skip of a KeepsItsOutput was added"),
     "appends to its list": (lambda: AppendsToItsList(tiramisu), "outputs of a AppendsToItsList has changed"),
-    "appends to a global list": (
-        lambda: AppendsToAGlobalList(tiramisu),
-        "_skips of a AppendsToAGlobalList has changed",
-    ),
+    "appends to a global list": (lambda: AppendsToAGlobalList(tiramisu), "_skips of a AppendsToAGlobalList has"),
     "counts": (lambda: Block(_CountingLayer), "calls of a _CountingLayer was added"),
     "counts in a buffer": (lambda: Block(_LayerWithABuffer), "changes the buffer steps of a _LayerWithABuffer"),
     "norm of its own": (lambda: Block(_own_norm), "changes the buffer running_mean of a RunningNorm"),

@@ -6,14 +6,22 @@ import functools
 import gc
 import os
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from third_party_models import GROWTH, START, FeaturesBlock, LayerHalves, TakesFeatures, assert_same_training
+from third_party_models import (
+    GROWTH,
+    START,
+    FeaturesBlock,
+    LayerHalves,
+    TakesFeatures,
+    assert_same_training,
+    block_batch,
+    features_block,
+)
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
@@ -46,9 +54,14 @@ class _Layer(LayerHalves):
         return output + self.options.offset if self.options.offset else output
 
 
-def _block() -> tuple[nn.Module, nn.Module]:
-    block = FeaturesBlock([_Layer(START), _Layer(START + GROWTH)]).double()
+def _block(layer: type[nn.Module] = _Layer, **options) -> tuple[nn.Module, nn.Module]:
+    block = features_block(layer, **options)
     return block, copy.deepcopy(block)
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_was_given_before(monkeypatch):
+    monkeypatch.setattr(choose, "_warned", set())
 
 
 CHANGES = {
@@ -69,37 +82,35 @@ def test_a_tensor_changed_in_place_after_the_trial_is_noticed():
     assert make_efficient(block).changed[0].engine.startswith("checkpoint (found that by the parts of its layers")
     for each in (block, plain):
         each.denselayer2.factor.fill_(0.5)
-    choose._warned.clear()
     with pytest.warns(UserWarning, match="to 'plain': found that factor of a _Layer has changed"):
-        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+        assert_same_training(block, plain, block_batch())
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_state_changed_after_the_trial_is_noticed(change):
     block, plain = _block()
     assert [each.engine for each in make_efficient(block).changed] == ["shared"]
-    x = torch.randn(3, START, 6, 5, dtype=torch.double)
-    assert_same_training(block, plain, x)
+    assert_same_training(block, plain, block_batch())
+    _assert_noticed(CHANGES[change], block, plain)
+
+
+def _assert_noticed(change: Callable, block: nn.Module, plain: nn.Module) -> None:
     for each in (block, plain):
-        CHANGES[change](each.denselayer2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same_training(block, plain, x)
+        change(each.denselayer2)
+    with pytest.warns(UserWarning, match="since it was verified|found a hook on, or a new forward of"):
+        assert_same_training(block, plain, block_batch())
 
 
+@pytest.mark.filterwarnings("ignore:falling back")
 def test_the_warning_and_the_second_report_say_what_changed():
     block, plain = _block()
     make_efficient(block)
     block.denselayer2.scale = plain.denselayer2.scale = 0.5
-    choose._warned.clear()
-    x = torch.randn(3, START, 6, 5, dtype=torch.double)
     with pytest.warns(UserWarning, match="'plain': found that scale of a _Layer was 1.0 and is 0.5 since"):
-        assert_same_training(block, plain, x)
+        assert_same_training(block, plain, block_batch())
     (changed,) = make_efficient(block).changed
     assert changed.engine.startswith("checkpoint (found that by the parts of its layers it has other values")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same_training(block, plain, x)
+    assert_same_training(block, plain, block_batch())
     block.denselayer2.scale = 1.0
     (changed,) = make_efficient(block).changed
     assert changed.engine == "shared"
@@ -112,14 +123,12 @@ def test_the_warning_and_the_second_report_say_what_changed():
 def test_a_class_of_any_module_is_watched(name):
     """Notebooks and code generators make classes whose module has no name, or another's."""
     cls = type("_Generated", (_Layer,), {"__module__": name, "gain": 1.0, "forward": _scaled_by_its_gain})
-    block = FeaturesBlock([cls(START), cls(START + GROWTH)]).double()
-    plain = copy.deepcopy(block)
+    block, plain = _block(cls)
     assert [change.engine for change in make_efficient(block).changed] == ["shared"]
     for each in (block, plain):
         each.denselayer1.gain = 0.5
-    choose._warned.clear()
     with pytest.warns(UserWarning, match="gain of a _Generated was added"):
-        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+        assert_same_training(block, plain, block_batch())
 
 
 def _scaled_by_its_gain(layer: _Layer, *features: Tensor) -> Tensor:
@@ -140,38 +149,28 @@ def test_what_no_method_reads_and_the_verified_state_keep_the_engine():
     make_efficient(block)
     block.denselayer2.note = "fold 3"
     block.register_forward_hook(lambda module, args, output: setattr(module, "features", output))
-    x = torch.randn(3, START, 6, 5, dtype=torch.double)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_training(block, plain, x)
+    assert_same_training(block, plain, block_batch())
     block.denselayer1.scale = 0.5
     block.denselayer1.scale = 1.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_training(block, plain, x)
+    assert_same_training(block, plain, block_batch())
 
 
-@pytest.mark.parametrize("rate", [0.4, 0.0])
-def test_a_rate_of_dropout_that_was_verified_may_change(rate):
-    block = FeaturesBlock([TakesFeatures(START, drop_rate=0.2), TakesFeatures(START + GROWTH, drop_rate=0.2)]).double()
-    plain = copy.deepcopy(block)
+def test_a_rate_of_dropout_that_was_verified_may_change():
+    block, plain = _block(TakesFeatures, drop_rate=0.2)
     make_efficient(block)
-    for layer in (*block.children(), *plain.children()):
-        layer.drop_rate = rate
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+    for each in (block, plain):
+        each.denselayer1.drop_rate, each.denselayer2.drop_rate = 0.4, 0.0
+    assert_same_training(block, plain, block_batch())
 
 
+@pytest.mark.filterwarnings("ignore:falling back")
 def test_no_trial_runs_in_a_forward(monkeypatch):
     block, plain = _block()
     make_efficient(block)
     monkeypatch.setattr("efficient_densenet.adapt.converted.trial", None)
     for each in (block, plain):
         each.denselayer1.scale = 0.5
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+    assert_same_training(block, plain, block_batch())
 
 
 def test_the_rate_of_a_dropout_module_may_change_if_its_place_was_verified():
@@ -184,9 +183,7 @@ def test_the_rate_of_a_dropout_module_may_change_if_its_place_was_verified():
     assert [change.engine for change in make_efficient(block).changed] == ["shared"]
     for each in (block, plain):
         each[0][3].p, each[1][3].p = 0.4, 0.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+    assert_same_training(block, plain, block_batch())
 
 
 class _Concatenating(nn.Sequential):
@@ -196,13 +193,18 @@ class _Concatenating(nn.Sequential):
         return x
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
-def test_a_copy_keeps_the_engine(copied):
+def _pickled(block: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(block))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+def test_a_copy_keeps_the_engine_and_notices_a_change_of_its_own(copied):
     block, plain = _block()
     make_efficient(block)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_training(copied(block), plain, torch.randn(3, START, 6, 5, dtype=torch.double))
+    twin = copied(block)
+    assert_same_training(twin, plain, block_batch())
+    _assert_noticed(lambda layer: setattr(layer, "scale", 0.5), twin, plain)
+    assert make_efficient(block).changed[0].engine == "shared"
 
 
 class _Flagged(LayerHalves):
@@ -217,19 +219,17 @@ class _Flagged(LayerHalves):
         return output if self.gain is None else output * self.gain
 
 
+@pytest.mark.filterwarnings("ignore:falling back")
 def test_flags_in_buffers_count():
-    block = FeaturesBlock([_Flagged(START), _Flagged(START + GROWTH)]).double()
-    plain, x = copy.deepcopy(block), torch.randn(3, START, 6, 5, dtype=torch.double)
+    block, plain = _block(_Flagged)
     assert make_efficient(block).changed[0].engine.startswith("checkpoint")
     for each in (block, plain):
         each.denselayer1.enabled.fill_(0), each.denselayer2.enabled.fill_(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same_training(block, plain, x)
-        assert make_efficient(block).changed[0].engine.startswith("checkpoint")  # it asks for the flag's value
-        for each in (block, plain):
-            each.denselayer1.gain = torch.tensor(0.5, dtype=torch.double)
-        assert_same_training(block, plain, x)
+    assert_same_training(block, plain, block_batch())
+    assert make_efficient(block).changed[0].engine.startswith("checkpoint")  # it asks for the flag's value
+    for each in (block, plain):
+        each.denselayer1.gain = torch.tensor(0.5, dtype=torch.double)
+    assert_same_training(block, plain, block_batch())
 
 
 class _GainNorm(nn.BatchNorm2d):
@@ -242,24 +242,11 @@ class _GainNorm(nn.BatchNorm2d):
 
 
 def test_a_norm_with_attributes_of_its_own_is_not_taken_for_torch_s():
-    block = FeaturesBlock([TakesFeatures(START, _GainNorm), TakesFeatures(START + GROWTH, _GainNorm)]).double()
-    plain = copy.deepcopy(block)
+    block, plain = _block(TakesFeatures, norm=_GainNorm)
     assert "holds a _GainNorm with attributes of its own: gain" in make_efficient(block).unchanged[""]
     for each in (block, plain):
         each.denselayer1.norm2.gain = 0.1
-    assert_same_training(block, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
-def test_a_copy_notices_a_change_of_its_own(copied):
-    block, plain = _block()
-    make_efficient(block)
-    twin = copied(block)
-    twin.denselayer1.scale = plain.denselayer1.scale = 0.5
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same_training(twin, plain, torch.randn(3, START, 6, 5, dtype=torch.double))
-    assert make_efficient(block).changed[0].engine == "shared"
+    assert_same_training(block, plain, block_batch())
 
 
 def test_a_fingerprint_keeps_no_module_or_tensor_alive():
@@ -327,19 +314,11 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("change", OUTSIDE)
 def test_a_state_around_the_module_changed_after_the_trial_is_noticed(change, monkeypatch):
-    block = FeaturesBlock([_ReadsAround(START), _ReadsAround(START + GROWTH)]).double()
-    plain, x = copy.deepcopy(block), torch.randn(3, START, 6, 5, dtype=torch.double)
+    block, plain = _block(_ReadsAround)
     assert [each.engine for each in make_efficient(block).changed] == ["shared"]
-    assert_same_training(block, plain, x)
-    contextvars.copy_context().run(_assert_noticed, OUTSIDE[change], block, plain, x, monkeypatch)
-
-
-def _assert_noticed(change: Callable, block: nn.Module, plain: nn.Module, x: Tensor, monkeypatch) -> None:
-    for each in (block, plain):
-        change(each.denselayer2, monkeypatch)
-    choose._warned.clear()
-    with pytest.warns(UserWarning, match="since it was verified"):
-        assert_same_training(block, plain, x)
+    assert_same_training(block, plain, block_batch())
+    change_layer = functools.partial(OUTSIDE[change], patch=monkeypatch)
+    contextvars.copy_context().run(_assert_noticed, change_layer, block, plain)
 
 
 class _HasAnActivation(LayerHalves):
@@ -354,34 +333,31 @@ class _HasAnActivation(LayerHalves):
         return self.conv2(self.activation(self.norm2(self.first_half(*features))))
 
 
-def _elu(layer: nn.Module) -> None:
-    layer.activation = F.elu
+ACTIVATIONS = {
+    "a function": lambda layer: F.elu,
+    "a lambda": lambda layer: lambda y: F.elu(y),
+    "a method": lambda layer: layer.half,
+    "a function in C": lambda layer: torch.tanh,
+}
 
 
-def _lambda(layer: nn.Module) -> None:
-    layer.activation = lambda y: F.elu(y)
-
-
-def _method(layer: nn.Module) -> None:
-    layer.activation = layer.half
-
-
-@pytest.mark.parametrize("change", [_elu, _lambda, _method])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
-def test_a_copy_notices_another_function_before_its_first_forward(copied, change):
-    block = FeaturesBlock([_HasAnActivation(START), _HasAnActivation(START + GROWTH)]).double()
-    plain, x = copy.deepcopy(block), torch.randn(3, START, 6, 5, dtype=torch.double)
+@pytest.mark.parametrize(
+    ("copied", "activation"), [(copy.deepcopy, "a function"), *((_pickled, name) for name in ACTIVATIONS)]
+)
+def test_a_copy_notices_another_function_before_its_first_forward(copied, activation):
+    block, plain = _block(_HasAnActivation)
+    for layer in (*block.children(), *plain.children()):
+        layer.activation = torch.relu if activation == "a function in C" else F.relu
     make_efficient(block)
     twin = copied(block)
     for each in (twin, plain):
-        change(each.denselayer1)
-    choose._warned.clear()
+        each.denselayer1.activation = ACTIVATIONS[activation](each.denselayer1)
     with pytest.warns(UserWarning, match="activation of a _HasAnActivation"):
-        assert_same_training(twin, plain, x)
+        assert_same_training(twin, plain, block_batch())
 
 
 def test_another_function_in_the_place_of_one_that_is_gone_is_noticed():
-    block = FeaturesBlock([_HasAnActivation(START), _HasAnActivation(START + GROWTH)])
+    block, _ = _block(_HasAnActivation)
     block.denselayer1.activation = lambda y: F.relu(y)
     state = fingerprint(block)
     number, others = id(block.denselayer1.activation), []

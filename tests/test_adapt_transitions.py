@@ -5,17 +5,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import grid
 from helpers import assert_close
 from third_party_models import (
     GROWTH,
     START,
-    FeaturesBlock,
     FunctionalTransition,
-    TakesFeatures,
     assert_same_training,
     build,
-    image_batch,
-    plain_reference,
+    features_block,
+    names_of_nodes,
 )
 from torch import Tensor, nn
 
@@ -53,10 +52,8 @@ class Net(nn.Module):
 
     def __init__(self, transition) -> None:
         super().__init__()
-        self.block1 = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
-        self.trans1 = transition(WIDTH, START)
-        self.block2 = FeaturesBlock([TakesFeatures(START), TakesFeatures(START + GROWTH)])
-        self.trans2 = transition(WIDTH, START)
+        self.block1, self.trans1 = features_block(), transition(WIDTH, START)
+        self.block2, self.trans2 = features_block(), transition(WIDTH, START)
         self.skips = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,74 +62,65 @@ class Net(nn.Module):
         return x + skip.mean() if self.skips else x
 
 
+def _pair(transition: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    model = Net(transition).double()
+    return model, copy.deepcopy(model)
+
+
+def _images() -> Tensor:
+    return torch.randn(3, START, 9, 8, dtype=torch.double)
+
+
 TRANSITIONS = [FunctionalTransition, MaxPooling, TransitionDown, WithoutPooling]
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("transition", TRANSITIONS)
+@pytest.mark.parametrize(*grid(transition=TRANSITIONS, skips=[False, True], strength=1))
 def test_a_transition_called_by_the_author_s_forward_is_a_stage_of_its_own(transition, skips):
     model = Net(transition).double()
     model.skips = skips
     plain, classes = copy.deepcopy(model), list(map(type, model.modules()))
-    report = make_efficient(model)
-    assert report.transitions == ["trans1", "trans2"]
-    x = torch.randn(3, START, 9, 8, dtype=torch.double)
-    torch.manual_seed(0)
-    names, queue = set(), [model(x).grad_fn]
-    torch.manual_seed(0)
-    plain(x)
-    while queue:
-        node = queue.pop()
-        if node is not None:
-            names.add(node.name())
-            queue += [each for each, _ in node.next_functions]
-    assert not {name for name in names if "BatchNorm" in name}
-    assert_same_training(model, plain, x)
+    assert make_efficient(model).transitions == ["trans1", "trans2"]
+    assert not {name for name in names_of_nodes(model(_images())) if "BatchNorm" in name}
+    model.load_state_dict(plain.state_dict())
+    assert_same_training(model, plain, _images())
     restore(model)
     assert list(map(type, model.modules())) == classes
 
 
 def test_functional_transitions_in_a_sequence_join_the_block_before():
-    model = build("kuangliu")
-    report = make_efficient(model)
-    assert report.transitions == ["features.transition1", "features.transition2"]
-    assert_same_training(model, plain_reference("kuangliu", model), image_batch("kuangliu"))
+    assert make_efficient(build("kuangliu")).transitions == ["features.transition1", "features.transition2"]
 
 
 def test_what_pools_otherwise_is_left_alone():
-    model = Net(CeilMode).double()
-    plain = copy.deepcopy(model)
+    model, plain = _pair(CeilMode)
     assert not make_efficient(model).transitions
-    assert_same_training(model, plain, torch.randn(3, START, 9, 8, dtype=torch.double))
+    assert_same_training(model, plain, _images())
 
 
 def test_a_transition_altered_after_conversion_runs_its_own_forward():
-    model = Net(FunctionalTransition).double()
-    plain = copy.deepcopy(model)
+    model, plain = _pair(FunctionalTransition)
     make_efficient(model)
     for each in (model, plain):
         each.trans1.conv = nn.Sequential(each.trans1.conv, nn.Tanh())
-    assert_same_training(model, plain, torch.randn(3, START, 9, 8, dtype=torch.double))
+    assert_same_training(model, plain, _images())
     make_efficient(model)
     assert isinstance(model.trans2, ConvertedTransition)
 
 
 def test_hooks_on_a_transition_and_inside_it_are_called():
-    model = Net(TransitionDown).double()
-    plain = copy.deepcopy(model)
+    model, plain = _pair(TransitionDown)
     make_efficient(model)
     calls = []
     for each in (model, plain):
         for module in (each.trans1, each.trans2[1]):
             module.register_forward_hook(lambda module, args, output: calls.append(type(module).__name__))
-    assert_same_training(model, plain, torch.randn(3, START, 9, 8, dtype=torch.double))
+    assert_same_training(model, plain, _images())
     assert calls == ["TransitionDown", "ReLU"] * 6
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_frozen_transitions_and_eval_mode(frozen):
-    model = Net(FunctionalTransition).double()
-    plain, x = copy.deepcopy(model), torch.randn(3, START, 9, 8, dtype=torch.double)
+    (model, plain), x = _pair(FunctionalTransition), _images()
     make_efficient(model)
     for each in (model, plain):
         each.eval()

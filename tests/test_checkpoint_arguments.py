@@ -5,14 +5,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoint_outcomes import assert_like_plain, assert_same_outcome, outcome, tensor
+from checkpoint_outcomes import assert_like_plain, assert_same_outcome, outcome, plain_call, tensor
 from helpers import assert_close
 from torch import nn
 
-from efficient_densenet.checkpoint import (
-    CheckpointFunction,
-    checkpoint,
-)
+from efficient_densenet.checkpoint import CheckpointFunction, checkpoint
 
 
 @dataclass
@@ -33,10 +30,6 @@ class Named(NamedTuple):
     b: int
 
 
-def test_tensors_in_input_lists_and_dicts_get_gradients():
-    assert_like_plain(lambda a, b, c: _nested([a, {"k": (b, 3)}], key={"z": [c, None, "s"]}), *_three_inputs())
-
-
 def _nested(first, key):
     a, b, c = first[0], first[1]["k"][0], key["z"][0]
     assert first[1]["k"][1] == 3
@@ -48,15 +41,16 @@ def _three_inputs():
     return [tensor(2, 3).requires_grad_() for _ in range(3)]
 
 
-def test_nested_results_keep_their_structure():
+def test_tensors_in_lists_and_dicts_get_gradients_and_results_keep_their_structure():
     a, b, c = _three_inputs()
+    assert_like_plain(lambda a, b, c: _nested([a, {"k": (b, 3)}], key={"z": [c, None, "s"]}), a, b, c)
     result = checkpoint(_nested, [a, {"k": (b, 3)}], key={"z": [c, None, "s"]})
     assert list(result) == ["sum", "n", "none", "t"]
     assert isinstance(result["sum"], list)
     assert (result["n"], result["none"], result["t"][1]) == (7, None, "x")
 
 
-def test_dataclasses_are_flattened():
+def test_dataclasses_and_named_tuples_are_flattened():
     def function(x: Frozen, y: Pair) -> Frozen:
         return Frozen(Pair(x.inner.left * y.right[0], {"k": x.more[1].sin()}, note=y.note), [1, x.more[1] + 1])
 
@@ -72,9 +66,6 @@ def test_dataclasses_are_flattened():
     inputs = _three_inputs()
     plain = call(lambda function, *args, **kwargs: function(*args, **kwargs))
     assert_same_outcome(outcome(call(checkpoint), inputs), outcome(plain, inputs))
-
-
-def test_named_tuples_and_positional_non_tensors():
     result = checkpoint(lambda n, k: Named(n.a * k, n.b + 1), Named(tensor(2).requires_grad_(), 4), 3)
     assert isinstance(result, Named)
     assert result.b == 5
@@ -113,6 +104,13 @@ def test_gradients_for_a_subset_of_the_inputs(case, requires_grad):
     assert_like_plain(CASES[case], *inputs)
 
 
+def test_a_result_requires_no_gradient_where_no_input_does():
+    x = tensor(3)
+    result = checkpoint(torch.sin, x)
+    assert torch.equal(result, x.sin())
+    assert not result.requires_grad
+
+
 def test_a_returned_argument_is_the_same_object():
     x, y = tensor(3).requires_grad_(), torch.arange(3)
     first, (second, third) = checkpoint(lambda x, y: (x, (y, x * 2)), x, y)
@@ -129,33 +127,25 @@ def test_one_tensor_passed_twice_is_one_object():
 
 
 def test_views_of_one_tensor_as_inputs():
-    def plain(base):
-        return (base[:2] * base[1:] + base[0]).sum()
-
-    def ours(base):
-        return checkpoint(lambda a, b, c: (a * b + c).sum(), base[:2], base[1:], base[0])
+    def call(run):
+        return lambda base: run(lambda a, b, c: (a * b + c).sum(), base[:2], base[1:], base[0])
 
     x = tensor(3, 2).requires_grad_()
-    assert_same_outcome(outcome(ours, [x]), outcome(plain, [x]))
+    assert_same_outcome(outcome(call(checkpoint), [x]), outcome(call(plain_call), [x]))
 
 
-def test_no_input_requires_a_gradient():
-    x = tensor(3)
-    result = checkpoint(torch.sin, x)
-    assert not result.requires_grad
-    assert torch.equal(result, x.sin())
-
-
-def test_changing_an_input_in_place_is_an_error():
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda function, base: checkpoint(function, base * 1, parameters=[base]),
+        lambda function, base: checkpoint(function, tensor(3), parameters=[base]),
+        lambda function, base: CheckpointFunction.apply(function, 1, base * 1),
+    ],
+)
+def test_changing_an_input_in_place_is_an_error(call):
     base = tensor(3).requires_grad_()
-    for call in (checkpoint, lambda function, x: CheckpointFunction.apply(function, 1, x)):
-        for x in (base * 1, tensor(3)):
-            if call is not checkpoint and not x.requires_grad:
-                continue
-            with pytest.raises(RuntimeError, match=r"changes an input in place.*pass a clone"):
-                call(lambda x: x.mul_(2) * base, x) if call is not checkpoint else checkpoint(
-                    lambda x: x.mul_(2) * base, x, parameters=[base]
-                )
+    with pytest.raises(RuntimeError, match=r"changes an input in place.*pass a clone"):
+        call(lambda x: x.mul_(2) * base, base)
 
 
 def test_an_input_changed_in_place_before_the_backward_raises_autograd_s_error():

@@ -1,10 +1,11 @@
 """`checkpoint` nested, in threads, in replicas and compiled; and the functions that say where a call is."""
 
+import functools
 import threading
 
 import pytest
 import torch
-from checkpoint_outcomes import Fickle, assert_same_outcome, network, outcome, tensor
+from checkpoint_outcomes import Fickle, assert_same_outcome, network, networks, outcome, tensor
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
 
@@ -18,23 +19,20 @@ from efficient_densenet.checkpoint import (
 
 
 def test_nested_checkpoints():
-    nets = [network() for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    runs = []
+    (plain, ours), runs = networks(), []
 
     def inner(x):
         runs.append((is_checkpointing(), is_recomputing()))
-        return nets[1][:3](x)
+        return ours[:3](x)
 
     def outer(x):
-        return nets[1][3:](checkpoint(inner, x, parameters=nets[1][:3]).sin())
+        return ours[3:](checkpoint(inner, x, parameters=ours[:3]).sin())
 
     x = tensor(5, 4).requires_grad_()
-    actual = outcome(lambda x: checkpoint(outer, x, parameters=nets[1]), [x])
-    expected = outcome(lambda x: nets[0][3:](nets[0][:3](x).sin()), [x])
-    assert_same_outcome(actual, expected)
-    assert_same_gradients(nets[1], nets[0])
-    assert_same_buffers(nets[1], nets[0])
+    actual = outcome(lambda x: checkpoint(outer, x, parameters=ours), [x])
+    assert_same_outcome(actual, outcome(lambda x: plain[3:](plain[:3](x).sin()), [x]))
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
     assert runs == [(True, False), (False, True), (False, True)]
 
 
@@ -73,15 +71,22 @@ def test_is_checkpointing_and_is_recomputing_after_an_error():
 
 def test_disable_checkpointing_concerns_one_thread():
     seen = []
+
+    def sine(x):
+        seen.append(is_checkpointing())
+        return x.sin()
+
     with disable_checkpointing():
-        thread = threading.Thread(
-            target=lambda: checkpoint(
-                lambda x: (seen.append(is_checkpointing()), x.sin())[1], tensor(2).requires_grad_()
-            )
-        )
-        thread.start()
-        thread.join()
+        _run_in_threads(lambda: checkpoint(sine, tensor(2).requires_grad_()))
     assert seen == [True]
+
+
+def _run_in_threads(*targets):
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_two_threads_compute_what_one_thread_computes():
@@ -104,11 +109,7 @@ def test_two_threads_compute_what_one_thread_computes():
         work(i, expected)
     for _ in range(200):
         results = [None, None]
-        threads = [threading.Thread(target=work, args=(i, results)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _run_in_threads(*(functools.partial(work, i, results) for i in range(2)))
         for actual, right in zip(results, expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(actual, right, strict=True))
     assert queries == [[False, True] * 201] * 2
@@ -116,17 +117,14 @@ def test_two_threads_compute_what_one_thread_computes():
 
 
 def test_inside_data_parallel_replicas():
-    plain, ours = network().eval(), network().eval()
-    ours.load_state_dict(plain.state_dict())
-    checkpoint_wrapper(ours)
+    plain, ours = networks()
+    plain.eval(), checkpoint_wrapper(ours.eval())
     replica = _replica(ours)
     assert list(replica.parameters()) == []
     x = tensor(5, 4)
     for net in (replica, plain):
         results = []
-        thread = threading.Thread(target=lambda net=net, results=results: results.append(net(x)))
-        thread.start()
-        thread.join()
+        _run_in_threads(lambda net=net, results=results: results.append(net(x)))
         results[0].square().sum().backward()
     assert_same_gradients(ours, plain)
 
@@ -143,8 +141,7 @@ def _replica(module: nn.Module) -> nn.Module:
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.parametrize("run", [checkpoint, lambda net, x: checkpoint_wrapper(net)(x)])
 def test_under_torch_compile(run):
-    plain, ours = network(), network()
-    ours.load_state_dict(plain.state_dict())
+    plain, ours = networks()
     plain[3].p = ours[3].p = 0.0
     x = tensor(5, 4)
     torch._dynamo.reset()

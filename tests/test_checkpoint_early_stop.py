@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from checkpoint_outcomes import CountingOperations, Fickle, assert_same_outcome, network, outcome, tensor
+from checkpoint_outcomes import CountingOperations, Fickle, assert_same_outcome, networks, outcome, tensor
 from helpers import assert_same_buffers, assert_same_gradients
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -27,12 +27,14 @@ class Counting(nn.Module):
         return result
 
 
-def test_what_follows_the_last_saved_tensor_is_not_recomputed():
-    module = Counting(nn.Linear(4, 3), nn.Linear(3, 3)).double()
-    checkpoint(module, tensor(2, 4)).sum().backward()
-    assert len(module.finished) == 1
-    checkpoint(module, tensor(2, 4), early_stop=False).sum().backward()
-    assert len(module.finished) == 3
+def test_what_follows_the_last_saved_tensor_is_not_recomputed_unless_torch_s_switch_says_so():
+    module, finished = Counting(nn.Linear(4, 3), nn.Linear(3, 3)).double(), []
+    for switched_on, options in ((True, {}), (True, {"early_stop": False}), (False, {})):
+        with set_checkpoint_early_stop(switched_on):
+            output = checkpoint(module, tensor(2, 4), **options)
+        output.sum().backward()
+        finished.append(len(module.finished))
+    assert finished == [1, 3, 5]
 
 
 def test_a_last_linear_layer_costs_no_product_in_the_recomputation():
@@ -44,17 +46,6 @@ def test_a_last_linear_layer_costs_no_product_in_the_recomputation():
             output.sum().backward()
         products.append(operations.counts[torch.ops.aten.addmm.default])
     assert products == [0, 1, 2]
-
-
-def test_torch_s_switch_of_early_stopping_holds_here_too():
-    module = Counting(nn.Linear(4, 3)).double()
-    with set_checkpoint_early_stop(False):
-        output = checkpoint(module, tensor(2, 4))
-    output.sum().backward()
-    assert len(module.finished) == 2
-    with set_checkpoint_early_stop(True):
-        checkpoint(module, tensor(2, 4)).sum().backward()
-    assert len(module.finished) == 3
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -73,8 +64,7 @@ def test_torch_s_switch_of_early_stopping_holds_here_too():
     ],
 )
 def test_nothing_changes_but_the_work(run, early_stop):
-    plain, ours = network(), network()
-    ours.load_state_dict(plain.state_dict())
+    plain, ours = networks()
     x = tensor(5, 4).requires_grad_()
     with set_checkpoint_early_stop(False):
         expected = outcome(lambda x: run(plain, x), [x])

@@ -1,22 +1,28 @@
 """Gradients through `checkpoint`: several backwards, second derivatives, gradients computed inside, errors."""
 
-import copy
 import functools
 import gc
 import weakref
 
 import pytest
 import torch
-from checkpoint_outcomes import Fickle, assert_like_plain, assert_same_outcome, network, outcome, tensor
+from checkpoint_outcomes import (
+    Fickle,
+    assert_like_plain,
+    assert_network_like_plain,
+    assert_same_outcome,
+    assert_same_tensors,
+    network,
+    networks,
+    outcome,
+    plain_call,
+    tensor,
+)
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
 
 from efficient_densenet import convert_batchnorm
-from efficient_densenet.checkpoint import (
-    CheckpointFunction,
-    checkpoint,
-    checkpoint_wrapper,
-)
+from efficient_densenet.checkpoint import CheckpointFunction, checkpoint, checkpoint_wrapper
 
 
 def test_autograd_grad_and_several_backwards():
@@ -33,8 +39,7 @@ def test_autograd_grad_and_several_backwards():
             expected = [t.clone() for t in actual]
         x.grad = None
         net.zero_grad()
-    for a, b in zip(actual, expected, strict=True):
-        assert_close(a, b)
+    assert_same_tensors(actual, expected)
 
 
 def test_backward_from_one_of_several_outputs():
@@ -65,8 +70,7 @@ def test_a_second_backward_without_retaining_raises_as_plain_does():
 )
 def test_gradient_penalty(wrap):
     """The loss contains a gradient, which needs create_graph=True."""
-    plain, ours = network(), network()
-    ours.load_state_dict(plain.state_dict())
+    plain, ours = networks()
     plain[3].p = ours[3].p = 0.0
     run = wrap(ours)
     x = tensor(5, 4)
@@ -94,45 +98,31 @@ def test_gradgradcheck():
 
 
 def test_inputs_computed_from_one_another_under_create_graph():
-    x = tensor(3).requires_grad_()
-    for run in (lambda function, *args: function(*args), checkpoint):
+    x, results = tensor(3).requires_grad_(), []
+    for run in (plain_call, checkpoint):
         y = x.exp()
         (grad,) = torch.autograd.grad(run(lambda a, b: a.sin() * b, x, y).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(grad.square().sum(), x)
-        if run is not checkpoint:
-            expected = grad, second
-    assert_close(grad, expected[0])
-    assert_close(second, expected[1])
+        results.append([grad, *torch.autograd.grad(grad.square().sum(), x)])
+    assert_same_tensors(*results)
 
 
 def test_a_gradient_computed_inside():
     """As in a network that returns forces, which are the gradient of an energy that it computes."""
-    net = network().eval()
 
-    def function(x):
-        energy = net(x).square().sum()
-        return torch.autograd.grad(energy, x, create_graph=True)[0]
+    def forces(net, x):
+        return torch.autograd.grad(net(x).square().sum(), x, create_graph=True)[0]
 
-    plain = copy.deepcopy(net)
+    plain, ours = networks()
+    plain.eval(), ours.eval()
     x = tensor(5, 4).requires_grad_()
-    expected = outcome(function, [x])
-    grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    net.zero_grad()
-    actual = outcome(lambda x: checkpoint(function, x, parameters=net), [x])
-    assert_same_outcome(actual, expected)
-    for grad, parameter in zip(grads, (p for p in net.parameters() if p.grad is not None), strict=True):
-        assert_close(parameter.grad, grad)
-    assert_same_buffers(net, plain)
+    actual = outcome(lambda x: checkpoint(functools.partial(forces, ours), x, parameters=ours), [x])
+    assert_same_outcome(actual, outcome(functools.partial(forces, plain), [x]))
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
 
 
 def test_parameter_hooks_fire_once():
-    plain, ours = network(), network()
-    ours.load_state_dict(plain.state_dict())
-    for net in (plain, ours):
-        net[0].weight.register_hook(lambda grad: grad * 2 + 1)
-    x = tensor(5, 4).requires_grad_()
-    assert_same_outcome(outcome(functools.partial(checkpoint, ours), [x]), outcome(plain, [x]))
-    assert_same_gradients(ours, plain)
+    assert_network_like_plain(checkpoint, prepare=lambda net: net[0].weight.register_hook(lambda grad: grad * 2 + 1))
 
 
 @pytest.mark.parametrize(

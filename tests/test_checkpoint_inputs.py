@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from checkpoint_outcomes import tensor
+from grids import grid
 from helpers import assert_close
 from torch import nn
 from torch.masked import masked_tensor
@@ -29,13 +30,6 @@ def _seen_in_both(function, *args, **options):
     checkpoint(record, *args, early_stop=False, **options).sum().backward()
     assert len(seen) == 2
     return seen
-
-
-def test_an_attribute_of_an_argument_takes_part_in_the_recomputation():
-    x = torch.ones(3, requires_grad=True)
-    x.scale = 0.5
-    checkpoint(lambda a: a * torch.tensor(getattr(a, "scale", 1.0)), x).sum().backward()
-    assert x.grad.tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -73,9 +67,11 @@ def test_an_attribute_set_inside_is_unset_again_when_the_recomputation_starts():
     assert _seen_in_both(function, tensor(3).requires_grad_()) == [True, True]
 
 
-@pytest.mark.parametrize("make", [nn.Parameter, lambda t: t.as_subclass(Scaled).requires_grad_()])
-@pytest.mark.parametrize("computed", [False, True])
-@pytest.mark.parametrize("offloading", [False, True])
+def _scaled(t: torch.Tensor) -> torch.Tensor:
+    return t.as_subclass(Scaled).requires_grad_()
+
+
+@pytest.mark.parametrize(*grid(make=[nn.Parameter, _scaled], computed=[False, True], offloading=[False, True]))
 def test_the_class_of_an_argument_stays(make, computed, offloading, monkeypatch):
     monkeypatch.setattr(offload, "is_not_on_cpu", lambda tensor: True)  # as if every tensor were on a GPU
     x = make(tensor(3))

@@ -7,8 +7,16 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from checkpoint_outcomes import CountingOperations, assert_same_outcome, network, outcome, tensor
-from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from checkpoint_outcomes import (
+    CountingOperations,
+    assert_network_like_plain,
+    assert_same_outcome,
+    network,
+    networks,
+    outcome,
+    tensor,
+)
+from helpers import assert_close, assert_same_gradients
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -72,19 +80,15 @@ CHOICES = {
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_selective_checkpointing_changes_no_number(choice, early_stop):
     """The network has a batch norm, a dropout and hooks, which fire as they do without selection."""
-    plain, ours = network(), network()
-    ours.load_state_dict(plain.state_dict())
     fired = []
-    for net in (plain, ours):
+
+    def add_hooks(net):
         net[2].register_forward_hook(lambda module, args, output: fired.append(output.mean().item()))
         net[0].register_forward_hook(lambda module, args, output: output * 3 + output.mean())
         net[4].register_forward_pre_hook(lambda module, args: (args[0] + args[0].mean(),))
-    x = tensor(5, 4).requires_grad_()
-    expected = outcome(plain, [x])
-    run = functools.partial(checkpoint, ours, context_fn=CHOICES[choice](), early_stop=early_stop)
-    assert_same_outcome(outcome(run, [x]), expected)
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
+
+    run = functools.partial(checkpoint, context_fn=CHOICES[choice](), early_stop=early_stop)
+    assert_network_like_plain(run, prepare=add_hooks)
     assert len(fired) == 2
 
 
@@ -116,28 +120,19 @@ def test_chosen_operations_are_not_recomputed():
     assert products == [(2, 2), (0, 2)]
 
 
-def test_selective_checkpointing_inside_and_around_checkpoints():
-    plain, ours = network(), network()
-    ours.load_state_dict(plain.state_dict())
+@pytest.mark.parametrize("chosen_by", ["inner", "outer", "both"])
+def test_selective_checkpointing_inside_and_around_checkpoints(chosen_by):
+    choose = {"context_fn": saving(aten.addmm.default)}
+    inner, outer = (choose if chosen_by in (name, "both") else {} for name in ("inner", "outer"))
+    plain, ours = networks()
+
+    def function(x):
+        return ours[2:](checkpoint(ours[:2], x, **inner).sin()).exp()
+
     x = tensor(5, 4).requires_grad_()
     expected = outcome(lambda x: plain[2:](plain[:2](x).sin()).exp(), [x])
-    choose = saving(aten.addmm.default)
-    for inner, outer in (({"context_fn": choose}, {}), ({}, {"context_fn": choose}), ({"context_fn": choose},) * 2):
-
-        def function(x, inner=inner):
-            return ours[2:](checkpoint(ours[:2], x, **inner).sin()).exp()
-
-        ours.load_state_dict(_initial(plain, ours))
-        ours.zero_grad()
-        assert_same_outcome(outcome(lambda x: checkpoint(function, x, parameters=ours, **outer), [x]), expected)  # noqa: B023
-        assert_same_gradients(ours, plain)
-
-
-def _initial(plain, ours):
-    """The weights of both, and running statistics that were not updated."""
-    fresh = network().state_dict()
-    weights = dict(plain.named_parameters())
-    return {name: weights.get(name, value) for name, value in fresh.items()}
+    assert_same_outcome(outcome(lambda x: checkpoint(function, x, parameters=ours, **outer), [x]), expected)
+    assert_same_gradients(ours, plain)
 
 
 def test_selective_checkpointing_of_a_sequence():
@@ -147,10 +142,10 @@ def test_selective_checkpointing_of_a_sequence():
     assert_same_outcome(actual, outcome(net, [x]))
 
 
+@pytest.mark.parametrize("mutation", [False, True])
 @pytest.mark.parametrize(
     "operation", [aten.rand_like.default, aten.native_dropout.default, aten.bernoulli_.float, aten.mul.Tensor]
 )
-@pytest.mark.parametrize("mutation", [False, True])
 def test_random_operations_after_a_saved_one_draw_what_they_drew_in_the_forward(operation, mutation):
     def function(x):
         y = torch.nn.functional.dropout(x, 0.5) * torch.rand_like(x)

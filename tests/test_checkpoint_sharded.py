@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_outcomes import tensor
+from checkpoint_outcomes import assert_same_tensors, plain_call, tensor
 from helpers import assert_close
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -89,9 +89,7 @@ def _compare_with_unchecked(sharding: str, call: str) -> None:
     """Compare a checkpointed sharded module with the same module without checkpointing."""
     plain, ours = (SHARDINGS[sharding](_network()) for _ in range(2))
     checkpointed, after = CALLS[call]
-    actual, expected = _train(ours, checkpointed(ours)), _train(plain, lambda x: after(plain(x)))
-    for a, b in zip(actual, expected, strict=True):
-        assert_close(a, b)
+    assert_same_tensors(_train(ours, checkpointed(ours)), _train(plain, lambda x: after(plain(x))))
     norms = [module for module in ours.modules() if isinstance(module, nn.BatchNorm1d)]
     assert [norm.num_batches_tracked.item() for norm in norms] == [3]
 
@@ -109,8 +107,25 @@ def test_a_wrapped_module_can_be_sharded():
         plain, ours = _network(), _network()
         checkpoint_wrapper(ours[4])
         plain, ours = shard(plain), shard(ours)
-        for a, b in zip(_train(ours, ours), _train(plain, plain), strict=True):
-            assert_close(a, b)
+        assert_same_tensors(_train(ours, ours), _train(plain, plain))
+
+
+class _DropsItsOutput(nn.Linear):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.usefixtures("_single_process_group")
+def test_eval_mode_set_before_the_backward_of_a_sharded_module_changes_nothing():
+    results = []
+    for run in (plain_call, checkpoint):
+        torch.manual_seed(0)
+        net, x = fully_shard(_DropsItsOutput(4, 4).double()), tensor(5, 4).requires_grad_()
+        loss = run(net, x).sin().sum()
+        net.eval()
+        loss.backward()
+        results.append([x.grad])
+    assert_same_tensors(*results)
 
 
 def _worker(rank: int, path: str, sharding: str) -> None:

@@ -9,18 +9,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_outcomes import assert_like_plain, assert_same_outcome, network, outcome, tensor
+from checkpoint_outcomes import (
+    assert_like_plain,
+    assert_network_like_plain,
+    assert_same_tensors,
+    network,
+    networks,
+    outcome,
+    plain_call,
+    tensor,
+)
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize, prune
 
-from efficient_densenet.checkpoint import (
-    CheckpointFunction,
-    checkpoint,
-    checkpoint_sequential,
-    checkpoint_wrapper,
-)
+from efficient_densenet.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential, checkpoint_wrapper
 
 
 @pytest.mark.parametrize("preserve", [True, False])
@@ -38,7 +42,7 @@ def test_the_rng_state_is_the_plain_call_s_after_a_recomputation():
 
 def test_a_generator_passed_by_the_caller():
     states = []
-    for run in (lambda function, x, **_: function(x), checkpoint):
+    for run in (plain_call, checkpoint):
         generator = torch.Generator().manual_seed(3)
         x = torch.ones(100, dtype=torch.double, requires_grad=True)
         noise = functools.partial(torch.rand, 100, generator=generator, dtype=torch.double)
@@ -80,8 +84,7 @@ def test_autocast_is_restored(inside):
             expected = grads
     assert seen[0] == seen[1]
     assert seen[0][:2] == (True, torch.bfloat16)
-    for a, b in zip(grads, expected, strict=True):
-        assert torch.equal(a, b)
+    assert_same_tensors(grads, expected)
 
 
 def test_no_autocast_in_the_forward_means_none_in_the_recomputation():
@@ -115,8 +118,7 @@ def test_autocast_s_weight_cache_is_not_shared(run):
 
 
 def test_eval_mode_set_before_the_backward_changes_nothing():
-    plain, ours = network(), network()
-    ours.load_state_dict(plain.state_dict())
+    plain, ours = networks()
     x = tensor(5, 4)
     for net, run in ((plain, plain), (ours, functools.partial(checkpoint, ours))):
         torch.manual_seed(0)
@@ -137,14 +139,11 @@ def test_eval_mode_set_before_the_backward_changes_nothing():
     ],
 )
 def test_running_statistics_are_updated_once_with_or_without_a_backward(wrap):
-    plain, ours = network(), network()
-    ours.load_state_dict(plain.state_dict())
+    plain, ours = networks()
     run = wrap(ours)
     for _ in range(2):
-        run(tensor(5, 4) * 0 + torch.arange(20.0).view(5, 4))
-        plain(tensor(5, 4) * 0 + torch.arange(20.0).view(5, 4))
-    for _ in range(2):
         x = tensor(5, 4).requires_grad_()
+        run(x), plain(x)
         outcome(run, [x]), outcome(plain, [x])
     with torch.no_grad():
         run(x), plain(x)
@@ -170,10 +169,13 @@ def test_forward_hooks_fire_once():
     assert fired.count("removed") == 1
 
 
+# Each is put on the first layer.
 HOOKS = {
     "returns another output": lambda m: m.register_forward_hook(lambda m, a, o: o * 3),
     "returns other arguments": lambda m: m.register_forward_pre_hook(lambda m, a: (a[0] * 3,)),
     "changes the output in place": lambda m: m.register_forward_hook(lambda m, a, o: _none(o.mul_(3))),
+    "sets a weight": nn.utils.weight_norm,
+    "prunes a weight": lambda m: prune.l1_unstructured(m, "weight", 0.5),
 }
 
 
@@ -181,26 +183,10 @@ def _none(_: Any) -> None:
     return None
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_that_affect_the_computation_fire_again(hook):
-    plain, ours = network(), network()
-    ours.load_state_dict(plain.state_dict())
-    HOOKS[hook](plain[0]), HOOKS[hook](ours[0])
-    x = tensor(5, 4).requires_grad_()
-    assert_same_outcome(outcome(functools.partial(checkpoint, ours), [x]), outcome(plain, [x]))
-    assert_same_gradients(ours, plain)
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
-def test_hooks_that_set_a_weight_fire_again():
-    """Weight norm by hooks, and pruning."""
-    for prepare in (nn.utils.weight_norm, lambda m: prune.l1_unstructured(m, "weight", 0.5)):
-        plain, ours = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
-        ours.load_state_dict(plain.state_dict())
-        prepare(plain), prepare(ours)
-        x = tensor(5, 4).requires_grad_()
-        assert_same_outcome(outcome(functools.partial(checkpoint, ours), [x]), outcome(plain, [x]))
-        assert_same_gradients(ours, plain)
+    assert_network_like_plain(checkpoint, prepare=lambda net: HOOKS[hook](net[0]))
 
 
 def test_full_backward_hooks_inside_fire_once():
@@ -216,7 +202,7 @@ def test_generators_without_preserve_rng_state_are_an_error():
         checkpoint(torch.sin, tensor(3), preserve_rng_state=False, generators=[torch.Generator()])
 
 
-def test_weight_norm_and_pruning_can_still_be_removed():
+def test_pruning_can_still_be_removed():
     module = prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.5)
     checkpoint(module, torch.randn(2, 4)).sum().backward()
     assert prune.is_pruned(module)
@@ -241,12 +227,9 @@ def _train_with(between: Callable[[nn.Module], Any], before: Callable[[nn.Module
     return [x.grad, *(parameter.grad for parameter in net.parameters())]
 
 
-def _halves(module: nn.Module, args: Any, output: Any) -> Any:
-    return output * 0.5
-
-
-def _squares(module: nn.Module, args: Any) -> Any:
-    return args[0] * args[0]
+def _add_hooks(net: nn.Module) -> None:
+    net[1].register_forward_hook(lambda module, args, output: output * 0.5)
+    net[2].register_forward_pre_hook(lambda module, args: args[0] * args[0])
 
 
 def _remove_hooks(net: nn.Module) -> None:
@@ -257,14 +240,8 @@ def _remove_hooks(net: nn.Module) -> None:
 CHANGES_BETWEEN = {
     "parameters are frozen": (lambda net: net.requires_grad_(False), lambda net: None),
     "parameters are unfrozen": (lambda net: net.requires_grad_(), lambda net: net[0].requires_grad_(False)),
-    "hooks are added": (
-        lambda net: (net[1].register_forward_hook(_halves), net[2].register_forward_pre_hook(_squares)),
-        lambda net: None,
-    ),
-    "hooks are removed": (
-        _remove_hooks,
-        lambda net: (net[1].register_forward_hook(_halves), net[2].register_forward_pre_hook(_squares)),
-    ),
+    "hooks are added": (_add_hooks, lambda net: None),
+    "hooks are removed": (_remove_hooks, _add_hooks),
 }
 RUNS = {
     "checkpoint": checkpoint,
@@ -275,13 +252,8 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("change", CHANGES_BETWEEN)
 def test_what_is_changed_between_forward_and_backward_is_restored_for_the_recomputation(change, run):
-    for actual, expected in zip(
-        _train_with(*CHANGES_BETWEEN[change], RUNS[run]),
-        _train_with(*CHANGES_BETWEEN[change], lambda net, x: net(x)),
-        strict=True,
-    ):
-        assert (actual is None) == (expected is None)
-        assert actual is None or torch.equal(actual, expected)
+    expected = _train_with(*CHANGES_BETWEEN[change], plain_call)
+    assert_same_tensors(_train_with(*CHANGES_BETWEEN[change], RUNS[run]), expected)
 
 
 def test_without_saved_tensor_hooks_nothing_is_checkpointed():
@@ -339,7 +311,7 @@ def _change_attributes(net: _Scaled) -> None:
 @pytest.mark.parametrize("between", [lambda net: None, _change_attributes])
 def test_attributes_are_those_of_the_forward_in_the_recomputation_and_what_it_counts_is_counted_once(between):
     results = []
-    for run in (lambda net, x: net(x), checkpoint):
+    for run in (plain_call, checkpoint):
         torch.manual_seed(0)
         net = _Scaled()
         x, y = tensor(5, 4).requires_grad_(), tensor(5, 4).requires_grad_()
@@ -351,8 +323,7 @@ def test_attributes_are_those_of_the_forward_in_the_recomputation_and_what_it_co
         assert net.calls == 2
         assert net.linear.seen == 5
         assert (net.scale, net.dropout.p) == ((0.5, 0.5) if net.function is torch.sin else (3.0, 0.1))
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
+    assert_same_tensors(*results)
 
 
 class _Counting(nn.Module):
@@ -367,15 +338,14 @@ class _Counting(nn.Module):
 
 def test_a_parametrization_that_counts_its_calls_is_repeated_with_the_count_of_the_forward():
     grads = []
-    for run in (lambda net, x: net(x), checkpoint):
+    for run in (plain_call, checkpoint):
         torch.manual_seed(0)
         net, x = nn.Linear(4, 3).double(), tensor(5, 4).requires_grad_()
         parametrize.register_parametrization(net, "weight", _Counting())
         run(net, x).square().sum().backward()
         run(net, x).square().sum().backward()
         grads.append([x.grad, net.parametrizations.weight.original.grad])
-    for actual, expected in zip(*grads, strict=True):
-        assert torch.equal(actual, expected)
+    assert_same_tensors(*grads)
 
 
 class _Averaging(nn.Module):
@@ -401,7 +371,7 @@ def _replace_mean(net: _Averaging) -> None:
 @pytest.mark.parametrize("between", [lambda net: None, _replace_mean])
 def test_buffers_have_the_values_of_the_forward_in_the_recomputation_and_change_once(between):
     results = []
-    for run in (lambda net, x: net(x), checkpoint):
+    for run in (plain_call, checkpoint):
         torch.manual_seed(0)
         net = _Averaging()
         x, y = tensor(5, 4).requires_grad_(), tensor(5, 4).requires_grad_()
@@ -409,8 +379,7 @@ def test_buffers_have_the_values_of_the_forward_in_the_recomputation_and_change_
         between(net)
         loss.backward()
         results.append([x.grad, y.grad, net.linear.weight.grad, *net.buffers()])
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected)
+    assert_same_tensors(*results)
 
 
 def test_a_frozen_norm_is_recomputed_with_the_statistics_of_its_forward():
@@ -441,12 +410,11 @@ DRAWS = {"Python": random.random, "NumPy": lambda: float(np.random.rand())}
 @pytest.mark.parametrize("draw", DRAWS)
 def test_hooks_that_draw_from_python_or_numpy_draw_the_same_again(draw):
     results = []
-    for run in (lambda net, x: net(x), checkpoint):
+    for run in (plain_call, checkpoint):
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
         net, x = network(), tensor(5, 4).requires_grad_()
         net[0].register_forward_pre_hook(lambda module, args: _none(DRAWS[draw]()))
         net[1].register_forward_hook(lambda module, args, output: output * DRAWS[draw]())
         run(net, x).square().sum().backward()
         results.append([x.grad, *(parameter.grad for parameter in net.parameters()), tensor(1) * 0 + DRAWS[draw]()])
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
+    assert_same_tensors(*results)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from grids import grid
 from helpers import (
     assert_close,
     assert_same_buffers,
@@ -29,8 +30,7 @@ def _tensors(*values) -> Iterator[Tensor]:
             yield from _tensors(*value)
 
 
-@pytest.mark.parametrize("hook_type", HOOK_TYPES)
-@pytest.mark.parametrize("module_name", NAMES)
+@pytest.mark.parametrize(*grid(module_name=NAMES, hook_type=HOOK_TYPES, strength=1))
 def test_hook_fires_once_with_the_values_of_plain(module_name, hook_type):
     plain = small_model("bc", efficient=False, drop_rate=0.1)
     efficient = with_engine(plain, "shared")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from grids import grid
 from helpers import assert_close, random_images, small_model
 from keras_layout import as_keras
 from torch import Tensor, nn
@@ -89,27 +90,24 @@ def _trained(family: str, **overrides) -> DenseNet:
 WORDS = {"growth_rate": 4, "block_config": (1, 2, 1, 1), "num_classes": 5}
 
 
-def _their_models():
-    def monai():
-        nets = pytest.importorskip("monai.networks.nets")
-        words = {"growth_rate": 4, "block_config": (1, 2, 1, 1)}
-        return nets.DenseNet(spatial_dims=2, in_channels=3, out_channels=5, init_features=8, **words)
+def _monai() -> nn.Module:
+    nets = pytest.importorskip("monai.networks.nets")
+    words = {"growth_rate": 4, "block_config": (1, 2, 1, 1)}
+    return nets.DenseNet(spatial_dims=2, in_channels=3, out_channels=5, init_features=8, **words)
 
-    def timm():
-        return pytest.importorskip("timm").create_model("densenet121", pretrained=False, **WORDS)
 
-    return {
-        "torchvision": lambda: torchvision.models.DenseNet(num_init_features=8, **WORDS),
-        "timm": timm,
-        "MONAI": monai,
-    }
+THEIR_MODELS = {
+    "torchvision": lambda: torchvision.models.DenseNet(num_init_features=8, **WORDS),
+    "timm": lambda: pytest.importorskip("timm").create_model("densenet121", pretrained=False, **WORDS),
+    "MONAI": _monai,
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("library", ["torchvision", "timm", "MONAI"])
+@pytest.mark.parametrize("library", THEIR_MODELS)
 def test_weights_of_other_libraries_models_both_ways(library):
-    theirs = _their_models()[library]().double()
+    theirs = THEIR_MODELS[library]().double()
     for norm in (m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)):
         for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
             nn.init.uniform_(tensor, 0.5, 1.5)
@@ -189,21 +187,15 @@ def test_a_bad_file_is_an_error_of_one_sentence(kind, suffix, tmp_path):
     pytest.importorskip("safetensors")
     path = tmp_path / f"weights{suffix}"
     BAD_FILES[kind](path)
-    model = small_model("bc")
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"is no file|is truncated, damaged or contains more than tensors") as error:
-        load_weights(model, path)
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
-    assert error.value.__cause__ is None or error.value.__suppress_context__
-    _unchanged(model, before)
+    message = r"is no file|is truncated, damaged or contains more than tensors"
+    assert str(path) in _refuses(message, small_model("bc"), path)
 
 
 @pytest.mark.parametrize("content", [{}, {"epoch": 3}, {"state_dict": {"a": 1}}, [1, 2], torch.ones(3)])
 def test_a_file_without_a_state_dict_is_an_error(content, tmp_path):
     torch.save(content, tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=r"weights.pth holds no tensors by name.*give a model's state dict"):
-        load_weights(small_model("bc"), tmp_path / "weights.pth")
+    message = r"weights.pth holds no tensors by name.*give a model's state dict"
+    _refuses(message, small_model("bc"), tmp_path / "weights.pth")
 
 
 def test_without_safetensors_the_message_names_the_extra(tmp_path, monkeypatch):
@@ -222,44 +214,52 @@ def _unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, before[key]), key
 
 
+def _refuses(message: str, model: nn.Module, state: object, **options) -> str:
+    """The message of the error that it raises; the model is unchanged."""
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message) as error:
+        load_weights(model, state, **options)
+    assert "\n" not in str(error.value)
+    assert error.value.__cause__ is None or error.value.__suppress_context__
+    _unchanged(model, before)
+    return str(error.value)
+
+
 def test_one_missing_one_extra_and_one_misshapen_tensor_are_listed_together():
     model, state = small_model("bc"), _trained("bc").state_dict()
     del state["features.transition1.conv.weight"]
     state["features.denseblock9.weight"] = torch.ones(2)
     state["module.classifier.bias"] = torch.ones(8)
     del state["classifier.bias"]
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"the dict does not fit the model, which is unchanged") as error:
-        load_weights(model, state)
-    message = str(error.value)
+    message = _refuses(r"the dict does not fit the model, which is unchanged", model, state)
     assert "missing: features.transition1.conv.weight;" in message
     assert "not in the model: features.denseblock9.weight;" in message
     assert "of another shape: module.classifier.bias (8, and the model's is 5)." in message
-    assert "\n" not in message
-    _unchanged(model, before)
 
 
 def test_a_long_list_of_names_is_truncated():
-    with pytest.raises(ValueError, match=r"missing: .* and \d+ more; not in the model: x\. ") as error:
-        load_weights(small_model("bc", block_config=(9,)), {"x": torch.ones(1)})
-    assert len(str(error.value)) < 2500
+    model, message = small_model("bc", block_config=(9,)), r"missing: .* and \d+ more; not in the model: x\. "
+    assert len(_refuses(message, model, {"x": torch.ones(1)})) < 2500
 
 
 def test_values_that_are_no_tensors_are_listed():
     state = _trained("bc").state_dict() | {"classifier.bias": "none", "epoch": 3}
-    with pytest.raises(ValueError, match=r"not in the model: epoch; of another shape: classifier.bias \(str, and"):
-        load_weights(small_model("bc"), state)
+    _refuses(r"not in the model: epoch; of another shape: classifier.bias \(str, and", small_model("bc"), state)
 
 
 def test_two_names_for_one_tensor_are_an_error():
     state = _trained("bc").state_dict()
     state["features.norm_final.weight"] = state["features.norm5.weight"]
-    with pytest.raises(ValueError, match=r"both 'features.norm5.weight' and 'features.norm_final.weight'"):
-        load_weights(small_model("bc"), state)
+    _refuses(r"both 'features.norm5.weight' and 'features.norm_final.weight'", small_model("bc"), state)
 
 
-@pytest.mark.parametrize("skip", ["classifier", ("classifier",), ("classifier.weight", "classifier.bias")])
-@pytest.mark.parametrize("num_classes", [0, 5, 7])
+@pytest.mark.parametrize(
+    *grid(
+        num_classes=[0, 5, 7],
+        skip=["classifier", ("classifier",), ("classifier.weight", "classifier.bias")],
+        strength=1,
+    )
+)
 def test_another_number_of_classes(num_classes, skip):
     model, source = small_model("bc", num_classes=num_classes), _trained("bc")
     before = copy.deepcopy(model.classifier.state_dict())
@@ -276,8 +276,7 @@ def test_skip_takes_prefixes_and_names_of_the_source():
     model, state = small_model("bc"), _trained("bc").state_dict()
     del state["features.norm5.weight"]
     state["op_threshs"] = torch.ones(18)
-    with pytest.raises(ValueError, match=r"missing: features.norm5.weight; not in the model: op_threshs"):
-        load_weights(model, state)
+    _refuses(r"missing: features.norm5.weight; not in the model: op_threshs", model, state)
     report = load_weights(model, state, skip=("op_threshs", "features.norm5"))
     assert report.skipped == [n for n in state if n.startswith("features.norm5")] + ["op_threshs"]
     assert len(report.kept) == 5
@@ -296,16 +295,18 @@ def test_dtype_and_wrapper_of_the_model_stay():
 # Input channels
 
 
-@pytest.mark.parametrize("layout", ["ours", "Keras"])
-@pytest.mark.parametrize(("channels", "how"), [(1, "sum"), (2, "sum"), (1, "repeat"), (4, "repeat"), (6, "repeat")])
+@pytest.mark.parametrize(
+    *grid(
+        layout=["ours", "Keras"],
+        channels__how=[(1, "sum"), (2, "sum"), (1, "repeat"), (4, "repeat"), (6, "repeat")],
+        strength=1,
+    )
+)
 def test_other_input_channels(channels, how, layout):
     source = _trained("imagenet")
     model = small_model("imagenet", in_channels=channels)
-    before = copy.deepcopy(model.state_dict())
     state = LAYOUTS[layout](source.state_dict())
-    with pytest.raises(ValueError, match=r"of another shape: .* \(6×3×7×7, and the model's is .*adapt_input"):
-        load_weights(model, state)
-    _unchanged(model, before)
+    _refuses(r"of another shape: .* \(6×3×7×7, and the model's is .*adapt_input", model, state)
     report = load_weights(model, state, adapt_input=how)
     assert report.adapted == ["features.conv0.weight"]
     gray = torch.randn(2, 1, 69, 75, dtype=torch.double)
@@ -322,8 +323,8 @@ def test_three_channels_are_not_adapted():
     source, model = _trained("bc"), small_model("bc")
     assert load_weights(model, source.state_dict(), adapt_input="sum").adapted == []
     assert torch.equal(model.features.conv0.weight, source.features.conv0.weight)
-    with pytest.raises(ValueError, match=r"adapt_input is 'mean', but must be one of 'sum', 'repeat'"):
-        load_weights(model, source.state_dict(), adapt_input="mean")
+    message = r"adapt_input is 'mean', but must be one of 'sum', 'repeat'"
+    _refuses(message, model, source.state_dict(), adapt_input="mean")
 
 
 @pytest.mark.filterwarnings("ignore")  # of kinds of tensors that PyTorch gives up
@@ -337,21 +338,15 @@ def test_three_channels_are_not_adapted():
     ],
 )
 def test_a_tensor_of_another_kind_leaves_the_model_unchanged(kind, change):
-    model, state = small_model("bc"), _trained("bc").state_dict()
+    state = _trained("bc").state_dict()
     state["classifier.weight"] = change(state["classifier.weight"])
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=rf"not dense real tensors with data: classifier.weight \({kind}\)"):
-        load_weights(model, state)
-    _unchanged(model, before)
+    _refuses(rf"not dense real tensors with data: classifier.weight \({kind}\)", small_model("bc"), state)
 
 
 def test_a_name_to_skip_that_is_no_beginning_of_one_is_an_error():
     model, state = small_model("bc"), _trained("bc").state_dict()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        ValueError, match=r"skip has 'clasifier', with which no name begins: did you mean 'classifier'\?"
-    ):
-        load_weights(model, state, skip="clasifier")
-    with pytest.raises(ValueError, match=r"skip has 'features.norm9', with which no name begins"):
-        load_weights(model, state, skip=("classifier", "features.norm9"))
-    _unchanged(model, before)
+    _refuses(
+        r"skip has 'clasifier', with which no name begins: did you mean 'classifier'\?", model, state, skip="clasifier"
+    )
+    wrong = ("classifier", "features.norm9")
+    _refuses(r"skip has 'features.norm9', with which no name begins", model, state, skip=wrong)

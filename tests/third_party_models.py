@@ -81,6 +81,16 @@ class FeaturesBlock(nn.Module):
         return torch.cat(features, 1)
 
 
+def features_block(layer: Callable[..., nn.Module] = TakesFeatures, **options) -> nn.Module:
+    """A block of two such layers in float64."""
+    return FeaturesBlock([layer(START, **options), layer(START + GROWTH, **options)]).double()
+
+
+def block_batch() -> Tensor:
+    """Three small images for a block."""
+    return torch.randn(3, START, 6, 5, dtype=torch.double)
+
+
 class NewestFirst(nn.Module):
     """As in kuangliu/pytorch-cifar: functional ReLUs, and the newest features come first."""
 
@@ -263,6 +273,17 @@ def train(model: nn.Module, x: Tensor, num_steps: int = 3) -> list[Tensor]:
         if i < num_steps - 1:
             optimizer.step()
     return [output.detach() for output in outputs] + [leaf.grad]
+
+
+def names_of_nodes(output: Tensor) -> list[str]:
+    """The names of the nodes of its graph."""
+    nodes, queue = set(), [output.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            queue += [each for each, _ in node.next_functions]
+    return [node.name() for node in nodes]
 
 
 def assert_same_training(ours: nn.Module, plain: nn.Module, x: Tensor) -> None:

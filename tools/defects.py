@@ -192,7 +192,7 @@ DEFECTS = [
     ),
     # Checkpointing, several processes
     Defect("checkpoint: other random numbers in the recomputation", "self._set(self.states)", "pass", "checkpoint"),
-    Defect("checkpoint: training mode not restored", "module.training = self.training", "pass", "checkpoint_state"),
+    Defect("checkpoint: training mode not restored", "module.training = self.training", "pass", "checkpoint_sharded"),
     Defect(
         "checkpoint: an input changed in place goes unnoticed",
         "if [tensor._version for tensor in inputs] != versions:",
