@@ -404,11 +404,15 @@ def test_a_large_buffer_that_is_changed_in_place_after_the_forward_raises():
         loss.backward()
 
 
-DRAWS = {"Python": random.random, "NumPy": lambda: float(np.random.rand())}
+DRAWS = {
+    "Python": random.random,
+    "NumPy": lambda: float(np.random.rand()),
+    "PyTorch": lambda: float(torch.rand(())),
+}
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_hooks_that_draw_from_python_or_numpy_draw_the_same_again(draw):
+def test_hooks_that_draw_random_numbers_draw_the_same_again(draw):
     results = []
     for run in (plain_call, checkpoint):
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
