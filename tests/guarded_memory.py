@@ -26,8 +26,8 @@ layouts = {}
 
 
 def protected(length, guards):
-    """Bytes of new memory, NaN in every dtype, in which a guard begins at each of these places."""
-    whole = torch.frombuffer(mmap.mmap(-1, length), dtype=torch.uint8).fill_(255)
+    """Bytes of new memory in which a guard begins at each of these places."""
+    whole = torch.frombuffer(mmap.mmap(-1, length), dtype=torch.uint8)
     for start in guards:
         assert libc.mprotect(whole.data_ptr() + start, GUARD, 0) == 0
     return whole
