@@ -241,3 +241,9 @@ def check_variance_far_from_zero(kernels, operation, shape, device="cpu"):
     case.weight3x3[:, :, 1, 1] = case.weight1x1
     *_, variance, _ = OPERATIONS[operation](kernels, case)
     assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
+
+
+def rounded_to_tf32(x):
+    """In float64: the nearest number whose fraction has eleven bits, and of two the one farther from zero."""
+    fraction, exponent = torch.frexp(x.double())
+    return torch.ldexp(torch.sign(fraction) * torch.floor(fraction.abs() * 2048 + 0.5) / 2048, exponent)

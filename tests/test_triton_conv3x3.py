@@ -15,6 +15,7 @@ from kernel_operations import (
     check_non_finite,
     check_variance_far_from_zero,
     is_valid,
+    rounded_to_tf32,
 )
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
 
@@ -134,12 +135,6 @@ def test_grids_of_many_pixels_are_within_cuda_s_limits(operation, monkeypatch):
             conv3x3.forward(AffineInput(values, norm), weight, shape, 1, statistics)
     assert grids
     assert all(max(grid[1:], default=0) <= 65535 for grid in grids)
-
-
-def rounded_to_tf32(x):
-    """By arithmetic on the fraction: the nearest with eleven bits."""
-    fraction, exponent = torch.frexp(x.double())
-    return torch.ldexp(torch.sign(fraction) * torch.floor(fraction.abs() * 2048 + 0.5) / 2048, exponent)
 
 
 @pytest.mark.parametrize("operation", CONV3X3)
