@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 from checkpoint_outcomes import CountingOperations
 from helpers import use_kernels
-from kernel_operations import OPERATIONS, Case, check
+from kernel_operations import OPERATIONS, Case, check, check_is_portable
 
-from efficient_densenet import DenseBlock, kernels
-from efficient_densenet.engine.stage import backward
+from efficient_densenet import kernels
 from efficient_densenet.kernels import convolution, few_rows, portable
 from efficient_densenet.kernels.interface import (
     AffineInput,
@@ -95,9 +94,7 @@ def test_mixed_precision_is_computed_as_for_many_rows(operation):
     """Features in float32 whose convolutions are in bfloat16."""
     case = Case((1, 8, 8), 6, 16, torch.bfloat16)
     case.values, case.grad_accum = case.values.float(), case.grad_accum.float()
-    results, reference = (OPERATIONS[operation](each, case) for each in (few_rows, portable))
-    for actual, expected in zip(results, reference, strict=True):
-        assert torch.equal(actual, expected)
+    check_is_portable(few_rows, operation, case)
 
 
 @pytest.mark.parametrize("num_rows", [2, 37, few_rows.MAX_ROWS])
@@ -174,25 +171,3 @@ def test_the_backward_of_a_bottleneck_s_norm_is_one_operation(shape):
         assert not other[1]
         for result, reference in zip(results, other[0], strict=True):
             torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.usefixtures("only_portable")
-@pytest.mark.parametrize("frozen", [False, True])
-def test_which_norms_have_an_only_consumer(frozen, monkeypatch):
-    """A bottleneck's; the features' have sums only where kernels need them."""
-    created = []
-
-    def accumulator(*arguments, **settings):
-        created.append(GradAccumulator(*arguments, **settings))
-        return created[-1]
-
-    monkeypatch.setattr(backward, "GradAccumulator", accumulator)
-    block = DenseBlock(2, 3, 4, efficient="shared")
-    if frozen:
-        block.eval()
-    block(torch.randn(2, 3, 4, 4, requires_grad=True)).sum().backward()
-    of_bottlenecks = [each for each in created if each.overwrite]
-    assert [each.is_only_consumer for each in of_bottlenecks] == [True, True]
-    of_features = [each for each in created if not each.overwrite]
-    assert not any(each.is_only_consumer or each.sums is not None for each in of_features)
-    assert [each.sums is None for each in of_bottlenecks] == [frozen, frozen]
