@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoint_outcomes import CountingOperations
-from helpers import use_kernels
+from helpers import assert_close, use_kernels
 from kernel_operations import OPERATIONS, Case, check, check_is_portable
 
 from efficient_densenet import kernels
-from efficient_densenet.kernels import convolution, few_rows, portable
+from efficient_densenet.kernels import convolution, few_rows, portable, row_tiles
 from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,
@@ -87,6 +87,16 @@ def test_where_kernels_for_few_rows_are_chosen():
 @pytest.mark.parametrize("operation", sorted(OPERATIONS.keys() - {"batch_norm_grad_input"}))
 def test_few_rows_are_computed_as_many_are(operation, shape):
     check(few_rows, operation, Case(shape, 6, 3))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("tile_bytes", [1, 600])
+def test_tiles_of_few_rows_compute_what_one_tile_does(operation, tile_bytes, monkeypatch):
+    case = Case((3, 4, 5), 6, 3).in_float64()
+    expected = OPERATIONS[operation](portable, case)
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile_bytes)
+    for result, reference in zip(OPERATIONS[operation](portable, case), expected, strict=True):
+        assert_close(result, reference)
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
