@@ -29,6 +29,12 @@ def grid(where: Callable[..., bool] | None = None, /, *, strength: int = 2, **ax
     ]
 
 
+def pairwise(where: Callable[..., bool] | None = None, /, **axes: Iterable) -> tuple[str, list]:
+    """The first tier of a grid alone, where the whole product takes too long for any tier."""
+    names, params = grid(where, **axes)
+    return names, [param for param in params if not param.marks]
+
+
 def covering_array(rows: Sequence[Sequence[Any]], strength: int = 2) -> set[int]:
     """Indices of a subset of rows that covers every combination of values in any `strength` columns.
 

@@ -5,6 +5,7 @@ import functools
 import math
 
 import torch
+from helpers import assert_close
 
 from efficient_densenet.kernels import portable
 from efficient_densenet.kernels.interface import (
@@ -26,10 +27,20 @@ class Case:
     """
 
     def __init__(
-        self, shape, channels, width, dtype=torch.float32, overwrite=False, device="cpu", centered=False, frozen=False
+        self,
+        shape,
+        channels,
+        width,
+        dtype=torch.float32,
+        overwrite=False,
+        device="cpu",
+        centered=False,
+        frozen=False,
+        needs_grad_weight=True,
+        dilation=1,
     ):
         self.device, self.frozen = device, frozen
-        self.overwrite, self.dilation, self.needs_grad_weight = overwrite, 1, True
+        self.overwrite, self.dilation, self.needs_grad_weight = overwrite, dilation, needs_grad_weight
         self.shape, self.dtype, num_rows = torch.Size(shape), dtype, math.prod(shape)
         self.values, self.grad_accum = self._matrix(num_rows, channels), self._matrix(num_rows, channels)
         self.norm_weight, self.norm_bias, mean = (torch.randn(channels, device=self.device) for _ in range(3))
@@ -160,14 +171,30 @@ OPERATIONS = {
 }
 
 
-def has_pooling_window(operation, shape, **_):
-    """A pooled operation needs at least one pooling window."""
-    return "pooled" not in operation or min(shape[1:]) > 1
+SETTINGS = {
+    "usual": {},
+    "overwrite": {"overwrite": True},
+    "centered": {"centered": True},
+    "frozen": {"frozen": True},
+    "no_grad_weight": {"needs_grad_weight": False},
+}
+"""Arguments of a case, for what a kernel does in another way."""
 
 
-def overwrite_applies(operation, overwrite, **_):
-    """Only a backward accumulates into a gradient or overwrites it."""
-    return "backward" in operation or not overwrite
+def is_valid(operation, shape=(), channels=2, setting="usual", **_):
+    """Whether a setting changes what an operation does; it is tried on several rows and channels. A pooled operation
+    needs a pooling window."""
+    if "pooled" in operation and min(shape[1:], default=2) < 2:
+        return False
+    if setting == "usual":
+        return True
+    applies = {
+        "overwrite": "backward" in operation,
+        "centered": operation != "batch_statistics",
+        "frozen": operation != "batch_statistics",
+        "no_grad_weight": operation.startswith(("conv", "pooled")) and operation.endswith("backward"),
+    }
+    return channels > 1 and math.prod(shape) > 7 and applies[setting]
 
 
 def check(kernels, operation, case):
@@ -183,3 +210,40 @@ def check(kernels, operation, case):
         if exact.numel() <= 4:  # too few to compare roundings of operands, which may cancel out in one of the two
             slack += torch.finfo(case.dtype).eps / 2 * exact.norm()
         assert (result - exact).norm() <= 2 * (portable_result - exact).norm() + slack
+
+
+def check_non_finite(kernels, operation, case):
+    """NaN and infinity propagate as in the portable kernels.
+
+    The non-finite pixels are inside the image: at its border they are also multiplied by the padding's zeros, which
+    makes the gradients of all taps of their channel NaN instead of most.
+    """
+    case.values[11, 1], case.values[30, 4] = math.nan, math.inf
+    results, reference = (OPERATIONS[operation](each, case) for each in (kernels, portable))
+    for actual, expected in zip(results, reference, strict=True):
+        assert torch.equal(actual.isfinite(), expected.isfinite())
+
+
+def check_is_portable(kernels, operation, case):
+    """The results are those of the portable kernels, bit for bit."""
+    results, expected = (OPERATIONS[operation](each, case) for each in (kernels, portable))
+    for result, other in zip(results, expected, strict=True):
+        assert torch.equal(result, other)
+
+
+def check_variance_far_from_zero(kernels, operation, shape, device="cpu"):
+    """Each channel of what the statistics are of is one of the values, which are 1000 and a little."""
+    case = Case(shape, 16, 16, device=device)
+    case.values = 1000 + 0.01 * case.values
+    case.mean, case.norm_bias, case.weight1x1 = None, 0 * case.norm_bias, torch.eye(16, device=case.device)
+    case.norm_weight = case.inv_std = torch.ones_like(case.inv_std)
+    case.weight3x3 = torch.zeros_like(case.weight3x3)
+    case.weight3x3[:, :, 1, 1] = case.weight1x1
+    *_, variance, _ = OPERATIONS[operation](kernels, case)
+    assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
+
+
+def rounded_to_tf32(x):
+    """In float64: the nearest number whose fraction has eleven bits, and of two the one farther from zero."""
+    fraction, exponent = torch.frexp(x.double())
+    return torch.ldexp(torch.sign(fraction) * torch.floor(fraction.abs() * 2048 + 0.5) / 2048, exponent)

@@ -1,18 +1,18 @@
 """The Numba kernels on bfloat16 matrices: arithmetic in float32, by each product that processors have for bfloat16."""
 
 import functools
-import math
 import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from grids import grid
 from helpers import kernel_modules
-from kernel_operations import OPERATIONS, Case, has_pooling_window
+from kernel_operations import OPERATIONS, SETTINGS, Case, check_non_finite, is_valid
 
 from efficient_densenet import DenseNet, kernels
 from efficient_densenet.kernels import portable
@@ -104,29 +104,25 @@ def _check_statistics(output: torch.Tensor, result: torch.Tensor, row: int) -> N
 @pytest.mark.usefixtures("tile", "product")
 @pytest.mark.parametrize(
     *grid(
-        has_pooling_window,
+        is_valid,
         operation=[name for name in OPERATIONS if name != "affine_forward"],  # which is portable's
         shape=[(1, 1, 1), (1, 1, 7), (1, 9, 7), (2, 5, 13), (2, 4, 3, 5), (3, 9)],
         channels__width=[(2, 20), (5, 48), (5, 1), (17, 401), (300, 16)],
-        overwrite__frozen__centered=[(False, False, False), (True, True, False), (False, False, True)],
+        setting=SETTINGS,
         tile=TILES,
         product=PRODUCTS,
     ),
     indirect=["tile", "product"],
 )
-def test_elements_are_exact_but_for_their_rounding(operation, shape, channels, width, overwrite, frozen, centered):
-    torch.manual_seed(0)
-    case = Case(shape, channels, width, torch.bfloat16, overwrite=overwrite, frozen=frozen, centered=centered)
-    _check(operation, case)
+def test_elements_are_exact_but_for_their_rounding(operation, shape, channels, width, setting):
+    _check(operation, Case(shape, channels, width, torch.bfloat16, **SETTINGS[setting]))
 
 
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("operation", ["conv3x3_forward_with_statistics", "conv3x3_backward"])
 @pytest.mark.parametrize("dilation", [2, 3])
 def test_dilation(operation, dilation):
-    case = Case((2, 5, 13), 9, 16, torch.bfloat16)
-    case.dilation = dilation
-    _check(operation, case)
+    _check(operation, Case((2, 5, 13), 9, 16, torch.bfloat16, dilation=dilation))
 
 
 @pytest.mark.parametrize("operation", ["affine_backward", "conv1x1_backward", "conv3x3_forward"])
@@ -148,14 +144,6 @@ def test_nothing_falls_back_to_portable(operation, monkeypatch):
     OPERATIONS[operation](operations, case)
     case.norm_weight, case.norm_bias = case.norm_weight.bfloat16(), case.norm_bias.bfloat16()
     OPERATIONS[operation](operations, case)
-
-
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
-def test_float16_runs_on_portable(operation):
-    case = Case((1, 8, 8), 6, 16, torch.float16)
-    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
-    for actual, expected in zip(results, reference, strict=True):
-        assert torch.equal(actual, expected)
 
 
 @functools.cache
@@ -193,60 +181,14 @@ def test_rounding_is_to_the_nearest_even_and_keeps_nan():
 @pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
 def test_non_finite_values_propagate_as_in_portable(operation):
-    case = Case((1, 8, 8), 6, 16, torch.bfloat16)
-    case.values[9, 1], case.values[30, 4] = math.nan, math.inf
-    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
-    for actual, expected in zip(results, reference, strict=True):
-        assert torch.equal(actual.isfinite(), expected.isfinite())
-
-
-GUARDED = """
-import ctypes, math, mmap
-import torch
-from efficient_densenet.kernels.numba_cpu.host import operations
-from kernel_operations import OPERATIONS, Case
-
-libc = ctypes.CDLL(None)
-libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-GUARD = 16 * mmap.PAGESIZE
-
-def guarded(shape, dtype):
-    # Protected pages lie before the tensor's page and right after its last element.
-    size = math.prod(shape) * dtype.itemsize
-    length = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
-    whole = torch.frombuffer(mmap.mmap(-1, length + 2 * GUARD), dtype=torch.uint8)
-    for start in (0, GUARD + length):
-        assert libc.mprotect(whole.data_ptr() + start, GUARD, 0) == 0
-    stop = GUARD + length
-    return whole[stop - size : stop].view(dtype).view(shape)
-
-def new_empty(self, *shape, dtype=None):
-    return guarded(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, dtype or self.dtype)
-
-torch.Tensor.new_empty = new_empty
-torch.empty_like = lambda tensor, dtype=None, memory_format=None: guarded(tensor.shape, dtype or tensor.dtype)
-torch.zeros = lambda *shape, dtype, device: guarded(shape, dtype).fill_(0)
-torch.set_num_threads(2)
-operations.TILE = 24
-SIZES = ((1, 2, 2), 2, 1), ((1, 3, 7), 17, 33), ((2, 5, 9), 48, 12), ((1, 3, 2, 5), 31, 47)
-for dtype in (torch.bfloat16, torch.float32):
-    for operation, function in OPERATIONS.items():
-        for shape, channels, width in SIZES:
-            case = Case(shape, channels, width, dtype)
-            for name, tensor in vars(case).items():
-                if isinstance(tensor, torch.Tensor):
-                    setattr(case, name, guarded(tensor.shape, tensor.dtype).copy_(tensor))
-            print(dtype, operation, shape, channels, width, flush=True)
-            function(operations, case)
-print("all")
-"""
+    check_non_finite(operations, operation, Case((1, 8, 8), 6, 16, torch.bfloat16))
 
 
 @pytest.mark.parametrize("left_out", ["", "amx,avx512_bf16"])
 def test_tensors_are_not_accessed_out_of_bounds(left_out):
-    """Protected pages surround each tensor that a kernel reads or writes."""
+    """Protected pages lie beside each tensor that a kernel reads or writes, and each part of the scratch memory."""
     completed = subprocess.run(
-        [sys.executable, "-c", GUARDED],
+        [sys.executable, str(Path(__file__).with_name("guarded_memory.py"))],
         capture_output=True,
         text=True,
         check=False,
@@ -281,8 +223,10 @@ def _error(results: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.usefixtures("product")
-@pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("overrides", [{}, {"small_inputs": False}, {"bn_size": 0}], ids=str)
+@pytest.mark.parametrize(
+    *grid(overrides=[{}, {"small_inputs": False}, {"bn_size": 0}], autocast=[True, False], product=PRODUCTS),
+    indirect=["product"],
+)
 def test_networks_are_as_exact_as_plain(overrides, autocast):
     """The median over networks: their output's error, and the median error of their gradients."""
     ratios = []

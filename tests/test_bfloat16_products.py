@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from grids import pairwise
 from helpers import kernel_modules
 
 from efficient_densenet.kernels.numba_cpu.host import openmp
@@ -38,7 +39,7 @@ def _compiled(name: str):
     return numba.njit(lambda *arguments: product(*arguments))
 
 
-@pytest.fixture(params=GEMMS)
+@pytest.fixture
 def product(request):
     if request.param != "amx_model" and not processor.has(request.param):
         pytest.skip(f"this processor has no {request.param}")
@@ -59,9 +60,10 @@ def _with_slack(tensor: torch.Tensor, fill: float) -> torch.Tensor:
     return memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    *pairwise(transposed=[False, True], packed=[False, True], accumulate=[False, True], product=GEMMS),
+    indirect=["product"],
+)
 def test_products_of_any_size(product, transposed, packed, accumulate):
     """Beyond the operands lies NaN, and beyond C what must stay."""
     for m, n, cells in SIZES:
@@ -166,7 +168,7 @@ def test_the_variable_is_read_once(monkeypatch):
 TARGETS = [
     {"NUMBA_CPU_NAME": "generic"},
     {"NUMBA_ENABLE_AVX": "0"},
-    {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"},
+    pytest.param({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}, marks=pytest.mark.exhaustive),
 ]
 PRODUCT = """
 import torch

@@ -14,7 +14,16 @@ import pytest
 import torch
 from grids import grid
 from helpers import assert_close, assert_same_step, kernel_modules, random_images, small_model, with_engine
-from kernel_operations import OPERATIONS, Case, check, has_pooling_window, overwrite_applies
+from kernel_operations import (
+    OPERATIONS,
+    SETTINGS,
+    Case,
+    check,
+    check_is_portable,
+    check_non_finite,
+    check_variance_far_from_zero,
+    is_valid,
+)
 
 from efficient_densenet import DenseBlock, kernels
 from efficient_densenet.engine import choose
@@ -43,30 +52,24 @@ def tile(request, monkeypatch):
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(
     *grid(
-        has_pooling_window,
+        is_valid,
         operation=OPERATIONS,
         shape=[(1, 1, 1), (1, 1, 7), (1, 9, 7), (2, 5, 13), (5, 2, 2)],
         channels__width=[(1, 20), (2, 20), (5, 48), (300, 16)],
         dtype=[torch.float32, torch.float64],
+        setting=SETTINGS,
         tile=TILES,
     ),
     indirect=["tile"],
 )
-def test_operations_match_portable(operation, shape, channels, width, dtype):
-    case = Case(shape, channels, width)
+def test_operations_match_portable(operation, shape, channels, width, dtype, setting):
+    case = Case(shape, channels, width, **SETTINGS[setting])
     if dtype == torch.float32:
         check(operation, case)
         return
     results, reference = (OPERATIONS[operation](each, case.in_float64()) for each in (operations, portable))
     for actual, expected in zip(results, reference, strict=True):
         assert_close(actual, expected, 1e-13)
-
-
-@pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_centered_values_and_frozen_norms(operation, frozen):
-    check(operation, Case((2, 5, 13), 9, 16, centered=not frozen, frozen=frozen))
 
 
 @pytest.mark.parametrize("avx512", [False, True])
@@ -109,97 +112,18 @@ def test_gemm_of_any_size_with_and_without_avx512(avx512, dtype):
         assert np.abs(c - expected).max() <= bound * max(1, np.abs(expected).max()), (case, n)
 
 
-GUARDED = """
-import ctypes, itertools, mmap, sys
-import torch
-from efficient_densenet.kernels import scratch
-from efficient_densenet.kernels.numba_cpu.host import operations, tiling
-from kernel_operations import OPERATIONS, Case
-
-libc = ctypes.CDLL(None)
-libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-GUARD = 64 * mmap.PAGESIZE
-buffers, layouts = [], {}
-
-def places(*sizes):
-    # Each part ends where protected pages begin. The total tells `buffer` which layout it is.
-    stops, end = [], 0
-    for size in sizes:
-        stops.append(end + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-        end = stops[-1] + GUARD
-    starts = [stop - size for stop, size in zip(stops, sizes)]
-    total = 8 * (end + len(layouts))
-    layouts[total] = starts[0], stops, end
-    return [start - starts[0] for start in starts] + [total]
-
-def buffer(name, size, dtype, device):
-    start, stops, end = layouts[size * dtype.itemsize]
-    memory = mmap.mmap(-1, end)
-    buffers.append(memory)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    whole.view(dtype).fill_(float("nan"))
-    for stop in stops:
-        assert libc.mprotect(whole.data_ptr() + stop, GUARD, 0) == 0
-    return whole[start:].view(dtype)
-
-scratch.buffer, tiling._places = buffer, places
-torch.set_num_threads(1)
-for dtype, (operation, function) in itertools.product((torch.float32, torch.bfloat16), OPERATIONS.items()):
-    for rows in (1, 12, 20, 36, 98):
-        for channels, width in ((2, 17), (48, 64), (200, 48), (300, 40)):
-            case = Case((1, 2, 2 * rows) if "pooled" in operation else (1, 1, rows), channels, width, dtype)
-            print(dtype, operation, rows, channels, width, flush=True)
-            function(operations, case)
-print("all")
-"""
-
-
-def test_scratch_is_not_accessed_out_of_bounds():
-    """Protected pages follow each part of it."""
-    completed = subprocess.run(
-        [sys.executable, "-c", GUARDED],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert completed.returncode == 0, (completed.stdout.splitlines()[-1:], completed.stderr)
-    assert completed.stdout.endswith("all\n")
-
-
-@pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "backward" in name])
-def test_overwrite_replaces_the_accumulated_gradient(operation):
-    check(operation, Case((2, 5, 7), 9, 16, overwrite=True))
-
-
-@pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize(
-    "operation", [name for name in OPERATIONS if name.startswith(("conv", "pooled")) and name.endswith("backward")]
-)
-def test_without_grad_weight(operation):
-    case = Case((2, 5, 7), 9, 16)
-    case.needs_grad_weight = False
-    check(operation, case)
-
-
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(
     *grid(
-        overwrite_applies,
         operation=["conv3x3_forward", "conv3x3_forward_with_statistics", "conv3x3_backward"],
         shape=[(2, 9), (3, 2), (2, 5, 13), (2, 4, 3, 5), (1, 7, 2, 3)],
         dilation=[1, 2, 3],
-        overwrite=[False, True],
         tile=TILES,
     ),
     indirect=["tile"],
 )
-def test_convolutions_in_other_dimensions_and_with_dilation(operation, shape, dilation, overwrite):
-    case = Case(shape, 9, 16, overwrite=overwrite)
-    case.dilation = dilation
-    check(operation, case)
+def test_convolutions_in_other_dimensions_and_with_dilation(operation, shape, dilation):
+    check(operation, Case(shape, 9, 16, dilation=dilation))
 
 
 @pytest.fixture
@@ -213,6 +137,7 @@ def many_threads():
 @pytest.mark.usefixtures("many_threads", "tile")
 @pytest.mark.parametrize(
     *grid(
+        lambda operation, shape, **_: "conv3x3" in operation or shape in ((9, 24), (17, 6, 5)),  # others have no halo
         operation=OPERATIONS,
         shape__dilation=[((9, 24), 1), ((17, 6, 5), 1), ((23, 6, 5), 2), ((7, 6, 4, 5), 1), ((13, 5, 4, 5), 2)],
         tile=TILES,
@@ -225,9 +150,7 @@ def test_more_threads_than_images_or_processors(operation, shape, dilation, monk
     monkeypatch.setattr(
         openmp, "run", lambda kernel, threads, record: thread_counts.append(threads) or run(kernel, threads, record)
     )
-    case = Case(shape, 6, 8)
-    case.dilation = dilation
-    check(operation, case)
+    check(operation, Case(shape, 6, 8, dilation=dilation))
     if operations.TILE == 5 and "affine" not in operation and "pooled" not in operation:
         assert max(thread_counts) == 4
 
@@ -262,13 +185,6 @@ def test_fewer_threads_than_requested_may_run():
     subprocess.run([sys.executable, "-c", FEWER_THREADS], env=environment, check=True)
 
 
-def test_matrices_with_contiguous_columns():
-    case = Case((1, 5, 4), 6, 16)
-    case.values, case.grad_output = (matrix.t().contiguous().t() for matrix in (case.values, case.grad_output))
-    check("batch_statistics", case)
-    check("conv1x1_backward", case)
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_inputs_with_other_strides_are_copied(operation):
     case = Case((2, 5, 7), 9, 16)
@@ -295,45 +211,26 @@ def test_matrices_with_contiguous_columns_are_copied_once():
     assert values.nbytes <= peak <= 1.1 * values.nbytes
 
 
-@pytest.mark.parametrize("operation", ["batch_statistics", "conv1x1_forward_with_statistics"])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "statistics" in name])
 def test_variance_of_values_far_from_zero(operation):
-    case = Case((50, 9, 7), 16, 16)
-    case.values = 1000 + 0.01 * case.values
-    case.mean, case.norm_bias, case.weight1x1 = None, 0 * case.norm_bias, torch.eye(16)
-    case.norm_weight = case.inv_std = torch.ones_like(case.inv_std)
-    *_, variance, _ = OPERATIONS[operation](operations, case)
-    assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
+    check_variance_far_from_zero(operations, operation, (50, 9, 7))
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
 def test_non_finite_values_propagate_as_in_portable(operation):
-    """The non-finite pixels are inside the image: at its border they are also multiplied by the padding's zeros, which
-    makes the gradients of all taps of their channel NaN instead of most."""
-    case = Case((1, 8, 8), 6, 16)
-    case.values[9, 1], case.values[30, 4] = math.nan, math.inf
-    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
-    for actual, expected in zip(results, reference, strict=True):
-        assert torch.equal(actual.isfinite(), expected.isfinite())
+    check_non_finite(operations, operation, Case((1, 8, 8), 6, 16))
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
-def test_mixed_precision_runs_on_portable(operation):
-    case = Case((1, 8, 8), 6, 16)
-    case.values, case.grad_accum = case.values.double(), case.grad_accum.double()
-    vectors = "norm_weight", "norm_bias", "mean", "inv_std", "sums"
-    vars(case).update({name: getattr(case, name).double() for name in vectors})
-    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
-    for actual, expected in zip(results, reference, strict=True):
-        assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
-def test_large_weights_run_on_portable(operation, monkeypatch):
-    monkeypatch.setattr(operations, "WEIGHT_BYTES", 5 * 16 * 4)
-    case = Case((1, 8, 8), 6, 16)
-    results, reference = (OPERATIONS[operation](each, case) for each in (operations, portable))
-    for actual, expected in zip(results, reference, strict=True):
-        assert torch.equal(actual, expected)
+@pytest.mark.parametrize("what", ["mixed precision", "float16", "a large weight"])
+def test_what_they_do_not_support_runs_on_portable(operation, what, monkeypatch):
+    case = Case((1, 8, 8), 6, 16, torch.float16 if what == "float16" else torch.float32)
+    if what == "a large weight":
+        monkeypatch.setattr(operations, "WEIGHT_BYTES", 5 * 16 * 4)
+    if what == "mixed precision":
+        names = "values", "grad_accum", "norm_weight", "norm_bias", "mean", "inv_std", "sums"
+        vars(case).update({name: getattr(case, name).double() for name in names})
+    check_is_portable(operations, operation, case)
 
 
 def test_kernels_for_selects_them_for_their_dtypes():

@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoint_outcomes import CountingOperations
-from helpers import use_kernels
-from kernel_operations import OPERATIONS, Case, check
+from helpers import assert_close, use_kernels
+from kernel_operations import OPERATIONS, Case, check, check_is_portable
 
-from efficient_densenet import DenseBlock, kernels
-from efficient_densenet.engine.stage import backward
-from efficient_densenet.kernels import convolution, few_rows, portable
+from efficient_densenet import kernels
+from efficient_densenet.kernels import convolution, few_rows, portable, row_tiles
 from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,
@@ -90,14 +89,22 @@ def test_few_rows_are_computed_as_many_are(operation, shape):
     check(few_rows, operation, Case(shape, 6, 3))
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("tile_bytes", [1, 600])
+def test_tiles_of_few_rows_compute_what_one_tile_does(operation, tile_bytes, monkeypatch):
+    case = Case((3, 4, 5), 6, 3).in_float64()
+    expected = OPERATIONS[operation](portable, case)
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile_bytes)
+    for result, reference in zip(OPERATIONS[operation](portable, case), expected, strict=True):
+        assert_close(result, reference)
+
+
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
 def test_mixed_precision_is_computed_as_for_many_rows(operation):
     """Features in float32 whose convolutions are in bfloat16."""
     case = Case((1, 8, 8), 6, 16, torch.bfloat16)
     case.values, case.grad_accum = case.values.float(), case.grad_accum.float()
-    results, reference = (OPERATIONS[operation](each, case) for each in (few_rows, portable))
-    for actual, expected in zip(results, reference, strict=True):
-        assert torch.equal(actual, expected)
+    check_is_portable(few_rows, operation, case)
 
 
 @pytest.mark.parametrize("num_rows", [2, 37, few_rows.MAX_ROWS])
@@ -174,25 +181,3 @@ def test_the_backward_of_a_bottleneck_s_norm_is_one_operation(shape):
         assert not other[1]
         for result, reference in zip(results, other[0], strict=True):
             torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.usefixtures("only_portable")
-@pytest.mark.parametrize("frozen", [False, True])
-def test_which_norms_have_an_only_consumer(frozen, monkeypatch):
-    """A bottleneck's; the features' have sums only where kernels need them."""
-    created = []
-
-    def accumulator(*arguments, **settings):
-        created.append(GradAccumulator(*arguments, **settings))
-        return created[-1]
-
-    monkeypatch.setattr(backward, "GradAccumulator", accumulator)
-    block = DenseBlock(2, 3, 4, efficient="shared")
-    if frozen:
-        block.eval()
-    block(torch.randn(2, 3, 4, 4, requires_grad=True)).sum().backward()
-    of_bottlenecks = [each for each in created if each.overwrite]
-    assert [each.is_only_consumer for each in of_bottlenecks] == [True, True]
-    of_features = [each for each in created if not each.overwrite]
-    assert not any(each.is_only_consumer or each.sums is not None for each in of_features)
-    assert [each.sums is None for each in of_bottlenecks] == [frozen, frozen]

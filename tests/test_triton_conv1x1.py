@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from grids import pairwise
 from helpers import kernel_modules
-from kernel_operations import OPERATIONS, Case, check
+from kernel_operations import OPERATIONS, Case, check, rounded_to_tf32
 
 from efficient_densenet.kernels import portable
 
@@ -23,20 +24,12 @@ def round_kernel(output, values, SIZE: tl.constexpr):  # noqa: N803
     tl.store(output + i, operands.round_to_tf32(tl.load(values + i)))
 
 
-def nearest_tf32(x):
-    """float32 to 10 bits of fraction, ties away from zero, by float64 arithmetic."""
-    fraction, exponent = torch.frexp(x.double())
-    scaled = torch.ldexp(fraction, torch.tensor(11))  # of which 11 bits are before the point
-    rounded = torch.where(scaled < 0, -torch.floor(0.5 - scaled), torch.floor(0.5 + scaled))
-    return torch.ldexp(rounded, exponent - 11).float()
-
-
 def test_rounding_to_the_nearest():
     ties = torch.tensor([1 + 2**-11, -1 - 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 - 2**-23, 2 - 2**-12, 0.0, 2.0**-120])
     values = torch.cat([ties, torch.randn(1024 - len(ties)) * 100]).to(DEVICE)
     output = torch.empty_like(values)
     round_kernel[(1,)](output, values, SIZE=len(values))
-    assert torch.equal(output.cpu(), nearest_tf32(values.cpu()))
+    assert torch.equal(output.cpu(), rounded_to_tf32(values.cpu()).float())
     assert (output.view(torch.int32) & 0x1FFF == 0).all()
 
 
@@ -52,23 +45,23 @@ def test_rounding_of_what_has_no_nearest(value):
 
 def rounded_products(case, operation):
     """The result in float64, but for the operands of the products, which are rounded from float32 to TF32."""
-    weight = nearest_tf32(case.weight1x1).double()
+    weight = rounded_to_tf32(case.weight1x1)
     input, grad = case.input, case.grad_bottleneck(case.grad_output)
     activation = torch.relu(input.values * input.norm.scale + input.norm.shift)
-    y = nearest_tf32(activation).double()
+    y = rounded_to_tf32(activation)
     if operation == "conv1x1_forward":
         return [y @ weight.t()]
     slope, constant, inv_std = grad.coefficients()
-    grad_output = nearest_tf32(grad.values * slope + constant + grad.grad_accum * inv_std).double()
+    grad_output = rounded_to_tf32(grad.values * slope + constant + grad.grad_accum * inv_std)
     grad_input = torch.where(activation <= 0, 0.0, grad_output @ weight)
     grad_accum = case.norm().grad_scale * grad_input + (0 if case.overwrite else case.grad_accum)
     return [grad_output.t() @ y, grad_accum]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's products round differently: tests/test_triton_kernels.py")
-@pytest.mark.parametrize("operation", CONVOLUTIONS)
-@pytest.mark.parametrize(("channels", "width"), [(5, 1), (36, 48), (70, 128), (20, 260)])
-@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize(
+    *pairwise(operation=CONVOLUTIONS, channels__width=[(5, 1), (36, 48), (70, 128), (20, 260)], centered=[False, True])
+)
 def test_operands_are_rounded_to_tf32(operation, channels, width, centered, monkeypatch):
     """In the interpreter products are exact, so that only the rounding is seen. Without it, or with another, the result
     would be as far from the expected one as TF32 is from float32."""

@@ -2,16 +2,22 @@
 
 import functools
 import importlib
-import itertools
 import math
 
 import pytest
 import torch
-from grids import grid
-from helpers import assert_close
-from kernel_operations import OPERATIONS, Case, check
+from grids import pairwise
+from kernel_operations import (
+    OPERATIONS,
+    SETTINGS,
+    Case,
+    check,
+    check_non_finite,
+    check_variance_far_from_zero,
+    is_valid,
+    rounded_to_tf32,
+)
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
-from triton_resources import ARCHITECTURES, LIMITS, Compilation, compile_all
 
 from efficient_densenet.kernels import portable
 from efficient_densenet.kernels.interface import (
@@ -24,7 +30,6 @@ from efficient_densenet.kernels.interface import (
 pytest.importorskip("triton", reason="needs Triton")
 triton_kernels = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
 conv3x3 = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.conv3x3")
-tiles = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.tiles")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONV3X3 = ["conv3x3_forward", "conv3x3_forward_with_statistics", "conv3x3_backward"]
@@ -52,24 +57,19 @@ def launched(monkeypatch):
     return names
 
 
-NAMES, CASES = grid(
-    lambda operation, overwrite, frozen, **_: operation == "conv3x3_backward" or not (overwrite or frozen),
-    operation=CONV3X3,
-    shape=[(1, 1, 1), (2, 1, 5), (3, 7, 3), (1, 19, 13)],
-    channels__width=[(1, 1), (20, 12), (33, 20), (12, 48)],
-    dilation=[1, 2, 3],
-    dtype=[torch.float32, torch.bfloat16, torch.float16],
-    centered=[False, True],
-    overwrite=[False, True],
-    frozen=[False, True],
+@pytest.mark.parametrize(
+    *pairwise(
+        is_valid,
+        operation=CONV3X3,
+        shape=[(1, 1, 1), (2, 1, 5), (3, 7, 3), (1, 19, 13)],
+        channels__width=[(1, 1), (20, 12), (33, 20), (12, 48)],
+        dilation=[1, 2, 3],
+        dtype=[torch.float32, torch.bfloat16, torch.float16],
+        setting=SETTINGS,
+    )
 )
-
-
-@pytest.mark.parametrize(NAMES, [case for case in CASES if not case.marks])
-def test_every_shape(operation, shape, channels, width, dilation, dtype, centered, overwrite, frozen, launched):
-    case = Case(shape, channels, width, dtype, overwrite, centered=centered, frozen=frozen)
-    case.dilation = dilation
-    check(operation, case)
+def test_every_shape(operation, shape, channels, width, dilation, dtype, setting, launched):
+    check(operation, Case(shape, channels, width, dtype, dilation=dilation, **SETTINGS[setting]))
     assert any("conv3x3" in name for name in launched)
 
 
@@ -91,17 +91,7 @@ def test_without_sums_that_are_shifted(dilation, monkeypatch):
     """As before Triton 3.3; and as with a dilation of which two would be too large a part of a tile."""
     if dilation == 1:
         monkeypatch.setattr(conv3x3, "HAS_GATHER", False)
-    case = Case((2, 9, 11), 20, 12)
-    case.dilation = dilation
-    check("conv3x3_forward_with_statistics", case)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_that_requires_no_gradient(dtype, launched):
-    case = Case((2, 5, 7), 9, 16, dtype)
-    case.needs_grad_weight = False
-    check("conv3x3_backward", case)
-    assert launched == ["conv3x3_grad_input", "finish_backward"]
+    check("conv3x3_forward_with_statistics", Case((2, 9, 11), 20, 12, dilation=dilation))
 
 
 def test_the_gradient_lies_as_the_weight_does():
@@ -121,6 +111,9 @@ def test_launches_of_a_convolution(launched):
     launched.clear()
     OPERATIONS["conv3x3_backward"](triton_kernels, Case((2, 5, 7), 9, 16))
     assert launched == ["conv3x3_grad_input", "conv3x3_grad_weight", "finish_backward"]
+    launched.clear()
+    OPERATIONS["conv3x3_backward"](triton_kernels, Case((2, 5, 7), 9, 16, needs_grad_weight=False))
+    assert launched == ["conv3x3_grad_input", "finish_backward"]
 
 
 @pytest.mark.parametrize("operation", CONV3X3)
@@ -142,12 +135,6 @@ def test_grids_of_many_pixels_are_within_cuda_s_limits(operation, monkeypatch):
             conv3x3.forward(AffineInput(values, norm), weight, shape, 1, statistics)
     assert grids
     assert all(max(grid[1:], default=0) <= 65535 for grid in grids)
-
-
-def rounded_to_tf32(x):
-    """By arithmetic on the fraction: the nearest with eleven bits."""
-    fraction, exponent = torch.frexp(x.double())
-    return torch.ldexp(torch.sign(fraction) * torch.floor(fraction.abs() * 2048 + 0.5) / 2048, exponent)
 
 
 @pytest.mark.parametrize("operation", CONV3X3)
@@ -176,22 +163,12 @@ def _rounded_affine_relu(affine_relu, *arguments):
 def test_non_finite_values_propagate_as_in_portable(operation, dtype, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
     case = Case((1, 8, 8), 6, 16, dtype)
-    # Not at the image's edge: see conv3x3_grad_weight.
-    case.values[11, 1], case.values[30, 4], case.grad_output[50, 2] = math.nan, math.inf, math.nan
-    ours, theirs = (OPERATIONS[operation](each, case) for each in (triton_kernels, portable))
-    for found, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(found.isfinite(), expected.isfinite())
+    case.grad_output[50, 2] = math.nan
+    check_non_finite(triton_kernels, operation, case)
 
 
 def test_variance_of_an_output_far_from_zero():
-    """Each output channel is one of the values, which are 1000 and a little."""
-    case = Case((5, 9, 7), 16, 16)
-    case.values = 1000 + 0.01 * case.values
-    case.norm_weight, case.norm_bias, case.inv_std, case.mean = (torch.full_like(case.inv_std, x) for x in (1, 0, 1, 0))
-    case.weight3x3 = torch.zeros_like(case.weight3x3)
-    case.weight3x3[:, :, 1, 1] = torch.eye(16, device=DEVICE)
-    *_, variance, _ = OPERATIONS["conv3x3_forward_with_statistics"](triton_kernels, case)
-    assert_close(variance, case.values.double().var(0, correction=0).float(), 1e-3 * 1e-4)
+    check_variance_far_from_zero(triton_kernels, "conv3x3_forward_with_statistics", (5, 9, 7), DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -216,53 +193,3 @@ def test_the_choice_between_triton_and_cudnn(width, shape, dtype, allow_tf32, di
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allow_tf32)
     weight = torch.empty(width, 4 * width, *[3] * (len(shape) - 1), dtype=dtype, device="meta")
     assert conv3x3.is_for_triton(weight, torch.Size(shape), dilation) is expected
-
-
-LAYERS = {"BC-100-12": (48, 12), "densenet121": (128, 32), "densenet161": (192, 48)}
-PRECISIONS = {"tf32": (torch.float32, True), "float32": (torch.float32, False), "bfloat16": (torch.bfloat16, True)}
-
-
-@pytest.mark.parametrize(
-    ("architectures", "layers", "precisions", "overwrites"),
-    [
-        pytest.param([90], ["BC-100-12", "densenet121"], ["tf32"], [True], id="first"),
-        pytest.param(ARCHITECTURES, LAYERS, PRECISIONS, [False, True], marks=pytest.mark.exhaustive, id="all"),
-    ],
-)
-def test_no_kernel_spills_and_a_quarter_of_the_warps_is_resident(
-    architectures, layers, precisions, overwrites, monkeypatch
-):
-    monkeypatch.undo()
-    names, compilations = [], []
-    for choice in itertools.product(architectures, layers, precisions, overwrites):
-        architecture, layer, precision, overwrite = choice
-        limits = LIMITS[architecture]
-        limits = tiles.DeviceLimits(100, limits.shared_memory, limits.shared_memory_of_a_block)
-        monkeypatch.setattr(conv3x3, "device_limits", lambda _, limits=limits: limits)
-        dtype, allow_tf32 = PRECISIONS[precision]
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allow_tf32)
-        for kernel, arguments, constants in _launches(*LAYERS[layer], dtype, overwrite, monkeypatch):
-            compilation = Compilation.of(kernel, arguments, constants, architecture)
-            if compilation not in compilations:
-                names.append((kernel.fn.__name__, *choice))
-                compilations.append(compilation)
-    for name, resources in zip(names, compile_all(compilations), strict=True):
-        assert resources.spills == 0, (name, resources)
-        assert resources.fits, (name, resources)
-        assert resources.occupancy >= 0.25, (name, resources)
-
-
-def _launches(channels, width, dtype, overwrite, monkeypatch):
-    """What a layer launches: (kernel, arguments, constants) of the kernels of its 3×3 convolution."""
-    launches = []
-    monkeypatch.setattr(
-        conv3x3.launch, "launch", lambda kernel, _, *rest, **constants: launches.append((kernel, rest, constants))
-    )
-    case = Case((2, 32, 32), channels, width, dtype)
-    vars(case).update({name: x.to("meta") for name, x in vars(case).items() if isinstance(x, torch.Tensor)})
-    input, grad_output = AffineInput(case.values.contiguous(), case.norm()), case.grad_output.contiguous()
-    if conv3x3.is_for_triton(case.weight3x3, case.shape):
-        accumulator = case.accumulator(case.grad_accum.contiguous(), overwrite)
-        conv3x3.backward(grad_output, input, case.weight3x3, accumulator, case.shape)
-        case.with_statistics(functools.partial(conv3x3.forward, input, case.weight3x3, case.shape, 1), width)
-    return [each for each in launches if "conv3x3" in each[0].fn.__name__]

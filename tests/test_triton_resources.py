@@ -1,14 +1,16 @@
-"""The kernels of 1×1 convolutions, compiled for GPUs that need not be there: they fit, do not spill, many are resident.
+"""The Triton kernels, compiled for GPUs that need not be there: they fit, do not spill, many are resident.
 
 The launches are those of the host code, with the tiles that it chooses for each device.
 """
 
+import functools
 from typing import NamedTuple
 
 import pytest
 import torch
 from helpers import kernel_modules
-from triton_resources import ARCHITECTURES, LIMITS, Compilation, Resources, compile_all
+from kernel_operations import Case
+from triton_resources import ARCHITECTURES, LIMITS, Compilation, compile_all
 
 from efficient_densenet.kernels.interface import (
     AffineInput,
@@ -16,13 +18,17 @@ from efficient_densenet.kernels.interface import (
     BatchNormBackward,
     Conv1x1,
     GradAccumulator,
+    StatisticsOutput,
 )
+from efficient_densenet.kernels.max_pooling import MaxPool
 
 pytest.importorskip("triton", reason="needs Triton")
-conv1x1, launch, tiles = kernel_modules("triton_gpu", "conv1x1", "launch", "tiles")
+conv1x1, conv3x3, stem, launch, tiles, device_functions = kernel_modules(
+    "triton_gpu", "conv1x1", "conv3x3", "stem", "launch", "tiles", "device_functions"
+)
 
-MODELS = {"BC-100-12": (48, 216), "densenet121": (128, 512), "densenet161": (192, 768)}
-"""Output and input channels of a 1×1 convolution of each."""
+MODELS = {"BC-100-12": (12, 48, 216), "densenet121": (32, 128, 512), "densenet161": (48, 192, 768)}
+"""Growth rate, and output and input channels of a 1×1 convolution of each."""
 
 PRECISIONS = {"tf32": torch.float32, "ieee": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MULTIPROCESSORS = {80: 108, 86: 82, 89: 128, 90: 132, 120: 170}
@@ -36,93 +42,172 @@ LOW_OCCUPANCY = {
 without tensor cores, whose tiles are smaller. Those with 100 KiB of shared memory on a multiprocessor (8.6, 8.9, 12.0)
 hold one block of the TF32 tiles, of 8 warps in 48."""
 
+empty = functools.partial(torch.empty, device="meta")
+
 
 class Job(NamedTuple):
-    model: str
-    precision: str
-    arch: int
+    """A launch to compile, and what it must keep to."""
 
-
-class Recorded(NamedTuple):
-    kernel: str
-    estimate: int
-    resident: int
     compilation: Compilation
+    has_low_occupancy: bool | None = False  # None: it may
+    estimate: int | None = None
+    """At most so many bytes of shared memory, as the host code reckons."""
+    resident: int = 1
+    """At least so many blocks on a multiprocessor."""
 
 
-def limits_of(arch):
-    limits = LIMITS[arch]
-    return tiles.DeviceLimits(MULTIPROCESSORS[arch], limits.shared_memory, limits.shared_memory_of_a_block)
-
-
-def record(job, monkeypatch):
-    """The launches of a forward with statistics and of a backward, which run nothing."""
+@pytest.fixture
+def launched(monkeypatch):
+    """Launches, (kernel, arguments, constants), which run nothing."""
     launches = []
-    limits = limits_of(job.arch)
-    monkeypatch.setattr(tiles, "device_limits", lambda device: limits)
     monkeypatch.setattr(
         launch, "launch", lambda kernel, grid, *args, **constants: launches.append((kernel, args, constants))
     )
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", job.precision == "tf32")
-    dtype, (width, channels), rows = PRECISIONS[job.precision], MODELS[job.model], 12544
-
-    def matrix(rows, columns, dtype=dtype):
-        return torch.empty(rows, columns, dtype=dtype, device="meta")
-
-    norm = BatchNormAffine(*matrix(4, channels, torch.float32))
-    input, weight, output = AffineInput(matrix(rows, channels), norm), matrix(width, channels), matrix(rows, width)
-    conv1x1.forward(Conv1x1(input, weight, output), with_statistics=True)
-    mean, inv_std = matrix(2, width, torch.float32)
-    grad = BatchNormBackward(output, output, inv_std, mean, matrix(2, width, torch.float32), rows)
-    accumulator = GradAccumulator(matrix(rows, channels), sums=matrix(2, channels, torch.float32))
-    conv1x1.backward(grad, input, weight, accumulator)
-    precision = conv1x1.product_precision(weight)
-    forward_tile, backward_tile = (
-        tiles.forward_tile(width, precision, limits),
-        tiles.backward_tile(width, precision, limits),
-    )
-    estimates = {
-        "conv1x1_forward": (forward_tile, forward_tile.forward_shared_memory(precision)),
-        "conv1x1_backward": (backward_tile, backward_tile.backward_shared_memory(precision)),
-    }
-    vectors = ("norm_weight", "norm_bias", "mean", "inv_std", "out_mean", "out_inv_std", "out_sums")
-    recorded = []
-    for kernel, args, constants in launches:
-        if kernel.fn.__name__ in estimates:
-            tile, estimate = estimates[kernel.fn.__name__]
-            compilation = Compilation.of(kernel, args, constants, job.arch, misaligned=vectors)
-            resident = tile.resident_blocks(estimate, limits)
-            recorded.append(Recorded(kernel.fn.__name__, estimate, resident, compilation))
-    return recorded
+    return launches
 
 
-def check(job, recorded: Recorded, resources: Resources):
-    print(job, recorded.kernel, resources, f"{resources.blocks} blocks, {resources.occupancy:.0%}")
-    assert resources.spills == 0
-    assert resources.fits
-    assert resources.shared_memory <= recorded.estimate
-    assert resources.blocks >= recorded.resident
-    if job.arch in (80, 90):
-        is_low = job.precision != "ieee" and (job.model, recorded.kernel) in LOW_OCCUPANCY
-        assert (resources.occupancy < 0.25) == is_low
+@pytest.fixture
+def on_device(monkeypatch):
+    """A function that chooses the device and the precision of products. It returns the device's limits."""
+
+    def choose(arch, precision="tf32"):
+        of_arch = LIMITS[arch]
+        limits = tiles.DeviceLimits(MULTIPROCESSORS[arch], of_arch.shared_memory, of_arch.shared_memory_of_a_block)
+        for module in tiles, conv3x3:
+            monkeypatch.setattr(module, "device_limits", lambda device: limits)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision != "ieee")
+        return limits
+
+    return choose
 
 
-def check_all(jobs, monkeypatch):
-    pairs = [(job, recorded) for job in jobs for recorded in record(job, monkeypatch)]
-    assert len(pairs) == 2 * len(jobs)
-    for (job, recorded), resources in zip(pairs, compile_all([each.compilation for _, each in pairs]), strict=True):
-        check(job, recorded, resources)
+@pytest.fixture
+def conv1x1_jobs(launched, on_device):
+    """A forward with statistics and a backward."""
+
+    def jobs(model, precision, arch):
+        limits, dtype, (_, width, channels), rows = (
+            on_device(arch, precision),
+            PRECISIONS[precision],
+            MODELS[model],
+            12544,
+        )
+        norm, weight = BatchNormAffine(*empty(4, channels)), empty(width, channels, dtype=dtype)
+        input, output = AffineInput(empty(rows, channels, dtype=dtype), norm), empty(rows, width, dtype=dtype)
+        mean, inv_std = empty(2, width)
+        launched.clear()
+        conv1x1.forward(Conv1x1(input, weight, output), with_statistics=True)
+        grad = BatchNormBackward(output, output, inv_std, mean, empty(2, width), rows)
+        conv1x1.backward(
+            grad, input, weight, GradAccumulator(empty(input.values.shape, dtype=dtype), sums=empty(2, channels))
+        )
+        products = conv1x1.product_precision(weight)
+        forward, backward = (choose(width, products, limits) for choose in (tiles.forward_tile, tiles.backward_tile))
+        chosen = {
+            "conv1x1_forward": (forward, forward.forward_shared_memory(products)),
+            "conv1x1_backward": (backward, backward.backward_shared_memory(products)),
+        }
+        vectors = ("norm_weight", "norm_bias", "mean", "inv_std", "out_mean", "out_inv_std", "out_sums")
+        for kernel, arguments, constants in launched:
+            name = kernel.fn.__name__
+            if name in chosen:
+                tile, estimate = chosen[name]
+                is_low = precision != "ieee" and (model, name) in LOW_OCCUPANCY if arch in (80, 90) else None
+                compilation = Compilation.of(kernel, arguments, constants, arch, misaligned=vectors)
+                yield Job(compilation, is_low, estimate, tile.resident_blocks(estimate, limits))
+
+    return jobs
 
 
-def test_the_most_common_kernels(monkeypatch):
-    check_all(
-        [Job("BC-100-12", "tf32", 80), Job("densenet121", "tf32", 90), Job("densenet161", "tf32", 86)], monkeypatch
-    )
+@pytest.fixture
+def conv3x3_jobs(launched, on_device):
+    """A backward and a forward with statistics, where they are not cuDNN's."""
+
+    def jobs(model, precision, arch, overwrite):
+        on_device(arch, precision)
+        width, channels, _ = MODELS[model]
+        case = Case((2, 32, 32), channels, width, PRECISIONS[precision], overwrite)
+        vars(case).update({name: x.to("meta") for name, x in vars(case).items() if isinstance(x, torch.Tensor)})
+        input, grad_output = AffineInput(case.values.contiguous(), case.norm()), case.grad_output.contiguous()
+        launched.clear()
+        if conv3x3.is_for_triton(case.weight3x3, case.shape):
+            accumulator = case.accumulator(case.grad_accum.contiguous(), overwrite)
+            conv3x3.backward(grad_output, input, case.weight3x3, accumulator, case.shape)
+            case.with_statistics(functools.partial(conv3x3.forward, input, case.weight3x3, case.shape, 1), width)
+        for kernel, arguments, constants in launched:
+            if "conv3x3" in kernel.fn.__name__:
+                yield Job(Compilation.of(kernel, arguments, constants, arch))
+
+    return jobs
+
+
+@pytest.fixture
+def stem_jobs(launched):
+    """The kernels of densenet121's stem, in both memory formats."""
+
+    def jobs(dtype, arch):
+        norm, pool = BatchNormAffine(*empty(4, 64)), MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)
+        launched.clear()
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            values = empty(1, 64, 112, 112, dtype=dtype).contiguous(memory_format=memory_format)
+            stem.image_statistics(values, StatisticsOutput(empty(3, 64), 1e-5))
+            output = stem.norm_relu_max_pool(values, norm, pool, dtype)
+            places, grads = stem.norm_relu_max_pool_reduce(output, values, norm, pool)
+            stem.norm_relu_max_pool_backward(output, places, values, norm, pool, grads, 1)
+        for kernel, arguments, constants in launched:
+            if kernel.fn.__name__.startswith(("image", "norm")):
+                yield Job(Compilation.of(kernel, arguments, constants, arch, misaligned=device_functions.VECTORS))
+
+    return jobs
+
+
+def check_all(jobs, count):
+    jobs = list(jobs)
+    assert len(jobs) == count
+    for job, resources in zip(jobs, compile_all([each.compilation for each in jobs]), strict=True):
+        found = job, resources, f"{resources.blocks} blocks, {resources.occupancy:.0%}"
+        assert resources.spills == 0, found
+        assert resources.fits, found
+        assert job.estimate is None or resources.shared_memory <= job.estimate, found
+        assert resources.blocks >= job.resident, found
+        assert job.has_low_occupancy in (None, resources.occupancy < 0.25), found
+
+
+def test_the_most_common_kernels(conv1x1_jobs, conv3x3_jobs, stem_jobs):
+    jobs = [
+        *conv1x1_jobs("BC-100-12", "tf32", 80),
+        *conv1x1_jobs("densenet121", "tf32", 90),
+        *conv1x1_jobs("densenet161", "tf32", 86),
+        *conv3x3_jobs("BC-100-12", "tf32", 90, True),
+        *conv3x3_jobs("densenet121", "tf32", 90, True),
+        *stem_jobs(torch.float32, 90),
+    ]
+    check_all(jobs, 3 * 2 + 2 * 3 + 8)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_kernel(model, precision, arch, monkeypatch):
-    check_all([Job(model, precision, arch)], monkeypatch)
+def test_every_conv1x1_kernel(model, precision, arch, conv1x1_jobs):
+    check_all(conv1x1_jobs(model, precision, arch), 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("precision", "models"), [("tf32", MODELS), ("bfloat16", MODELS), ("ieee", ["BC-100-12"])])
+def test_every_conv3x3_kernel(precision, models, arch, conv3x3_jobs):
+    jobs = [
+        job
+        for model in models
+        for overwrite in (False, True)
+        for job in conv3x3_jobs(model, precision, arch, overwrite)
+    ]
+    check_all(jobs, 6 * len(models))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kernel_of_the_stem(dtype, arch, stem_jobs):
+    check_all(stem_jobs(dtype, arch), 8)

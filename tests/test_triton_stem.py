@@ -1,8 +1,6 @@
 """The stem's Triton kernels agree with plain modules: on a GPU if there is one, else through Triton's interpreter."""
 
 import importlib
-import inspect
-import itertools
 import math
 
 import pytest
@@ -11,15 +9,12 @@ import torch.nn.functional as F
 from grids import grid
 from torch import Tensor
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
-from triton_resources import ARCHITECTURES, POINTERS, Compilation, compile_all
 
 from efficient_densenet.kernels.interface import BatchNormAffine, Gradients, StatisticsOutput
 from efficient_densenet.kernels.max_pooling import MaxPool
 
 pytest.importorskip("triton", reason="needs Triton")
 triton_stem = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.stem")
-VECTORS = importlib.import_module("efficient_densenet.kernels.triton_gpu.device.device_functions").VECTORS
-TILE = triton_stem._TILE
 
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -190,46 +185,3 @@ def test_program_instances_that_loop(instances, monkeypatch):
     _, *found = case.norm_gradients()
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("arch", "dtype"),
-    [
-        pytest.param(arch, dtype, marks=() if (arch, dtype) == (90, torch.float32) else pytest.mark.exhaustive)
-        for arch, dtype in itertools.product(ARCHITECTURES, [torch.float32, torch.bfloat16])
-    ],
-)
-def test_registers_and_occupancy(arch, dtype, monkeypatch):
-    """Compiled for densenet121's stem: no spills, and a quarter of a multiprocessor's warps resident."""
-    monkeypatch.setattr(triton_stem, "_TILE", TILE)
-    compilations = []
-
-    def record(kernel, grid, *arguments, **constants):
-        name = kernel.__name__
-        if name.startswith(("image", "norm")):
-            compilations.append(_compilation(kernel, arguments, constants, arch))
-
-    monkeypatch.setattr(triton_stem.launch, "launch", record)
-    for memory_format in FORMATS:
-        case = Case(POOLS["3x3"], (1, 64, 112, 112), dtype, memory_format)
-        triton_stem.image_statistics(case.values, StatisticsOutput(torch.empty(3, 64), 1e-5))
-        triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, dtype)
-        indices, *sums = case.norm_gradients()
-        arguments = case.grad_output, indices, case.values, case.norm, case.pool, Gradients(*sums), 1
-        triton_stem.norm_relu_max_pool_backward(*arguments)
-    assert len(compilations) == 8
-    for compilation, resources in zip(compilations, compile_all(compilations), strict=True):
-        assert resources.spills == 0, compilation
-        assert resources.occupancy >= 0.25, (compilation, resources)
-
-
-def _compilation(kernel, arguments, constants, arch) -> Compilation:
-    names, types = list(inspect.signature(kernel.fn).parameters), {"int8": "*i8", int: "i32", float: "fp32"}
-    signature = {
-        name: types.get(type(value)) or (types | POINTERS)[str(value.dtype).removeprefix("torch.")]
-        for name, value in zip(names, arguments, strict=False)
-    }
-    pointers = tuple(name for name, kind in signature.items() if kind[0] == "*" and name not in VECTORS)
-    meta = {name: value for name, value in constants.items() if name != "num_warps"}
-    num_warps, where = constants.get("num_warps", 4), (kernel.fn.__module__, kernel.fn.__name__)
-    return Compilation(*where, signature, meta, num_warps, 3, arch, aligned=pointers)

@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
-POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "float64": "*fp64", "bool": "*i1"}
+POINTERS = {
+    "float32": "*fp32",
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float64": "*fp64",
+    "bool": "*i1",
+    "int8": "*i8",
+}
 SCALARS = {int: "i32", float: "fp32"}
 KIB = 1024
 ARCHITECTURES = (80, 86, 89, 90, 120)
