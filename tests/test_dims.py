@@ -173,13 +173,7 @@ def test_memory_of_the_shared_engine(dims, size, max_ratio):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    *grid(
-        dims=[1, 3],
-        engine=[True, "plain", "shared"],
-        strength=1,
-    )
-)
+@pytest.mark.parametrize(*grid(dims=[1, 3], engine=[True, "plain", "shared"], strength=1))
 def test_export_in_eval_mode(dims, engine):
     model = with_engine(_small(dims), engine).eval()
     x = _input(3, (9, 10, 8)[:dims])

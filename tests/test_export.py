@@ -109,13 +109,7 @@ def test_backbone_onnx_export():
 # torch.fx
 
 
-@pytest.mark.parametrize(
-    *grid(
-        engine=ENGINES,
-        family=["bc", "basic", "imagenet"],
-        strength=1,
-    )
-)
+@pytest.mark.parametrize(*grid(engine=ENGINES, family=["bc", "basic", "imagenet"], strength=1))
 def test_fx_trace_matches_the_model(engine, family):
     model = small_model(family, efficient=engine)
     traced = torch.fx.symbolic_trace(copy.deepcopy(model))

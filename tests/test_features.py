@@ -57,13 +57,7 @@ def _step(run, model: nn.Module, x: Tensor, chosen=None) -> list[Tensor]:
     return [*(y.detach() for y in outputs), x.grad]
 
 
-@pytest.mark.parametrize(
-    *grid(
-        family=["bc", "imagenet"],
-        engine=["plain", *MEMORY_EFFICIENT],
-        maps=MAPS,
-    )
-)
+@pytest.mark.parametrize(*grid(family=["bc", "imagenet"], engine=["plain", *MEMORY_EFFICIENT], maps=MAPS))
 def test_maps_and_gradients_match_plain(family, engine, maps):
     full_model = small_model(family, efficient=False, drop_rate=0.1)
     backbone = features(with_engine(full_model, engine), maps=maps)

@@ -55,13 +55,7 @@ def _input(stage: nn.Sequential, batch: int = 2) -> Tensor:
     return torch.randn(batch, channels, 5, 6, dtype=torch.double)
 
 
-@pytest.mark.parametrize(
-    *grid(
-        consumer=CONSUMERS,
-        memory_format=MEMORY_FORMATS,
-        training=[True, False],
-    )
-)
+@pytest.mark.parametrize(*grid(consumer=CONSUMERS, memory_format=MEMORY_FORMATS, training=[True, False]))
 def test_arguments_are_neither_modified_nor_returned(consumer, memory_format, training):
     stage = _stage(consumer, training=training)
     x = _input(stage).to(memory_format=memory_format).requires_grad_()

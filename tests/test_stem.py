@@ -124,13 +124,7 @@ def test_groups_and_other_poolings():
         assert_same_step(ours, plain, _input(13, 12))
 
 
-@pytest.mark.parametrize(
-    *grid(
-        dims=[1, 2, 3],
-        frozen=[False, True],
-        channels=FEW_AND_MANY,
-    )
-)
+@pytest.mark.parametrize(*grid(dims=[1, 2, 3], frozen=[False, True], channels=FEW_AND_MANY))
 def test_ties_in_the_pooling(dims, frozen, channels):
     """One of several equal maxima gets the gradient, the same one as in plain."""
     plain = _plain(dims, num_init_features=channels)
