@@ -91,6 +91,14 @@ def test_full_backward_hooks(engine, module_name):
     assert_close(results[0][1], results[1][1])
 
 
+def test_a_backward_hook_alone_on_the_last_module_of_features():
+    model, grads = small_model("bc"), []
+    assert model.features[-1] is model.features.norm5
+    model.features[-1].register_full_backward_hook(lambda _m, _i, output: grads.append(output[0]))
+    model(random_images("bc")).sum().backward()
+    assert grads[0].abs().sum() > 0
+
+
 @pytest.mark.parametrize(
     ("small_inputs", "blocks", "smallest"), [(True, 1, 1), (True, 3, 4), (False, 1, 1), (False, 4, 29)]
 )

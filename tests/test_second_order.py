@@ -158,7 +158,6 @@ def _third_derivatives(model: nn.Module, x: Tensor) -> list[Tensor]:
         newest_first=[False, True],
         bn_size=[0, 1],
         frozen=[False, True],
-        strength=1,
     )
 )
 def test_gradgradcheck_of_a_stage(consumer, return_features, newest_first, bn_size, frozen, monkeypatch):

@@ -152,6 +152,15 @@ def test_single_value_per_channel_raises_as_in_plain():
         model(torch.randn(1, 3, 1, 1))
 
 
+def test_parameter_modified_in_place_before_the_backward_raises_autograd_error():
+    model = small_model("bc", efficient="shared")
+    loss = model(random_images("bc")).sum()
+    with torch.no_grad():
+        model.features.denseblock1.denselayer1.conv1.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # Unsupported blocks
 
 

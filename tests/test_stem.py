@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from efficient_densenet import DenseNet, create_model
 from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.engine import choose
+from efficient_densenet.engine.stem import Stem
+from efficient_densenet.engine.stem import autograd as stem_function
+from efficient_densenet.engine.stem.spec import read_spec
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import saved_bytes, tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
@@ -138,6 +141,13 @@ def test_ties_in_the_pooling(dims, frozen, channels):
     x = torch.randint(0, 2, (3, 3, *(12, 11, 9)[:dims]), dtype=torch.double)
     x[0] = 1
     assert_same_step(ours, plain, x)
+
+
+def test_gradcheck():
+    """It also leaves out the gradient of the output."""
+    stem, x = Stem(*_plain().features[:4]), _input(5, 6, batch=2).requires_grad_()
+    tensors, spec = [stem.norm.weight, stem.norm.bias, stem.conv.weight], read_spec(stem, x)
+    assert torch.autograd.gradcheck(lambda *inputs: stem_function.apply(spec, stem.norm, *inputs, None), (x, *tensors))
 
 
 def test_retain_graph():
