@@ -274,7 +274,7 @@ PRECISIONS = {
 
 @pytest.mark.parametrize(
     *grid(
-        lambda precision, biases, **_: not (precision == "autocast float16" and biases),
+        lambda precision, biases, **_: not biases or precision in ("float32", "bfloat16", "autocast bfloat16"),
         family=FAMILIES,
         precision=PRECISIONS,
         biases=[False, True],
@@ -282,7 +282,11 @@ PRECISIONS = {
     )
 )
 def test_the_error_in_low_precision_is_at_most_twice_that_of_plain(family, precision, biases, frozen):
-    """The median over several networks: in a single one, rounding may switch a ReLU on or off."""
+    """The median over several networks: in a single one, rounding may switch a ReLU on or off.
+
+    The gradient of a bias before batch statistics is rounding error alone, which in other precisions is over twice
+    plain's.
+    """
     dtype, norm_dtype, autocast = PRECISIONS[precision]
     ratios = []
     for seed in range(7):
