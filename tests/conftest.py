@@ -6,9 +6,11 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # idle threads of one worker leave the cores to the others
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, which looks once
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, which looks once
+from efficient_densenet.engine.stage import groups
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,3 +28,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def process_group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(0, id="a layer at a time"),
+        pytest.param(groups.LAYER_GROUP_BYTES, id="a stage at a time", marks=pytest.mark.exhaustive),
+    ]
+)
+def layer_groups(request, monkeypatch):
+    """The stages of small networks would otherwise form one layer group, the simpler case."""
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", request.param)

@@ -1,9 +1,10 @@
 """Shared by the tests: small networks of every family, comparisons of training steps, and the choice of kernels."""
 
 import copy
+import gc
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ FAMILIES = {
     "imagenet": {"name": "densenet121", "block_config": (1, 2, 1, 1), "growth_rate": 4, "num_init_features": 6},
 }
 SIZES = {"basic": (9, 7), "bc": (9, 7), "imagenet": (69, 75)}
+Run = Callable[[Tensor], Tensor]
 RECOMPUTING = ("official", "checkpoint")
 MEMORY_EFFICIENT = (*RECOMPUTING, "shared")
 
@@ -55,7 +57,7 @@ def with_engine(model: DenseNet, engine: bool | str) -> DenseNet:
     return copy.deepcopy(model).set_engine(engine)
 
 
-def backward(model: nn.Module, x: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
+def backward(model: Run, x: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
     """The output and the input's gradient of one seeded forward and backward."""
     torch.manual_seed(seed)
     x = x.detach().requires_grad_()
@@ -87,9 +89,15 @@ def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> Non
 
 def assert_same_step(actual: nn.Module, expected: nn.Module, x: Tensor, tolerance: float = 1e-10) -> None:
     """Outputs, input gradients and parameter gradients of one training step are close."""
-    for result, reference in zip(backward(actual, x), backward(expected, x), strict=True):
-        assert_close(result, reference, tolerance)
+    assert_same_values(actual, expected, x, tolerance)
     assert_same_gradients(actual, expected, tolerance)
+
+
+def assert_same_values(actual: Run, expected: Run, x: Tensor, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
+    """Outputs and input gradients of one step of each are close; those of the first are returned."""
+    results = backward(actual, x), backward(expected, x)
+    assert_all_close(*results, tolerance)
+    return results[0]
 
 
 def assert_same_gradients(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
@@ -114,6 +122,37 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> 
     """Errors are at most `tolerance` times the largest expected magnitude, which counts as 1 where it is smaller."""
     largest = expected.abs().max().item() if expected.is_floating_point() else 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(1.0, largest))
+
+
+def results_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output, the input's gradient and all parameters' gradients of one step."""
+    model.zero_grad()
+    return [*backward(model, x), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    parts = [(a.double() - b).norm() / (b.norm() + 1e-3) for a, b in zip(actual, expected, strict=True)]
+    return torch.stack(parts).norm().item()
+
+
+def nodes_of(output: Tensor) -> list[str]:
+    """The names of all autograd nodes behind a tensor, the last first."""
+    seen, todo = [], [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.append(node)
+            todo += [before for before, _ in reversed(node.next_functions)]
+    return [node.name().removesuffix("0").removesuffix("Backward") for node in seen]
+
+
+def live_tensors() -> int:
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def assert_all_close(actual: Iterable[Tensor], expected: Iterable[Tensor], tolerance: float = 1e-10) -> None:
+    for result, reference in zip(actual, expected, strict=True):
+        assert_close(result, reference, tolerance)
 
 
 def plan_stage(block: nn.Module, consumer: nn.Module | None, x: Tensor, return_features: bool = False) -> StagePlan:

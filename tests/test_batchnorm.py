@@ -111,14 +111,7 @@ def test_engines(engine, row, momentum):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize(
-    *grid(
-        _momentum_matters,
-        use_reentrant=[False, True],
-        row=ROWS,
-        momentum=MOMENTA,
-    )
-)
+@pytest.mark.parametrize(*grid(_momentum_matters, use_reentrant=[False, True], row=ROWS, momentum=MOMENTA))
 def test_official_checkpointing_around_our_norms(use_reentrant, row, momentum):
     plain = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(), nn.Conv2d(4, 2, 1)

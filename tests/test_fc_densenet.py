@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from grids import grid
 from helpers import (
     MEMORY_EFFICIENT,
     add_conv_biases,
@@ -14,6 +15,8 @@ from helpers import (
     assert_same_step,
     backward,
     freeze_norms,
+    freeze_parameters,
+    nodes_of,
 )
 from torch import Tensor, nn
 from training.options import parse
@@ -45,19 +48,13 @@ def _images(*size: int, batch: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_counts_of_the_paper(name):
+def test_parameters_and_layers_of_the_paper(name):
     with torch.device("meta"):
         model = create_model(name)
     statistics = sum(buffer.numel() for buffer in model.buffers() if buffer.dim())
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == PARAMETERS[name]
     assert round((count + statistics) / 1e6, 1) == PAPER[name]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_as_many_layers_as_the_name_says(name):
-    with torch.device("meta"):
-        model = create_model(name)
     convolutions = [module for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)]
     assert len(convolutions) == int(name.removeprefix("fc_densenet"))
     assert all(conv.bias is not None for conv in convolutions)
@@ -89,10 +86,14 @@ def test_names_are_those_of_a_densenet():
     assert not any("conv2" in name for name in names)
 
 
-@pytest.mark.parametrize("frozen", [None, "norm", "transition"])
-@pytest.mark.parametrize("drop_rate", [0.0, 0.2])
-@pytest.mark.parametrize("size", [(8, 8), (9, 14)])
-@pytest.mark.parametrize("engine", [*MEMORY_EFFICIENT, True])
+@pytest.mark.parametrize(
+    *grid(
+        engine=[*MEMORY_EFFICIENT, True],
+        size=[(8, 8), (9, 14)],
+        drop_rate=[0.0, 0.2],
+        frozen=[None, "norm", "transition"],
+    )
+)
 def test_outputs_gradients_and_buffers_match_plain(engine, size, drop_rate, frozen):
     plain = _small(drop_rate=drop_rate)
     if frozen is not None:
@@ -113,14 +114,7 @@ def test_signals_and_volumes(dims, size):
 
 def test_all_blocks_run_by_the_shared_engine_with_the_transitions_down_inside():
     model = FCDenseNet(3, (1,) * 11, num_init_features=4, efficient="shared").double()
-    output, nodes, todo = model(_images(64, 64)), [], []
-    todo.append(output.grad_fn)
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in nodes:
-            nodes.append(node)
-            todo += [before for before, _ in node.next_functions]
-    names = [node.name().removesuffix("Backward").removesuffix("Backward0") for node in nodes]
+    names = nodes_of(model(_images(64, 64)))
     assert names.count("SharedStage") == 11
     assert names.count("Convolution") == 1 + 5 + 1  # the first, the transposed ones, the classifier
     assert not any("BatchNorm" in name for name in names)
@@ -190,8 +184,7 @@ def test_make_efficient_takes_it_as_one_of_ours():
 @pytest.mark.parametrize("partly", ["classifier", "denseblock4", "transition3", "conv0", "transition1.conv.bias"])
 def test_gradients_of_some_parameters_only(partly):
     plain = _small()
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(partly in name)
+    freeze_parameters(plain, lambda name: partly in name)
     efficient = copy.deepcopy(plain).set_engine("shared")
     x = _images(9, 8)
     for model in (efficient, plain):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from grids import grid
 from helpers import (
     MEMORY_EFFICIENT,
+    assert_all_close,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
@@ -56,13 +57,7 @@ def _step(run, model: nn.Module, x: Tensor, chosen=None) -> list[Tensor]:
     return [*(y.detach() for y in outputs), x.grad]
 
 
-@pytest.mark.parametrize(
-    *grid(
-        family=["bc", "imagenet"],
-        engine=["plain", *MEMORY_EFFICIENT],
-        maps=MAPS,
-    )
-)
+@pytest.mark.parametrize(*grid(family=["bc", "imagenet"], engine=["plain", *MEMORY_EFFICIENT], maps=MAPS))
 def test_maps_and_gradients_match_plain(family, engine, maps):
     full_model = small_model(family, efficient=False, drop_rate=0.1)
     backbone = features(with_engine(full_model, engine), maps=maps)
@@ -72,18 +67,14 @@ def test_maps_and_gradients_match_plain(family, engine, maps):
         actual = _step(backbone, backbone, x)
         torch.manual_seed(1)
         expected = _step(partial(_reference_maps, full_model, maps=maps), full_model, x)
-        assert len(actual) == len(expected) == NUM_MAPS[family] + 1
-        for a, b in zip(actual, expected, strict=True):
-            assert_close(a, b)
-        for name, parameter in backbone.named_parameters():
-            assert_close(parameter.grad, dict(full_model.named_parameters())[name].grad)
-    expected = dict(full_model.named_buffers())
+        assert len(actual) == NUM_MAPS[family] + 1
+        assert_all_close(actual, expected)
+        assert_same_gradients(backbone, full_model)
     for name, buffer in backbone.named_buffers():
-        assert_close(buffer, expected[name])
+        assert_close(buffer, full_model.get_buffer(name))
 
 
-@pytest.mark.parametrize("maps", MAPS)
-@pytest.mark.parametrize("out_indices", INDICES)
+@pytest.mark.parametrize(*grid(out_indices=INDICES, maps=MAPS, strength=1))
 def test_every_parameter_of_a_backbone_gets_a_gradient(out_indices, maps):
     full_model = small_model("bc", efficient=False)
     backbone = features(with_engine(full_model, "shared"), out_indices, maps=maps)
@@ -93,12 +84,10 @@ def test_every_parameter_of_a_backbone_gets_a_gradient(out_indices, maps):
         _step(backbone, backbone, x),
         _step(partial(_reference_maps, full_model, maps=maps), full_model, x, chosen),
     )
-    for a, b in zip(actual, expected, strict=True):
-        assert_close(a, b)
-    grads = {name: p.grad for name, p in full_model.named_parameters() if p.grad is not None}
-    assert grads.keys() == dict(backbone.named_parameters()).keys()  # parameters without a gradient are removed
-    for name, parameter in backbone.named_parameters():
-        assert_close(parameter.grad, grads[name])
+    assert_all_close(actual, expected)
+    with_grad = {name for name, p in full_model.named_parameters() if p.grad is not None}
+    assert with_grad == dict(backbone.named_parameters()).keys()  # parameters without a gradient are removed
+    assert_same_gradients(backbone, full_model)
 
 
 @pytest.mark.parametrize("maps", MAPS)
@@ -129,8 +118,7 @@ def test_maps_and_feature_info_match_timm(out_indices):
     backbone = create_model("densenet121", num_init_features=8, **cfg).double().eval()
     backbone.load_state_dict({k.replace("features_", "features.", 1): v for k, v in reference.state_dict().items()})
     x = random_images("imagenet", batch=2)
-    for a, b in zip(backbone(x), reference(x), strict=True):
-        assert_close(a, b)
+    assert_all_close(backbone(x), reference(x))
     assert backbone.feature_info.channels() == reference.feature_info.channels()
     assert backbone.feature_info.reduction() == reference.feature_info.reduction()
     # timm's norm0 contains the ReLU
@@ -192,15 +180,13 @@ def test_hooks_fire_once_with_the_values_of_plain(maps, engine):
             hook = lambda _m, _i, output, calls=calls, module_name=module_name: calls.append((module_name, output))  # noqa: E731
             model.get_submodule(module_name).register_forward_hook(hook)
     x = random_images("bc", batch=3)
-    for a, b in zip(_step(backbone, backbone, x), _step(plain, plain, x), strict=True):
-        assert_close(a, b)
+    assert_all_close(_step(backbone, backbone, x), _step(plain, plain, x))
     assert_same_gradients(backbone, plain)
     assert_same_buffers(backbone, plain)
     assert [module_name for module_name, _ in seen[0]] == [module_name for module_name, _ in seen[1]]
     assert sorted(module_name for module_name, _ in seen[0]) == sorted(module_names)
     for (_, a), (_, b) in zip(*seen, strict=True):
-        for actual, expected in zip(*((y,) if isinstance(y, Tensor) else y for y in (a, b)), strict=True):
-            assert_close(actual, expected)
+        assert_all_close(*((y,) if isinstance(y, Tensor) else y for y in (a, b)))
 
 
 @pytest.mark.parametrize("maps", MAPS)
@@ -211,8 +197,7 @@ def test_copies_and_replicas(maps):
     x = random_images("bc", batch=3)
     expected = _step(backbone, backbone, x)
     for model in (other, replica):
-        for a, b in zip(_step(model, backbone, x), expected, strict=True):
-            assert_close(a, b)
+        assert_all_close(_step(model, backbone, x), expected)
     assert_same_gradients(other, backbone)
 
 
@@ -311,8 +296,7 @@ def test_output_stride_replaces_stride_by_dilation(stride):
         model = with_engine(dilated, engine)
         model.zero_grad()
         actual = _step(features(model), model, x)
-        for a, b in zip(actual, _step(features(dilated), dilated, x), strict=True):
-            assert_close(a, b)
+        assert_all_close(actual, _step(features(dilated), dilated, x))
         assert_same_gradients(model, dilated)
 
 
@@ -335,8 +319,7 @@ def test_maps_of_signals_and_volumes(dims, maps):
     plain = DenseNet(**config, efficient=False, features_only=True, maps=maps).double()
     backbone = with_engine(plain, "shared")
     x = torch.randn(3, 3, *(9, 6, 7)[:dims], dtype=torch.double)
-    for a, b in zip(_step(backbone, backbone, x), _step(plain, plain, x), strict=True):
-        assert_close(a, b)
+    assert_all_close(_step(backbone, backbone, x), _step(plain, plain, x))
     assert_same_gradients(backbone, plain)
     assert_same_buffers(backbone, plain)
 

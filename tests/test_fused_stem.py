@@ -6,15 +6,24 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from grids import grid
-from helpers import add_conv_biases, assert_close, assert_same_buffers, backward, freeze_norms, small_model, with_engine
+from helpers import (
+    add_conv_biases,
+    assert_all_close,
+    assert_close,
+    assert_same_buffers,
+    backward,
+    freeze_norms,
+    small_model,
+    with_engine,
+)
+from test_stem import _step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 
-from efficient_densenet import DenseNet, kernels
+from efficient_densenet import kernels
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.stem import backward as stem_backward
 from efficient_densenet.engine.stem import forward
@@ -56,17 +65,6 @@ def few_tiles(monkeypatch):
     monkeypatch.setattr(triton_stem, "_STATISTICS_TILE", dict.fromkeys((False, True), (1024, 8)))
 
 
-def _stem_step(model: DenseNet, x: Tensor) -> list[Tensor]:
-    """The stem's output, and the gradients of x and of its parameters."""
-    x = x.detach().requires_grad_()
-    result = choose.run_stem(list(model.features), model.features.denseblock1, x)
-    output = model.features[:4](x) if result is None else result[0]
-    generator = torch.Generator().manual_seed(3)
-    grad = torch.randn(output.shape, generator=generator).to(output)
-    parameters = list(model.features[:4].parameters())
-    return [output.detach(), *torch.autograd.grad(output, [x, *parameters], grad)]
-
-
 @pytest.mark.usefixtures("few_tiles")
 @pytest.mark.parametrize(
     *grid(
@@ -88,9 +86,9 @@ def test_errors_are_at_most_twice_plain_s(size, batch, memory_format, frozen, bi
     ours = with_engine(plain, "shared")
     x = torch.randn(batch, 3, *size, dtype=torch.double) + 5  # a mean that is large beside the deviation
     x = x.contiguous(memory_format=memory_format).to(DEVICE)
-    reference = _stem_step(exact, x)
+    reference = _step(exact, x)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        found, expected = _stem_step(ours, x.float()), _stem_step(plain, x.float())
+        found, expected = _step(ours, x.float()), _step(plain, x.float())
     assert fused_stems == [True, True]
     assert found[0].dtype == expected[0].dtype
     assert found[0].stride() == expected[0].stride()
@@ -164,24 +162,16 @@ def test_second_derivatives(fused_stems):
     assert_close(*found, 1e-4)
 
 
-@pytest.fixture
-def _process_group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="torch's own synchronized norms run on a GPU")
-@pytest.mark.usefixtures("few_tiles", "_process_group_of_one")
+@pytest.mark.usefixtures("few_tiles", "process_group_of_one")
 def test_synchronized_norms(fused_stems):
     plain = small_model("imagenet", efficient=False, block_config=(1,)).float()
     ours = with_engine(plain, "shared")
     synchronize_norms(ours, None)
     x = torch.randn(3, 3, 17, 16)
-    found, expected = _stem_step(ours, x), _stem_step(plain, x)
+    found, expected = _step(ours, x), _step(plain, x)
     assert fused_stems == [True, True]
-    for ours_value, theirs in zip(found, expected, strict=True):
-        assert_close(ours_value, theirs, 1e-5)
+    assert_all_close(found, expected, 1e-5)
     assert_same_buffers(ours, plain, 1e-6)
 
 

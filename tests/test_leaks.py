@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import MEMORY_EFFICIENT, small_model
+from helpers import MEMORY_EFFICIENT, live_tensors, small_model
 
 from efficient_densenet.engine.stage import groups
 
@@ -18,10 +18,6 @@ MIB = 2**20
 def _a_layer_at_a_time(monkeypatch):
     """Small networks would otherwise run a whole stage in one autograd node."""
     monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
-
-
-def _live_tensors() -> int:
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def _resident_bytes() -> int:
@@ -49,17 +45,17 @@ def test_steps_with_changing_batch_sizes_and_engines_do_not_leak(steps):
             optimizer.step()
         optimizer.zero_grad(set_to_none=i % 2 == 0)
 
-    for i in range(200 + steps // 2):  # the allocator's own pools grow by some MiB meanwhile
+    for i in range(100 + steps // 2):  # the allocator's own pools grow by some MiB meanwhile
         step(i)
     optimizer.zero_grad()
     gc.collect()
-    tensors, resident = _live_tensors(), _resident_bytes()
+    tensors, resident = live_tensors(), _resident_bytes()
     gc.disable()
     try:
         for i in range(steps):
             step(i)
         optimizer.zero_grad()
-        assert _live_tensors() == tensors
+        assert live_tensors() == tensors
         assert _resident_bytes() < resident + 4 * MIB
     finally:
         gc.enable()

@@ -11,6 +11,8 @@ from helpers import (
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
+    assert_same_step,
+    assert_same_values,
     use_kernels,
 )
 from test_parts import CONSUMERS, GROWTH, Block, _block_parts, _randomized
@@ -21,7 +23,6 @@ from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.refuse import joined_consumer
 from efficient_densenet.engine.stage import groups
 from efficient_densenet.engine.stage import run as shared
-from efficient_densenet.engine.stage.run import StagePlan
 
 NEW = 3 * GROWTH
 
@@ -61,18 +62,10 @@ def test_output_gradients_and_buffers_match_plain(
     if biases:
         add_conv_biases(plain)
     plain.train(not frozen)
-    block, results = copy.deepcopy(plain), []
-    x = torch.randn(3, 4, 7, 6, dtype=torch.double).to(memory_format=memory_format)
-    for run in (lambda x: shared.run(parts.parts_of(block), None, x), plain):
-        torch.manual_seed(1)
-        leaf = x.clone().requires_grad_()
-        output = run(leaf)
-        output.square().sum().backward()
-        results.append((output.detach(), leaf.grad))
-    assert results[0][0].shape == (3, NEW, 7, 6)
-    assert results[0][0].is_contiguous(memory_format=memory_format)
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected)
+    block, x = copy.deepcopy(plain), torch.randn(3, 4, 7, 6, dtype=torch.double).to(memory_format=memory_format)
+    output, _ = assert_same_values(lambda x: shared.run(parts.parts_of(block), None, x), plain, x)
+    assert output.shape == (3, NEW, 7, 6)
+    assert output.is_contiguous(memory_format=memory_format)
     assert_same_gradients(block, plain)
     assert_same_buffers(block, plain)
 
@@ -94,20 +87,6 @@ def test_partly_frozen_layers(trainable, bytes_per_group, monkeypatch):
     assert_same_gradients(block, plain)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("newest_first", [True, False])
-def test_gradcheck(newest_first, training):
-    (block,) = _randomized(NewFeatures(newest_first=newest_first))
-    x = torch.randn(2, 4, 3, 3, dtype=torch.double, requires_grad=True)
-    stage = StagePlan(parts.parts_of(block.train(training)), None, x)
-
-    def function(x, *tensors):
-        return stage.apply(x, *tensors)
-
-    assert torch.autograd.gradcheck(function, (x, *stage.tensors))
-
-
 def test_such_a_block_is_not_joined_with_what_follows():
     (block,) = _randomized(NewFeatures())
     consumer = CONSUMERS["transition"]().double()
@@ -124,27 +103,10 @@ def test_a_dense_block_of_this_package(engine, bn_size):
     assert (plain.num_output_features, whole.num_output_features) == (12, 17)
     efficient = copy.deepcopy(plain)
     efficient.engine = choose.parse(engine)
-    x, results = torch.randn(2, 5, 6, 7, dtype=torch.double), []
-    for block in (efficient, plain, nn.Sequential(whole, _Last(12))):
-        torch.manual_seed(2)
-        leaf = x.clone().requires_grad_()
-        output = block(leaf)
-        output.square().sum().backward()
-        results.append((output.detach(), leaf.grad))
-    for result in results[:2]:
-        assert_close(result[0], results[2][0])
-        assert_close(result[1], results[2][1])
-    assert_same_gradients(efficient, plain)
+    x = torch.randn(2, 5, 6, 7, dtype=torch.double)
+    assert_same_step(efficient, plain, x)
     assert_same_buffers(efficient, plain)
-
-
-class _Last(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, -self.channels :]
+    assert_same_values(plain, lambda x: whole(x)[:, -12:], x)
 
 
 def test_a_block_of_this_package_before_a_norm_of_its_new_channels_runs_alone():

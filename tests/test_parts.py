@@ -7,7 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from grids import grid
-from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from helpers import (
+    add_conv_biases,
+    assert_all_close,
+    assert_close,
+    assert_same_buffers,
+    assert_same_gradients,
+    assert_same_step,
+    nodes_of,
+)
 from torch import Tensor, nn
 
 from efficient_densenet import convert_batchnorm
@@ -15,6 +23,7 @@ from efficient_densenet._mixins import add_mixin
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
 from efficient_densenet.engine.refuse import joined_consumer
+from efficient_densenet.engine.stage import groups
 from efficient_densenet.engine.stage import run as shared
 
 GROWTH = 3
@@ -127,8 +136,7 @@ def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tup
         outputs = run_model(model, leaf, after)
         sum(weight * output.square().sum() for weight, output in zip(weights, outputs, strict=False)).backward()
         results.append([output.detach() for output in outputs[: len(weights)]] + [leaf.grad])
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected)
+    assert_all_close(*results)
     for module, plain_module in zip(models[0][:2], models[1][:2], strict=True):
         if module is not None:
             assert_same_gradients(module, plain_module)
@@ -141,10 +149,18 @@ def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tup
         bottleneck=[True, False],
         frozen=[False, True, "inside"],
         consumer=CONSUMERS,
+        tap=[True, False],
+        biases=[False, True],
+        group_bytes=[0, groups.LAYER_GROUP_BYTES],
     )
 )
-def test_either_order_of_channels_with_every_consumer_and_a_tap(newest_first, bottleneck, frozen, consumer):
+def test_either_order_of_channels_with_every_consumer(
+    newest_first, bottleneck, frozen, consumer, tap, biases, group_bytes, monkeypatch
+):
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", group_bytes)
     block, after = _randomized(Block(bottleneck, newest_first, drop_rate=0.3), CONSUMERS[consumer]())
+    if biases:
+        add_conv_biases(block), after is None or add_conv_biases(after)
     if frozen == "inside":
         for layer in block:
             layer.second[0].eval()
@@ -153,17 +169,12 @@ def test_either_order_of_channels_with_every_consumer_and_a_tap(newest_first, bo
         after is None or after.train(not frozen)
     if frozen == "inside" and not bottleneck:
         after is None or after.eval()  # these are the norms that share their statistics with the consumer's
-    _assert_same(_shared, block, after)
+    _assert_same(_shared if tap else _without_tap, block, after, weights=(1, 2) if tap else (1,))
 
 
-@pytest.mark.parametrize("consumer", [name for name in CONSUMERS if name != "none"])
-@pytest.mark.parametrize("newest_first", [True, False])
-def test_either_order_without_a_tap(newest_first, consumer):
-    def run(block: nn.Module, x: Tensor, after: nn.Module) -> list[Tensor]:
-        read = parts.parts_of(block)
-        return [shared.run(read, joined_consumer(read, after), x)]
-
-    _assert_same(run, *_randomized(Block(newest_first=newest_first), CONSUMERS[consumer]()), weights=(1,))
+def _without_tap(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
+    read = parts.parts_of(block)
+    return [shared.run(read, None if consumer is None else joined_consumer(read, consumer), x)]
 
 
 def test_frozen_layers_with_the_newest_features_first():
@@ -223,16 +234,11 @@ def test_a_block_with_a_mixin_and_its_copies(copier):
     copied = copier(block)
     plain = copy.deepcopy(block)
     plain.__class__ = Block
-    x, outputs = torch.randn(3, 4, 6, 5, dtype=torch.double), []
-    for model in (copied, plain):
-        torch.manual_seed(2)
-        outputs.append(model(x))
-        outputs[-1].square().sum().backward()
-    assert type(outputs[0].grad_fn).__name__ == "SharedStageBackward"
-    assert_close(*outputs)
-    assert_same_gradients(copied, plain)
+    x = torch.randn(3, 4, 6, 5, dtype=torch.double)
+    assert_same_step(copied, plain, x)
     assert_same_buffers(copied, plain)
     assert copied is block or all(p.grad is None for p in block.parameters())
+    assert "SharedStage" in nodes_of(copied(x.requires_grad_()))
 
 
 def test_a_block_with_a_mixin_has_its_own_values_without_gradients():

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from grids import grid
 from helpers import (
     FAMILIES,
     add_conv_biases,
+    assert_all_close,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
     freeze_norms,
     freeze_parameters,
+    live_tensors,
     random_images,
     small_model,
     with_engine,
@@ -36,15 +37,6 @@ from efficient_densenet.engine.stem import Stem
 from efficient_densenet.engine.stem import autograd as stem_function
 from efficient_densenet.engine.stem.spec import read_spec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
-
-
-@pytest.fixture(params=[0, groups.LAYER_GROUP_BYTES], ids=["a layer at a time", "a stage at a time"])
-def _layer_groups(request, monkeypatch):
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", request.param)
-
-
-def _one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
 
 
 def _sum_of_squares(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -67,37 +59,29 @@ def _penalized(model: nn.Module, x: Tensor, seed: int = 1) -> list[Tensor]:
 
 
 def _assert_same_penalty(ours: nn.Module, plain: nn.Module, x: Tensor) -> None:
-    for actual, expected in zip(_penalized(ours, x), _penalized(plain, x), strict=True):
-        assert_close(actual, expected)
+    assert_all_close(_penalized(ours, x), _penalized(plain, x))
     assert_same_gradients(ours, plain, 1e-9)  # large terms cancel
     assert_same_buffers(ours, plain)
 
 
-def _in_mode(model: nn.Module, norms: str) -> nn.Module:
-    if norms == "frozen":
-        freeze_norms(model)
-    elif norms == "frozen bottlenecks":
-        freeze_norms(model, "norm2")
-    return model
-
-
 @pytest.mark.parametrize(
     *grid(
-        lambda family, norms, **_: not (family == "basic" and norms == "frozen bottlenecks"),
+        lambda family, frozen, **_: not (family == "basic" and frozen == "norm2"),
         family=FAMILIES,
-        norms=["batch statistics", "frozen", "frozen bottlenecks"],
+        frozen=[None, "", "norm2"],
         drop_rate=[0.0, 0.3],
         biases=[False, True],
         keep_bottleneck=[False, True],
         group_bytes=[0, groups.LAYER_GROUP_BYTES],
     )
 )
-def test_gradient_penalty(family, norms, drop_rate, biases, keep_bottleneck, group_bytes, monkeypatch):
+def test_gradient_penalty(family, frozen, drop_rate, biases, keep_bottleneck, group_bytes, monkeypatch):
     monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", group_bytes)
     plain = small_model(family, efficient=False, drop_rate=drop_rate, keep_bottleneck=keep_bottleneck)
     if biases:
         add_conv_biases(plain)
-    _in_mode(plain, norms)
+    if frozen is not None:
+        freeze_norms(plain, frozen)
     _assert_same_penalty(with_engine(plain, "shared"), plain, random_images(family, batch=3))
 
 
@@ -110,7 +94,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.usefixtures("_layer_groups")
+@pytest.mark.usefixtures("layer_groups")
 @pytest.mark.parametrize("case", OTHERS)
 def test_gradient_penalty_of_other_networks(case):
     plain = OTHERS[case]()
@@ -122,7 +106,7 @@ def test_gradient_penalty_of_other_networks(case):
     _assert_same_penalty(with_engine(plain, "shared"), plain, x)
 
 
-@pytest.mark.usefixtures("_layer_groups")
+@pytest.mark.usefixtures("layer_groups")
 @pytest.mark.parametrize("trainable", ["norm", "conv1", "denseblock2.denselayer1", "classifier"])
 def test_gradient_penalty_of_some_parameters(trainable):
     plain = small_model("imagenet", efficient=False)
@@ -132,14 +116,14 @@ def test_gradient_penalty_of_some_parameters(trainable):
 
 @pytest.mark.parametrize("name", ["kuangliu", "gpleiss_efficient", "torchvision", "tiramisu"])
 def test_gradient_penalty_of_converted_models(name, monkeypatch):
-    _one_layer_at_a_time(monkeypatch)
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
     plain = build(name)
     ours, plain = copy.deepcopy(plain), plain_reference(name, plain)
     make_efficient(ours)
     _assert_same_penalty(ours, plain, image_batch(name, batch=2))
 
 
-@pytest.mark.usefixtures("_layer_groups")
+@pytest.mark.usefixtures("layer_groups")
 @pytest.mark.parametrize("family", ["bc", "imagenet"])
 def test_third_derivatives(family):
     """With norms in eval mode: PyTorch 2.15 has none of batch statistics, and says so."""
@@ -177,7 +161,7 @@ def _third_derivatives(model: nn.Module, x: Tensor) -> list[Tensor]:
     )
 )
 def test_gradgradcheck_of_a_stage(consumer, return_features, newest_first, bn_size, frozen, monkeypatch):
-    _one_layer_at_a_time(monkeypatch)
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
     settings = {"growth_rate": 1, "num_init_features": 2, "block_config": (2, 1), "bn_size": bn_size}
     model = small_model("bc", **settings).train(not frozen).features
     block = replace(parts_of(model.denseblock1), newest_first=newest_first, new_features_only=consumer is None)
@@ -210,7 +194,7 @@ def test_gradgradcheck_of_the_stem(frozen):
 
 def test_wgan_gp_step(monkeypatch):
     """The critic's loss on real, generated and interpolated images, for two steps of an optimizer."""
-    _one_layer_at_a_time(monkeypatch)
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
     plain = small_model("bc", efficient=False, num_classes=1)
     ours = with_engine(plain, "shared")
     real, generated = random_images("bc", batch=4), random_images("bc", batch=4)
@@ -229,7 +213,7 @@ def test_wgan_gp_step(monkeypatch):
     assert ours.features.norm5.num_batches_tracked == 6
 
 
-@pytest.mark.usefixtures("_layer_groups")
+@pytest.mark.usefixtures("layer_groups")
 def test_maml_s_inner_steps():
     """Two steps with functional_call, through which the gradients of the first parameters flow."""
     plain, x = small_model("bc", efficient=False), random_images("bc", batch=3)
@@ -247,7 +231,7 @@ def test_maml_s_inner_steps():
     assert_same_buffers(ours, plain)
 
 
-@pytest.mark.usefixtures("_layer_groups")
+@pytest.mark.usefixtures("layer_groups")
 def test_gradients_of_some_inputs_and_retained_graphs():
     plain, x = small_model("bc", efficient=False), random_images("bc", batch=3)
     ours, results = with_engine(plain, "shared"), []
@@ -263,13 +247,12 @@ def test_gradients_of_some_inputs_and_retained_graphs():
         value.backward()
         results.append(leaf.grad)
     half = len(results) // 2
-    for actual, expected in zip(results[:half], results[half:], strict=True):
-        assert_close(actual, expected)
+    assert_all_close(results[:half], results[half:])
     assert_same_gradients(ours, plain)
     assert_same_buffers(ours, plain)
 
 
-@pytest.mark.usefixtures("_layer_groups")
+@pytest.mark.usefixtures("layer_groups")
 def test_two_gradients_of_one_forward_in_one_loss():
     plain, x = small_model("bc", efficient=False), random_images("bc", batch=3)
     ours, results = with_engine(plain, "shared"), []
@@ -285,7 +268,7 @@ def test_two_gradients_of_one_forward_in_one_loss():
     assert_same_gradients(ours, plain)
 
 
-@pytest.mark.usefixtures("_layer_groups")
+@pytest.mark.usefixtures("layer_groups")
 def test_an_input_computed_from_the_block_s_own_parameters():
     plain, x = small_model("bc", efficient=False), torch.randn(3, 4, 5, 6, dtype=torch.double)
     ours = with_engine(plain, "shared")
@@ -297,7 +280,7 @@ def test_an_input_computed_from_the_block_s_own_parameters():
     assert_same_gradients(ours.features.denseblock1, plain.features.denseblock1)
 
 
-@pytest.mark.usefixtures("_layer_groups")
+@pytest.mark.usefixtures("layer_groups")
 def test_nothing_outlives_a_gradient_penalty():
     model = small_model("bc", efficient="shared")
     x = random_images("bc").requires_grad_()
@@ -308,7 +291,7 @@ def test_nothing_outlives_a_gradient_penalty():
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         nodes = [weakref.ref(tensor) for tensor in (loss, grad)]
         grad.square().sum().backward()
-        before = _live_tensors()
+        before = live_tensors()
         del loss, grad
         assert all(node() is None for node in nodes)
         x.grad = None
@@ -317,13 +300,9 @@ def test_nothing_outlives_a_gradient_penalty():
         model.zero_grad()
         _penalized(model, x.detach())
         model.zero_grad()
-        assert _live_tensors() < before
+        assert live_tensors() < before
     finally:
         gc.enable()
-
-
-def _live_tensors() -> int:
-    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
 def test_buffers_are_updated_by_the_forward_alone():
@@ -336,14 +315,7 @@ def test_buffers_are_updated_by_the_forward_alone():
 # What is refused, and torch.func
 
 
-@pytest.fixture
-def _process_group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_process_group_of_one")
+@pytest.mark.usefixtures("process_group_of_one")
 @pytest.mark.parametrize("family", ["bc", "imagenet"])
 def test_synchronized_norms_raise_a_sentence(family):
     model = small_model(family, efficient="shared", block_config=(1,))

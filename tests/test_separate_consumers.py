@@ -9,14 +9,15 @@ import torch
 from grids import grid
 from helpers import (
     add_conv_biases,
-    assert_close,
+    assert_all_close,
     assert_same_buffers,
     assert_same_gradients,
+    assert_same_values,
     freeze_norms,
+    live_tensors,
     small_model,
     use_kernels,
 )
-from test_leaks import _live_tensors
 from test_parts import CONSUMERS, Block, _randomized
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -60,19 +61,11 @@ def _plain(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
     return consumer(block(x))
 
 
-def _compare(block: nn.Module, consumer: nn.Module, ours=_engine, theirs=_plain, steps: int = 1) -> None:
+def _compare(block: nn.Module, consumer: nn.Module, ours=_engine, theirs=_plain) -> None:
     """Outputs, gradients and buffers of two ways to run copies of the modules."""
-    x, results = torch.randn(*SIZE, dtype=torch.double), []
     pairs = [(copy.deepcopy(block), copy.deepcopy(consumer)) for _ in range(2)]
-    for pair, run in zip(pairs, (ours, theirs), strict=True):
-        for _ in range(steps):
-            torch.manual_seed(1)
-            leaf = x.clone().requires_grad_()
-            output = run(*pair, leaf)
-            output.square().sum().backward()
-        results.append((output.detach(), leaf.grad))
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected)
+    runs = [lambda x, pair=pair, run=run: run(*pair, x) for pair, run in zip(pairs, (ours, theirs), strict=True)]
+    assert_same_values(*runs, torch.randn(*SIZE, dtype=torch.double))
     for actual, expected in zip(*pairs, strict=True):
         assert_same_gradients(actual, expected)
         assert_same_buffers(actual, expected)
@@ -88,7 +81,10 @@ def _compare(block: nn.Module, consumer: nn.Module, ours=_engine, theirs=_plain,
         kernels=[("portable", 1 << 22), ("portable", 1), ("compiled", 7)],
     )
 )
-def test_after_a_block_it_matches_plain(consumer, newest_first, bottleneck, frozen, biases, kernels, monkeypatch):
+def test_after_a_block_it_matches_plain(
+    consumer, newest_first, bottleneck, frozen, biases, kernels, stored, monkeypatch
+):
+    """And the features are stored once, where both normalize alike."""
     use_kernels(monkeypatch, *kernels)
     block, after = _randomized(Block(bottleneck, newest_first, drop_rate=0.2), ALONE[consumer]())
     for name, module in {"block": block, "consumer": after}.items():
@@ -96,15 +92,7 @@ def test_after_a_block_it_matches_plain(consumer, newest_first, bottleneck, froz
         if biases:
             add_conv_biases(module)
     _compare(block, after)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("consumer", ALONE)
-def test_the_features_are_stored_once(consumer, training, stored):
-    block, after = _randomized(Block(), ALONE[consumer]())
-    x = torch.randn(*SIZE, dtype=torch.double, requires_grad=True)
-    _engine(block.train(training), after.train(training), x)
-    assert stored == [4, 3, 3, 3]
+    assert stored == [4, 3, 3, 3] + [13] * (frozen in ("block", "consumer"))
 
 
 @pytest.mark.parametrize("setting", ["mode", "eps"])
@@ -127,16 +115,10 @@ def test_a_transition_of_any_tensor(dims, memory_format, frozen):
     plain = small_model("bc", efficient=False, dims=dims).features.transition1
     if frozen:
         freeze_norms(plain)
-    ours, results = copy.deepcopy(plain), []
+    ours = copy.deepcopy(plain)
     x = torch.randn(2, plain.norm.num_features, *(5, 6, 4)[:dims], dtype=torch.double).to(memory_format=memory_format)
-    for run in (lambda x: _run_consumer(ours, x), plain):
-        leaf = x.clone().requires_grad_()
-        output = run(leaf)
-        output.square().sum().backward()
-        results.append((output.detach(), leaf.grad))
-    assert results[0][0].is_contiguous(memory_format=memory_format)
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected)
+    output, _ = assert_same_values(lambda x: _run_consumer(ours, x), plain, x)
+    assert output.is_contiguous(memory_format=memory_format)
     assert_same_gradients(ours, plain)
     assert_same_buffers(ours, plain)
 
@@ -206,8 +188,7 @@ def test_uses_of_the_features_between(use, layer_group_bytes, stored, monkeypatc
             after.zero_grad()
             run(block, after.eval(), x).square().sum().backward()
             results.append([parameter.grad.clone() for parameter in after.parameters()])
-        for actual, expected in zip(*results, strict=True):
-            assert_close(actual, expected)
+        assert_all_close(*results)
     else:
         _compare(block, after, ours, theirs)
     assert [width for width in stored if width == 13] == [13] * (writes - 1)
@@ -234,8 +215,7 @@ def test_backward_again_with_retain_graph(order):
         (output * 3).sum().backward()
         results.append((output.detach(), leaf.grad))
         block.zero_grad()
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected)
+    assert_all_close(*results)
 
 
 def test_a_consumer_after_the_block_s_backward_stores_the_features_again(stored):
@@ -367,10 +347,10 @@ def test_steps_do_not_leak():
     gc.collect()
     gc.disable()
     try:
-        before = _live_tensors()
+        before = live_tensors()
         for i in range(20):
             step(i)
-        assert _live_tensors() == before
+        assert live_tensors() == before
     finally:
         gc.enable()
 

@@ -26,20 +26,17 @@ from efficient_densenet.engine.stage import backward as backward_module
 from efficient_densenet.engine.stage import forward, groups
 from efficient_densenet.kernels import scratch
 
+pytestmark = pytest.mark.usefixtures("layer_groups")
 MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last]
 CONSUMERS = ["block", "transition1", "norm5"]
 
 
-@pytest.fixture(
-    autouse=True,
-    params=[
-        pytest.param(0, id="a layer at a time"),
-        # the stages of small networks form one layer group
-        pytest.param(groups.LAYER_GROUP_BYTES, id="a stage at a time", marks=pytest.mark.exhaustive),
-    ],
-)
-def _layer_groups(request, monkeypatch):
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", request.param)
+def _plain(efficient: nn.Sequential) -> nn.Sequential:
+    """A copy whose block runs by plain modules."""
+    plain = copy.deepcopy(efficient)
+    for block in (module for module in plain if isinstance(module, DenseBlock)):
+        block.engine = choose.Engine.PLAIN
+    return plain
 
 
 def _stage(consumer: str, engine: str = "shared", training: bool = True) -> nn.Sequential:
@@ -58,13 +55,7 @@ def _input(stage: nn.Sequential, batch: int = 2) -> Tensor:
     return torch.randn(batch, channels, 5, 6, dtype=torch.double)
 
 
-@pytest.mark.parametrize(
-    *grid(
-        consumer=CONSUMERS,
-        memory_format=MEMORY_FORMATS,
-        training=[True, False],
-    )
-)
+@pytest.mark.parametrize(*grid(consumer=CONSUMERS, memory_format=MEMORY_FORMATS, training=[True, False]))
 def test_arguments_are_neither_modified_nor_returned(consumer, memory_format, training):
     stage = _stage(consumer, training=training)
     x = _input(stage).to(memory_format=memory_format).requires_grad_()
@@ -97,9 +88,7 @@ def test_arguments_are_neither_modified_nor_returned(consumer, memory_format, tr
 )
 def test_output_gradients_of_any_strides(consumer, memory_format, grad):
     efficient = _stage(consumer)
-    plain = copy.deepcopy(efficient)
-    for block in (module for module in plain if isinstance(module, DenseBlock)):
-        block.engine = choose.Engine.PLAIN
+    plain = _plain(efficient)
     x, results = _input(efficient).to(memory_format=memory_format), []
     for stage in (efficient, plain):
         torch.manual_seed(1)
@@ -121,8 +110,7 @@ def test_output_gradients_of_any_strides(consumer, memory_format, grad):
 @pytest.mark.parametrize("shape", [(1, 4, 1, 7), (3, 4, 1, 1), (1, 4, 6, 1)])
 def test_sides_of_one_pixel_and_expanded_inputs(shape):
     efficient = _stage("block")
-    plain = copy.deepcopy(efficient)
-    plain.denseblock1.engine = choose.Engine.PLAIN
+    plain = _plain(efficient)
     x = torch.randn(shape, dtype=torch.double)
     for leaf in (x, x.to(memory_format=torch.channels_last)):
         assert_same_step(efficient, plain, leaf)
@@ -208,9 +196,7 @@ def test_input_created_in_inference_mode():
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_inputs_and_outputs_may_be_modified_in_place_as_in_plain(consumer, memory_format):
     efficient = _stage(consumer)
-    plain = copy.deepcopy(efficient)
-    for block in (module for module in plain if isinstance(module, DenseBlock)):
-        block.engine = choose.Engine.PLAIN
+    plain = _plain(efficient)
     x = _input(efficient)
     for stage in (efficient, plain):
         copied = x.to(memory_format=memory_format, copy=True)
@@ -426,25 +412,9 @@ def test_single_value_per_channel_in_an_inner_norm_raises_as_in_plain():
     _assert_raises_as_plain(stage, x, "found a single value per channel")
 
 
-def _unnamed_transition(features: nn.Sequential) -> None:
-    features.transition1 = nn.Sequential(*features.transition1.children())
-
-
-def _wrapped_norm(features: nn.Sequential) -> None:
-    features.norm5 = nn.Sequential(features.norm5)
-
-
-def _no_norm(features: nn.Sequential) -> None:
-    features.norm5 = nn.Sequential()
-
-
 class Doubling(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
-
-
-def _doubling(features: nn.Sequential) -> None:
-    features.norm5 = Doubling(features.norm5)
 
 
 class DoublingBlock(DenseBlock):
@@ -452,24 +422,23 @@ class DoublingBlock(DenseBlock):
         return 2 * super().forward(x)
 
 
-def _doubling_block(features: nn.Sequential) -> None:
-    features.denseblock1.__class__ = DoublingBlock
+UNUSUAL = {
+    "unnamed transition": lambda features: setattr(
+        features, "transition1", nn.Sequential(*features.transition1.children())
+    ),
+    "wrapped norm": lambda features: setattr(features, "norm5", nn.Sequential(features.norm5)),
+    "no norm": lambda features: setattr(features, "norm5", nn.Sequential()),
+    "doubled norm": lambda features: setattr(features, "norm5", Doubling(features.norm5)),
+    "doubled block": lambda features: setattr(features.denseblock1, "__class__", DoublingBlock),
+    "extra module": lambda features: features.transition1.add_module("dropout", nn.Dropout(0.5)),
+    "norm inside the norm": lambda features: features.norm5.add_module("norm", nn.Identity()),
+}
 
 
-def _extra_module(features: nn.Sequential) -> None:
-    features.transition1.add_module("dropout", nn.Dropout(0.5))
-
-
-def _renamed_norm(features: nn.Sequential) -> None:
-    features.norm5.norm = nn.Identity()
-
-
-@pytest.mark.parametrize(
-    "change", [_unnamed_transition, _wrapped_norm, _no_norm, _doubling, _doubling_block, _extra_module, _renamed_norm]
-)
+@pytest.mark.parametrize("change", UNUSUAL)
 def test_unusual_consumers_and_blocks_match_plain(change):
     plain = small_model("bc", efficient=False)
-    change(plain.features)
+    UNUSUAL[change](plain.features)
     efficient = with_engine(plain, "shared")
     assert_same_step(efficient, plain, random_images("bc"))
     assert_same_buffers(efficient, plain)

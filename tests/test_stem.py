@@ -5,14 +5,15 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from grids import grid
 from helpers import (
+    assert_all_close,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
     assert_same_step,
+    freeze_norms,
     small_model,
     with_engine,
 )
@@ -54,12 +55,6 @@ def _stem_is_one(model: DenseNet, x: Tensor) -> bool:
     return _run_stem(copy.deepcopy(model), x)[1] == 4
 
 
-def _freeze(norm: nn.Module) -> None:
-    norm.running_mean.normal_()
-    norm.running_var.uniform_(0.5, 2)
-    norm.eval()
-
-
 def _of_some_layout(dims, last, **_):
     """A signal has no channels_last."""
     return dims in CHANNELS_LAST or not last
@@ -80,7 +75,7 @@ def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, chan
     layout = CHANNELS_LAST[dims] if last else torch.contiguous_format
     plain = _plain(dims, num_init_features=channels).to(memory_format=layout)
     if frozen:
-        _freeze(plain.features.norm0)
+        freeze_norms(plain, "norm0")
     ours = with_engine(plain, "shared")
     x = _input(*size).to(memory_format=layout)
     assert _stem_is_one(ours, x)
@@ -90,19 +85,13 @@ def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, chan
     assert output.stride() == expected.stride()
 
 
-@pytest.mark.parametrize(
-    *grid(
-        bias=[False, True],
-        frozen=[False, True],
-        alone=[True, False],
-    )
-)
+@pytest.mark.parametrize(*grid(bias=[False, True], frozen=[False, True], alone=[True, False]))
 def test_each_parameter_alone_requires_a_gradient_or_is_alone_frozen(bias, frozen, alone):
     plain = _plain()
     if bias:
         plain.features.conv0 = nn.Conv2d(3, 6, (5, 3), (2, 1), (1, 0), (1, 2), bias=True).double()
     if frozen:
-        _freeze(plain.features.norm0)
+        freeze_norms(plain, "norm0")
     ours = with_engine(plain, "shared")
     names = [name for name, _ in plain.features[:4].named_parameters(prefix="features")]
     assert len(names) == 3 + bias
@@ -138,13 +127,7 @@ def test_groups_and_other_poolings():
         assert_same_step(ours, plain, _input(13, 12))
 
 
-@pytest.mark.parametrize(
-    *grid(
-        dims=[1, 2, 3],
-        frozen=[False, True],
-        channels=FEW_AND_MANY,
-    )
-)
+@pytest.mark.parametrize(*grid(dims=[1, 2, 3], frozen=[False, True], channels=FEW_AND_MANY))
 def test_ties_in_the_pooling(dims, frozen, channels):
     """One of several equal maxima gets the gradient, the same one as in plain."""
     plain = _plain(dims, num_init_features=channels)
@@ -153,7 +136,7 @@ def test_ties_in_the_pooling(dims, frozen, channels):
         plain.features.conv0.weight.copy_(torch.randint_like(plain.features.conv0.weight, -1, 2))
         norm.weight[0], norm.weight[1], norm.bias[1] = -1, 0, 0.5  # the second channel is the same everywhere
     if frozen:
-        _freeze(norm)
+        freeze_norms(plain, "norm0")
     ours = with_engine(plain, "shared")
     x = torch.randint(0, 2, (3, 3, *(12, 11, 9)[:dims]), dtype=torch.double)
     x[0] = 1
@@ -161,11 +144,9 @@ def test_ties_in_the_pooling(dims, frozen, channels):
 
 
 def test_gradcheck():
-    model = _plain()
-    stem = Stem(*model.features[:4])
-    x = _input(5, 6, batch=2).requires_grad_()
-    tensors = [stem.norm.weight, stem.norm.bias, stem.conv.weight]
-    spec = read_spec(stem, x)
+    """It also leaves out the gradient of the output."""
+    stem, x = Stem(*_plain().features[:4]), _input(5, 6, batch=2).requires_grad_()
+    tensors, spec = [stem.norm.weight, stem.norm.bias, stem.conv.weight], read_spec(stem, x)
     assert torch.autograd.gradcheck(lambda *inputs: stem_function.apply(spec, stem.norm, *inputs, None), (x, *tensors))
 
 
@@ -197,14 +178,7 @@ def test_only_the_forward_updates_the_buffers():
     assert_same_buffers(ours, plain)
 
 
-@pytest.fixture
-def _process_group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_process_group_of_one")
+@pytest.mark.usefixtures("process_group_of_one")
 def test_synchronized_norms():
     plain = _plain()
     ours = with_engine(plain, "shared")
@@ -233,8 +207,7 @@ def test_a_hook_fires_once_with_plain_s_values(place, kind):
     assert_same_step(ours, plain, _input(13, 12))
     assert_same_buffers(ours, plain)
     assert [len(calls) for calls in seen] == [1, 1]
-    for ours_value, expected in zip(seen[0][0], seen[1][0], strict=True):
-        assert_close(ours_value, expected)
+    assert_all_close(seen[0][0], seen[1][0])
 
 
 def _with(name: str, module: nn.Module) -> DenseNet:
@@ -282,8 +255,7 @@ def test_a_feature_map_from_inside_the_stem():
         backward_of_maps(with_engine(plain, engine).as_backbone(maps="raw"), _input(13, 12) * 0 + 0.3)
         for engine in ("shared", "plain")
     ]
-    for ours, expected in zip(*found, strict=True):
-        assert_close(ours, expected)
+    assert_all_close(*found)
 
 
 def backward_of_maps(model: DenseNet, x: Tensor) -> list[Tensor]:
@@ -303,7 +275,7 @@ def test_a_convolution_without_an_output_pixel_raises_plain_s_error(frozen):
     plain = _plain()
     plain.features.conv0.padding = (0, 0)
     if frozen:
-        _freeze(plain.features.norm0)
+        freeze_norms(plain, "norm0")
     errors = []
     for model in (with_engine(plain, "shared"), plain):
         with pytest.raises(RuntimeError, match="Kernel size can't be greater") as caught:
@@ -318,29 +290,27 @@ def test_errors_are_at_most_twice_plain_s(dims, autocast, channels):
     exact = _plain(dims, num_init_features=channels)
     plain = copy.deepcopy(exact).float()
     x = _input(*(31, 17, 12)[:dims]) + 5  # a mean that is large beside the deviation
-    reference, _ = _step(exact, x)
+    reference = _step(exact, x)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         ours = with_engine(plain, "shared")
-        found, one = _step(ours, x.float())
-        expected, other = _step(plain, x.float())
-    assert one.dtype == other.dtype
-    assert one.stride() == other.stride()
+        found, expected = _step(ours, x.float()), _step(plain, x.float())
+    assert found[0].dtype == expected[0].dtype
+    assert found[0].stride() == expected[0].stride()
     for value, theirs, right in zip(found, expected, reference, strict=True):
         error, allowed = ((tensor.double() - right).norm() for tensor in (value, theirs))
         assert error <= 2 * allowed + 1e-7 * right.norm()
     assert_same_buffers(ours, plain, 1e-5)
 
 
-def _step(model: DenseNet, x: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The stem's output, and the gradients of x and all parameters for a fixed grad_output; the output again."""
+def _step(model: DenseNet, x: Tensor) -> list[Tensor]:
+    """The stem's output, and the gradients of x and all parameters for a fixed grad_output."""
     x = x.detach().requires_grad_()
     output, consumed = _run_stem(model, x)
     if not consumed:
         output = model.features[:4](x)
-    generator = torch.Generator().manual_seed(3)
-    grad = torch.randn(output.shape, generator=generator).to(output.dtype)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output)
     parameters = list(model.features[:4].parameters())
-    return [output.detach(), *torch.autograd.grad(output, [x, *parameters], grad)], output.detach()
+    return [output.detach(), *torch.autograd.grad(output, [x, *parameters], grad)]
 
 
 def test_only_the_input_is_saved_for_backward():

@@ -48,7 +48,7 @@ DEFECTS = [
         "slope = 0 * slope",
         "shared_matrix",
     ),
-    Defect("frozen norm: a bias before it is not subtracted from its mean", "mean.sub_(bias)", "pass", "conv_biases"),
+    Defect("frozen norm: a bias before it is not subtracted from its mean", "mean.sub_(bias)", "pass", "shared"),
     Defect(
         "frozen norm: a gradient scaled by inv_std twice",
         "return self.scale if",
@@ -61,7 +61,7 @@ DEFECTS = [
         "grad_output.mul_(to_pixel_matrix(mask))",
         "shared_matrix",
     ),
-    Defect("bias of new channels missing in the running mean", "mean.add_(bias)", "pass", "conv_biases"),
+    Defect("bias of new channels missing in the running mean", "mean.add_(bias)", "pass", "shared"),
     Defect(
         "order of channels: segments from the oldest to the newest in every block",
         "return views[::-1] if self.newest_first else views",
