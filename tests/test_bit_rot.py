@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import DEMOS, RUN, demo, refused
+from samples import IMAGE, RUN, contents, demo, refused
 from training.files import load_torch
 from training.models import read_config
 
 from efficient_densenet import DenseNet, load_weights
 from efficient_densenet._archive import to_archive
 
-IMAGE = str(DEMOS / "pictures" / "digit_3.png")
 DAMAGED = "is truncated, damaged or contains more than tensors and plain data"
 
 
@@ -94,10 +93,10 @@ def damaged(finished, tmp_path):
 )
 def test_a_weight_that_changed_on_disk_is_refused(name, words, damaged, tmp_path):
     path = damaged(name)
-    before = {each.name: each.read_bytes() for each in path.parent.iterdir()}
+    before = contents(path.parent)
     done = demo(*words, cwd=tmp_path)
     refused(done, f"run/{name} {DAMAGED} (the checksum of its record")
-    assert {each.name: each.read_bytes() for each in path.parent.iterdir()} == before
+    assert contents(path.parent) == before
 
 
 def test_load_weights_refuses_a_weight_that_changed_on_disk(damaged, finished):

@@ -20,7 +20,16 @@ from pathlib import Path
 import pytest
 import torch
 from forks import forked_demo
-from samples import CIFAR10_CLASSES, TINY, demo, refused, write_cifar10, write_cifar100, write_folder
+from samples import (
+    CIFAR10_CLASSES,
+    TINY,
+    PrintsWhenUnpickled,
+    demo,
+    refused,
+    write_cifar10,
+    write_cifar100,
+    write_folder,
+)
 from training.data import Images, StreamedImages, digits, load
 
 
@@ -179,13 +188,8 @@ def _other_classes(folder: Path) -> str:
     return "batches.meta is damaged (its checksum is not the published one)"
 
 
-class _Runs:
-    def __reduce__(self):
-        return print, ("code in a pickle was run",)
-
-
 def _hostile(folder: Path) -> str:
-    (folder / "data_batch_1").write_bytes(pickle.dumps(_Runs()))
+    (folder / "data_batch_1").write_bytes(pickle.dumps(PrintsWhenUnpickled()))
     return "data_batch_1 is damaged (its checksum is not the published one)"
 
 

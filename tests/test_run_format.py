@@ -11,16 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from samples import DEMOS, RUN, demo, refused
+from samples import DIGITS, IMAGE, RUN, contents, demo, demo_stopped, refused
 from training import run_format
 from training.loop import SGD_ARGUMENTS
 from training.models import check_weights
-from training.run import Run
-from training.signals import TrainingInterrupted
 
 from efficient_densenet import DenseNet
 
-IMAGE = str(DEMOS / "pictures" / "digit_3.png")
 MISSING, EXTRA = "missing", "extra"
 
 WRONG = {
@@ -121,15 +118,7 @@ def _one_of_each_field(cases: list[Case]) -> list[Case]:
 def stopped(tmp_path_factory) -> Path:
     """A run that was stopped after two steps of its second epoch."""
     folder = tmp_path_factory.mktemp("stopped")
-
-    def stop(run: Run) -> None:
-        if (run.position.epoch, run.position.step) == (2, 2):
-            raise TrainingInterrupted(15)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_raise_if_stopped", stop)
-        done = demo("cp_demo.py", *RUN, "--n_epochs", "3", cwd=folder)
-    assert done.returncode == 128 + 15, done.stderr
+    demo_stopped(2, 2, *RUN, "--n_epochs", "3", cwd=folder)
     return folder
 
 
@@ -138,11 +127,11 @@ def refuses(stopped):
     """A function that runs a demo, and checks that it refuses the file by that field and alters none."""
 
     def check(case: Case, name: str, script: str, *words: str) -> None:
-        before = {path.name: path.read_bytes() for path in (stopped / "run").iterdir()}
+        before = contents(stopped / "run")
         done = demo(script, *words, cwd=stopped)
         refused(done, f"error: run/{name}: ")
         assert _names(case, done.stderr.strip().replace(f"error: run/{name}:", "name:")), (str(case), done.stderr)
-        assert {path.name: path.read_bytes() for path in (stopped / "run").iterdir()} == before
+        assert contents(stopped / "run") == before
 
     return check
 
@@ -172,8 +161,7 @@ def _last(folder: Path) -> dict[str, Any]:
 def test_real_files_pass(stopped):
     run_format.check_config(Path("config.json"), _config(stopped))
     run_format.check_last(Path("last.pt"), _last(stopped))
-    digits = DEMOS.parent / "checkpoints" / "digits" / "config.json"
-    run_format.check_config(digits, json.loads(digits.read_text()))
+    run_format.check_config(DIGITS, json.loads((DIGITS / "config.json").read_text()))
 
 
 def _not_refused(check: Callable[[Path, Any], None], content: Any, cases: list[Case]) -> list[str]:
