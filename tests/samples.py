@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from torchvision import datasets
 from training.data.augment import Transform
@@ -115,14 +116,14 @@ def write_photographs(folder: Path, train: int, test: int) -> Path:
 
 
 def demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Run a demo in this process, which saves the seconds that importing torch takes."""
+    """Run a demo in this process, which saves the seconds that importing torch takes, and those of drawing curves."""
     printed, errors, code = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before, arguments, search_path = Path.cwd(), sys.argv, sys.path[:]
     os.chdir(cwd)
     sys.argv = [script, *words]
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors), _undrawn_figures():
             runpy.run_path(str(DEMOS / script), run_name="__main__")
     except SystemExit as exc:  # like the interpreter: print a message, with exit status 1
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
@@ -134,6 +135,11 @@ def demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return subprocess.CompletedProcess(words, code, printed.getvalue(), errors.getvalue())
+
+
+def _undrawn_figures() -> contextlib.AbstractContextManager:
+    """Figures are made, but not drawn; those of forked demos are."""
+    return mock.patch.object(Figure, "savefig", lambda _, file, **__: file.write(b"not drawn"))
 
 
 def demo_stopped(epoch: int, step: int, *words: str, cwd: Path) -> None:
@@ -194,18 +200,19 @@ def same_run(ours: Path, theirs: Path) -> None:
     for name in ("model.pt", "last.pt"):
         actual, expected = (torch.load(folder / name, weights_only=True) for folder in (ours, theirs))
         actual, expected = (s.get("state", s) for s in (actual, expected))
-        _same(actual, expected)
+        same_content(actual, expected)
 
 
-def _same(actual, expected) -> None:
+def same_content(actual, expected) -> None:
+    """Check that what two files hold is equal bit for bit."""
     assert type(actual) is type(expected)
     if isinstance(actual, dict):
         assert actual.keys() == expected.keys()
         for key in actual:
-            _same(actual[key], expected[key])
+            same_content(actual[key], expected[key])
     elif isinstance(actual, list):
         for ours, theirs in zip(actual, expected, strict=True):
-            _same(ours, theirs)
+            same_content(ours, theirs)
     elif isinstance(actual, torch.Tensor):
         assert torch.equal(actual, expected)
     else:

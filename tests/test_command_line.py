@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -67,11 +68,11 @@ def test_efficient_may_be_a_number(value, engine):
 
 
 def test_names_of_images_are_used_as_typed(monkeypatch):
-    seen = []
-    monkeypatch.setattr(training, "predict", lambda *images, model=None, top=1: seen.append((images, model, top)))
+    predict = mock.create_autospec(training.predict)
+    monkeypatch.setattr(training, "predict", predict)
     names = ("run#2", "a,b", "2024_01_15", "1.50", "(1)", "'quoted'")
     done = demo("predict.py", *names, "--model", "3.50", "--top", "2", cwd=DEMOS)
-    assert (done.returncode, seen) == (0, [(names, "3.50", 2)])
+    assert (done.returncode, predict.mock_calls) == (0, [mock.call(*names, model="3.50", top=2)])
 
 
 @pytest.mark.parametrize(

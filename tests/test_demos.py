@@ -1,6 +1,5 @@
 """The demos as commands: predicting, the tour, the committed model, running from a clone."""
 
-import configparser
 import hashlib
 import json
 import os
@@ -82,10 +81,9 @@ def test_evaluating_on_other_classes_is_refused(tmp_path):
     refused(done, "has 2 classes (cat, dog) in 3 channels, but")
 
 
-def test_the_memory_tour_as_a_quick_check():
-    environment = os.environ | {"TOUR_QUICK": "1"}
-    command = [sys.executable, "-W", "error::UserWarning", str(DEMOS / "memory_tour.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+def test_the_memory_tour_as_a_quick_check(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOUR_QUICK", "1")
+    done = demo("memory_tour.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {
         name.strip(): (float(peak), float(ratio), float(difference))
@@ -127,13 +125,9 @@ def _write_package(place: Path, name: str) -> None:
     (place / "__init__.py").write_text(f"raise SystemExit({name!r})")
 
 
+@pytest.mark.parametrize("cloned", [True, False])
 @pytest.mark.parametrize(
-    ("script", "cloned"),
-    [
-        *((script, True) for script in SCRIPTS),
-        ("cp_demo.py", False),
-        *(pytest.param(script, False, marks=pytest.mark.exhaustive) for script in SCRIPTS[1:]),
-    ],
+    "script", ["cp_demo.py", *(pytest.param(script, marks=pytest.mark.exhaustive) for script in SCRIPTS[1:])]
 )
 def test_a_demo_prefers_the_package_beside_it_to_an_installed_one(script, cloned, tmp_path):
     _write_package(tmp_path / "installed" / "efficient_densenet", "the installed package")
@@ -152,15 +146,8 @@ def test_a_demo_prefers_the_package_beside_it_to_an_installed_one(script, cloned
 
 def test_a_demo_runs_in_a_clone_that_is_not_installed(tmp_path):
     """Without `site`, which would process the .pth file of an editable installation; packages such as torch remain."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    }
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-S", str(DEMOS / "predict.py"), str(DEMOS / "pictures" / "digit_3.png")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert "digit_3.png: 3 (" in done.stdout, done.stderr
-
-
-def test_the_demos_extra_brings_the_fast_kernels():
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    assert "numba" in config["options.extras_require"]["demos"].split()

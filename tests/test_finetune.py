@@ -217,10 +217,7 @@ def test_torchvision_s_weights_by_name(monkeypatch):
         (["--freeze", "features"], "found --freeze without --weights"),
         (["--weights", "nothing"], "nothing: give the directory of a run, a file of weights, or a name: "),
         (["--weights", "source", "--depth", "40"], "found --depth 40, but the weights "),
-        (
-            ["--weights", "source", "--model", "densenet121"],
-            "are of a DenseNet-BC of depth 10 and growth rate 4: ",
-        ),
+        (["--weights", "source", "--model", "densenet121"], "are of a DenseNet-BC of depth 10 and growth rate 4: "),
         (["--weights", "source", "--freeze", "most"], "freeze is 'most', but must be features, or a number of dense"),
         (["--weights", "source", "--freeze", "4", "--data", "own"], "freeze is 4, but the network has 3 dense blocks"),
         (["--weights", "source", "--freeze", "-1"], "freeze is '-1', but must be features, or"),

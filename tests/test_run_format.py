@@ -123,20 +123,6 @@ def stopped(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def refuses(stopped):
-    """A function that runs a demo, and checks that it refuses the file by that field and alters none."""
-
-    def check(case: Case, name: str, script: str, *words: str) -> None:
-        before = contents(stopped / "run")
-        done = demo(script, *words, cwd=stopped)
-        refused(done, f"error: run/{name}: ")
-        assert _names(case, done.stderr.strip().replace(f"error: run/{name}:", "name:")), (str(case), done.stderr)
-        assert contents(stopped / "run") == before
-
-    return check
-
-
-@pytest.fixture
 def changing(stopped):
     """A function that writes a file of the run; afterwards it is as before."""
     before = {path: path.read_bytes() for path in (stopped / "run").iterdir()}
@@ -148,6 +134,17 @@ def changing(stopped):
     yield write
     for path, content in before.items():
         path.write_bytes(content)
+
+
+def _refuses(case: Case, folder: Path, name: str, number: int) -> None:
+    """Evaluating and predicting by turns, or resuming, refuses the file by that field and alters none."""
+    words = ["cp_demo.py", "--evaluate", "run"] if number % 2 else ["predict.py", IMAGE, "--model", "run"]
+    words = ["cp_demo.py", "--save", "run", "--resume"] if name == "last.pt" else words
+    before = contents(folder / "run")
+    done = demo(*words, cwd=folder)
+    refused(done, f"error: run/{name}: ")
+    assert _names(case, done.stderr.strip().replace(f"error: run/{name}:", "name:")), (str(case), done.stderr)
+    assert contents(folder / "run") == before
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -230,36 +227,33 @@ def test_every_changed_tensor_of_the_weights_is_refused_by_name(stopped):
     assert _not_refused(lambda path, changed: check_weights(model, changed, path), content, cases) == []
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_changed_config_is_refused_by_evaluating_and_predicting(every, stopped, refuses, changing):
-    content = _config(stopped)
-    cases = [case for case in _refused_cases(content) if not isinstance(case.value, torch.Tensor)]
-    for number, case in enumerate(cases if every else _one_of_each_field(cases)):
-        changing("config.json", case.applied_to(content))
-        words = ["cp_demo.py", "--evaluate", "run"] if number % 2 else ["predict.py", IMAGE, "--model", "run"]
-        refuses(case, "config.json", *words)
-
-
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_changed_state_is_refused_by_resuming(every, stopped, refuses, changing):
-    content = _last(stopped)
+def _cases_of_commands(name: str, folder: Path, every: bool) -> tuple[Any, list[Case]]:
+    """What the file of that name has, and the changes of it that the commands are tried on."""
+    if name == "config.json":
+        content = _config(folder)
+        cases = [case for case in _refused_cases(content) if not isinstance(case.value, torch.Tensor)]
+        return content, cases if every else _one_of_each_field(cases)
+    if name == "model.pt":
+        content = torch.load(folder / "run" / "model.pt", weights_only=True)
+        cases = _refused_cases(content)
+        return content, cases[:: 1 if every else len(cases) // 12]
+    content = _last(folder)
     cases = _refused_cases({name: part for name, part in content.items() if name != "state"})
+    cases = [case for case in cases if case.field != "format" or case.value is not MISSING]  # else it is no state
     in_state = _state_cases(content)
-    cases = [*cases, *in_state[::4]] if every else [*_one_of_each_field(cases), *in_state[:: len(in_state) // 8]]
-    for case in cases:
-        if case.field != "format" or case.value is not MISSING:  # what has no format is not a state at all
-            changing("last.pt", case.applied_to(content))
-            refuses(case, "last.pt", "cp_demo.py", "--save", "run", "--resume")
+    return content, [*cases, *in_state[::4]] if every else [
+        *_one_of_each_field(cases),
+        *in_state[:: len(in_state) // 8],
+    ]
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_changed_weights_are_refused_by_evaluating_and_predicting(every, stopped, refuses, changing):
-    content = torch.load(stopped / "run" / "model.pt", weights_only=True)
-    cases = _refused_cases(content)
-    for number, case in enumerate(cases[:: 1 if every else len(cases) // 12]):
-        changing("model.pt", case.applied_to(content))
-        words = ["cp_demo.py", "--evaluate", "run"] if number % 2 else ["predict.py", IMAGE, "--model", "run"]
-        refuses(case, "model.pt", *words)
+@pytest.mark.parametrize("name", ["config.json", "last.pt", "model.pt"])
+def test_a_changed_file_is_refused_by_the_commands_that_read_it(name, every, stopped, changing):
+    content, cases = _cases_of_commands(name, stopped, every)
+    for number, case in enumerate(cases):
+        changing(name, case.applied_to(content))
+        _refuses(case, stopped, name, number)
 
 
 @pytest.mark.parametrize("name", ["last.pt", "model.pt"])

@@ -40,7 +40,7 @@ def paused(whole, tmp_path):
         process.wait()
 
 
-def test_a_second_run_is_refused_and_goes_on_where_the_first_was_killed(paused, whole, tmp_path):
+def test_a_second_run_is_refused_may_evaluate_and_goes_on_where_the_first_was_killed(paused, whole, tmp_path):
     before = contents(tmp_path / "run")
     holder = f"run is in use by process {paused.pid} on {socket.gethostname()} since "
     for words in (["--seed", "1"], ["--resume"], ["--overwrite", "--seed", "1"]):
@@ -48,17 +48,15 @@ def test_a_second_run_is_refused_and_goes_on_where_the_first_was_killed(paused, 
         refused(done, holder)
         assert re.search(r" since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S+: wait until that run ends", done.stderr)
     assert contents(tmp_path / "run") == before
+    shutil.copy(whole / "run" / "model.pt", tmp_path / "run" / "model.pt")
+    done = demo("cp_demo.py", "--save", "run", "--evaluate", cwd=tmp_path)
+    assert "test error" in done.stdout, done.stderr
+    (tmp_path / "run" / "model.pt").unlink()
     paused.send_signal(signal.SIGKILL)
     assert paused.wait() == -signal.SIGKILL
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     same_run(tmp_path / "run", whole / "run")
-
-
-def test_a_run_that_is_going_on_can_be_evaluated(paused, whole, tmp_path):
-    shutil.copy(whole / "run" / "model.pt", tmp_path / "run" / "model.pt")
-    done = demo("cp_demo.py", "--save", "run", "--evaluate", cwd=tmp_path)
-    assert "test error" in done.stdout, done.stderr
 
 
 def test_of_several_resumes_at_once_one_goes_on(paused, whole, tmp_path):
