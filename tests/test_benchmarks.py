@@ -85,9 +85,6 @@ def fake(monkeypatch):
     return fresh
 
 
-METHODS_OF_GROUPS = ("plain", "shared", "timm", "compile_plain")
-
-
 @pytest.mark.parametrize(
     ("free", "groups"),
     [
@@ -98,7 +95,7 @@ METHODS_OF_GROUPS = ("plain", "shared", "timm", "compile_plain")
 def test_methods_that_fit_in_memory_together_take_steps_in_turn(free, groups, fake):
     """A method with a compiler is prepared after the others are measured."""
     fake.free = free
-    measurements = comparison.Comparison(list(METHODS_OF_GROUPS), rounds=2).run(TINY)
+    measurements = comparison.Comparison(["plain", "shared", "timm", "compile_plain"], rounds=2).run(TINY)
     prepared: set[str] = set()
     expected = []
     for group in groups:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import forked_demo
 from PIL import Image
 from samples import CIFAR10_JPEG, DEMOS, DIGITS, TINY, demo, refused, write_folder, write_photographs
 
@@ -81,9 +82,8 @@ def test_evaluating_on_other_classes_is_refused(tmp_path):
     refused(done, "has 2 classes (cat, dog) in 3 channels, but")
 
 
-def test_the_memory_tour_as_a_quick_check(tmp_path, monkeypatch):
-    monkeypatch.setenv("TOUR_QUICK", "1")
-    done = demo("memory_tour.py", cwd=tmp_path)
+def test_the_memory_tour_as_a_quick_check(tmp_path):
+    done = forked_demo("memory_tour.py", cwd=tmp_path, TOUR_QUICK="1")
     assert done.returncode == 0, done.stderr
     rows = {
         name.strip(): (float(peak), float(ratio), float(difference))

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -271,16 +272,23 @@ def test_a_config_that_is_no_record_is_refused(content, stopped, changing):
     refused(demo("cp_demo.py", "--evaluate", "run", cwd=stopped), "run/config.json")
 
 
+@pytest.mark.parametrize(
+    ("make", "remove", "message"),
+    [
+        (os.mkdir, os.rmdir, "cannot be read (Is a directory): make it readable"),
+        (os.mkfifo, os.unlink, "is no regular file, but a pipe or a device"),
+    ],
+)
 @pytest.mark.parametrize("name", ["last.pt", "model.pt", "config.json"])
-def test_a_directory_in_the_place_of_a_file_is_refused_as_unreadable(name, stopped, changing):
+def test_a_directory_or_a_pipe_in_the_place_of_a_file_is_refused(name, make, remove, message, stopped):
     path = stopped / "run" / name
     path.rename(stopped / "aside")
-    path.mkdir()
+    make(path)
     words = ["--save", "run", "--resume"] if name == "last.pt" else ["--evaluate", "run"]
     done = demo("cp_demo.py", *words, cwd=stopped)
-    path.rmdir()
+    remove(path)
     (stopped / "aside").rename(path)
-    refused(done, f"run/{name} cannot be read (Is a directory): make it readable")
+    refused(done, f"run/{name} {message}")
 
 
 def test_weights_that_overflow_are_an_error_when_evaluating_and_predicting(stopped, changing):
