@@ -174,6 +174,7 @@ def test_what_is_wrong_with_an_image_folder_is_named(tmp_path, harm, message, st
         ("batches.meta", pickle.dumps({"label_names": ["cat"]}), "is damaged (its checksum is not the published one)"),
         ("data_batch_1", pickle.dumps(PrintsWhenUnpickled()), "is damaged (its checksum is not the published one)"),
     ],
+    ids=["missing", "cut", "other classes", "hostile"],
 )
 def test_what_is_wrong_with_a_cifar_file_is_named_and_nothing_in_it_is_run(tmp_path, name, content, message, capsys):
     path = write_cifar10(tmp_path) / "cifar-10-batches-py" / name
