@@ -10,21 +10,29 @@ import runpy
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from torchvision import datasets
 from training.data.augment import Transform
 from training.distributed import DistributedContext
 from training.loop import Trainer
 from training.options import parse
+from training.run import Run
+from training.signals import TrainingInterrupted
 
 from efficient_densenet import DenseNet
 
 DEMOS = Path(__file__).parents[1] / "demos"
+DIGITS = DEMOS.parent / "checkpoints" / "digits"
+IMAGE = str(DEMOS / "pictures" / "digit_3.png")
+CIFAR10_JPEG = DEMOS.parents[1] / "shared" / "data" / "cifar10-jpeg.tar.xz"
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 TIMES = ("seconds", "images_per_second", "peak_memory_mib")
 TINY = ("--depth", "10", "--growth_rate", "4")
@@ -93,15 +101,29 @@ def write_folder(
     return folder
 
 
+def write_photographs(folder: Path, train: int, test: int) -> Path:
+    """The first images of each class of the JPEG copy of CIFAR-10, as an image folder."""
+    left = {"train": dict.fromkeys(CIFAR10_CLASSES, train), "test": dict.fromkeys(CIFAR10_CLASSES, test)}
+    with tarfile.open(CIFAR10_JPEG) as archive:
+        for member in archive:
+            *_, split, name, file = ["", "", *Path(member.name).parts]
+            if member.isfile() and left[split][name] > 0:
+                left[split][name] -= 1
+                place = folder / split / name
+                place.mkdir(parents=True, exist_ok=True)
+                (place / file).write_bytes(archive.extractfile(member).read())
+    return folder
+
+
 def demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Run a demo in this process, which saves the seconds that importing torch takes."""
+    """Run a demo in this process, which saves the seconds that importing torch takes, and those of drawing curves."""
     printed, errors, code = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before, arguments, search_path = Path.cwd(), sys.argv, sys.path[:]
     os.chdir(cwd)
     sys.argv = [script, *words]
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors), _undrawn_figures():
             runpy.run_path(str(DEMOS / script), run_name="__main__")
     except SystemExit as exc:  # like the interpreter: print a message, with exit status 1
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
@@ -113,6 +135,35 @@ def demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return subprocess.CompletedProcess(words, code, printed.getvalue(), errors.getvalue())
+
+
+def _undrawn_figures() -> contextlib.AbstractContextManager:
+    """Figures are made, but not drawn; those of forked demos are."""
+    return mock.patch.object(Figure, "savefig", lambda _, file, **__: file.write(b"not drawn"))
+
+
+def demo_stopped(epoch: int, step: int, *words: str, cwd: Path) -> None:
+    """Train by cp_demo.py as far as a step, after which the run is stopped as by SIGTERM."""
+
+    def stop(run: Run) -> None:
+        if (run.position.epoch, run.position.step) == (epoch, step):
+            raise TrainingInterrupted(signal.SIGTERM)
+
+    with mock.patch.object(Run, "_raise_if_stopped", stop):
+        done = demo("cp_demo.py", *words, cwd=cwd)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+
+
+class PrintsWhenUnpickled:
+    """What a hostile file may hold."""
+
+    def __reduce__(self):
+        return print, ("code in a pickle was run",)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a run, to see that nothing was changed."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def refused(done: subprocess.CompletedProcess, message: str) -> None:
@@ -149,18 +200,19 @@ def same_run(ours: Path, theirs: Path) -> None:
     for name in ("model.pt", "last.pt"):
         actual, expected = (torch.load(folder / name, weights_only=True) for folder in (ours, theirs))
         actual, expected = (s.get("state", s) for s in (actual, expected))
-        _same(actual, expected)
+        same_content(actual, expected)
 
 
-def _same(actual, expected) -> None:
+def same_content(actual, expected) -> None:
+    """Check that what two files hold is equal bit for bit."""
     assert type(actual) is type(expected)
     if isinstance(actual, dict):
         assert actual.keys() == expected.keys()
         for key in actual:
-            _same(actual[key], expected[key])
+            same_content(actual[key], expected[key])
     elif isinstance(actual, list):
         for ours, theirs in zip(actual, expected, strict=True):
-            _same(ours, theirs)
+            same_content(ours, theirs)
     elif isinstance(actual, torch.Tensor):
         assert torch.equal(actual, expected)
     else:

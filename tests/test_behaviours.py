@@ -42,11 +42,8 @@ def test_the_benchmark_is_a_command(monkeypatch, tmp_path):
     (path,) = tmp_path.glob("checkpointing_costs_torch*.csv")
     with path.open() as file:
         rows = {row["implementation"]: row for row in csv.DictReader(file)}
-    assert (rows["torch"]["time_over_torch"], rows["torch"]["peak_over_torch"], rows["ours"]["rounds"]) == (
-        "1.0",
-        "1.0",
-        "2",
-    )
+    assert (rows["torch"]["time_over_torch"], rows["torch"]["peak_over_torch"]) == ("1.0", "1.0")
+    assert rows["ours"]["rounds"] == "2"
     assert 0.9 < float(rows["ours"]["peak_over_torch"]) < 1.1 < float(rows["plain"]["peak_over_torch"])
     monkeypatch.setattr("sys.argv", ["checkpointing.py", "cost"])
     with pytest.raises(SystemExit, match="error: found cost: give behaviours or costs"):

@@ -14,16 +14,9 @@ def _measured(folder, ways):
 
 
 @pytest.mark.parametrize(
-    "ways",
-    [
-        "shared,channels_last",
-        "torchvision",
-        pytest.param("bf16,onnxruntime", marks=pytest.mark.exhaustive),
-    ],
+    "ways", ["shared,channels_last,torchvision", pytest.param("bf16,onnxruntime", marks=pytest.mark.exhaustive)]
 )
 def test_the_digits_have_the_same_classes(ways, tmp_path, capsys):
-    if "torchvision" in ways:
-        pytest.importorskip("torchvision")
     if "onnxruntime" in ways:
         for module in ("onnx", "onnxscript", "onnxruntime"):
             pytest.importorskip(module)

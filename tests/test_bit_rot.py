@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import DEMOS, RUN, demo, refused
+from samples import IMAGE, RUN, contents, demo, refused, same_content
 from training.files import load_torch
 from training.models import read_config
 
 from efficient_densenet import DenseNet, load_weights
 from efficient_densenet._archive import to_archive
 
-IMAGE = str(DEMOS / "pictures" / "digit_3.png")
 DAMAGED = "is truncated, damaged or contains more than tensors and plain data"
 
 
@@ -26,20 +25,15 @@ def finished(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+def _network() -> DenseNet:
+    """That of the run."""
+    return DenseNet(4, (1, 1, 1), num_init_features=8, in_channels=1)
+
+
 def _flipped(content: bytes, bit: int) -> bytes:
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
-
-
-def _equal(actual, expected) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return actual.dtype == expected.dtype and torch.equal(actual, expected)
-    if isinstance(expected, dict):
-        return actual.keys() == expected.keys() and all(_equal(actual[name], expected[name]) for name in expected)
-    if isinstance(expected, list):
-        return len(actual) == len(expected) and all(map(_equal, actual, expected))
-    return type(actual) is type(expected) and actual == expected
 
 
 @pytest.mark.parametrize("name", ["model.pt", "last.pt"])
@@ -54,7 +48,7 @@ def test_a_flipped_bit_is_noticed_or_harmless(name, flips, finished, tmp_path):
         except ValueError:
             noticed += 1
         else:
-            assert _equal(loaded, expected), bit
+            same_content(loaded, expected)
     assert noticed > flips / 3
 
 
@@ -94,14 +88,14 @@ def damaged(finished, tmp_path):
 )
 def test_a_weight_that_changed_on_disk_is_refused(name, words, damaged, tmp_path):
     path = damaged(name)
-    before = {each.name: each.read_bytes() for each in path.parent.iterdir()}
+    before = contents(path.parent)
     done = demo(*words, cwd=tmp_path)
     refused(done, f"run/{name} {DAMAGED} (the checksum of its record")
-    assert {each.name: each.read_bytes() for each in path.parent.iterdir()} == before
+    assert contents(path.parent) == before
 
 
 def test_load_weights_refuses_a_weight_that_changed_on_disk(damaged, finished):
-    model = DenseNet(4, (1, 1, 1), num_init_features=8, in_channels=1)
+    model = _network()
     load_weights(model, finished / "model.pt")
     with pytest.raises(ValueError, match=r"model.pt is truncated, damaged .*\(the checksum of its record .* is wr"):
         load_weights(model, damaged("model.pt"))
@@ -131,16 +125,17 @@ def _swap_two_weights(records: dict[str, bytes]) -> None:
 def test_a_changed_tensor_in_an_archive_whose_own_checksums_are_right_is_noticed(change, name, finished, tmp_path):
     path = Path(shutil.copy(finished / name, tmp_path))
     _rezip(path, lambda records: None)
-    assert _equal(load_torch(path), load_torch(finished / name))
+    same_content(load_torch(path), load_torch(finished / name))
     _rezip(path, change)
     assert zipfile.ZipFile(path).testzip() is None
-    assert not _equal(torch.load(path, weights_only=True), load_torch(finished / name))
+    with pytest.raises(AssertionError):
+        same_content(torch.load(path, weights_only=True), load_torch(finished / name))
     message = rf"{DAMAGED} \(its tensor \S+ has the checksum \w{{16}}, but was saved with \w{{16}}\), and was left unch"
     with pytest.raises(ValueError, match=message):
         load_torch(path)
     if name == "model.pt":
         with pytest.raises(ValueError, match=r"its tensor \S+ has the checksum \w+, but was saved with \w+\): copy it"):
-            load_weights(DenseNet(4, (1, 1, 1), num_init_features=8, in_channels=1), path)
+            load_weights(_network(), path)
 
 
 @pytest.mark.parametrize(
@@ -166,18 +161,11 @@ def test_tensors_of_any_layout_pass_and_have_the_checksum_of_their_values(conten
 def test_files_of_torch_save_and_of_earlier_versions_load(finished, tmp_path):
     for name in ("model.pt", "last.pt"):
         torch.save(load_torch(finished / name), tmp_path / name)
-        assert _equal(load_torch(tmp_path / name), load_torch(finished / name))
+        same_content(load_torch(tmp_path / name), load_torch(finished / name))
     config = json.loads((finished / "config.json").read_text())
     del config["checksum"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path) == read_config(finished)
-
-
-def test_a_model_is_saved_where_archives_have_no_checksums_of_their_own(tmp_path):
-    torch.serialization.set_crc32_options(False)
-    (tmp_path / "some.pt").write_bytes(to_archive({"some": torch.ones(2)}))
-    torch.serialization.set_crc32_options(True)
-    assert torch.equal(load_torch(tmp_path / "some.pt")["some"], torch.ones(2))
 
 
 def test_a_flipped_bit_in_the_config_is_noticed_or_harmless_and_edits_are_possible(finished, tmp_path):
@@ -198,10 +186,13 @@ def test_a_flipped_bit_in_the_config_is_noticed_or_harmless_and_edits_are_possib
     assert read_config(tmp_path)["data"]["name"] == f"edited{expected['data']['name']}"
 
 
-@pytest.mark.parametrize("changed", [{"_use_new_zipfile_serialization": False}, "without checksums"])
-def test_load_weights_takes_files_without_checksums(changed, tmp_path):
-    model = DenseNet(4, (1, 1, 1), num_init_features=8, in_channels=1)
-    torch.serialization.set_crc32_options(isinstance(changed, dict))
-    torch.save(model.state_dict(), tmp_path / "model.pt", **(changed if isinstance(changed, dict) else {}))
+def test_files_without_checksums_of_archives_are_saved_and_loaded(tmp_path):
+    model, path = _network(), tmp_path / "model.pt"
+    torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False)
+    load_weights(model, path)
+    torch.serialization.set_crc32_options(False)
+    path.write_bytes(to_archive({"some": torch.ones(2)}))
+    torch.save(model.state_dict(), tmp_path / "theirs.pt")
     torch.serialization.set_crc32_options(True)
-    load_weights(model, tmp_path / "model.pt")
+    assert torch.equal(load_torch(path)["some"], torch.ones(2))
+    load_weights(model, tmp_path / "theirs.pt")

@@ -20,7 +20,16 @@ from pathlib import Path
 import pytest
 import torch
 from forks import forked_demo
-from samples import CIFAR10_CLASSES, TINY, demo, refused, write_cifar10, write_cifar100, write_folder
+from samples import (
+    CIFAR10_CLASSES,
+    TINY,
+    PrintsWhenUnpickled,
+    refused,
+    write_cifar10,
+    write_cifar100,
+    write_folder,
+)
+from torchvision import datasets
 from training.data import Images, StreamedImages, digits, load
 
 
@@ -63,32 +72,40 @@ def test_cifar100_has_its_fine_classes(tmp_path):
     assert dataset.classes[99] == "fine99"
 
 
-def test_fashion_mnist_packed_and_not(tmp_path):
-    def idx(*shape):
-        values = torch.arange(torch.Size(shape).numel()) % 10
-        return struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + bytes(values.tolist())
+def _write_idx(folder: Path, labels: list[int]) -> None:
+    """The same images and labels for training and test."""
+    folder.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        images = struct.pack(">HBB3I", 0, 8, 3, len(labels), 28, 28) + bytes(len(labels) * 28 * 28)
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(images)
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, len(labels)) + bytes(labels))
 
+
+def test_fashion_mnist_packed_and_not(tmp_path):
+    folder = tmp_path / "fashion"
+    _write_idx(folder, [0, 1, 2, 3])
     for name in ("train", "t10k"):
-        (tmp_path / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(4, 28, 28)))
-        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(idx(4))
-    dataset = load(str(tmp_path))
+        images = folder / f"{name}-images-idx3-ubyte"
+        packed = gzip.compress(images.read_bytes())
+        images.with_suffix(".gz").write_bytes(packed)
+        images.unlink()
+    dataset = load(str(folder))
     assert (dataset.name, dataset.channels, dataset.image_size) == ("Fashion-MNIST", 1, 28)
     assert dataset.train.labels.tolist() == [0, 1, 2, 3]
-    (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(4, 28, 28))[:-20])
+    images.with_suffix(".gz").write_bytes(packed[:-20])
     with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte is damaged \(.*\): copy it again"):
-        load(str(tmp_path))
+        load(str(folder))
 
 
 def test_svhn_through_torchvision(tmp_path, monkeypatch):
     scipy_io = pytest.importorskip("scipy.io")
-    svhn = pytest.importorskip("torchvision").datasets.SVHN
     images = torch.randint(256, (32, 32, 3, 5), dtype=torch.uint8).numpy()
     known = {}
     for split in ("train", "test"):
         path = tmp_path / f"{split}_32x32.mat"
         scipy_io.savemat(path, {"X": images, "y": [[10], [1], [2], [3], [9]]})
         known[split] = ["", path.name, hashlib.md5(path.read_bytes()).hexdigest()]
-    monkeypatch.setattr(svhn, "split_list", known)
+    monkeypatch.setattr(datasets.SVHN, "split_list", known)
     dataset = load(str(tmp_path))
     assert (dataset.name, dataset.horizontal_flip, len(dataset.test)) == ("SVHN", False, 5)
     assert dataset.train.labels.tolist() == [0, 1, 2, 3, 9]
@@ -121,41 +138,27 @@ def test_the_folders_val_is_the_test_set_unless_there_is_one(tmp_path):
     assert [len(both.with_validation(None).train), len(both.valid)] == [24, 24]
 
 
-def _empty_class(folder: Path) -> str:
-    (folder / "train" / "bird").mkdir()
-    return "train/bird contains no images: put some there, or remove the class"
-
-
-def _truncated(folder: Path) -> str:
-    path = folder / "train" / "cat" / "0.jpg"
+def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
-    return "train/cat/0.jpg is not an image that can be decoded"
-
-
-def _not_an_image(folder: Path) -> str:
-    (folder / "test" / "dog" / "1.png").write_text("not an image")
-    return "test/dog/1.png is not an image that can be decoded (it cannot be identified): replace it or remove it"
-
-
-def _unknown_class(folder: Path) -> str:
-    (folder / "test" / "dgo").mkdir()
-    return "test/dgo is a class that train/ does not have: rename it"
-
-
-def _no_test(folder: Path) -> str:
-    (folder / "test").rename(folder / "tset")
-    return "has train/ but neither test/ nor val/"
-
-
-def _one_class(folder: Path) -> str:
-    (folder / "train" / "dog").rename(folder / "dog")
-    return "train has 1 class folders, but a classifier needs at least two"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("harm", [_empty_class, _truncated, _not_an_image, _unknown_class, _no_test, _one_class])
-def test_what_is_wrong_with_an_image_folder_is_named(tmp_path, harm, stream):
-    message = harm(write_folder(tmp_path))
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda own: (own / "train/bird").mkdir(), "train/bird contains no images: put some there, or remove the"),
+        (lambda own: _truncate(own / "train/cat/0.jpg"), "train/cat/0.jpg is not an image that can be decoded"),
+        (
+            lambda own: (own / "test/dog/1.png").write_text("no"),
+            "dog/1.png is not an image that can be decoded (it",
+        ),
+        (lambda own: (own / "test/dgo").mkdir(), "test/dgo is a class that train/ does not have: rename it"),
+        (lambda own: (own / "test").rename(own / "tset"), "has train/ but neither test/ nor val/"),
+        (lambda own: (own / "train/dog").rename(own / "dog"), "train has 1 class folders, but a classifier needs at"),
+    ],
+)
+def test_what_is_wrong_with_an_image_folder_is_named(tmp_path, harm, message, stream):
+    harm(write_folder(tmp_path))
     with pytest.raises(ValueError) as caught:  # noqa: PT011, PT012 - streamed images are opened by the second part
         dataset = load(str(tmp_path), stream=stream)
         for images in (dataset.train, dataset.test):
@@ -163,60 +166,30 @@ def test_what_is_wrong_with_an_image_folder_is_named(tmp_path, harm, stream):
     assert message in str(caught.value)
 
 
-def _missing(folder: Path) -> str:
-    (folder / "data_batch_3").unlink()
-    return "data_batch_3 is missing: copy it again, or remove"
-
-
-def _cut(folder: Path) -> str:
-    path = folder / "data_batch_2"
-    path.write_bytes(path.read_bytes()[:-1000])
-    return "data_batch_2 is damaged (its checksum is not the published one): copy it again, or remove"
-
-
-def _other_classes(folder: Path) -> str:
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": CIFAR10_CLASSES[:9]}, protocol=2))
-    return "batches.meta is damaged (its checksum is not the published one)"
-
-
-class _Runs:
-    def __reduce__(self):
-        return print, ("code in a pickle was run",)
-
-
-def _hostile(folder: Path) -> str:
-    (folder / "data_batch_1").write_bytes(pickle.dumps(_Runs()))
-    return "data_batch_1 is damaged (its checksum is not the published one)"
-
-
-@pytest.mark.parametrize("harm", [_missing, _cut, _other_classes, _hostile])
-def test_what_is_wrong_with_a_cifar_file_is_named_and_nothing_in_it_is_run(tmp_path, harm, capsys):
-    message = harm(write_cifar10(tmp_path) / "cifar-10-batches-py")
-    with pytest.raises(ValueError, match=re.escape(message)):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data_batch_3", None, "is missing: copy it again, or remove"),
+        ("data_batch_2", b"cut", "is damaged (its checksum is not the published one): copy it again, or remove"),
+        ("batches.meta", pickle.dumps({"label_names": ["cat"]}), "is damaged (its checksum is not the published one)"),
+        ("data_batch_1", pickle.dumps(PrintsWhenUnpickled()), "is damaged (its checksum is not the published one)"),
+    ],
+    ids=["missing", "cut", "other classes", "hostile"],
+)
+def test_what_is_wrong_with_a_cifar_file_is_named_and_nothing_in_it_is_run(tmp_path, name, content, message, capsys):
+    path = write_cifar10(tmp_path) / "cifar-10-batches-py" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{name} {message}")):
         load(str(tmp_path))
     assert "code in a pickle was run" not in capsys.readouterr().out
-
-
-def test_a_damaged_image_ends_the_command_with_a_sentence(tmp_path):
-    message = _truncated(write_folder(tmp_path / "own"))
-    done = demo("cp_demo.py", "--data", "own", "--stream", "--device", "cpu", cwd=tmp_path)
-    refused(done, message)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["own"]
-
-
-def test_anything_but_images_is_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("not images")
-    with pytest.raises(ValueError, match=r"contains notes.txt, but a directory of images needs"):
-        load(str(tmp_path))
-    with pytest.raises(ValueError, match=r"notes.txt is a file, but --data needs a directory"):
-        load(str(tmp_path / "notes.txt"))
 
 
 NOWHERE = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "svhn", "fashion_mnist"])
-@pytest.mark.parametrize("existing", ["", "cifar"])
+@pytest.mark.parametrize(
+    ("dataset", "existing"), [("cifar10", ""), ("cifar100", "cifar"), ("svhn", ""), ("fashion_mnist", "cifar")]
+)
 def test_without_a_network_a_download_leaves_nothing_behind(tmp_path, dataset, existing, monkeypatch):
     for name, value in NOWHERE.items():
         monkeypatch.setenv(name, value)
@@ -249,7 +222,6 @@ def _serving(folder: Path):
 
 def test_a_download_fills_an_absent_directory(tmp_path, monkeypatch, capsys):
     """From an archive served on this machine, with its checksums in the folder of the published ones."""
-    datasets = pytest.importorskip("torchvision").datasets
     folder = write_cifar10(tmp_path / "origin") / "cifar-10-batches-py"
     archive = tmp_path / "cifar-10-python.tar.gz"
     with tarfile.open(archive, "w:gz") as packed:
@@ -286,21 +258,6 @@ def _refuse(path: Path = Path(), **_):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-def test_an_image_folder_with_a_file_named_like_cifars_is_an_image_folder(tmp_path):
-    write_folder(tmp_path)
-    (tmp_path / "meta").write_text("notes")
-    assert load(str(tmp_path)).name == f"image folder {tmp_path}"
-
-
-def _write_idx(folder: Path, labels: list[int]) -> None:
-    """The same images and labels for training and test."""
-    folder.mkdir(parents=True)
-    for split in ("train", "t10k"):
-        images = struct.pack(">HBB3I", 0, 8, 3, len(labels), 28, 28) + bytes(len(labels) * 28 * 28)
-        (folder / f"{split}-images-idx3-ubyte").write_bytes(images)
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, len(labels)) + bytes(labels))
-
-
 @pytest.mark.parametrize("below", ["", "MNIST/raw"])
 def test_mnist_is_not_taken_for_fashion_mnist(below, tmp_path):
     """The files of both have the same names; their labels differ."""
@@ -320,20 +277,27 @@ def test_a_named_data_set_is_downloaded_beside_other_files(tmp_path, monkeypatch
 
     monkeypatch.setattr("training.data.published._fetch", fetch)
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"contains notes.txt, but .* or a --dataset to download beside what is there"):
+    with pytest.raises(ValueError, match=r"notes.txt is a file, but --data needs a directory"):
+        load(str(tmp_path / "notes.txt"))
+    with pytest.raises(
+        ValueError,
+        match=r"contains notes.txt, but .* or a --dataset to download beside what is there",
+    ):
         load(str(tmp_path))
     assert load(str(tmp_path), "cifar10").name == load(str(tmp_path)).name == "CIFAR-10"
     assert fetched == ["cifar10"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cifar-10-batches-py", "notes.txt"]
 
 
-def test_a_pipe_named_like_an_image_is_left_out(tmp_path):
+def test_what_has_the_name_of_an_image_or_of_a_cifar_file_only_is_left_out(tmp_path):
     before = load(str(write_folder(tmp_path)), image_size=8)
+    assert before.name == f"image folder {tmp_path}"
+    (tmp_path / "meta").write_text("a name of one of CIFAR-100's files")
     os.mkfifo(tmp_path / "train" / "cat" / "pipe.jpg")
     (tmp_path / "test" / "dog" / "folder.png").mkdir()
     dataset = load(str(tmp_path), image_size=8)
     assert torch.equal(dataset.train.images, before.train.images)
-    assert dataset.fingerprint == before.fingerprint
+    assert (dataset.name, dataset.fingerprint) == (before.name, before.fingerprint)
 
 
 def test_a_dangling_link_is_named_rather_than_left_out(tmp_path):

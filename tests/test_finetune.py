@@ -11,19 +11,16 @@ import pytest
 import torch
 import torchvision
 from helpers import assert_close
-from samples import DEMOS, TINY, demo, refused, same_run, write_folder
+from samples import DIGITS, TINY, demo, demo_stopped, refused, same_run, write_folder
 from torch import Tensor
 from training import finetune
 from training.options import parse
-from training.run import Run
 from training.run_state import run_directory
-from training.signals import TrainingInterrupted
 
 from efficient_densenet import DenseNet
 from efficient_densenet.weights.published import NAMES, PUBLISHED
 from efficient_densenet.weights.trained import TRAINED, TrainedWeights
 
-DIGITS = str(DEMOS.parent / "checkpoints" / "digits")
 FROM = ("--weights", "source", "--data", "own", "--batch_size", "8", "--lr", "0.02", "--save", "run", "--device", "cpu")
 FEW_DIGITS = ("--n_epochs", "1", "--valid_size", "1300", "--batch_size", "128", "--lr", "1e-9", "--freeze", "features")
 
@@ -87,23 +84,16 @@ def test_other_classes_get_a_new_classifier_and_what_is_frozen_stays_bit_for_bit
 
 
 def test_the_same_classes_keep_their_classifier(place):
-    done = demo("cp_demo.py", "--weights", DIGITS, "--save", "run", *FEW_DIGITS, cwd=place)
+    done = demo("cp_demo.py", "--weights", str(DIGITS), "--save", "run", *FEW_DIGITS, cwd=place)
     assert "classifier" not in done.stdout, done.stderr
     assert _test_error(done) == "2.23"  # of checkpoints/README.md: the learning rate is next to nothing
 
 
-def test_a_fine_tuned_run_resumes_bit_for_bit_without_its_source(place, monkeypatch):
+def test_a_fine_tuned_run_resumes_bit_for_bit_without_its_source(place):
     words = (*FROM, "--freeze", "1", "--n_epochs", "2")
     assert demo("cp_demo.py", *words, cwd=place).returncode == 0
     (place / "run").rename(place / "whole")
-
-    def stop(run: Run) -> None:
-        if (run.position.epoch, run.position.step) == (2, 1):
-            raise TrainingInterrupted(15)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "_raise_if_stopped", stop)
-        assert demo("cp_demo.py", *words, cwd=place).returncode == 128 + 15
+    demo_stopped(2, 1, *words, cwd=place)
     (place / "source").rename(place / "away")
     refused(demo("cp_demo.py", "--save", "run", "--resume", "--freeze", "2", cwd=place), "freeze is '2', but the run")
     done = demo("cp_demo.py", "--save", "run", "--resume", "--weights", "other", cwd=place)
@@ -118,9 +108,8 @@ def test_a_fine_tuned_run_resumes_bit_for_bit_without_its_source(place, monkeypa
 
 def test_a_run_that_has_a_config_only_begins_with_the_weights_again(place):
     assert demo("cp_demo.py", *FROM, "--freeze", "1", "--n_epochs", "1", cwd=place).returncode == 0
-    (place / "whole").mkdir()
-    for path in (place / "run").iterdir():
-        path.rename(place / "whole" / path.name)
+    (place / "run").rename(place / "whole")
+    (place / "run").mkdir()
     shutil.copy(place / "whole" / "config.json", place / "run")
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=place)
     assert done.returncode == 0, done.stderr
@@ -170,7 +159,7 @@ def test_gray_images_for_a_network_of_colors(place):
 
 @pytest.mark.parametrize("stream", ["True", "False"])
 def test_images_in_color_for_a_network_of_gray(stream, place):
-    words = ("--weights", DIGITS, *FROM[2:], "--freeze", "features", "--n_epochs", "1", "--stream", stream)
+    words = ("--weights", str(DIGITS), *FROM[2:], "--freeze", "features", "--n_epochs", "1", "--stream", stream)
     done = demo("cp_demo.py", *words, "--workers", "0", cwd=place)
     assert "the classifier is new: for 2 classes (cat, dog)" in done.stdout, done.stderr
     found = _config(place / "run")
@@ -228,10 +217,7 @@ def test_torchvision_s_weights_by_name(monkeypatch):
         (["--freeze", "features"], "found --freeze without --weights"),
         (["--weights", "nothing"], "nothing: give the directory of a run, a file of weights, or a name: "),
         (["--weights", "source", "--depth", "40"], "found --depth 40, but the weights "),
-        (
-            ["--weights", "source", "--model", "densenet121"],
-            "are of a DenseNet-BC of depth 10 and growth rate 4: ",
-        ),
+        (["--weights", "source", "--model", "densenet121"], "are of a DenseNet-BC of depth 10 and growth rate 4: "),
         (["--weights", "source", "--freeze", "most"], "freeze is 'most', but must be features, or a number of dense"),
         (["--weights", "source", "--freeze", "4", "--data", "own"], "freeze is 4, but the network has 3 dense blocks"),
         (["--weights", "source", "--freeze", "-1"], "freeze is '-1', but must be features, or"),

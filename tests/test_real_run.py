@@ -1,20 +1,19 @@
 """A short training run on real images: `shared` deviates from plain no more than plain runs do from one another."""
 
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import CIFAR10_JPEG, write_photographs
 from torch import Tensor
-from training.data.digits import load_digits
+from training.data import load
 
 from efficient_densenet import create_model
 from efficient_densenet.engine.stage.statistics import BackwardStatistics
 from efficient_densenet.kernels.interface import BatchNormBackward
 
-ARCHIVE = Path(__file__).parents[1] / "../shared/data/cifar10-jpeg.tar.xz"
 STEPS, BATCH = 60, 8
 FIRST = 2
 """Steps after which the weights are compared: rounding errors have not grown much yet."""
@@ -22,30 +21,12 @@ FACTOR = 4
 """Tolerance, relative to the largest deviation among the plain runs."""
 
 
-def _batches() -> list[tuple[Tensor, Tensor]]:
-    images, labels = _cifar() if ARCHIVE.exists() else _digits()
+def _batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Of the JPEG copy of CIFAR-10, or of digits where it is not there."""
+    data = str(write_photographs(folder, train=STEPS * BATCH // 10, test=1)) if CIFAR10_JPEG.exists() else None
+    images, labels = load(data).train.images.expand(-1, 3, -1, -1), load(data).train.labels
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: STEPS * BATCH]
     return [(images[part].float() / 127.5 - 1, labels[part]) for part in order.split(BATCH)]
-
-
-def _digits() -> tuple[Tensor, Tensor]:
-    digits = load_digits()
-    return digits.images.expand(-1, 3, -1, -1), digits.labels
-
-
-def _cifar() -> tuple[Tensor, Tensor]:
-    """Every hundredth training image of the JPEG copy of CIFAR-10."""
-    pillow = pytest.importorskip("PIL.Image")
-    images, folders = [], []
-    with tarfile.open(ARCHIVE) as archive:
-        members = (m for m in archive if m.name.endswith(".jpg") and "train" in Path(m.name).parts)
-        for i, member in enumerate(members):
-            if i % 100 == 0:
-                pixels = pillow.open(archive.extractfile(member)).convert("RGB").tobytes()
-                images.append(torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(32, 32, 3).permute(2, 0, 1))
-                folders.append(Path(member.name).parent.name)
-    names = sorted(set(folders))
-    return torch.stack(images), torch.tensor([names.index(folder) for folder in folders])
 
 
 def _run(
@@ -82,7 +63,7 @@ def _without_sums(grad_input: Callable[..., BatchNormBackward]) -> Callable[...,
 
 
 @pytest.mark.exhaustive
-def test_a_run_deviates_from_plain_no_more_than_plain_runs_from_one_another(monkeypatch):
+def test_a_run_deviates_from_plain_no_more_than_plain_runs_from_one_another(tmp_path, monkeypatch):
     """BC-100-12, batch 8, 60 steps of SGD, its rate growing from 0.001 to 0.06.
 
     Three plain runs sum in other orders: two with the images of each batch permuted, one in another memory format. So
@@ -91,7 +72,7 @@ def test_a_run_deviates_from_plain_no_more_than_plain_runs_from_one_another(monk
     one step later. That of the weights is compared after the first steps, which an engine with a wrong gradient misses
     by far: the test shows it for one that omits the gradient through the batch statistics.
     """
-    batches = _batches()
+    batches = _batches(tmp_path)
     reference, weights = _run("plain", batches)
 
     def deviations(engine: str, batches: list, **other) -> tuple[Tensor, Tensor]:

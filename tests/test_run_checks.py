@@ -1,17 +1,14 @@
 """What a run will need at its end is checked before its first step; and images that were replaced since."""
 
 import shutil
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from samples import TINY, demo, read_rows, refused, write_folder
+from samples import TINY, contents, demo, demo_stopped, read_rows, refused, write_folder
 from training.data import UndecodableImage
 from training.loop import Trainer
-from training.run import Run
-from training.signals import TrainingInterrupted
 
 WORDS = (*TINY, "--data", "own", "--batch_size", "5", "--image_size", "8", "--device", "cpu", "--save", "run")
 RESUME = ("cp_demo.py", "--save", "run", "--resume")
@@ -22,15 +19,7 @@ def stopped(tmp_path_factory) -> Path:
     """A run on an image folder with 18 images to train on, stopped after two steps of its second epoch of three."""
     folder = tmp_path_factory.mktemp("stopped")
     write_folder(folder / "own", each=10)
-
-    def stop(run: Run) -> None:
-        if (run.position.epoch, run.position.step) == (2, 2):
-            raise TrainingInterrupted(signal.SIGTERM)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_raise_if_stopped", stop)
-        done = demo("cp_demo.py", *WORDS, "--n_epochs", "3", cwd=folder)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    demo_stopped(2, 2, *WORDS, "--n_epochs", "3", cwd=folder)
     return folder
 
 
@@ -49,8 +38,8 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize(("split", "workers"), [("test", "0"), ("val", "1")])
-def test_a_streamed_image_that_only_evaluating_needs_is_decoded_first(split, workers, tmp_path):
+@pytest.mark.parametrize(("split", "workers"), [("train", "0"), ("test", "0"), ("val", "1")])
+def test_a_streamed_image_is_decoded_before_anything_is_written(split, workers, tmp_path):
     write_folder(tmp_path / "own", each=5, splits=("train", "test", "val"))
     _truncate(tmp_path / "own" / split / "dog" / "4.jpg")
     done = demo("cp_demo.py", *WORDS, "--stream", "--workers", workers, cwd=tmp_path)
@@ -74,17 +63,17 @@ def _resaved(path: Path) -> None:
 )
 def test_weights_of_the_best_epoch_that_are_gone_are_noticed_on_resuming(harm, message, copied, monkeypatch):
     harm(copied / "run" / "model.pt")
-    before = {path.name: path.read_bytes() for path in (copied / "run").iterdir()}
+    before = contents(copied / "run")
     monkeypatch.setattr(Trainer, "step", lambda *_: pytest.fail("a step was run"))
     refused(demo(*RESUME, cwd=copied), message)
-    assert {path.name: path.read_bytes() for path in (copied / "run").iterdir()} == before
+    assert contents(copied / "run") == before
 
 
 @pytest.mark.parametrize("name", ["curves.png", "results.csv", "model.pt", "config.json", "last.pt", "run_log.txt"])
-@pytest.mark.parametrize("words", [(), ("--overwrite",)])
-def test_a_directory_in_the_place_of_a_file_to_write_is_refused(words, name, tmp_path):
+def test_a_directory_in_the_place_of_a_file_to_write_is_refused(name, tmp_path):
     (tmp_path / "run" / name).mkdir(parents=True)
-    done = demo("cp_demo.py", *TINY, "--save", "run", *words, cwd=tmp_path)
+    overwrite = ["--overwrite"] if name in ("model.pt", "results.csv") else []
+    done = demo("cp_demo.py", *TINY, "--save", "run", *overwrite, cwd=tmp_path)
     refused(done, f"run/{name} is a directory, but a run writes a file of that name: remove it, or give another --save")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [name]
 
@@ -104,10 +93,7 @@ def _last(folder: Path) -> dict:
 def test_after_an_image_was_removed_a_run_goes_on_if_that_is_accepted(copied):
     (copied / "own" / "train" / "cat" / "3.png").unlink()
     before = _last(copied)
-    done = demo(*RESUME, cwd=copied)
-    refused(
-        done, "found 17 for train images of the data, but the run was started with 18: give the same --data, or --acc"
-    )
+    refused(demo(*RESUME, cwd=copied), "found 17 for train images of the data, but the run was started with 18: give")
     assert _last(copied)["position"] == before["position"]
     done = demo(*RESUME, "--accept_changed_data", cwd=copied)
     assert done.returncode == 0, done.stderr
@@ -124,9 +110,7 @@ def test_after_an_image_was_removed_a_run_goes_on_if_that_is_accepted(copied):
 
 def test_after_an_image_was_replaced_a_run_goes_on_at_the_same_step(copied):
     shutil.copy(copied / "own" / "test" / "cat" / "3.png", copied / "own" / "test" / "cat" / "5.png")
-    refused(
-        demo(*RESUME, cwd=copied), "found other images than the run was started with, though as many: give the same"
-    )
+    refused(demo(*RESUME, cwd=copied), "found other images than the run was started with, though as many: give")
     done = demo(*RESUME, "--accept_changed_data", cwd=copied)
     assert "test error" in done.stdout, done.stderr
     assert "note: found other images than the run was started with, though as many\n" in done.stdout
@@ -137,9 +121,7 @@ def test_other_classes_are_never_accepted(copied):
     for split in ("train", "test"):
         (copied / "own" / split / "cat").rename(copied / "own" / split / "lion")
     done = demo(*RESUME, "--accept_changed_data", cwd=copied)
-    refused(
-        done, "found ['dog', 'lion'] for classes of the data, but the run was started with ['cat', 'dog']: give the"
-    )
+    refused(done, "found ['dog', 'lion'] for classes of the data, but the run was started with ['cat', 'dog']: give")
     assert "accept" not in done.stderr
 
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,16 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from samples import DEMOS, RUN, demo, refused
+from samples import DIGITS, IMAGE, RUN, contents, demo, demo_stopped, refused
 from training import run_format
 from training.loop import SGD_ARGUMENTS
 from training.models import check_weights
-from training.run import Run
-from training.signals import TrainingInterrupted
 
 from efficient_densenet import DenseNet
 
-IMAGE = str(DEMOS / "pictures" / "digit_3.png")
 MISSING, EXTRA = "missing", "extra"
 
 WRONG = {
@@ -121,30 +119,8 @@ def _one_of_each_field(cases: list[Case]) -> list[Case]:
 def stopped(tmp_path_factory) -> Path:
     """A run that was stopped after two steps of its second epoch."""
     folder = tmp_path_factory.mktemp("stopped")
-
-    def stop(run: Run) -> None:
-        if (run.position.epoch, run.position.step) == (2, 2):
-            raise TrainingInterrupted(15)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_raise_if_stopped", stop)
-        done = demo("cp_demo.py", *RUN, "--n_epochs", "3", cwd=folder)
-    assert done.returncode == 128 + 15, done.stderr
+    demo_stopped(2, 2, *RUN, "--n_epochs", "3", cwd=folder)
     return folder
-
-
-@pytest.fixture
-def refuses(stopped):
-    """A function that runs a demo, and checks that it refuses the file by that field and alters none."""
-
-    def check(case: Case, name: str, script: str, *words: str) -> None:
-        before = {path.name: path.read_bytes() for path in (stopped / "run").iterdir()}
-        done = demo(script, *words, cwd=stopped)
-        refused(done, f"error: run/{name}: ")
-        assert _names(case, done.stderr.strip().replace(f"error: run/{name}:", "name:")), (str(case), done.stderr)
-        assert {path.name: path.read_bytes() for path in (stopped / "run").iterdir()} == before
-
-    return check
 
 
 @pytest.fixture
@@ -161,6 +137,17 @@ def changing(stopped):
         path.write_bytes(content)
 
 
+def _refuses(case: Case, folder: Path, name: str, number: int) -> None:
+    """Evaluating and predicting by turns, or resuming, refuses the file by that field and alters none."""
+    words = ["cp_demo.py", "--evaluate", "run"] if number % 2 else ["predict.py", IMAGE, "--model", "run"]
+    words = ["cp_demo.py", "--save", "run", "--resume"] if name == "last.pt" else words
+    before = contents(folder / "run")
+    done = demo(*words, cwd=folder)
+    refused(done, f"error: run/{name}: ")
+    assert _names(case, done.stderr.strip().replace(f"error: run/{name}:", "name:")), (str(case), done.stderr)
+    assert contents(folder / "run") == before
+
+
 def _config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "run" / "config.json").read_text())
 
@@ -172,8 +159,7 @@ def _last(folder: Path) -> dict[str, Any]:
 def test_real_files_pass(stopped):
     run_format.check_config(Path("config.json"), _config(stopped))
     run_format.check_last(Path("last.pt"), _last(stopped))
-    digits = DEMOS.parent / "checkpoints" / "digits" / "config.json"
-    run_format.check_config(digits, json.loads(digits.read_text()))
+    run_format.check_config(DIGITS, json.loads((DIGITS / "config.json").read_text()))
 
 
 def _not_refused(check: Callable[[Path, Any], None], content: Any, cases: list[Case]) -> list[str]:
@@ -242,36 +228,33 @@ def test_every_changed_tensor_of_the_weights_is_refused_by_name(stopped):
     assert _not_refused(lambda path, changed: check_weights(model, changed, path), content, cases) == []
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_changed_config_is_refused_by_evaluating_and_predicting(every, stopped, refuses, changing):
-    content = _config(stopped)
-    cases = [case for case in _refused_cases(content) if not isinstance(case.value, torch.Tensor)]
-    for number, case in enumerate(cases if every else _one_of_each_field(cases)):
-        changing("config.json", case.applied_to(content))
-        words = ["cp_demo.py", "--evaluate", "run"] if number % 2 else ["predict.py", IMAGE, "--model", "run"]
-        refuses(case, "config.json", *words)
-
-
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_changed_state_is_refused_by_resuming(every, stopped, refuses, changing):
-    content = _last(stopped)
+def _cases_of_commands(name: str, folder: Path, every: bool) -> tuple[Any, list[Case]]:
+    """What the file of that name has, and the changes of it that the commands are tried on."""
+    if name == "config.json":
+        content = _config(folder)
+        cases = [case for case in _refused_cases(content) if not isinstance(case.value, torch.Tensor)]
+        return content, cases if every else _one_of_each_field(cases)
+    if name == "model.pt":
+        content = torch.load(folder / "run" / "model.pt", weights_only=True)
+        cases = _refused_cases(content)
+        return content, cases[:: 1 if every else len(cases) // 12]
+    content = _last(folder)
     cases = _refused_cases({name: part for name, part in content.items() if name != "state"})
+    cases = [case for case in cases if case.field != "format" or case.value is not MISSING]  # else it is no state
     in_state = _state_cases(content)
-    cases = [*cases, *in_state[::4]] if every else [*_one_of_each_field(cases), *in_state[:: len(in_state) // 8]]
-    for case in cases:
-        if case.field != "format" or case.value is not MISSING:  # what has no format is not a state at all
-            changing("last.pt", case.applied_to(content))
-            refuses(case, "last.pt", "cp_demo.py", "--save", "run", "--resume")
+    return content, [*cases, *in_state[::4]] if every else [
+        *_one_of_each_field(cases),
+        *in_state[:: len(in_state) // 8],
+    ]
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_changed_weights_are_refused_by_evaluating_and_predicting(every, stopped, refuses, changing):
-    content = torch.load(stopped / "run" / "model.pt", weights_only=True)
-    cases = _refused_cases(content)
-    for number, case in enumerate(cases[:: 1 if every else len(cases) // 12]):
-        changing("model.pt", case.applied_to(content))
-        words = ["cp_demo.py", "--evaluate", "run"] if number % 2 else ["predict.py", IMAGE, "--model", "run"]
-        refuses(case, "model.pt", *words)
+@pytest.mark.parametrize("name", ["config.json", "last.pt", "model.pt"])
+def test_a_changed_file_is_refused_by_the_commands_that_read_it(name, every, stopped, changing):
+    content, cases = _cases_of_commands(name, stopped, every)
+    for number, case in enumerate(cases):
+        changing(name, case.applied_to(content))
+        _refuses(case, stopped, name, number)
 
 
 @pytest.mark.parametrize("name", ["last.pt", "model.pt"])
@@ -289,16 +272,23 @@ def test_a_config_that_is_no_record_is_refused(content, stopped, changing):
     refused(demo("cp_demo.py", "--evaluate", "run", cwd=stopped), "run/config.json")
 
 
+@pytest.mark.parametrize(
+    ("make", "remove", "message"),
+    [
+        (os.mkdir, os.rmdir, "cannot be read (Is a directory): make it readable"),
+        (os.mkfifo, os.unlink, "is no regular file, but a pipe or a device"),
+    ],
+)
 @pytest.mark.parametrize("name", ["last.pt", "model.pt", "config.json"])
-def test_a_directory_in_the_place_of_a_file_is_refused_as_unreadable(name, stopped, changing):
+def test_a_directory_or_a_pipe_in_the_place_of_a_file_is_refused(name, make, remove, message, stopped):
     path = stopped / "run" / name
     path.rename(stopped / "aside")
-    path.mkdir()
+    make(path)
     words = ["--save", "run", "--resume"] if name == "last.pt" else ["--evaluate", "run"]
     done = demo("cp_demo.py", *words, cwd=stopped)
-    path.rmdir()
+    remove(path)
     (stopped / "aside").rename(path)
-    refused(done, f"run/{name} cannot be read (Is a directory): make it readable")
+    refused(done, f"run/{name} {message}")
 
 
 def test_weights_that_overflow_are_an_error_when_evaluating_and_predicting(stopped, changing):

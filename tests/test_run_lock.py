@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from forks import ForkedDemo, await_file, forked_demo
-from samples import TINY, demo, refused, same_run, write_cifar10, write_folder
+from samples import TINY, contents, demo, refused, same_run, write_cifar10, write_folder
 from training import files, run_lock
 
 WORDS = [*TINY, "--data", "cifar", "--batch_size", "45", "--recipe", "one_cycle", "--device", "cpu", "--n_epochs", "6"]
@@ -40,29 +40,23 @@ def paused(whole, tmp_path):
         process.wait()
 
 
-def _content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_a_second_run_is_refused_and_goes_on_where_the_first_was_killed(paused, whole, tmp_path):
-    before = _content(tmp_path / "run")
+def test_a_second_run_is_refused_may_evaluate_and_goes_on_where_the_first_was_killed(paused, whole, tmp_path):
+    before = contents(tmp_path / "run")
     holder = f"run is in use by process {paused.pid} on {socket.gethostname()} since "
     for words in (["--seed", "1"], ["--resume"], ["--overwrite", "--seed", "1"]):
         done = demo("cp_demo.py", *WORDS, "--save", "run", *words, cwd=tmp_path)
         refused(done, holder)
         assert re.search(r" since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S+: wait until that run ends", done.stderr)
-    assert _content(tmp_path / "run") == before
+    assert contents(tmp_path / "run") == before
+    shutil.copy(whole / "run" / "model.pt", tmp_path / "run" / "model.pt")
+    done = demo("cp_demo.py", "--save", "run", "--evaluate", cwd=tmp_path)
+    assert "test error" in done.stdout, done.stderr
+    (tmp_path / "run" / "model.pt").unlink()
     paused.send_signal(signal.SIGKILL)
     assert paused.wait() == -signal.SIGKILL
     done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     same_run(tmp_path / "run", whole / "run")
-
-
-def test_a_run_that_is_going_on_can_be_evaluated(paused, whole, tmp_path):
-    shutil.copy(whole / "run" / "model.pt", tmp_path / "run" / "model.pt")
-    done = demo("cp_demo.py", "--save", "run", "--evaluate", cwd=tmp_path)
-    assert "test error" in done.stdout, done.stderr
 
 
 def test_of_several_resumes_at_once_one_goes_on(paused, whole, tmp_path):
@@ -113,12 +107,12 @@ def test_processes_that_decode_images_do_not_keep_the_lock(tmp_path):
 
 def test_a_run_whose_lock_was_removed_saves_nothing_more(paused, tmp_path):
     (tmp_path / "run" / "run.lock").unlink()
-    before = _content(tmp_path / "run")
+    before = contents(tmp_path / "run")
     paused.send_signal(signal.SIGCONT)
     _, errors = paused.communicate()
     assert paused.returncode == 1
     assert "error: run/run.lock was removed or replaced during the run, so that another run may write" in errors
-    assert _content(tmp_path / "run") == before
+    assert contents(tmp_path / "run") == before
 
 
 def test_a_lock_of_another_host_is_named(tmp_path, monkeypatch):

@@ -21,20 +21,31 @@ def saved_epochs(tmp_path):
 
 
 def test_the_state_is_saved_before_curves_are_drawn_and_lines_printed(saved_epochs, tmp_path, monkeypatch):
+    """And a pipe in the place of the log is replaced: nobody may ever read it, so that opening it would wait."""
     drawn, printed = [], []
     monkeypatch.setattr(run, "SECONDS_BETWEEN_PLOTS", 0)
     monkeypatch.setattr(run, "plot_curves", lambda folder, rows, _: drawn.append((len(rows), saved_epochs())))
     monkeypatch.setattr(EpochProgress, "finish", lambda _, row: printed.append((row["epoch"], saved_epochs())))
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "run_log.txt")
     done = demo("cp_demo.py", *RUN, "--n_epochs", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert drawn == [(1, 1), (2, 2), (2, 2)]
     assert printed == [(1, 1), (2, 2)]
+    assert len((tmp_path / "run" / "run_log.txt").read_text().splitlines()) == 2
 
 
-def test_curves_and_events_that_cannot_be_written_end_no_run(saved_epochs, tmp_path, monkeypatch):
+def test_curves_events_and_a_log_that_cannot_be_written_end_no_run(saved_epochs, tmp_path, monkeypatch):
     def fails(*_):
         raise RuntimeError("no\nfont")
 
+    def fails_for_the_log(path, content):
+        if path.name == "run_log.txt":
+            raise OSError("no space")
+        write_atomic(path, content)
+
+    write_atomic = files.write_atomic
+    monkeypatch.setattr(files, "write_atomic", fails_for_the_log)
     monkeypatch.setattr(run, "SECONDS_BETWEEN_PLOTS", 0)
     monkeypatch.setattr(run, "plot_curves", fails)
     monkeypatch.setattr(results.TensorBoardWriter, "add", fails)
@@ -42,31 +53,9 @@ def test_curves_and_events_that_cannot_be_written_end_no_run(saved_epochs, tmp_p
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("note: curves.png could not be written (RuntimeError: no font)\n") == 3
     assert done.stdout.count("note: TensorBoard's events could not be written (RuntimeError: no font)\n") == 3
+    assert done.stdout.count("note: run_log.txt could not be written (OSError: no space)\n") == 2
     assert saved_epochs() == 2
     assert read_rows(tmp_path / "run")[1]["test_error"] != ""
-
-
-def test_a_log_that_cannot_be_written_ends_no_run(saved_epochs, tmp_path, monkeypatch):
-    def fails(path, content):
-        if path.name == "run_log.txt":
-            raise OSError("no space")
-        write_atomic(path, content)
-
-    write_atomic = files.write_atomic
-    monkeypatch.setattr(files, "write_atomic", fails)
-    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("note: run_log.txt could not be written (OSError: no space)\n") == 2
-    assert saved_epochs() == 1
-
-
-def test_a_pipe_in_the_place_of_the_log_is_replaced(tmp_path):
-    """Nobody may ever read it: opening it would wait for ever."""
-    (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / "run_log.txt")
-    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "run" / "run_log.txt").read_text().splitlines()) == 2
 
 
 @pytest.mark.exhaustive

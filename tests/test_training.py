@@ -41,19 +41,19 @@ def _losses(trainer: Trainer, epochs: int = 2) -> torch.Tensor:
     return torch.tensor(losses, dtype=torch.double)
 
 
-@pytest.mark.parametrize("engine", ["official", "checkpoint", "shared"])
-def test_every_engine_trains_alike(engine):
-    assert_close(_losses(_trainer(engine)), _losses(_trainer("plain")), 1e-9)
+def test_every_engine_trains_alike():
+    expected = _losses(_trainer("plain"))
+    for engine in ("official", "checkpoint", "shared"):
+        assert_close(_losses(_trainer(engine)), expected, 1e-9)
 
 
-@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
-def test_same_seed_same_run_exactly(drop_rate):
-    runs = [_trainer("shared", drop_rate=drop_rate, double=False) for _ in range(2)]
+def test_same_seed_same_run_exactly():
+    runs = [_trainer("shared", drop_rate=0.3, double=False) for _ in range(2)]
     losses = [_losses(runs[0])]
     torch.rand(3)  # other use of the global generator does not matter
     losses.append(_losses(runs[1]))
     assert torch.equal(*losses)
-    assert not torch.equal(losses[0], _losses(_trainer("shared", drop_rate=drop_rate, double=False, seed=1)))
+    assert not torch.equal(losses[0], _losses(_trainer("shared", drop_rate=0.3, double=False, seed=1)))
     for ours, theirs in zip(runs[0].model.state_dict().values(), runs[1].model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -93,17 +93,18 @@ def test_an_epoch_takes_every_image_once_in_full_batches():
     assert [len(index) for index in batches(5, 16, 0, 1)] == [5]
 
 
-@pytest.mark.parametrize("engine", ["plain", "shared"])
-def test_micro_batches_accumulate_to_the_whole_batch(engine):
+def test_micro_batches_bound_the_batch_of_a_forward_and_accumulate_to_the_whole_batch():
     """With frozen norms: in training mode each micro-batch would have its own batch statistics."""
-    whole, parts = _trainer(engine), _trainer(engine, micro_batch_size=5)
+    whole, parts, seen = _trainer("shared"), _trainer("shared", micro_batch_size=5), []
+    parts.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     for trainer in (whole, parts):
         for module in trainer.model.modules():
             if isinstance(module, torch.nn.BatchNorm2d):
                 module.train = lambda mode=True, norm=module: norm
                 module.training = False
-    images, labels = _few(16).images, _few(16).labels
-    sums = [trainer.step(images, labels, 16, 0.1, (0, 1, 0)) for trainer in (whole, parts)]
+    images, labels = _few(14).images, _few(14).labels
+    sums = [trainer.step(images, labels, 14, 0.1, (0, 1, 0)) for trainer in (whole, parts)]
+    assert (sum(seen), max(seen)) == (14, 5)
     assert_close(torch.tensor(sums[1]), torch.tensor(sums[0]), 1e-12)
     assert_same_gradients(parts.model, whole.model)
     for ours, theirs in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
@@ -120,25 +121,15 @@ def test_the_largest_local_batch_is_within_micro_batches(batch_size, world_size,
     assert trainer._num_micro_batches(batch_size) == count
 
 
-def test_micro_batches_bound_the_batch_of_a_forward():
-    trainer, seen = _trainer(micro_batch_size=5), []
-    trainer.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    trainer.step(_few(16).images, _few(16).labels, 16, 0.1, (0,))
-    assert sum(seen) == 16
-    assert max(seen) <= 5
-
-
 def test_the_gradient_is_that_of_the_mean_loss():
     trainer = _trainer()
     reference = copy.deepcopy(trainer.model).train()
     few = _few(16)
-    params = trainer.transform.sample_params(16, torch.Generator().manual_seed(0))
     trainer.transform = replace(trainer.transform, padding=0, horizontal_flip=False)
     trainer.step(few.images, few.labels, 16, 0.1, (0,))
     images = trainer.transform.normalize(few.images, torch.double)
     torch.nn.functional.cross_entropy(reference(images), few.labels).backward()
     assert_same_gradients(trainer.model, reference)
-    assert params.offsets.max() <= 8
 
 
 @pytest.mark.parametrize("given", [{"amp": "bf16"}, {"channels_last": True}, {"amp": "fp16"}])
