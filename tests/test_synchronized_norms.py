@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 import synchronized_steps
+import torch
+import torch.distributed as dist
 from forks import fork_processes
+
+from efficient_densenet import create_model
+from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 CASES = [
     *(f"ours | ours | 2 3 | {engine}" for engine in ("plain", "official", "checkpoint", "shared")),
@@ -51,6 +56,21 @@ def test_the_shared_engine_communicates_no_more_often_than_plain_and_fewer_bytes
     assert counts["plain"][0] == counts["shared"][0] == 2 * norms  # in the forward and in the backward
     assert counts["checkpoint"][0] == 2 * norms + 5  # the first norms of the layers are recomputed
     assert counts["shared"][1] < 0.75 * counts["plain"][1]
+
+
+@pytest.mark.exhaustive
+def test_densenet121_communicates_a_quarter_of_plain_s_bytes():
+    counts = {"plain": [0, 0], "shared": [0, 0]}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for engine, count in counts.items():
+            model = create_model("densenet121", efficient=engine)
+            synchronize_norms(model, None)
+            with synchronized_steps.counted_collectives(count):
+                model(torch.randn(2, 3, 64, 64)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert counts == {"plain": [242, 669_668], "shared": [242, 165_348]}  # as in docs/how-it-works.md
 
 
 @pytest.mark.exhaustive
