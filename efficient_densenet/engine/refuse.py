@@ -12,7 +12,7 @@ from .._compilers import constant_to_compilers
 from .._dimensions import DIMENSIONS, classes
 from .._mixins import author_class
 from .._tensors import autocast_enabled, compute_dtype
-from .._torch_private import has_global_module_hooks, sharding_of
+from .._torch_private import has_global_module_hooks, has_torch_dispatch, sharding_of
 from ..norms.batch_norm import torch_class
 from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
@@ -27,7 +27,7 @@ from .parts import (
     parts_of,
     weight_and_bias,
 )
-from .sharded import can_run_inside, dtype_when_gathered, gathered_dtype
+from .sharded import can_run_inside, casts_parameters
 
 _KNOWN_CLASSES = nn.ReLU, *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name))
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -63,10 +63,12 @@ def shared_parts(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -
         parts = parts or parts_of(block)
     except NoPartsError as reason:
         return PartsOrReason(None, str(*reason.args))  # PyTorch 2.11 does not compile str(reason)
-    layers = [layer.module for layer in parts.layers]
-    sharded = tuple(each for each in layers if each is not block and can_run_inside(each, x))
-    reason = _why_not_layers(parts.layers, x, sharded, gathered_dtype([block, *layers], x))
-    return PartsOrReason(replace(parts, sharded=sharded) if reason is None else None, reason)
+    hooked = [layer.module for layer in parts.layers if layer.module._forward_pre_hooks]
+    sharded = tuple(each for each in hooked if each is not block and can_run_inside(each, x))
+    reason = _why_not_layers(parts.layers, x, sharded, casts_parameters((block, *sharded), x))
+    if reason is not None:
+        return PartsOrReason(None, reason)
+    return PartsOrReason(replace(parts, sharded=sharded) if sharded else parts, None)
 
 
 def _why_not_global_changes() -> str | None:
@@ -85,7 +87,7 @@ def patched_method() -> str | None:
 
 
 def _why_not_layers(
-    layers: tuple[LayerParts, ...], x: Tensor, sharded: Collection[nn.Module], gathered: torch.dtype | None
+    layers: tuple[LayerParts, ...], x: Tensor, sharded: Collection[nn.Module], casts: bool
 ) -> str | None:
     if not layers:
         return "found a block without layers"
@@ -100,7 +102,7 @@ def _why_not_layers(
         if reason is not None:
             return reason
     units = [(layer.norms, layer.convolutions) for layer in layers]
-    return _why_not_widths(layers, x) or _why_not_precision(units, x, gathered) or _why_not_norms(layers, x)
+    return _why_not_widths(layers, x) or _why_not_precision(units, x, casts) or _why_not_norms(layers, x)
 
 
 def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module]) -> str | None:
@@ -203,7 +205,7 @@ def _is_single_value(norm: Norm, count: int) -> bool:
 
 
 def _why_not_precision(
-    units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor, gathered: torch.dtype | None = None
+    units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor, casts: bool = False
 ) -> str | None:
     """`units` are the norms and the convolutions of a layer, a consumer or a stem.
 
@@ -214,7 +216,10 @@ def _why_not_precision(
     for norms, convs in units:
         for modules, allowed in ((norms, of_norms), (convs, of_convolutions)):
             for module in modules:
-                if any(dtype_when_gathered(tensor, gathered) not in allowed for tensor in _tensors(module)):
+                weight, bias = weight_and_bias(module)
+                if casts and has_torch_dispatch(type(weight)):
+                    continue  # sharded, and of the dtype of x when it is gathered
+                if weight.dtype not in allowed or not (bias is None or bias.dtype in allowed):
                     return (
                         f"found {_dtype_names({tensor.dtype for tensor in _tensors(module)})} in a "
                         f"{type(module).__name__}, with an input of {_dtype_names({x.dtype})} and convolutions in "
