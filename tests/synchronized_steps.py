@@ -19,7 +19,7 @@ import torchvision.models.densenet as torchvision_densenet
 from sharded_steps import ENGINES, TOLERANCE, largest_difference, recorded_engines
 from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, make_efficient
+from efficient_densenet import DenseNet, kernels, make_efficient
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 STEPS = 2
@@ -37,8 +37,13 @@ def _torchvision(engine: bool | str) -> nn.Module:
     return torchvision_densenet.DenseNet(4, (3, 2), num_init_features=6, bn_size=2, num_classes=3)
 
 
-MODELS = {"ours": _ours, "ours with a stem": _ours_with_stem, "torchvision": _torchvision}
-SIDES = {"ours": 8, "ours with a stem": 40, "torchvision": 40}
+MODELS = {
+    "ours": _ours,
+    "ours without Numba": _ours,
+    "ours with a stem": _ours_with_stem,
+    "torchvision": _torchvision,
+}
+SIDES = {"ours": 8, "ours without Numba": 4, "ours with a stem": 40, "torchvision": 40}
 
 
 def _synchronized(model: nn.Module, norms: str, engine: bool | str) -> nn.Module:
@@ -106,10 +111,14 @@ def outcome(case: str) -> str:
     model.load_state_dict(plain.state_dict())
     model, engines, counts = _synchronized(model, norms, ENGINES[engine]), set(), [0, 0]
     expected = _train(plain, joined, rows, reduces=False)
+    numba_supports = kernels.numba_supports
+    if name == "ours without Numba":
+        kernels.numba_supports = lambda values: False
     with recorded_engines(engines):
         actual = _train(model, [batch[rows] for batch in joined], slice(None), reduces=True)
     with counted_collectives(counts):
         model(joined[0][rows]).square().sum().backward()
+    kernels.numba_supports = numba_supports
     difference = largest_difference(actual, expected)
     verdict = "equal" if difference <= TOLERANCE else f"differs by {difference:.1e}"
     return f"{verdict}, by {', '.join(sorted(engines))}, {counts[0]} collectives, {counts[1]} bytes"

@@ -112,6 +112,14 @@ def test_a_flat_network_saves_as_much_as_one_with_blocks_and_a_second_report_rep
     assert str(make_efficient(model)) == str(report)
 
 
+def test_layers_of_different_orders_in_a_row_are_not_joined():
+    layers = NewestFirst(START), NewestFirst(START + GROWTH), OldestFirst(START + 2 * GROWTH)
+    model = _flat([nn.Conv2d(3, START, 3, padding=1)], layers, _head(START + 3 * GROWTH)).double()
+    plain = copy.deepcopy(model)
+    assert [change.name for change in make_efficient(model).changed] == ["1 to 2", "3"]
+    assert_same_training(model, plain, torch.randn(3, 3, 9, 8).double())
+
+
 @pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize("interruption", ["hook", "forward", "eval"])
 def test_a_layer_in_a_row_that_differs_is_run_by_itself(interruption):

@@ -1,5 +1,6 @@
 """Blocks whose forward does more than compute its output are left alone: an engine would not, or would do it twice."""
 
+import collections
 import copy
 
 import numpy
@@ -37,6 +38,23 @@ class AppendsToAGlobalList(Block):
         x = super().forward(x)
         _skips.append(x)
         return x
+
+
+class HandsItsOutputOn(Block):
+    def __init__(self, layer) -> None:
+        super().__init__(layer)
+        self.skips: collections.deque = collections.deque()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.skips.append(x)
+        return x
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:  # what a deque holds cannot be copied
+        self.skips.clear()
+        copied = type(self)(tiramisu).double()
+        copied.load_state_dict(self.state_dict())
+        return copied
 
 
 class _CountingLayer(LayerHalves):
@@ -80,6 +98,7 @@ BLOCKS = {
     "keeps its output": (lambda: KeepsItsOutput(tiramisu), "skip of a KeepsItsOutput was added"),
     "appends to its list": (lambda: AppendsToItsList(tiramisu), "outputs of a AppendsToItsList has changed"),
     "appends to a global list": (lambda: AppendsToAGlobalList(tiramisu), "_skips of a AppendsToAGlobalList has"),
+    "hands its output on": (lambda: HandsItsOutputOn(tiramisu), "hands its output to another object in its forward"),
     "counts": (lambda: Block(_CountingLayer), "calls of a _CountingLayer was added"),
     "counts in a buffer": (lambda: Block(_LayerWithABuffer), "changes the buffer steps of a _LayerWithABuffer"),
     "norm of its own": (lambda: Block(_own_norm), "changes the buffer running_mean of a RunningNorm"),
