@@ -121,8 +121,13 @@ def test_a_gradient_computed_inside():
     assert_same_buffers(ours, plain)
 
 
-def test_parameter_hooks_fire_once():
-    assert_network_like_plain(checkpoint, prepare=lambda net: net[0].weight.register_hook(lambda grad: grad * 2 + 1))
+def _apply_function(net, x):
+    return CheckpointFunction.apply(convert_batchnorm(net), 1, x, *net.parameters())
+
+
+@pytest.mark.parametrize("run", [checkpoint, _apply_function])
+def test_parameter_hooks_fire_once(run):
+    assert_network_like_plain(run, prepare=lambda net: net[0].weight.register_hook(lambda grad: grad * 2 + 1))
 
 
 @pytest.mark.parametrize(
