@@ -134,7 +134,8 @@ def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tup
         torch.manual_seed(1)
         leaf = x.clone().requires_grad_()
         outputs = run_model(model, leaf, after)
-        sum(weight * output.square().sum() for weight, output in zip(weights, outputs, strict=False)).backward()
+        pairs = zip(weights, outputs, strict=False)
+        sum(weight * output.square().sum() for weight, output in pairs if weight).backward()
         results.append([output.detach() for output in outputs[: len(weights)]] + [leaf.grad])
     assert_all_close(*results)
     for module, plain_module in zip(models[0][:2], models[1][:2], strict=True):
@@ -182,6 +183,14 @@ def test_frozen_layers_with_the_newest_features_first():
     for layer in list(block)[:2]:
         layer.requires_grad_(False)
     _assert_same(_shared, block, after)
+
+
+@pytest.mark.parametrize("weights", [(1, 0), (0, 1)])
+@pytest.mark.parametrize("group_bytes", [0, groups.LAYER_GROUP_BYTES])
+def test_a_loss_of_the_consumer_or_of_the_block_alone(weights, group_bytes, monkeypatch):
+    """Whose parameters have no part in the loss get no gradient."""
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", group_bytes)
+    _assert_same(_shared, *_randomized(Block(), CONSUMERS["transition"]()), weights)
 
 
 def test_a_norm_with_an_activation_under_the_exactly_once_rule(monkeypatch):
