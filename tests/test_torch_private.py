@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -32,6 +32,7 @@ from efficient_densenet._torch_private import (
     has_dispatch_mode,
     has_function_mode,
     has_global_module_hooks,
+    has_hooks_of_fully_shard_only,
     has_torch_dispatch,
     hook_dicts,
     im2col_conv3x3,
@@ -46,6 +47,7 @@ from efficient_densenet._torch_private import (
     memory_key,
     observe_selection,
     parametrization_cache_enabled,
+    policy_of_fully_shard,
     process_group_named,
     queue_backward_callback,
     saved_tensors_hooks_enabled,
@@ -247,7 +249,7 @@ def test_what_fsdp_makes_of_modules():
     plain, modules = nn.Linear(2, 2), [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        fully_shard(modules[0])
+        fully_shard(modules[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
         wrapper = FullyShardedDataParallel(modules[1], use_orig_params=True, device_id=torch.device("cpu"))
     finally:
         dist.destroy_process_group()
@@ -261,6 +263,10 @@ def test_what_fsdp_makes_of_modules():
         *(False, True, False),
     ]
     assert class_before_fully_shard(type(modules[0])) is nn.Sequential
+    assert policy_of_fully_shard(modules[0]).param_dtype is torch.bfloat16
+    assert [has_hooks_of_fully_shard_only(module) for module in (*wrapped, plain)] == [True, False, False, False]
+    modules[0].register_forward_hook(lambda module, args, output: None)
+    assert not has_hooks_of_fully_shard_only(modules[0])
     assert class_before_fully_shard(type(wrapper)) is type(wrapper)
     assert class_before_fully_shard(nn.Linear) is nn.Linear
 
