@@ -22,6 +22,7 @@ from helpers import (
     backward,
     freeze_norms,
     freeze_parameters,
+    plan_stage,
     random_images,
     small_model,
     with_engine,
@@ -30,6 +31,7 @@ from torch import nn
 
 from efficient_densenet import DenseBlock, DenseNet
 from efficient_densenet.engine import choose
+from efficient_densenet.engine.stage.spec import decode
 from efficient_densenet.memory import saved_bytes
 
 
@@ -452,6 +454,9 @@ def test_numpy_numbers_are_numbers(family, engine):
     for kind in (np.int64, int):
         plain = build(kind, "plain")
         assert_same_step(with_engine(plain, engine), plain, random_images(family))
+        block, channels = plain.features.denseblock1, plain.features.denseblock1.denselayer1.norm1.num_features
+        spec = plan_stage(block, None, torch.randn(2, channels, 3, 3, dtype=torch.double)).spec
+        assert decode(spec.encoded) == spec  # as compilers take it
 
 
 def test_images_of_bytes_are_refused():
