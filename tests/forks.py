@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from samples import DEMOS
 
@@ -78,6 +79,14 @@ def fork_processes(processes: int, script: Path, *words: str, cwd: Path) -> list
         common["TORCHELASTIC_RUN_ID"] = "none"
     ranks = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(processes)} for i in range(processes)]
     return [ForkedDemo(str(script), *words, cwd=cwd, **common, **rank) for rank in ranks]
+
+
+def results_of_processes(processes: int, script: Path, *words: str, cwd: Path) -> list[Any]:
+    """The JSON that each process of `fork_processes` writes into the file that the last of `words` names, with its
+    rank as suffix."""
+    for process in fork_processes(processes, script, *words, cwd=cwd):
+        assert process.wait() == 0, process.communicate()
+    return [json.loads((cwd / f"{words[-1]}.{rank}").read_text()) for rank in range(processes)]
 
 
 def await_file(path: Path, process: ForkedDemo | subprocess.Popen) -> None:

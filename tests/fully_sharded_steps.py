@@ -3,17 +3,16 @@
 `main` runs the functions that the cases name, and writes what they return.
 """
 
+import functools
 import json
-import os
+import math
 import sys
-import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_steps import recorded_engines
+from sharded_steps import largest_difference, process_group, recorded_engines
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -67,34 +66,32 @@ def _trained(engine: bool | str, mesh: DeviceMesh | None = None, dtype=torch.dou
     return _full(model)
 
 
-def _difference(actual: list[Tensor], expected: list[Tensor]) -> float:
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(actual, expected, strict=True))
-
-
 def clipped() -> dict:
     engines: set[str] = set()
     with recorded_engines(engines):
         actual = _trained("shared", max_norm=0.5)
-    return {"difference": _difference(actual, _trained(False, max_norm=0.5)), "engines": sorted(engines)}
+    return {"difference": largest_difference(actual, _trained(False, max_norm=0.5)), "engines": sorted(engines)}
 
 
 def hybrid() -> dict:
     """A mesh of two groups of two: parameters are sharded inside a group, and replicated between them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return {"difference": _difference(_trained("shared", mesh), _trained(False, mesh))}
+    return {"difference": largest_difference(_trained("shared", mesh), _trained(False, mesh))}
 
 
 def mixed() -> dict:
     """The errors of plain and of the shared engine beside float64."""
     exact = _trained(False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    errors, engines = {}, set()
-    for engine in (False, "shared"):
+    results = {}
+    for engine in ("plain", "shared"):
+        engines: set[str] = set()
         with recorded_engines(engines):
             trained = _trained(engine, dtype=torch.float, mp_policy=policy)
         pairs = [(a.double(), b) for a, b in zip(trained, exact, strict=True) if b.is_floating_point()]
-        errors[str(engine)] = [float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in pairs]
-    return errors | {"engines": sorted(engines)}
+        errors = [float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in pairs]
+        results[engine] = {"error": math.hypot(*errors), "engines": sorted(engines)}
+    return results
 
 
 def save() -> None:
@@ -114,37 +111,30 @@ def load() -> dict:
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     saved = [torch.load(f"saved.{rank}.pt", weights_only=True) for rank in range(2)]
     # Parameters are equal in both; running statistics differ, and the checkpoint has those of one of them.
-    equal = [any(map(torch.equal, [tensor] * 2, both)) for tensor, *both in zip(_full(model), *saved, strict=True)]
+    loaded = zip(_full(model), *saved, strict=True)
+    equal = [any(torch.equal(tensor, each) for each in of_ranks) for tensor, *of_ranks in loaded]
     steps = {int(state["step"]) for state in optimizer.state.values()}
     return {"equal": all(equal), "steps": sorted(steps)}
 
 
 def memory() -> dict:
-    """Bytes of the tensor peak of a step, of plain and of the shared engine, and of the latter unsharded."""
-    peaks = {}
-    for name, engine, shards in (("plain", False, True), ("shared", "shared", True), ("unsharded", "shared", False)):
-        torch.manual_seed(0)
-        model = DenseNet(12, (8, 8), num_init_features=24, efficient=engine)
-        model = _sharded(model) if shards else model
-        x = torch.randn(16, 3, 32, 32)
+    """The tensor peak of a process that builds a model and trains two steps: parameters, gradients and all else."""
+    x = torch.randn(4, 3, 32, 32)
+    wrappers = {"plain": _sharded, "shared": _sharded, "shared, DDP": nn.parallel.DistributedDataParallel}
 
-        def step(model=model, x=x) -> None:
+    def train(name: str) -> None:
+        torch.manual_seed(0)
+        model = DenseNet(24, (8, 8), num_init_features=24, efficient=name.partition(",")[0])
+        model = wrappers[name](model)
+        for _ in range(2):
             model(x).sum().backward()
 
-        step()
-        peaks[name] = tensor_peak(step)
-    return peaks
+    return {name: tensor_peak(functools.partial(train, name)) for name in wrappers}
 
 
 def main(case: str, path: str) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(f"{path}.store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with process_group(f"{path}.store") as rank:
         result = globals()[case]()
-    dist.destroy_process_group()
     Path(f"{path}.{rank}").write_text(json.dumps(result))
 
 

@@ -172,17 +172,27 @@ def outcome(case: str) -> str:
     return f"equal, by {engines}" if difference <= TOLERANCE else f"differs by {difference:.1e}, by {engines}"
 
 
-def main(cases: str, path: str) -> None:
+@contextmanager
+def process_group(store: str) -> Iterator[int]:
+    """A group of the processes that `forks.fork_processes` has started, which meet in the new file `store`.
+
+    Yields the rank. Warnings are ignored inside.
+    """
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    file = dist.FileStore(store, size)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield rank
+    dist.destroy_process_group()
+
+
+def main(cases: str, path: str) -> None:
     outcomes = {}
     for i, case in enumerate(json.loads(Path(cases).read_text())):
-        store = dist.FileStore(f"{path}.store{i}", size)  # a group for each case: an error may leave one in pieces
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with process_group(f"{path}.store{i}") as rank:  # a group for each case: an error may leave one in pieces
             outcomes[case] = outcome(case)
-        dist.destroy_process_group()
     Path(f"{path}.{rank}").write_text(json.dumps(outcomes))
 
 

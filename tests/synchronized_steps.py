@@ -5,18 +5,15 @@ the engines that ran, or how much it differs; and the numbers of collectives and
 """
 
 import json
-import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torchvision.models.densenet as torchvision_densenet
-from sharded_steps import ENGINES, TOLERANCE, largest_difference, recorded_engines
+from sharded_steps import ENGINES, TOLERANCE, largest_difference, process_group, recorded_engines
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, kernels, make_efficient
@@ -125,14 +122,8 @@ def outcome(case: str) -> str:
 
 
 def main(cases: str, path: str) -> None:
-    torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(f"{path}.store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with process_group(f"{path}.store") as rank:
         outcomes = {case: outcome(case) for case in json.loads(Path(cases).read_text())}
-    dist.destroy_process_group()
     Path(f"{path}.{rank}").write_text(json.dumps(outcomes))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import sharded_steps
 import torch
-from forks import fork_processes
+from forks import results_of_processes
 from sharded_steps import ENGINES, MODELS, SHARDINGS, UNITS
 from torch import nn
 
@@ -38,10 +38,7 @@ ALL = [" | ".join(case) for case in itertools.product(MODELS, SHARDINGS, UNITS, 
 def _outcomes(cases: list[str], processes: int, folder: Path) -> list[dict[str, str]]:
     """Of every rank. One group of processes runs all cases, since starting them is what takes time."""
     (folder / "cases").write_text(json.dumps(cases))
-    script = Path(sharded_steps.__file__)
-    for process in fork_processes(processes, script, "cases", "outcomes", cwd=folder):
-        assert process.wait() == 0, process.communicate()
-    return [json.loads((folder / f"outcomes.{rank}").read_text()) for rank in range(processes)]
+    return results_of_processes(processes, Path(sharded_steps.__file__), "cases", "outcomes", cwd=folder)
 
 
 def _is_right(case: str, outcome: str) -> bool:

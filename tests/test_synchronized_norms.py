@@ -7,7 +7,7 @@ import pytest
 import synchronized_steps
 import torch
 import torch.distributed as dist
-from forks import fork_processes
+from forks import results_of_processes
 
 from efficient_densenet import create_model
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
@@ -29,10 +29,7 @@ CASES = [
 
 def _outcomes(cases: list[str], processes: int, folder: Path) -> list[dict[str, str]]:
     (folder / "cases").write_text(json.dumps(cases))
-    script = Path(synchronized_steps.__file__)
-    for process in fork_processes(processes, script, "cases", "outcomes", cwd=folder):
-        assert process.wait() == 0, process.communicate()
-    return [json.loads((folder / f"outcomes.{rank}").read_text()) for rank in range(processes)]
+    return results_of_processes(processes, Path(synchronized_steps.__file__), "cases", "outcomes", cwd=folder)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from ..engine import choose, layerwise
 from ..engine.choose import Engine
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, NoPartsError
-from ..engine.refuse import must_be_called, why_sharded
+from ..engine.refuse import must_be_called
+from ..engine.sharded import why_sharded
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ConnectionPattern
 from .fingerprint import fingerprint

@@ -95,7 +95,7 @@ def fingerprint(block: nn.Module) -> Fingerprint:
     """The state of `block` and all modules inside that a trial takes as given.
 
     It holds no reference to a module or a tensor. Objects are compared by identity and attributes, functions by code
-    and the values that it reads, large tensors by identity and version.
+    and the values that they read, large tensors by identity and version.
     """
     modules = list(_modules(block))
     classes = dict.fromkeys(map(class_as_written, modules))

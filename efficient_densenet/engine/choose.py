@@ -158,7 +158,8 @@ def join(
     if plan is None or plan.parts is None:
         return None
     joined = joined_consumer(plan.parts, consumer, sharded)
-    return None if joined is None else (replace(plan.parts, sharded=(*sharded, *plan.parts.sharded)), joined)
+    read = replace(plan.parts, sharded=(*sharded, *plan.parts.sharded)) if sharded else plan.parts
+    return None if joined is None else (read, joined)
 
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

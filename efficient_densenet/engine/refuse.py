@@ -10,9 +10,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._compilers import constant_to_compilers
 from .._dimensions import DIMENSIONS, classes
-from .._mixins import author_class
 from .._tensors import autocast_enabled, compute_dtype
-from .._torch_private import has_global_module_hooks, has_torch_dispatch, sharding_of
+from .._torch_private import has_global_module_hooks, has_torch_dispatch
 from ..norms.batch_norm import torch_class
 from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
@@ -27,7 +26,7 @@ from .parts import (
     parts_of,
     weight_and_bias,
 )
-from .sharded import can_run_inside, casts_parameters
+from .sharded import can_run_inside, casts_parameters, why_sharded
 
 _KNOWN_CLASSES = nn.ReLU, *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name))
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -146,19 +145,6 @@ def _wrong_class(module: nn.Module, usual: Any) -> str:
     # Name torch's class: a recomputation replaces it by ours, whose name would make the same warning appear again.
     name = torch_class(module).__name__
     return why_sharded(module) or f"found a {name} inside a layer, where the shared engine takes {usual.__name__}"
-
-
-def why_sharded(module: nn.Module) -> str | None:
-    """A reason if parameters of exactly this module inside a block are sharded, with the modules to shard; or None."""
-    sharding = sharding_of(module)
-    if sharding is None:
-        return None
-    wrapped = getattr(module, "_fsdp_wrapped_module", module)  # of FullyShardedDataParallel
-    name = author_class(wrapped).__name__
-    return (
-        f"found parameters that {sharding} shards on each {name} inside a block: shard blocks, stages or the whole "
-        "model instead"
-    )
 
 
 def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:

@@ -11,15 +11,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import has_hooks_of_fully_shard_only, policy_of_fully_shard
+from .._mixins import author_class
+from .._torch_private import has_hooks_of_fully_shard_only, policy_of_fully_shard, sharding_of
 
 Result = TypeVar("Result")
 
 
 def can_run_inside(module: nn.Module, x: Tensor) -> bool:
-    """Whether a stage may run on x inside of a call of `module`: it has no hooks but those of `fully_shard`, and these
-    cast nothing."""
-    if not module._forward_pre_hooks:  # the usual case, in a tenth of the time
+    """Whether a stage may run on x inside of a call of `module`: it has no hooks but those of `fully_shard`, which cast
+    neither x nor the output to another dtype."""
+    if not module._forward_pre_hooks:  # the usual case
         return False
     if torch.compiler.is_compiling() or not has_hooks_of_fully_shard_only(module):
         return False
@@ -30,6 +31,19 @@ def can_run_inside(module: nn.Module, x: Tensor) -> bool:
 def casts_parameters(modules: Iterable[nn.Module], x: Tensor) -> bool:
     """Whether calls of `modules` cast the parameters that they gather, and then to the dtype of x."""
     return any(can_run_inside(each, x) and policy_of_fully_shard(each).param_dtype for each in modules)
+
+
+def why_sharded(module: nn.Module) -> str | None:
+    """A reason if parameters of exactly this module inside a block are sharded, with the modules to shard; or None."""
+    sharding = sharding_of(module)
+    if sharding is None:
+        return None
+    wrapped = getattr(module, "_fsdp_wrapped_module", module)  # of FullyShardedDataParallel
+    name = author_class(wrapped).__name__
+    return (
+        f"found parameters that {sharding} shards on each {name} inside a block: shard blocks, stages or the whole "
+        "model instead"
+    )
 
 
 def run_inside(modules: Sequence[nn.Module], function: Callable[[Tensor], Result], x: Tensor) -> Result:

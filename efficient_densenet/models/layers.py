@@ -19,7 +19,7 @@ from ..engine.parts import (
     register_block,
     register_consumer,
 )
-from ..engine.refuse import why_sharded
+from ..engine.sharded import why_sharded
 from .dimensions import NORMS, modules_for
 
 

@@ -46,11 +46,11 @@ class _SyncedBatchNorm(_BatchNorm):
         num_batches_tracked, running_mean, running_var = cast("tuple[Tensor, Tensor, Tensor]", buffers)
         with torch.no_grad():
             num_batches_tracked.add_(1)
-            weight: Any = self.momentum
-            if weight is None:  # a cumulative average; a tensor, since reading a number would wait for the device
-                weight = num_batches_tracked.to(running_mean.dtype).reciprocal()
-            running_mean.lerp_(mean.to(running_mean.dtype), weight)
-            running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), weight)
+            momentum: Any = self.momentum
+            if momentum is None:  # a cumulative average; a tensor, since reading a number would wait for the device
+                momentum = num_batches_tracked.to(running_mean.dtype).reciprocal()
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
         return output
 
 
