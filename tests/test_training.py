@@ -58,6 +58,14 @@ def test_same_seed_same_run_exactly():
         assert torch.equal(ours, theirs)
 
 
+def test_a_step_draws_by_seed_epoch_and_number():
+    trainer, drawn_by = _trainer(double=False, seed=7), []
+    step = trainer.step
+    trainer.step = lambda *args: drawn_by.append(args[-1]) or step(*args)
+    _losses(trainer)
+    assert drawn_by == [(7, epoch, number) for epoch in (1, 2) for number in range(4)]
+
+
 def test_weight_decay_shrinks_the_parameters():
     def squares(weight_decay: float) -> float:
         trainer = _trainer(weight_decay=weight_decay)
