@@ -12,7 +12,7 @@ import pytest
 import torch
 from grids import grid
 from helpers import kernel_modules
-from kernel_operations import OPERATIONS, SETTINGS, Case, check_non_finite, is_valid
+from kernel_operations import OPERATIONS, SETTINGS, Case, check_non_finite, fill_scratch_with_nan, is_valid
 
 from efficient_densenet import DenseNet, kernels
 from efficient_densenet.kernels import portable
@@ -116,6 +116,14 @@ def _check_statistics(output: torch.Tensor, result: torch.Tensor, row: int) -> N
 )
 def test_elements_are_exact_but_for_their_rounding(operation, shape, channels, width, setting):
     _check(operation, Case(shape, channels, width, torch.bfloat16, **SETTINGS[setting]))
+
+
+@pytest.mark.usefixtures("product")
+@pytest.mark.parametrize("operation", PRODUCT_OPERATIONS)
+@pytest.mark.parametrize(("channels", "width"), [(9, 17), (16, 3)])
+def test_nothing_is_read_from_scratch_that_was_not_written(operation, channels, width, monkeypatch):
+    fill_scratch_with_nan(monkeypatch)
+    _check(operation, Case((2, 5, 7), channels, width, torch.bfloat16))
 
 
 @pytest.mark.usefixtures("product")

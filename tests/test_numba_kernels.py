@@ -22,6 +22,7 @@ from kernel_operations import (
     check_is_portable,
     check_non_finite,
     check_variance_far_from_zero,
+    fill_scratch_with_nan,
     is_valid,
 )
 
@@ -70,6 +71,13 @@ def test_operations_match_portable(operation, shape, channels, width, dtype, set
     results, reference = (OPERATIONS[operation](each, case.in_float64()) for each in (operations, portable))
     for actual, expected in zip(results, reference, strict=True):
         assert_close(actual, expected, 1e-13)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("channels", "width"), [(9, 17), (16, 3)])
+def test_nothing_is_read_from_scratch_that_was_not_written(operation, channels, width, monkeypatch):
+    fill_scratch_with_nan(monkeypatch)
+    check(operation, Case((2, 5, 7), channels, width))
 
 
 @pytest.mark.parametrize("avx512", [False, True])
