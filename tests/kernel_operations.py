@@ -204,13 +204,20 @@ def is_valid(operation, shape=(), channels=2, setting="usual", **_):
 
 
 def check(kernels, operation, case):
-    """The error against float64 is at most twice the portable kernels'."""
+    """The error against float64 is at most twice the portable kernels'.
+
+    The sums over the rows of a few channels are few numbers, and the portable kernels' errors in them may be tiny by
+    chance. There the errors are also compared with the norm of the largest result, whose elements are summed.
+    """
     reference = OPERATIONS[operation](portable, case.in_float64())
+    few_channels = case.values.shape[1] < 8
+    largest = max(exact.norm() for exact in reference)
     expected, actual = (OPERATIONS[operation](each, case) for each in (portable, kernels))
     assert len(actual) == len(expected) == len(reference)
     for i, (result, portable_result, exact) in enumerate(zip(actual, expected, reference, strict=True)):
         assert (result.dtype, result.shape) == (portable_result.dtype, portable_result.shape)
         slack = 4 * torch.finfo(result.dtype).eps * (exact.norm() + len(case.values) ** 0.5)
+        slack += few_channels * 8 * torch.finfo(result.dtype).eps * largest
         if i == 0 and operation in ("conv3x3_backward", "pooled_conv1x1_backward"):
             slack += 2 * torch.finfo(case.dtype).eps * exact.norm()  # grad_weight is rounded by the BLAS library
         if exact.numel() <= 4:  # too few to compare roundings of operands, which may cancel out in one of the two
