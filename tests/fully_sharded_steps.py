@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,8 +17,9 @@ from sharded_steps import largest_difference, process_group, recorded_engines
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from efficient_densenet import DenseNet
 from efficient_densenet.memory import tensor_peak
@@ -37,15 +39,22 @@ def _sharded(model: DenseNet, mesh: DeviceMesh | None = None, **options) -> Dens
     return fully_shard(model, mesh=mesh, **options)
 
 
-def _batch(step: int, images: int = 4) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(images, 3, 8, 8, dtype=torch.double, generator=generator)
+def _batch(step: int, rank: int | None = None) -> Tensor:
+    """The images of a process, or of another one of `rank`."""
+    generator = torch.Generator().manual_seed(10 * step + (dist.get_rank() if rank is None else rank))
+    return torch.randn(4, 3, 8, 8, dtype=torch.double, generator=generator)
 
 
-def _train(model: DenseNet, optimizer: torch.optim.Optimizer, steps: range, max_norm: float | None = None) -> None:
+def _train(
+    model: DenseNet,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    max_norm: float | None = None,
+    batches: Callable[[int], Tensor] = _batch,
+) -> None:
     dtype = next(model.parameters()).dtype
     for step in steps:
-        model(_batch(step).to(dtype)).float().square().sum().backward()
+        model(batches(step).to(dtype)).float().square().sum().backward()
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -77,6 +86,33 @@ def hybrid() -> dict:
     """A mesh of two groups of two: parameters are sharded inside a group, and replicated between them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return {"difference": largest_difference(_trained("shared", mesh), _trained(False, mesh))}
+
+
+def offloaded() -> dict:
+    """Parameters, gradients and the optimizer's state on the CPU; there is no other device to copy them to here."""
+    actual = _trained("shared", offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return {"difference": largest_difference(actual, _trained(False))}
+
+
+def tensor_parallel() -> dict:
+    """The classifier's rows or columns in several processes, each of which has the whole batch, alone and under
+    `fully_shard` over another dimension of the mesh."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+    differences = {}
+    for style in (ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())):
+        trained = []
+        for engine in ("shared", False):
+            model = _model(engine)
+            if engine:
+                parallelize_module(model, mesh["tensor"], {"classifier": style})
+            if size > 2:
+                model = _sharded(model, mesh["data"])
+            batches = functools.partial(_batch, rank=mesh["data"].get_local_rank())
+            _train(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), range(3), batches=batches)
+            trained.append(_full(model))
+        differences[type(style).__name__] = largest_difference(*trained)
+    return differences
 
 
 def mixed() -> dict:

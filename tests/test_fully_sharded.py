@@ -41,6 +41,19 @@ def test_a_process_needs_less_memory_than_with_plain_and_than_with_ddp(tmp_path)
         assert peaks["shared"] < peaks["shared, DDP"]
 
 
+def test_offloaded_parameters_train_as_plain_s(tmp_path):
+    for result in _results("offloaded", 2, tmp_path):
+        assert result["difference"] <= 1e-10
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_tensor_parallel_classifier_trains_as_plain_s(processes, tmp_path):
+    """In four processes also sharded over pairs of them."""
+    for result in _results("tensor_parallel", processes, tmp_path):
+        assert result["ColwiseParallel"] <= 1e-10
+        assert result["RowwiseParallel"] <= 1e-10
+
+
 @pytest.mark.exhaustive
 def test_a_mesh_of_replicated_groups_equals_plain(tmp_path):
     for result in _results("hybrid", 4, tmp_path):
