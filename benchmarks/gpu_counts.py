@@ -7,8 +7,6 @@ Each line of the table is a step (forward, cross entropy, backward, gradients No
 `gpu_trace` sees it. `--page` writes the tables of a document again.
 """
 
-import re
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,10 @@ from typing import Any
 import torch
 from gpu_trace import StepTrace, trace_step
 from methods import LAYOUTS, Setting, architecture, expand
-from options import parse_arguments, run_command
+from options import run_command
+from pages import rewritten
 
 from efficient_densenet import DenseNet
-
-COMMAND = re.compile(r"(<!-- python benchmarks/gpu_counts\.py (.+?) -->\n)(.*?)(<!-- end of the counts -->)", re.DOTALL)
 
 
 def count(
@@ -42,21 +39,18 @@ def count(
         page: a document in which what its commands print is written again.
     """
     if page:
-        Path(page).write_text(rewritten(Path(page).read_text()))
+        Path(page).write_text(rewritten_counts(Path(page).read_text()))
         return
-    for setting in expand(model, batch_size, image_size, precision, layout, device="cuda"):
-        print(report(setting))
+    print(_reports(model, batch_size, image_size, precision, layout))
 
 
-def rewritten(text: str) -> str:
+def rewritten_counts(text: str) -> str:
     """A document with what its commands print now."""
+    return rewritten(text, "gpu_counts.py", count, _reports)
 
-    def output(match: re.Match[str]) -> str:
-        _, options = parse_arguments(count, shlex.split(match[2]))
-        options.pop("page")
-        return f"{match[1]}{''.join(map(report, expand(**options, device='cuda')))}\n{match[4]}"
 
-    return COMMAND.sub(output, text)
+def _reports(*options: Any, **named: Any) -> str:
+    return "".join(map(report, expand(*options, **named, device="cuda")))
 
 
 def report(setting: Setting) -> str:
