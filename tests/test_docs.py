@@ -18,10 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import checkpointing as checkpointing_benchmark
+import communication
 import gpu_counts
 import options as benchmark_options
 import plot
 import pytest
+import replicas
 import run as benchmark
 import table
 import torch
@@ -46,6 +48,8 @@ BENCHMARKS = {
     "table.py": table.table,
     "checkpointing.py": checkpointing_benchmark.measure,
     "gpu_counts.py": gpu_counts.count,
+    "communication.py": communication.communication,
+    "replicas.py": replicas.overlap,
 }
 TORCHRUN = ("--nproc_per_node",)
 
