@@ -45,7 +45,8 @@ def _ours(efficient: bool, drop_rate: float) -> nn.Module:
 
 
 def _torchvision(efficient: bool, drop_rate: float, converts: bool = True) -> nn.Module:
-    model = torchvision_densenet.DenseNet(4, (2, 2), 6, bn_size=2, drop_rate=drop_rate, num_classes=3)
+    options = {"drop_rate": drop_rate, "memory_efficient": efficient}  # its own checkpointing, as users may have it on
+    model = torchvision_densenet.DenseNet(4, (2, 2), 6, bn_size=2, num_classes=3, **options)
     if efficient and converts:
         make_efficient(model)
     return model
