@@ -1,10 +1,9 @@
-"""Converted DenseNets inside wrappers, trainers, detectors and other tools that are built around them."""
+"""Converted DenseNets inside wrappers, detectors and other tools that are built around them."""
 
 import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from grids import grid
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from test_distributed import ThreadedReplicas
@@ -23,10 +22,6 @@ def _assert_same_state(ours: nn.Module, plain: nn.Module) -> None:
     assert_same_buffers(ours, plain)
     for actual, expected in zip(ours.parameters(), plain.parameters(), strict=True):
         assert_close(actual.detach(), expected.detach())
-
-
-def _batches(name: str, num_batches: int = 3) -> list[tuple[Tensor, Tensor]]:
-    return [(image_batch(name), torch.arange(3) % CLASSES) for _ in range(num_batches)]
 
 
 @pytest.mark.parametrize("name", ["torchvision", pytest.param("timm", marks=pytest.mark.exhaustive), "monai"])
@@ -76,53 +71,6 @@ def test_distributed_data_parallel(first):
         assert_same_gradients(model, plain)
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore")  # Lightning warns about loaders and logging
-def test_lightning(tmp_path):
-    lightning = pytest.importorskip("lightning")
-
-    class Task(lightning.LightningModule):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, batch: list[Tensor], _) -> Tensor:
-            return F.cross_entropy(self.model(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
-    ours, plain = _pair("torchvision_efficient")
-    batches = _batches("torchvision_efficient")
-    task = Task(ours)
-    assert len(make_efficient(task)) == 3
-    for each in (task, Task(plain)):
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        trainer = lightning.Trainer(accelerator="cpu", max_steps=3, default_root_dir=tmp_path, **quiet)
-        trainer.fit(each, torch.utils.data.DataLoader(batches, batch_size=None))
-    _assert_same_state(ours, plain)
-    assert int(ours.features.denseblock1.denselayer1.norm1.num_batches_tracked) == 3
-
-
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.filterwarnings("ignore")
-def test_accelerate(first):
-    accelerate = pytest.importorskip("accelerate")
-    ours, plain = _pair("timm_efficient")
-    batches = _batches("timm_efficient")
-    for model in (ours, plain):
-        if model is ours and first:
-            make_efficient(model)
-        accelerator = accelerate.Accelerator(cpu=True)
-        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        if model is ours and not first:
-            assert len(make_efficient(prepared)) == 3
-        for images, labels in batches:
-            optimizer.zero_grad()
-            accelerator.backward(F.cross_entropy(prepared(images), labels))
-            optimizer.step()
-    _assert_same_state(ours, plain)
 
 
 def test_torch_checkpoint_around_a_converted_model():

@@ -1,0 +1,121 @@
+"""Lightning, accelerate and transformers' Trainer train our models and converted ones, and resume from checkpoints."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import trainer_steps
+from forks import forked_demo, results_of_processes
+from helpers import assert_close, assert_same_buffers, assert_same_gradients
+
+from efficient_densenet import DenseNet, make_efficient
+
+pytestmark = pytest.mark.exhaustive  # the libraries take seconds to import
+CASES = {
+    1: [
+        "lightning | ours | steps",
+        "lightning | converted | float64",
+        "lightning | ours | bf16-mixed",
+        "lightning | converted | bf16-mixed",
+        "lightning | converted last | accumulated and clipped",
+        "lightning | ours | compiled",
+        "lightning | converted last | compiled",
+        "accelerate | ours | steps",
+        "accelerate | converted | bf16-mixed",
+        "accelerate | converted last | accumulated and clipped",
+        "accelerate | ours | compiled",
+        "accelerate | converted last | compiled",
+        "transformers | converted last | steps",
+        "transformers | ours | bf16-mixed",
+        "transformers | converted | accumulated",
+        "transformers | converted | compiled",
+    ],
+    2: [
+        "lightning | ours | steps",
+        "lightning | converted last | accumulated and clipped",
+        "lightning | converted | bf16-mixed",
+        "lightning | ours | compiled",
+        "lightning | ours | synchronized",
+        "lightning | converted | synchronized",
+        "lightning | ours | fully_shard",
+        "lightning | converted last | fully_shard",
+        "accelerate | ours | steps",
+        "accelerate | converted | accumulated and clipped",
+        "accelerate | converted last | steps",
+        "accelerate | ours | bf16-mixed",
+        "accelerate | converted | compiled",
+        "accelerate | ours | fully_shard",
+        "accelerate | converted | fully_shard",
+        "accelerate | converted last | fully_shard",
+        "transformers | ours | steps",
+        "transformers | converted last | accumulated",
+        "transformers | converted | bf16-mixed",
+        "transformers | ours | compiled",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> Callable[[int, str], list[dict]]:
+    """A function that returns the outcomes of all cases of a trainer with a number of processes, of each process."""
+    known = {}
+
+    def run(processes: int, trainer: str) -> list[dict]:
+        if (processes, trainer) not in known:
+            folder, script = tmp_path_factory.mktemp(trainer), Path(trainer_steps.__file__)
+            (folder / "cases").write_text(json.dumps([case for case in CASES[processes] if case.startswith(trainer)]))
+            if processes == 1:  # without the environment variables of torchrun
+                process = forked_demo(str(script), "cases", "outcomes", cwd=folder)
+                assert process.returncode == 0, process.stderr
+                known[processes, trainer] = [json.loads((folder / "outcomes.0").read_text())]
+            else:
+                known[processes, trainer] = results_of_processes(processes, script, "cases", "outcomes", cwd=folder)
+        return known[processes, trainer]
+
+    return run
+
+
+@pytest.mark.parametrize(("processes", "case"), [(processes, case) for processes in CASES for case in CASES[processes]])
+def test_models_train_as_plain_ones_and_resume(processes, case, outcomes):
+    trainer = case.partition(" ")[0]
+    pytest.importorskip(trainer)
+    steps = trainer_steps.EPOCHS * trainer_steps.IMAGES // trainer_steps.BATCH // processes
+    for of_rank in outcomes(processes, trainer):
+        outcome = of_rank[case]
+        assert outcome["engines"] == ["shared", "shared"]  # of the first run, and of the resumed one
+        assert outcome["steps of norms"] == [steps]
+        assert outcome["difference of the resumed"] == 0
+        if "bf16" in case:
+            error, plain_error = outcome["errors"]
+            assert error <= 2 * plain_error
+        else:
+            assert outcome["difference"] <= 1e-10
+
+
+def test_the_trainer_of_transformers_asks_for_checkpointing_that_the_model_must_have(tmp_path):
+    """So its option stays off: the engine needs none."""
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], activation_checkpointing=True)
+    model = trainer_steps.Classifier(DenseNet(4, (2,), num_init_features=6, num_classes=3, efficient=True))
+    with pytest.warns(FutureWarning, match="activation_checkpointing_enable"), pytest.raises(AttributeError):
+        transformers.Trainer(model, arguments, train_dataset=[{}]).train()
+
+
+def test_a_backbone_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("timm")
+    config = transformers.TimmBackboneConfig(backbone="densenet121", use_pretrained_backbone=False, out_indices=[1, 4])
+    ours, plain = (transformers.TimmBackbone(config).double().train() for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    report = make_efficient(ours)
+    assert [change.engine for change in report.changed] == ["shared"] * 4
+    x = torch.randn(2, 3, 64, 64, dtype=torch.double)
+    maps = [model(x).feature_maps for model in (ours, plain)]
+    for actual, expected in zip(*maps, strict=True):
+        assert_close(actual.detach(), expected.detach())
+    for each in maps:
+        sum(features.square().mean() for features in each).backward()
+    assert_same_gradients(ours, plain, 1e-9)
+    assert_same_buffers(ours, plain, 1e-9)
