@@ -191,6 +191,8 @@ def check_module(name: str, words: list[str], config: pytest.Config) -> None:
         assert words == [".venv"]
     elif name == "pip":
         check_pip(words)
+    elif name == "efficient_densenet.doctor":
+        doctor.parse(words)
     else:
         assert name == "pytest", name
         known = {marker.split(":")[0] for marker in config.getini("markers")}
