@@ -35,7 +35,7 @@ from samples import CIFAR10_CLASSES, demo, write_folder
 from torch import nn
 from training.options import Options, parse
 
-from efficient_densenet import DenseNet, densenet121
+from efficient_densenet import DenseNet, densenet121, doctor
 from efficient_densenet.adapt import Report
 
 ROOT = Path(__file__).parents[1]

@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +22,34 @@ from .interface import (
 from .max_pooling import MaxPool
 
 Results = Sequence[Tensor]
+AnyCase = TypeVar("AnyCase", bound="_Arguments")
 
 EPS = 1e-3
 
 
-class Case:
+class _Arguments:
+    device: torch.device | str
+
+    def in_float64(self: AnyCase) -> AnyCase:
+        """The same arguments in float64."""
+        return self._mapped(Tensor.double)
+
+    def on(self: AnyCase, device: torch.device | str) -> AnyCase:
+        """The same arguments on another device."""
+        case = self._mapped(lambda tensor: tensor.to(device))
+        case.device = device
+        return case
+
+    def _mapped(self: AnyCase, function: Callable[[Tensor], Tensor]) -> AnyCase:
+        case = copy.copy(self)
+        vars(case).update({name: function(each) for name, each in vars(self).items() if isinstance(each, Tensor)})
+        return case
+
+
+class Case(_Arguments):
     """Random arguments for every operation. Each matrix is a slice of the channels of a wider one.
 
-    `centered` values have no mean to subtract. `in_float64` returns the same case in float64.
+    `centered` values have no mean to subtract.
     """
 
     def __init__(
@@ -59,11 +79,6 @@ class Case:
 
     def _matrix(self, num_rows: int, channels: int) -> Tensor:
         return torch.randn(num_rows, channels + 3, device=self.device).to(self.dtype)[:, :channels]
-
-    def in_float64(self) -> "Case":
-        case = copy.copy(self)
-        vars(case).update({k: v.double() for k, v in vars(self).items() if isinstance(v, Tensor)})
-        return case
 
     def norm(self, channels: int | None = None) -> BatchNormAffine:
         """The norm of the values, or of the first channels."""
@@ -177,7 +192,7 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
 }
 
 
-class StemCase:
+class StemCase(_Arguments):
     """Small integers as a stem's images and norm, so that sets of kernels round alike and find the same maxima."""
 
     POOL = MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)
@@ -186,21 +201,14 @@ class StemCase:
         self,
         channels: int,
         dtype: torch.dtype,
-        device: torch.device | str = "cpu",
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
         values, grad = torch.randint(-3, 4, (2, channels, 9, 14)), torch.randint(-4, 5, (2, channels, 5, 7))
         self.values, self.grad_output = (
-            images.to(dtype).contiguous(memory_format=memory_format).to(device) for images in (values, grad)
+            images.to(dtype).contiguous(memory_format=memory_format) for images in (values, grad)
         )
-        vectors = torch.tensor([[1.0, -1, 2], [1, 2, -1], [0.5, 1, 2], [0, 1, -2]], device=device)
+        vectors = torch.tensor([[1.0, -1, 2], [1, 2, -1], [0.5, 1, 2], [0, 1, -2]])
         self.vectors = vectors.repeat(1, channels)[:, :channels].contiguous()
-
-    def in_float64(self) -> "StemCase":
-        case = copy.copy(self)
-        case.values, case.grad_output = self.values.double(), self.grad_output.double()
-        case.vectors = self.vectors.double()
-        return case
 
     @property
     def norm(self) -> BatchNormAffine:
