@@ -77,6 +77,7 @@ if [[ -z $python ]]; then
     exit 1
 elif [[ ${1:-} == --dry-run ]]; then
     tiny=(--device cpu --model densenet_bc_10_4 --batch_size 2 --image_size 8)
+    part "first contact" 60 "$python" -m efficient_densenet.doctor --compare
     kernel_tests tests/test_triton_launch.py
     check 100 "${tiny[@]}" --precision float32,bf16
     measure 100 "${tiny[@]}" --rounds 1 --methods $graphs
@@ -92,6 +93,7 @@ else
     big=(--device cuda --model densenet121 --batch_size 64)
     small=(--device cuda --model densenet_bc_100_12)
     unset TRITON_INTERPRET
+    part "first contact" 100 "$python" -m efficient_densenet.doctor --compare
     kernel_tests "${tests[@]}"
     check 40 "${small[@]}" --batch_size 64 --precision float32,tf32,bf16
     measure 140 "${small[@]}" --batch_size 256 --precision tf32 --methods $graphs,$compiled

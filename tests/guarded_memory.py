@@ -7,9 +7,9 @@ import math
 import mmap
 
 import torch
-from kernel_operations import OPERATIONS, Case
 
 from efficient_densenet.kernels import scratch
+from efficient_densenet.kernels.comparison import OPERATIONS, Case
 from efficient_densenet.kernels.numba_cpu.host import operations, tiling
 
 GUARD = 64 * mmap.PAGESIZE

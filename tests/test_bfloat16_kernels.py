@@ -12,10 +12,11 @@ import pytest
 import torch
 from grids import grid
 from helpers import kernel_modules
-from kernel_operations import OPERATIONS, SETTINGS, Case, check_non_finite, fill_scratch_with_nan, is_valid
+from kernel_operations import check_non_finite, fill_scratch_with_nan
 
 from efficient_densenet import DenseNet, kernels
 from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case, is_valid
 from efficient_densenet.kernels.numba_cpu.host import openmp
 
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")

@@ -35,7 +35,7 @@ from samples import CIFAR10_CLASSES, demo, write_folder
 from torch import nn
 from training.options import Options, parse
 
-from efficient_densenet import DenseNet, densenet121
+from efficient_densenet import DenseNet, densenet121, doctor
 from efficient_densenet.adapt import Report
 
 ROOT = Path(__file__).parents[1]
@@ -191,6 +191,8 @@ def check_module(name: str, words: list[str], config: pytest.Config) -> None:
         assert words == [".venv"]
     elif name == "pip":
         check_pip(words)
+    elif name == "efficient_densenet.doctor":
+        doctor.parse(words)
     else:
         assert name == "pytest", name
         known = {marker.split(":")[0] for marker in config.getini("markers")}

@@ -4,11 +4,11 @@ import pytest
 import torch
 from checkpoint_outcomes import CountingOperations
 from helpers import use_kernels
-from kernel_operations import OPERATIONS, Case
 
 from efficient_densenet import DenseBlock, kernels
 from efficient_densenet.engine.stage import operator
 from efficient_densenet.kernels import few_rows, scratch
+from efficient_densenet.kernels.comparison import OPERATIONS, Case
 from efficient_densenet.kernels.interface import AffineInput, Gradients
 from efficient_densenet.kernels.numba_cpu.host import openmp
 

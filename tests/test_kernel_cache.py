@@ -18,17 +18,19 @@ import pytest
 import torch
 from children import Child, in_child
 from helpers import assert_same_step, kernel_modules, random_images, small_model, with_engine
-from kernel_operations import Case, check
+from kernel_operations import check
 
 import efficient_densenet
 from efficient_densenet import kernels
+from efficient_densenet.kernels import disk_cache
+from efficient_densenet.kernels.comparison import Case
 from efficient_densenet.kernels.numba_cpu.host import openmp
 
 pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, compilation, numba_kernels, disk_cache, intrinsics, memory = kernel_modules(
-    "numba_cpu", "operations", "compilation", "kernels", "disk_cache", "intrinsics", "memory"
+operations, compilation, numba_kernels, intrinsics, memory = kernel_modules(
+    "numba_cpu", "operations", "compilation", "kernels", "intrinsics", "memory"
 )
 check = functools.partial(check, operations)
 KERNEL = numba_kernels.batch_norm_grad_input  # the smallest

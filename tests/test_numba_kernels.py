@@ -15,20 +15,17 @@ import torch
 from grids import grid
 from helpers import assert_close, assert_same_step, kernel_modules, random_images, small_model, with_engine
 from kernel_operations import (
-    OPERATIONS,
-    SETTINGS,
-    Case,
     check,
     check_is_portable,
     check_non_finite,
     check_variance_far_from_zero,
     fill_scratch_with_nan,
-    is_valid,
 )
 
 from efficient_densenet import DenseBlock, kernels
 from efficient_densenet.engine import choose
 from efficient_densenet.kernels import few_rows, portable
+from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case, is_valid
 from efficient_densenet.kernels.interface import Conv1x1, StatisticsOutput
 from efficient_densenet.kernels.numba_cpu.host import openmp
 from efficient_densenet.memory import tensor_peak

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from checkpoint_outcomes import CountingOperations
 from helpers import assert_close, use_kernels
-from kernel_operations import OPERATIONS, Case, check, check_is_portable
+from kernel_operations import check, check_is_portable
 
 from efficient_densenet import kernels
 from efficient_densenet.kernels import convolution, few_rows, portable, row_tiles
+from efficient_densenet.kernels.comparison import OPERATIONS, Case
 from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,

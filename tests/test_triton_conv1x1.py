@@ -6,9 +6,10 @@ import pytest
 import torch
 from grids import pairwise
 from helpers import kernel_modules
-from kernel_operations import OPERATIONS, Case, check, rounded_to_tf32
+from kernel_operations import check, rounded_to_tf32
 
 from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.comparison import OPERATIONS, Case
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = triton.language

@@ -7,19 +7,11 @@ import math
 import pytest
 import torch
 from grids import pairwise
-from kernel_operations import (
-    OPERATIONS,
-    SETTINGS,
-    Case,
-    check,
-    check_non_finite,
-    check_variance_far_from_zero,
-    is_valid,
-    rounded_to_tf32,
-)
+from kernel_operations import check, check_non_finite, check_variance_far_from_zero, rounded_to_tf32
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
 
 from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case, is_valid
 from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,

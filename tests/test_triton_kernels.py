@@ -14,19 +14,12 @@ import pytest
 import torch
 from grids import grid, pairwise
 from helpers import add_conv_biases, assert_close, backward, freeze_norms, random_images, small_model, with_engine
-from kernel_operations import (
-    OPERATIONS,
-    SETTINGS,
-    Case,
-    check,
-    check_non_finite,
-    check_variance_far_from_zero,
-    is_valid,
-)
+from kernel_operations import check, check_non_finite, check_variance_far_from_zero
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels
 from efficient_densenet.kernels import portable, row_tiles
+from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case, is_valid
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 triton_kernels = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
@@ -217,7 +210,7 @@ def gpu(monkeypatch):
 
 def test_without_triton_the_portable_kernels_are_used_without_a_warning(gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.runtime", None)
-    assert not kernels._has_triton.__wrapped__(gpu)
+    assert not kernels.has_triton.__wrapped__(gpu)
 
 
 def test_a_triton_that_cannot_run_warns_once(gpu, monkeypatch):
@@ -228,7 +221,7 @@ def test_a_triton_that_cannot_run_warns_once(gpu, monkeypatch):
 
     monkeypatch.setattr("triton.runtime.driver", Driver())
     with pytest.warns(UserWarning, match="Triton cannot run here .*C compiler"):
-        assert not kernels._has_triton.__wrapped__(gpu)
+        assert not kernels.has_triton.__wrapped__(gpu)
 
 
 def test_tf32_follows_the_setting_for_convolutions(monkeypatch):

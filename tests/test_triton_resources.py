@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import kernel_modules
-from kernel_operations import Case
 from triton_resources import ARCHITECTURES, LIMITS, Compilation, compile_all
 
+from efficient_densenet.kernels.comparison import Case
 from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,

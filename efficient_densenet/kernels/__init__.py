@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import accumulation_dtype
-from . import few_rows, portable
+from . import few_rows, first_contact, portable
 from .interface import Kernels
 from .numba_cpu.host import openmp
 
@@ -52,7 +52,9 @@ def kernel_set_name(values: Tensor) -> str:
 def triton_supports(values: Tensor) -> bool:
     """Whether the Triton kernels can run on `values`, which must not be a subclass: it may have no memory of its
     own."""
-    return values.is_cuda and type(values) is Tensor and values.dtype in _TRITON_DTYPES and _has_triton(values.device)
+    if not (values.is_cuda and type(values) is Tensor and values.dtype in _TRITON_DTYPES):
+        return False
+    return has_triton(values.device) and first_contact.may_run(values.device, values.dtype)
 
 
 def numba_supports(values: Tensor) -> bool:
@@ -84,7 +86,7 @@ def _has_numba() -> bool:
 
 
 @functools.cache
-def _has_triton(device: torch.device) -> bool:
+def has_triton(device: torch.device) -> bool:
     """Whether Triton is installed and supports the device, which is NVIDIA's with compute capability 8.0 or higher."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False

@@ -1,4 +1,5 @@
-"""3×3 convolutions (3 or 3×3×3 in other dimensions) by PyTorch's operations, with padding = dilation.
+"""3×3 convolutions (3 or 3×3×3 in other dimensions) by PyTorch's operations, with padding = dilation; and PyTorch's
+setting for the precision of convolutions.
 
 oneDNN is the fastest on a CPU for most sizes, but its calls take longer than the arithmetic on images of few pixels.
 PyTorch's own im2col convolution is faster there: PyTorch chooses it for one small image, and this file for several
@@ -46,3 +47,10 @@ def _by_im2col(images: Tensor, dilation: int) -> bool:
         and (dilation, images.dim(), images.dtype) == (1, 4, torch.float32)  # others lack oneDNN or im2col
         and images.is_cpu
     )
+
+
+def precision() -> str:
+    """The precision of float32 products, by PyTorch's setting for convolutions: "tf32" or "ieee"."""
+    convolutions = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9, which refuses mixed settings
+    tf32 = torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"
+    return "tf32" if tf32 else "ieee"

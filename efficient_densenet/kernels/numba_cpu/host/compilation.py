@@ -26,8 +26,8 @@ from numba.core.registry import cpu_target
 from numba.core.typing.ctypes_utils import to_ctypes
 from numba.core.typing.templates import Signature
 
+from ... import disk_cache
 from ..compiled.intrinsics import COMPILE_OPTIONS
-from . import disk_cache
 from .processor import features
 from .records import packer, record_dtype
 

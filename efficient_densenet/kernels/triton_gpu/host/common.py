@@ -80,10 +80,3 @@ def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
     grid, sizes = (cdiv(channels, 16),), (num_rows, channels, matrix.stride(0))
     launch.launch(statistics_kernels.combine_statistics, grid, matrix, stats, eps, *sizes, **blocks)
-
-
-def precision() -> str:
-    """The precision of float32 products, by PyTorch's setting for convolutions: "tf32" or "ieee"."""
-    convolutions = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9, which refuses mixed settings
-    tf32 = torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"
-    return "tf32" if tf32 else "ieee"

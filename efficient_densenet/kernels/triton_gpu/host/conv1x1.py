@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...convolution import precision
 from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ..device import conv1x1_kernels
 from . import launch, tiles
-from .common import cdiv, divisibility, finish_backward, norm_vectors, precision, with_contiguous_rows
+from .common import cdiv, divisibility, finish_backward, norm_vectors, with_contiguous_rows
 
 
 def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...convolution import precision
 from ...interface import AffineInput, GradAccumulator, Gradients, StatisticsOutput
 from ..device import conv3x3_kernels
 from ..device.conv3x3_kernels import HAS_GATHER
@@ -21,7 +22,6 @@ from .common import (
     finish_backward,
     norm_vectors,
     num_splits,
-    precision,
     with_contiguous_rows,
 )
 from .tiles import KIB, device_limits

@@ -1,4 +1,4 @@
-"""Files of compiled kernels, each of which is used only if it is whole and no other user may write it.
+"""Files of compiled kernels and of verdicts on kernels, each used only if it is whole and no other user may write it.
 
 The files are in a directory of the user's own: inside `NUMBA_CACHE_DIR` where that is set, otherwise in the user's
 cache directory. A file is a checksum of the key and the content, then the content. The key contains everything on which
@@ -13,7 +13,13 @@ import stat
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
 
 FILES_PER_KERNEL = 16
 """The number of files kept for a kernel, the most recently used: for several dtypes, processors and versions."""
@@ -24,10 +30,10 @@ _ABANDONED_AFTER = 3600  # seconds: longer than any process writes a temporary f
 
 def load(name: str, key: bytes) -> bytes | None:
     """The content stored for this key of the kernel `name`; None if there is no usable file."""
-    directory = _private_directory(_directory())
-    if directory is None:
+    private = directory()
+    if private is None:
         return None
-    file = _file(directory, name, key)
+    file = _file(private, name, key)
     stored = _read(file)
     checksum, content = stored[:_CHECKSUM_BYTES], stored[_CHECKSUM_BYTES:]
     if checksum != _checksum(key, content):
@@ -39,11 +45,28 @@ def load(name: str, key: bytes) -> bytes | None:
 
 def store(name: str, key: bytes, content: bytes) -> None:
     """Write the file atomically. If it cannot be written, the next process compiles the kernel again."""
-    directory = _private_directory(_directory())
-    if directory is not None:
+    private = directory()
+    if private is not None:
         with contextlib.suppress(OSError):
-            _replace(_file(directory, name, key), _checksum(key, content) + content)
-            _remove_old_files(directory, name)
+            _replace(_file(private, name, key), _checksum(key, content) + content)
+            _remove_old_files(private, name)
+
+
+@contextlib.contextmanager
+def lock(name: str) -> Iterator[None]:
+    """Keep other processes and threads out, as far as this machine and the directory allow."""
+    private = directory()
+    with contextlib.ExitStack() as stack:
+        if private is not None and fcntl is not None:
+            with contextlib.suppress(OSError):
+                file = stack.enter_context(open(private / f"{name}.lock", "w"))
+                fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a process that dies
+        yield
+
+
+def directory() -> Path | None:
+    """The directory of the files; None if there is none that this user alone may write."""
+    return _private_directory(_directory())
 
 
 def _directory() -> Path | None:

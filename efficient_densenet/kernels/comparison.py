@@ -1,0 +1,261 @@
+"""Every kernel as a function of (kernels, case), where a case holds random arguments: to compare sets of kernels."""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import portable
+from .interface import (
+    AffineInput,
+    BatchNormAffine,
+    BatchNormBackward,
+    Conv1x1,
+    GradAccumulator,
+    Gradients,
+    StatisticsOutput,
+)
+from .max_pooling import MaxPool
+
+Results = Sequence[Tensor]
+AnyCase = TypeVar("AnyCase", bound="_Arguments")
+
+EPS = 1e-3
+
+
+class _Arguments:
+    device: torch.device | str
+
+    def in_float64(self: AnyCase) -> AnyCase:
+        """The same arguments in float64."""
+        return self._mapped(Tensor.double)
+
+    def on(self: AnyCase, device: torch.device | str) -> AnyCase:
+        """The same arguments on another device."""
+        case = self._mapped(lambda tensor: tensor.to(device))
+        case.device = device
+        return case
+
+    def _mapped(self: AnyCase, function: Callable[[Tensor], Tensor]) -> AnyCase:
+        case = copy.copy(self)
+        vars(case).update({name: function(each) for name, each in vars(self).items() if isinstance(each, Tensor)})
+        return case
+
+
+class Case(_Arguments):
+    """Random arguments for every operation. Each matrix is a slice of the channels of a wider one.
+
+    `centered` values have no mean to subtract.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        channels: int,
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        overwrite: bool = False,
+        device: torch.device | str = "cpu",
+        centered: bool = False,
+        frozen: bool = False,
+        needs_grad_weight: bool = True,
+        dilation: int = 1,
+    ) -> None:
+        self.device, self.frozen = device, frozen
+        self.overwrite, self.dilation, self.needs_grad_weight = overwrite, dilation, needs_grad_weight
+        self.shape, self.dtype, num_rows = torch.Size(shape), dtype, math.prod(shape)
+        self.values, self.grad_accum = self._matrix(num_rows, channels), self._matrix(num_rows, channels)
+        self.norm_weight, self.norm_bias, mean = (torch.randn(channels, device=self.device) for _ in range(3))
+        self.inv_std, self.mean = torch.rand(channels, device=self.device) + 0.5, None if centered else mean
+        self.sums = torch.randn(2, channels + 4, device=self.device)[:, 3 : channels + 3]
+        self.weight1x1, self.pooled_weight = self._matrix(width, channels), self._matrix(channels // 2 + 1, channels)
+        self.weight3x3 = torch.randn(width, channels, *[3] * (len(shape) - 1), device=self.device).to(dtype)
+        self.grad_output, self.grad_affine = self._matrix(num_rows, width), self._matrix(num_rows, channels)
+        self.grad_pooled = self._matrix(portable.halved(self.shape).numel(), len(self.pooled_weight))
+
+    def _matrix(self, num_rows: int, channels: int) -> Tensor:
+        return torch.randn(num_rows, channels + 3, device=self.device).to(self.dtype)[:, :channels]
+
+    def norm(self, channels: int | None = None) -> BatchNormAffine:
+        """The norm of the values, or of the first channels."""
+        mean = None if self.mean is None else self.mean[:channels]
+        weight, bias, inv_std = (vector[:channels] for vector in (self.norm_weight, self.norm_bias, self.inv_std))
+        return BatchNormAffine(weight, bias, inv_std, mean, self.frozen)
+
+    @property
+    def input(self) -> AffineInput:
+        return AffineInput(self.values, self.norm())
+
+    def accumulator(self, grad_accum: Tensor, overwrite: bool = False) -> GradAccumulator:
+        """Under a frozen norm there are no sums."""
+        sums = None if self.frozen else self.sums.clone()
+        return GradAccumulator(grad_accum, overwrite, self.needs_grad_weight, sums)
+
+    def results(self, grads: Gradients, accumulator: GradAccumulator) -> Results:
+        """What a backward kernel has returned and written."""
+        conv_weight = [] if grads.conv_weight is None else [grads.conv_weight]
+        sums = [] if accumulator.sums is None else [accumulator.sums]
+        return *conv_weight, grads.norm_bias, grads.norm_weight, *sums, accumulator.grad_accum
+
+    def batch_norm_backward(self, values: Tensor, grad_accum: Tensor, channels: int) -> BatchNormBackward:
+        """A batch norm's backward, with vectors of its own."""
+        if self.frozen:
+            return BatchNormBackward(values, grad_accum)
+        generator = torch.Generator(self.device).manual_seed(channels)
+        vectors = torch.randn(4, channels + 1, device=self.device, generator=generator).to(self.inv_std.dtype)
+        mean, inv_std = vectors[0, 1:], vectors[1, 1:].abs() + 0.5
+        count = len(values)
+        return BatchNormBackward(
+            values, grad_accum, inv_std, None if self.mean is None else mean, vectors[2:, 1:] * count**0.5, count
+        )
+
+    def with_statistics(self, function: Callable[[StatisticsOutput], Any], channels: int) -> Results:
+        """The tensor that `function` returns, if any, and the statistics that it writes into columns of a wider
+        matrix."""
+        matrix = torch.zeros(3, channels + 5, device=self.device, dtype=self.inv_std.dtype)
+        result = function(StatisticsOutput(matrix[:, 2 : channels + 2], EPS))
+        assert not matrix[:, :2].any()
+        assert not matrix[:, channels + 2 :].any()
+        return *([] if result is None else [result]), *matrix[:, 2 : channels + 2]
+
+    def conv1x1(self, function: Callable[[Conv1x1], object]) -> Tensor:
+        """The output of a 1×1 convolution that `function` computes."""
+        output = self.weight1x1.new_empty(len(self.values), len(self.weight1x1))
+        function(Conv1x1(self.input, self.weight1x1, output))
+        return output
+
+    def conv1x1_with_statistics(self, kernels: Any) -> Results:
+        def function(statistics: StatisticsOutput) -> Tensor:
+            mean, _, inv_std = statistics.rows
+            norm = BatchNormAffine(torch.ones_like(mean), torch.zeros_like(mean), inv_std, mean)
+            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics, norm))
+
+        return self.with_statistics(function, len(self.weight1x1))
+
+    def conv3x3_with_statistics(self, kernels: Any) -> Results:
+        arguments = self.input, self.weight3x3, self.shape, self.dilation
+        function = functools.partial(kernels.conv3x3_forward_with_statistics, *arguments)
+        return self.with_statistics(function, len(self.weight3x3))
+
+    def grad_bottleneck(self, values: Tensor) -> BatchNormBackward:
+        return self.batch_norm_backward(values, self.grad_output, values.shape[1])
+
+    def next_bottleneck(self, kernels: Any, conv: Conv1x1) -> None:
+        grad_output, accumulator = self.grad_bottleneck(self.grad_output), self.accumulator(self.grad_accum.clone())
+        kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
+
+    def next_bottleneck_in_place(self, kernels: Any) -> Results:
+        """As the engine calls it: with fewer channels, and in place of the values behind grad_output."""
+        fewer, output = max(1, self.values.shape[1] - 2), self.grad_output.clone(memory_format=torch.contiguous_format)
+        input = AffineInput(self.values[:, :fewer], self.norm(fewer))
+        grad_output, accumulator = self.grad_bottleneck(output), self.accumulator(self.grad_accum.clone())
+        conv = Conv1x1(input, self.weight1x1[:, :fewer], output)
+        grads = kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
+        return *self.results(grads, accumulator), output
+
+    def backward(self, function: Callable[..., Gradients], grad_output: Any, *rest: Any) -> Results:
+        """What a backward kernel returns and writes; grad_accum is a slice of the channels of a wider buffer."""
+        channels = self.grad_accum.shape[1]
+        buffer = torch.zeros(len(self.grad_accum), channels + 5, device=self.device, dtype=self.grad_accum.dtype)
+        accumulator = self.accumulator(buffer[:, :channels].copy_(self.grad_accum), self.overwrite)
+        grads = function(grad_output, self.input, *rest[:1], accumulator, *rest[1:])
+        assert not buffer[:, channels:].any()
+        assert (grads.conv_weight is not None) == (bool(rest) and self.needs_grad_weight)
+        return self.results(grads, accumulator)
+
+
+OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
+    "batch_statistics": lambda k, c: c.with_statistics(
+        lambda statistics: k.batch_statistics(c.values, statistics), c.values.shape[1]
+    ),
+    "affine_forward": lambda k, c: [k.affine_forward(c.input)],
+    "affine_backward": lambda k, c: c.backward(k.affine_backward, c.grad_affine),
+    "conv1x1_forward": lambda k, c: [c.conv1x1(k.conv1x1_forward)],
+    "conv1x1_forward_with_statistics": lambda k, c: c.conv1x1_with_statistics(k),
+    "conv1x1_backward": lambda k, c: c.backward(k.conv1x1_backward, c.grad_bottleneck(c.grad_output), c.weight1x1),
+    "conv1x1_next_bottleneck": lambda k, c: [c.conv1x1(lambda conv: c.next_bottleneck(k, conv))],
+    "conv1x1_next_bottleneck_in_place": lambda k, c: c.next_bottleneck_in_place(k),
+    "conv3x3_forward": lambda k, c: [k.conv3x3_forward(c.input, c.weight3x3, c.shape, c.dilation)],
+    "conv3x3_forward_with_statistics": lambda k, c: c.conv3x3_with_statistics(k),
+    "conv3x3_backward": lambda k, c: c.backward(k.conv3x3_backward, c.grad_output, c.weight3x3, c.shape, c.dilation),
+    "pooled_conv1x1_forward": lambda k, c: [k.pooled_conv1x1_forward(c.input, c.pooled_weight, c.shape)],
+    "pooled_conv1x1_backward": lambda k, c: c.backward(
+        k.pooled_conv1x1_backward, c.grad_pooled, c.pooled_weight, c.shape
+    ),
+    "batch_norm_grad_input": lambda k, c: [
+        k.batch_norm_grad_input(c.batch_norm_backward(c.values, c.grad_accum, c.values.shape[1]))
+    ],
+}
+
+
+class StemCase(_Arguments):
+    """Small integers as a stem's images and norm, so that sets of kernels round alike and find the same maxima."""
+
+    POOL = MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)
+
+    def __init__(
+        self,
+        channels: int,
+        dtype: torch.dtype,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        values, grad = torch.randint(-3, 4, (2, channels, 9, 14)), torch.randint(-4, 5, (2, channels, 5, 7))
+        self.values, self.grad_output = (
+            images.to(dtype).contiguous(memory_format=memory_format) for images in (values, grad)
+        )
+        vectors = torch.tensor([[1.0, -1, 2], [1, 2, -1], [0.5, 1, 2], [0, 1, -2]])
+        self.vectors = vectors.repeat(1, channels)[:, :channels].contiguous()
+
+    @property
+    def norm(self) -> BatchNormAffine:
+        weight, bias, inv_std, mean = self.vectors
+        return BatchNormAffine(weight, bias, inv_std, mean)
+
+    def statistics(self, kernels: Any) -> Results:
+        matrix = torch.zeros(3, self.values.shape[1], device=self.values.device, dtype=self.vectors.dtype)
+        kernels.image_statistics(self.values, StatisticsOutput(matrix, EPS))
+        return matrix.unbind()
+
+    def backward(self, kernels: Any) -> Results:
+        """The gradients of the norm and of the images."""
+        grad_images, count = self.values.clone(memory_format=torch.preserve_format), self.values[:, 0].numel()
+        places, sums = kernels.norm_relu_max_pool_reduce(self.grad_output, self.values, self.norm, self.POOL)
+        kernels.norm_relu_max_pool_backward(self.grad_output, places, grad_images, self.norm, self.POOL, sums, count)
+        return sums.norm_bias, sums.norm_weight, grad_images
+
+
+STEM_OPERATIONS: dict[str, Callable[[Any, StemCase], Results]] = {
+    "image_statistics": lambda k, c: c.statistics(k),
+    "norm_relu_max_pool": lambda k, c: [k.norm_relu_max_pool(c.values, c.norm, c.POOL, c.values.dtype)],
+    "norm_relu_max_pool_backward": lambda k, c: c.backward(k),
+}
+
+
+SETTINGS: dict[str, dict[str, bool]] = {
+    "usual": {},
+    "overwrite": {"overwrite": True},
+    "centered": {"centered": True},
+    "frozen": {"frozen": True},
+    "no_grad_weight": {"needs_grad_weight": False},
+}
+"""Arguments of a case, for what a kernel does in another way."""
+
+
+def is_valid(operation: str, shape: Sequence[int] = (), channels: int = 2, setting: str = "usual", **_: object) -> bool:
+    """Whether a setting changes what an operation does; it is tried on several rows and channels. A pooled operation
+    needs a pooling window."""
+    if "pooled" in operation and min(shape[1:], default=2) < 2:
+        return False
+    if setting == "usual":
+        return True
+    applies = {
+        "overwrite": "backward" in operation,
+        "centered": operation != "batch_statistics",
+        "frozen": operation != "batch_statistics",
+        "no_grad_weight": operation.startswith(("conv", "pooled")) and operation.endswith("backward"),
+    }
+    return channels > 1 and math.prod(shape) > 7 and applies[setting]
