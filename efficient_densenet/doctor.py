@@ -13,6 +13,7 @@ import torch
 
 from . import DenseNet, __version__, create_model, kernels
 from .kernels import disk_cache, first_contact
+from .models.zoo import VARIANTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,9 +68,10 @@ def _verdict(index: int, dtype: torch.dtype, compare: bool) -> str:
     return f"PyTorch's operations, since of the Triton kernels {verdict}" if verdict else "Triton, compared"
 
 
-def prepare(name: str, batch_size: int, image_size: int, device: str) -> None:
+def prepare(name: str, batch_size: int, image_size: int | None, device: str) -> None:
     """Compile the kernels of a model by a training step."""
     model: DenseNet = create_model(name).to(device)
+    image_size = image_size or (32 if VARIANTS[name].get("small_inputs") else 224)
     model(torch.zeros(batch_size, 3, image_size, image_size, device=device)).sum().backward()
 
 
@@ -79,7 +81,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compare", action="store_true", help="compare the Triton kernels now")
     parser.add_argument("--model", help="compile the kernels of this model of the zoo, by a training step")
     parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--image_size", type=int, default=224)
+    parser.add_argument("--image_size", type=int, help="default: 32 for models for CIFAR, 224 for others")
     return parser.parse_args(words)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -387,9 +388,27 @@ def _run_on_gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedP
 def test_a_dry_run_of_the_gpu_script(tmp_path):
     done = _run_on_gpu_sh("--dry-run", OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    path = tmp_path / f"cpu_torch{torch.__version__.split('+')[0]}_{TINY.model}_2.csv"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["on_gpu.tar.gz", "summary.txt"]
+    parts = (tmp_path / "summary.txt").read_text().splitlines()
+    assert len(parts) == 7
+    assert all(": done in " in part or " passed, 0 lines of failures; " in part for part in parts), parts
+    unpacked = tmp_path / "unpacked"
+    shutil.unpack_archive(tmp_path / "on_gpu.tar.gz", unpacked, filter="data")
+    path = unpacked / f"cpu_torch{torch.__version__.split('+')[0]}_{TINY.model}_2.csv"
     assert [row["layout"] for row in results.read(path)] == ["contiguous", "contiguous", "channels_last"]
-    assert len(list(tmp_path.glob("profile_cpu_*.txt"))) == 2
+    assert len(list(unpacked.glob("profile_cpu_*.txt"))) == 2
+    assert len(list((unpacked / "on_gpu").iterdir())) == 8  # what each part has printed, and the summary
+
+
+def test_the_gpu_script_says_what_a_killed_part_had_finished(tmp_path):
+    script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
+    functions = script[: script.index("measure() {")].replace('cd "$(dirname "$0")/.."', f"cd {tmp_path}")
+    part = 'part "a part" 1 bash -c "echo first; sleep 60"\npart another 5 bash -c "exit 4"\nmv "$logs" out'
+    (tmp_path / "script").write_text(f"{functions}\n{part}")
+    done = subprocess.run(["bash", "script"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "a part: killed after 1 s; its last line: first\n" in done.stdout
+    assert "another: failed with status 4" in done.stdout
+    assert (tmp_path / "out" / "1_a_part.txt").read_text() == "first\n"
 
 
 def test_the_gpu_script_needs_a_gpu(tmp_path):
