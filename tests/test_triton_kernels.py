@@ -121,6 +121,11 @@ def test_variance_of_values_far_from_zero(operation):
     check_variance_far_from_zero(triton_kernels, operation, (5, 9, 7), DEVICE)
 
 
+def test_statistics_of_many_tiles_of_rows():
+    check("batch_statistics", Case((3, 80, 80), 5, 4))
+    check_variance_far_from_zero(triton_kernels, "batch_statistics", (3, 80, 80), DEVICE)
+
+
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_non_finite_values_propagate_as_in_portable(operation):

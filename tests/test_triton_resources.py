@@ -4,6 +4,7 @@ The launches are those of the host code, with the tiles that it chooses for each
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -23,8 +24,8 @@ from efficient_densenet.kernels.interface import (
 from efficient_densenet.kernels.max_pooling import MaxPool
 
 pytest.importorskip("triton", reason="needs Triton")
-conv1x1, conv3x3, stem, launch, tiles, device_functions = kernel_modules(
-    "triton_gpu", "conv1x1", "conv3x3", "stem", "launch", "tiles", "device_functions"
+common, conv1x1, conv3x3, stem, launch, tiles, device_functions = kernel_modules(
+    "triton_gpu", "common", "conv1x1", "conv3x3", "stem", "launch", "tiles", "device_functions"
 )
 
 MODELS = {"BC-100-12": (12, 48, 216), "densenet121": (32, 128, 512), "densenet161": (48, 192, 768)}
@@ -204,6 +205,16 @@ def test_every_conv3x3_kernel(precision, models, arch, conv3x3_jobs):
         for job in conv3x3_jobs(model, precision, arch, overwrite)
     ]
     check_all(jobs, 6 * len(models))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_statistics_of_few_and_many_tiles(arch, launched):
+    """Of BC-100-12's growth rate and bottleneck, and of 256 images of 32×32 in tiles of 62 rows."""
+    for channels, num_tiles in itertools.product((12, 48), (100, 4229)):
+        statistics = StatisticsOutput(empty(3, channels), 1e-5)
+        common.combine_statistics(empty(num_tiles, 2, channels), 62, 62 * num_tiles, statistics)
+    check_all([Job(Compilation.of(*launch, arch)) for launch in launched], 4)
 
 
 @pytest.mark.exhaustive

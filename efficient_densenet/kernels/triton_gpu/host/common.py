@@ -12,6 +12,10 @@ from . import launch
 MAX_PROGRAM_INSTANCES = 2048
 """The most program instances of a launch: several for each multiprocessor of a large GPU, but few partial sums."""
 
+_COMBINING_TILE = {"BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
+_TALL_COMBINING_TILE = {"BLOCK_TILES": 1024, "BLOCK_CHANNELS": 4, "num_warps": 8}
+"""For many tiles: a growth rate of 12 in three program instances instead of one, each with an eighth of the loop."""
+
 _FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
 
 
@@ -77,6 +81,7 @@ def finish_backward(
 def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:
     """The statistics of all rows, from `stats` (tiles, 2, channels) of tiles of `block_rows` rows."""
     channels, matrix, eps = stats.shape[-1], statistics.matrix, statistics.eps
-    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
-    grid, sizes = (cdiv(channels, 16),), (num_rows, channels, matrix.stride(0))
-    launch.launch(statistics_kernels.combine_statistics, grid, matrix, stats, eps, *sizes, **blocks)
+    blocks = _TALL_COMBINING_TILE if len(stats) > _COMBINING_TILE["BLOCK_TILES"] else _COMBINING_TILE
+    grid, sizes = (cdiv(channels, blocks["BLOCK_CHANNELS"]),), (num_rows, channels, matrix.stride(0))
+    kernel = statistics_kernels.combine_statistics
+    launch.launch(kernel, grid, matrix, stats, eps, *sizes, BLOCK_ROWS=block_rows, **blocks)
