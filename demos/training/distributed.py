@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
+
+from .options import RunOptions
+from .sharding import shard_parameters
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,14 @@ class DistributedContext:
         if self.world_size > 1:
             dist.barrier()
 
-    def wrap_model(self, model: nn.Module, sync_bn: bool) -> nn.Module:
+    def wrap_model(self, model: DenseNet, sync_bn: bool, parallel: str | None = None) -> nn.Module:
         """The module to call in training, which reduces gradients over all processes or GPUs."""
         if self.world_size > 1:
             if sync_bn:
                 synchronize_norms(model, self.norm_group)
+            if parallel == "fsdp":
+                shard_parameters(model, self.device)
+                return model
             return nn.parallel.DistributedDataParallel(model)
         return nn.DataParallel(model) if self.num_gpus > 1 else model
 
@@ -79,8 +86,31 @@ class DistributedContext:
         return f"{self.num_gpus} GPUs" if self.num_gpus > 1 else str(self.device)
 
 
+def check_parallel(options: RunOptions, context: DistributedContext) -> None:
+    """Raise unless the processes and devices are there that --parallel needs."""
+    parallel, launched = options.parallel, dist.is_torchelastic_launched()
+    if parallel in ("ddp", "fsdp") and not launched:
+        raise ValueError(
+            f"found --parallel {parallel}, but this is the only process: start several with torchrun "
+            "(torchrun --nproc_per_node 2 …), or leave it out"
+        )
+    if parallel == "dp" and launched:
+        raise ValueError(
+            "found --parallel dp under torchrun, but DataParallel is one process with several GPUs: give ddp or fsdp, "
+            "or start without torchrun"
+        )
+    if parallel == "dp" and context.num_gpus < 2:
+        raise ValueError(
+            f"found --parallel dp, but the device is {context.device} alone, while DataParallel needs several visible "
+            "GPUs: leave it out, or start several processes with torchrun and --parallel ddp"
+        )
+
+
 def gradient_sync(model: Callable, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """All-reduce gradients in the backward of the last micro-batch of an update, and only accumulate them before."""
+    """Reduce gradients in the backward of the last micro-batch of an update, and only accumulate them before."""
+    set_requires_gradient_sync = getattr(model, "set_requires_gradient_sync", None)  # of fully_shard
+    if set_requires_gradient_sync is not None:
+        set_requires_gradient_sync(last)
     no_sync = getattr(model, "no_sync", None)  # of DistributedDataParallel, compiled or not
     return contextlib.nullcontext() if last or no_sync is None else no_sync()
 

@@ -28,7 +28,7 @@ RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
 WRITTEN = (*RUN_FILES, "curves.png", LOG)
 
 PER_CALL = {
-    *("efficient", "engine", "device", "cuda_graph"),
+    *("efficient", "engine", "device", "parallel", "cuda_graph"),
     *("resume", "accept_changed_data", "overwrite", "evaluate"),
 }
 """Options that a resumed run takes from the present call; the engine only if it is given."""
@@ -162,14 +162,19 @@ def run_record(options: RunOptions, config: ModelConfig, dataset: SplitDataset) 
     }
 
 
-def write(folder: Path, trainer: Trainer, position: TrainingPosition, rows: list[Row], record: dict[str, Any]) -> None:
-    """Save all that resuming needs. Learning rates and random numbers follow from the seed and the position."""
+def write(
+    folder: Path, state: dict[str, Any], position: TrainingPosition, rows: list[Row], record: dict[str, Any]
+) -> None:
+    """Save all that resuming needs: the `state` of the trainer, and what follows here.
+
+    Learning rates and random numbers follow from the seed and the position.
+    """
     content = {
         "format": run_format.FORMAT,
         **record,
         "position": asdict(position),
         "rows": rows,
-        "state": trainer.state(),
+        "state": state,
     }
     files.write_atomic(folder / LAST, to_archive(content))
 
