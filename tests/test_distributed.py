@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from forks import await_file, fork_processes
+from forks import await_file, fork_processes, torchrun
 from helpers import assert_close
 from samples import DEMOS, TINY, demo, global_batch, tiny_trainer
 from torch import nn
@@ -23,17 +22,7 @@ SINGLE = DistributedContext(0, 1, torch.device("cpu"))
 
 
 def _torchrun(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.Popen:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    return subprocess.Popen(
-        [*launcher, str(script), *words],
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return torchrun("--standalone", "--nproc_per_node", str(processes), str(script), *words, cwd=cwd)
 
 
 def _run(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess:

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -13,8 +14,12 @@ from torch import nn
 from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
+from .heartbeat import Heartbeat, lost_process
 from .options import RunOptions
 from .sharding import shard_parameters
+
+_LONGEST_WAIT = timedelta(days=1)
+"""At a barrier; `Heartbeat` ends the wait for a process that has died."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class DistributedContext:
     device: torch.device
     norm_group: dist.ProcessGroup | None = None
     """A process group of its own for batch norms, so that their collectives never interleave with the gradients'."""
+    waiting_group: dist.ProcessGroup | None = None
+    """One for barriers, at which processes wait for one that downloads, decodes or writes."""
 
     @property
     def is_main_process(self) -> bool:
@@ -61,7 +68,7 @@ class DistributedContext:
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(self.waiting_group)
 
     def wrap_model(self, model: DenseNet, sync_bn: bool, parallel: str | None = None) -> nn.Module:
         """The module to call in training, which reduces gradients over all processes or GPUs."""
@@ -124,20 +131,33 @@ def init_distributed(device: str | None) -> Iterator[DistributedContext]:
         return
     if chosen.type == "cuda":
         chosen = _local_gpu()
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=_of_this_start(store), rank=rank, world_size=world_size)
+    heartbeat, failed = Heartbeat(), True
     try:
-        yield DistributedContext(
-            dist.get_rank(), dist.get_world_size(), chosen, cast(dist.ProcessGroup, dist.new_group())
-        )
+        groups = dist.new_group(), dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        norm_group, waiting_group = (cast(dist.ProcessGroup, group) for group in groups)
+        yield DistributedContext(dist.get_rank(), dist.get_world_size(), chosen, norm_group, waiting_group)
+        failed = False
     except RuntimeError as exc:
         if not isinstance(exc, dist.DistError) and "gloo" not in str(exc) and "closed by peer" not in str(exc):
             raise
-        raise ConnectionError(
-            f"lost another process ({str(exc).splitlines()[0]}): its own error, above or below, is the cause; "
-            "fix that, then continue with --resume"
-        ) from exc
+        raise ConnectionError(lost_process(exc)) from exc
     finally:
+        heartbeat.close(failed)
         dist.destroy_process_group()
+
+
+def _of_this_start(store: dist.Store) -> dist.Store:
+    """The part of torchrun's store that belongs to this start of the processes.
+
+    torchrun keeps the store when it restarts them, and with it the addresses of those that have ended; with the
+    environment variable it makes another one. It counts restarts on each node, and those that another node causes not.
+    """
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return store
+    return dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _local_gpu() -> torch.device:

@@ -41,6 +41,8 @@ from .sharding import is_sharded
 from .signals import StopRequest, TrainingInterrupted
 
 SECONDS_BETWEEN_PLOTS = 20
+SECONDS_OF_CACHES = 60
+"""How long a network file system may show a directory as it was."""
 
 
 def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
@@ -61,6 +63,9 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         versions = run_state.file_versions(folder)
         run_state.check_save_directory(folder, options)
         state = run_state.read_to_resume(folder, options.resume)
+        position = run_state.position_number(state)
+        if context.from_main_process(position) != position:
+            raise _not_shared(folder)
         if state:
             options = parse(run_state.merge_options(state, given), efficient_engine)
             check_options(options.workers, options.lr)
@@ -75,6 +80,12 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         if context.is_main_process:
             check_dependencies(options.tensorboard)
         Run(options, context, folder, state, versions, pretrained).train()
+
+
+def _not_shared(folder: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{folder} is another directory here than for the main process: give a --save that all nodes share"
+    )
 
 
 class Run:
@@ -136,6 +147,7 @@ class Run:
         self.context.barrier()  # no process writes before all have read
         with self.stop_request, contextlib.closing(self.lock):
             self._prepare_directory()
+            self._check_directory_is_shared()
             try:
                 while self.position.epoch <= self.options.n_epochs:
                     self._train_epoch()
@@ -166,6 +178,7 @@ class Run:
         dataset = load(options.data, options.dataset, size, options.workers, options.stream, may_download)
         if context.is_main_process:
             context.barrier()
+        context.barrier()  # waits for the others, which decode after the main process
         check_options_of_folders(dataset, None if options.weights else options.image_size, options.stream)
         dataset = dataset.with_validation(options.valid_size).to(context.device)
         if channels is not None:
@@ -232,6 +245,15 @@ class Run:
             say(f"nothing to resume in {self.folder}: starting")
         elif self.resumed:
             say(f"resuming {self.folder} {where}")
+
+    def _check_directory_is_shared(self) -> None:
+        """Raise where this process is on a node that does not see what the main one writes, and all read."""
+        needed = self.context.from_main_process(run_state.version_number(self.folder))
+        deadline = time.monotonic() + SECONDS_OF_CACHES
+        while run_state.version_number(self.folder) != needed:
+            if time.monotonic() > deadline:
+                raise _not_shared(self.folder)
+            time.sleep(0.1)
 
     def _describe_position(self) -> str:
         """Where training goes on."""
@@ -344,6 +366,7 @@ class Run:
             stopped = f"stopped by {interrupted.name} in epoch {self.position.epoch} after step {self.position.step}"
             run_log.append(self.folder, stopped)
             say(f"{stopped}: continue with --resume and --save {self.folder}")
+        self.context.barrier()  # a process that leaves while another one writes looks dead to it
         sys.exit(128 + interrupted.number)
 
     def _finish(self) -> None:

@@ -59,6 +59,18 @@ def file_versions(folder: Path) -> FileVersions:
     return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
 
 
+def version_number(folder: Path) -> int:
+    """What tells last.pt in `folder` from that of another run or time, on every node; 0 if there is none."""
+    stat = (folder / LAST).stat() if (folder / LAST).exists() else None
+    return stat.st_mtime_ns + stat.st_size if stat else 0
+
+
+def position_number(state: dict[str, Any] | None) -> int:
+    """Another one for each place where a run may begin or go on."""
+    position = TrainingPosition(**state.get("position", {"epoch": 0})) if state else TrainingPosition(-1)
+    return (position.epoch << 32) + position.step
+
+
 def check_unchanged(folder: Path, versions: FileVersions) -> None:
     """Raise unless the files are those of before: what was read of them then decides how the run goes on."""
     if file_versions(folder) != versions:

@@ -1,0 +1,60 @@
+"""Notices that another process has died, stopped or lost its machine, within a minute.
+
+Timeouts of the collectives of training do not tell: one process may work alone for long, such as on a download, while
+the others wait for it. So a thread of each process meets those of the others every second, in a process group of its
+own. It meets them whatever the process is at, but not where that has been stopped.
+"""
+
+import os
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+INTERVAL = 1.0
+SILENCE = timedelta(seconds=40)
+"""How long a process may not answer: libraries that compile hold Python's lock for seconds."""
+GRACE = 10.0
+"""Seconds in which the main thread may end by an error of its own, which says more."""
+
+
+def lost_process(reason: object) -> str:
+    return (
+        f"lost another process ({str(reason).splitlines()[0]}): its own error, above or below, is the cause; "
+        "fix that, then continue with --resume"
+    )
+
+
+class Heartbeat:
+    """The thread of this process, from now until `close`. All processes must begin together."""
+
+    def __init__(self) -> None:
+        self._group: Any = dist.new_group(backend="gloo", timeout=SILENCE)
+        self._who = f"process {dist.get_rank()} of {dist.get_world_size()}"
+        self._closing, self._failed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self, failed: bool) -> None:
+        """Wait until all processes close, since who leaves looks dead to the others; not if this one has failed."""
+        self._failed = failed
+        self._closing.set()
+        self._thread.join(GRACE if failed else None)
+
+    def _run(self) -> None:
+        try:
+            while not self._failed and not self._all_are_closing():
+                self._closing.wait(INTERVAL)
+        except RuntimeError as exc:
+            if not self._closing.wait(GRACE):
+                reason = "Timed out" in str(exc) and f"stopped, or without a network for {SILENCE.seconds} seconds"
+                print(f"error: {self._who}: {lost_process(reason or exc)}", file=sys.stderr, flush=True)
+                os._exit(1)  # the main thread waits in a collective, which nothing interrupts
+
+    def _all_are_closing(self) -> bool:
+        closing = torch.tensor(int(self._closing.is_set()))
+        dist.all_reduce(closing, group=self._group)
+        return int(closing) == dist.get_world_size()
