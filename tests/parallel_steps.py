@@ -1,9 +1,11 @@
 """Run by several processes: training steps, and an evaluation, by trainers of the options that each case gives.
 
 Besides options of a run, a case may have an engine, a dtype, a first step with the path of a state to begin with, and
-the first scale of fp16. The main process writes the outcomes.
+the first scale of fp16; `record` counts how often the last step reduces sharded gradients. The main process writes the
+outcomes.
 """
 
+import contextlib
 import json
 import sys
 import warnings
@@ -15,12 +17,13 @@ from training.data.images import Images
 from training.distributed import DistributedContext, init_distributed
 
 STEPS, EVALUATED = 3, 9
+REDUCTION = "c10d::_reduce_scatter_base_"
 
 
 def outcome(case: dict[str, Any], context: DistributedContext) -> dict:
-    """The state, the sums of each step and the evaluation, and how often the last step reduced sharded gradients."""
-    special = {"engine": "shared", "dtype": "float64", "first": 0, "path": None, "scale": None}
-    engine, dtype, first, path, scale = (case.get(name, default) for name, default in special.items())
+    """The state, the sums of each step, the evaluation, and the number of reductions."""
+    special = {"engine": "shared", "dtype": "float64", "first": 0, "path": None, "scale": None, "record": False}
+    engine, dtype, first, path, scale, record = (case.get(name, default) for name, default in special.items())
     options = {name: value for name, value in case.items() if name not in special}
     trainer = tiny_trainer(engine, context, getattr(torch, dtype), **options)
     if scale is not None:
@@ -30,12 +33,13 @@ def outcome(case: dict[str, Any], context: DistributedContext) -> dict:
     images, labels = global_batch()
     local, sums = context.rank_slice(len(labels)), []
     for step in range(first, first + STEPS):
-        with torch.profiler.profile() as profiler:
+        recorded = record and step == first + STEPS - 1
+        with torch.profiler.profile() if recorded else contextlib.nullcontext() as profiler:
             step_sums = trainer.step(images[local], labels[local], len(labels), 0.1, (0, 1, step))
         sums.append(context.all_reduce_sum(step_sums))
     evaluated = trainer.evaluate(Images(images[:EVALUATED], labels[:EVALUATED]))
-    reductions = sum(event.name == "c10d::_reduce_scatter_base_" for event in profiler.events())
-    return {"state": trainer.state(), "sums": sums, "evaluated": evaluated, "reductions": reductions}
+    reductions = [event for event in profiler.events() if event.name == REDUCTION] if profiler else []
+    return {"state": trainer.state(), "sums": sums, "evaluated": evaluated, "reductions": len(reductions)}
 
 
 if __name__ == "__main__":

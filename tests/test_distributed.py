@@ -73,10 +73,14 @@ def _launched(processes: int, script: Path, *words: str, cwd: Path) -> list[subp
     return [_torchrun(processes, script, *words, cwd=cwd)]
 
 
-@pytest.mark.parametrize("launch", [fork_processes, pytest.param(_launched, marks=pytest.mark.exhaustive)])
-def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, tmp_path):
+@pytest.mark.parametrize(
+    ("launch", "parallel"),
+    [(fork_processes, "fsdp"), pytest.param(_launched, "ddp", marks=pytest.mark.exhaustive)],
+)
+def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, parallel, tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "8", "--batch_size", "45", "--device", "cpu"]
-    processes = launch(2, DEMOS / "cp_demo.py", *words, "--sync_bn", "--efficient", "False", cwd=tmp_path)
+    words += ["--parallel", parallel, "--sync_bn", "--efficient", "False"]
+    processes = launch(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
     await_file(tmp_path / "run" / "results.csv", processes[0])  # the first epoch is finished
     for process in processes:
         process.send_signal(signal.SIGTERM)

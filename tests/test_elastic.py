@@ -54,7 +54,7 @@ def _is_worker(pid: str) -> bool:
 
 @pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.exhaustive)])
 def test_a_killed_process_is_restarted_to_the_same_numbers(parallel, tmp_path):
-    words = _words(tmp_path, "--n_epochs", "8")
+    words = _words(tmp_path, "--n_epochs", "5")
     whole = _whole(words, tmp_path)
     agent = _elastic([*words, "--parallel", parallel], 0.02, tmp_path)
     await_file(tmp_path / "run" / "results.csv", agent)

@@ -17,8 +17,8 @@ from training.sharding import stages
 
 SINGLE = DistributedContext(0, 1, torch.device("cpu"))
 FIRST_TIER = [
-    {"sync_bn": True},
-    {"micro_batch_size": 3, "channels_last": True},
+    {"sync_bn": True, "record": True},
+    {"micro_batch_size": 3, "channels_last": True, "record": True},
     {"freeze": "1", "keep_bottleneck": True},
     {"dtype": "float32", "amp": "bf16", "engine": "best"},
     {"dtype": "float32", "amp": "fp16", "scale": 2.0**17},
@@ -106,6 +106,7 @@ def test_another_number_of_processes_goes_on_from_the_state_of_two(first_tier, t
         _assert_states_close(outcome["state"], expected)
 
 
+@pytest.mark.exhaustive
 def test_a_run_by_fsdp_that_was_stopped_is_resumed_by_ddp_to_the_same_files(tmp_path):
     words = f"{' '.join(TINY)} --data {write_cifar10(tmp_path / 'cifar')} --batch_size 45 --n_epochs 15".split()
     words += ["--device", "cpu", "--save"]

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
 from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
@@ -131,33 +132,33 @@ def init_distributed(device: str | None) -> Iterator[DistributedContext]:
         return
     if chosen.type == "cuda":
         chosen = _local_gpu()
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    store, rank, world_size = next(rendezvous("env://"))
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=_of_this_start(store), rank=rank, world_size=world_size)
-    heartbeat, failed = Heartbeat(), True
     try:
-        groups = dist.new_group(), dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-        norm_group, waiting_group = (cast(dist.ProcessGroup, group) for group in groups)
-        yield DistributedContext(dist.get_rank(), dist.get_world_size(), chosen, norm_group, waiting_group)
-        failed = False
+        with Heartbeat():
+            groups = dist.new_group(), dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+            norm_group, waiting_group = (cast(dist.ProcessGroup, group) for group in groups)
+            yield DistributedContext(rank, world_size, chosen, norm_group, waiting_group)
     except RuntimeError as exc:
         if not isinstance(exc, dist.DistError) and "gloo" not in str(exc) and "closed by peer" not in str(exc):
             raise
         raise ConnectionError(lost_process(exc)) from exc
     finally:
-        heartbeat.close(failed)
         dist.destroy_process_group()
 
 
-def _of_this_start(store: dist.Store) -> dist.Store:
+def _of_this_start(store: Any) -> Any:
     """The part of torchrun's store that belongs to this start of the processes.
 
-    torchrun keeps the store when it restarts them, and with it the addresses of those that have ended; with the
-    environment variable it makes another one. It counts restarts on each node, and those that another node causes not.
+    torchrun keeps the store when it restarts them, and with it the addresses of those that have ended, which the others
+    would wait for (pytorch/pytorch#135712). It counts the restarts, but on each node its own alone; so with c10d's
+    rendezvous of several nodes, the environment variable must let it make another store.
     """
     if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
         return store
-    return dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    prefix = f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _local_gpu() -> torch.device:

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,20 +30,24 @@ def lost_process(reason: object) -> str:
 
 
 class Heartbeat:
-    """The thread of this process, from now until `close`. All processes must begin together."""
+    """A context manager in which this process has the thread. All processes must enter it together.
 
-    def __init__(self) -> None:
+    It ends once all processes end it, since who leaves looks dead to the others; at once after an error.
+    """
+
+    def __enter__(self) -> None:
         self._group: Any = dist.new_group(backend="gloo", timeout=SILENCE)
         self._who = f"process {dist.get_rank()} of {dist.get_world_size()}"
         self._closing, self._failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def close(self, failed: bool) -> None:
-        """Wait until all processes close, since who leaves looks dead to the others; not if this one has failed."""
-        self._failed = failed
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._failed = exc_type is not None
         self._closing.set()
-        self._thread.join(GRACE if failed else None)
+        self._thread.join(GRACE if self._failed else None)
 
     def _run(self) -> None:
         try:
