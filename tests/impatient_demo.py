@@ -7,10 +7,10 @@ import sys
 from datetime import timedelta
 
 from samples import DEMOS
-from training import heartbeat, run
+from training import heartbeat, run_state
 
 if __name__ == "__main__":
     heartbeat.SILENCE, heartbeat.GRACE = timedelta(seconds=4), 1
-    run.SECONDS_OF_CACHES = 1
+    run_state.SECONDS_OF_CACHES = 1
     os.chdir(sys.argv.pop(1).replace("RANK", os.environ["RANK"]))
     runpy.run_path(str(DEMOS / "cp_demo.py"), run_name="__main__")

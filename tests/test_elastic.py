@@ -128,7 +128,7 @@ def _stop_one(script: str, words: tuple[str, ...], folder: Path) -> tuple[float,
     return seconds, errors
 
 
-STOPPED = "error: process 0 of 2: lost another process (stopped, or without a network for {} seconds): its own error"
+STOPPED = "error: process 0 of 2: lost another process: it did not answer for {} seconds, so it was stopped, or"
 
 
 def test_a_stopped_process_ends_the_others_with_a_cause(tmp_path):

@@ -22,10 +22,17 @@ GRACE = 10.0
 """Seconds in which the main thread may end by an error of its own, which says more."""
 
 
-def lost_process(reason: object) -> str:
+def lost_process(error: RuntimeError) -> str:
     return (
-        f"lost another process ({str(reason).splitlines()[0]}): its own error, above or below, is the cause; "
+        f"lost another process ({str(error).splitlines()[0]}): its own error, above or below, is the cause; "
         "fix that, then continue with --resume"
+    )
+
+
+def _silent_process() -> str:
+    return (
+        f"lost another process: it did not answer for {SILENCE.seconds} seconds, so it was stopped, or its machine or "
+        "network is lost; continue with --resume"
     )
 
 
@@ -55,8 +62,8 @@ class Heartbeat:
                 self._closing.wait(INTERVAL)
         except RuntimeError as exc:
             if not self._closing.wait(GRACE):
-                reason = "Timed out" in str(exc) and f"stopped, or without a network for {SILENCE.seconds} seconds"
-                print(f"error: {self._who}: {lost_process(reason or exc)}", file=sys.stderr, flush=True)
+                sentence = _silent_process() if "Timed out" in str(exc) else lost_process(exc)
+                print(f"error: {self._who}: {sentence}", file=sys.stderr, flush=True)
                 os._exit(1)  # the main thread waits in a collective, which nothing interrupts
 
     def _all_are_closing(self) -> bool:

@@ -41,8 +41,6 @@ from .sharding import is_sharded
 from .signals import StopRequest, TrainingInterrupted
 
 SECONDS_BETWEEN_PLOTS = 20
-SECONDS_OF_CACHES = 60
-"""How long a network file system may show a directory as it was."""
 
 
 def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
@@ -63,9 +61,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         versions = run_state.file_versions(folder)
         run_state.check_save_directory(folder, options)
         state = run_state.read_to_resume(folder, options.resume)
-        position = run_state.position_number(state)
-        if context.from_main_process(position) != position:
-            raise _not_shared(folder)
+        run_state.check_position(folder, state, context.from_main_process(run_state.position_number(state)))
         if state:
             options = parse(run_state.merge_options(state, given), efficient_engine)
             check_options(options.workers, options.lr)
@@ -80,12 +76,6 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         if context.is_main_process:
             check_dependencies(options.tensorboard)
         Run(options, context, folder, state, versions, pretrained).train()
-
-
-def _not_shared(folder: Path) -> FileNotFoundError:
-    return FileNotFoundError(
-        f"{folder} is another directory here than for the main process: give a --save that all nodes share"
-    )
 
 
 class Run:
@@ -147,7 +137,7 @@ class Run:
         self.context.barrier()  # no process writes before all have read
         with self.stop_request, contextlib.closing(self.lock):
             self._prepare_directory()
-            self._check_directory_is_shared()
+            run_state.check_version(self.folder, self.context.from_main_process(run_state.version_number(self.folder)))
             try:
                 while self.position.epoch <= self.options.n_epochs:
                     self._train_epoch()
@@ -245,15 +235,6 @@ class Run:
             say(f"nothing to resume in {self.folder}: starting")
         elif self.resumed:
             say(f"resuming {self.folder} {where}")
-
-    def _check_directory_is_shared(self) -> None:
-        """Raise where this process is on a node that does not see what the main one writes, and all read."""
-        needed = self.context.from_main_process(run_state.version_number(self.folder))
-        deadline = time.monotonic() + SECONDS_OF_CACHES
-        while run_state.version_number(self.folder) != needed:
-            if time.monotonic() > deadline:
-                raise _not_shared(self.folder)
-            time.sleep(0.1)
 
     def _describe_position(self) -> str:
         """Where training goes on."""

@@ -5,6 +5,7 @@
 
 import difflib
 import math
+import time
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -50,6 +51,8 @@ def run_directory(options: RunOptions) -> Path:
     return Path("checkpoints") / f"{data}_{model}{engine}"
 
 
+SECONDS_OF_CACHES = 60
+"""How long a network file system may show a directory as it was."""
 FileVersions = dict[str, tuple[int, int, int]]
 
 
@@ -59,16 +62,37 @@ def file_versions(folder: Path) -> FileVersions:
     return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
 
 
+def position_number(state: dict[str, Any] | None) -> int:
+    """Another one for each place where a run may begin or go on."""
+    position = TrainingPosition(**state.get("position", {"epoch": 0})) if state else TrainingPosition(-1)
+    return (position.epoch << 32) + position.step
+
+
+def check_position(folder: Path, state: dict[str, Any] | None, needed: int) -> None:
+    """Raise unless `state`, which this process has read, is at the main process's position."""
+    if position_number(state) != needed:
+        raise _not_shared(folder)
+
+
 def version_number(folder: Path) -> int:
     """What tells last.pt in `folder` from that of another run or time, on every node; 0 if there is none."""
     stat = (folder / LAST).stat() if (folder / LAST).exists() else None
     return stat.st_mtime_ns + stat.st_size if stat else 0
 
 
-def position_number(state: dict[str, Any] | None) -> int:
-    """Another one for each place where a run may begin or go on."""
-    position = TrainingPosition(**state.get("position", {"epoch": 0})) if state else TrainingPosition(-1)
-    return (position.epoch << 32) + position.step
+def check_version(folder: Path, needed: int) -> None:
+    """Raise unless last.pt is what the main process has just written, or is soon."""
+    deadline = time.monotonic() + SECONDS_OF_CACHES
+    while version_number(folder) != needed:
+        if time.monotonic() > deadline:
+            raise _not_shared(folder)
+        time.sleep(0.1)
+
+
+def _not_shared(folder: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{folder} is another directory here than for the main process: give a --save that all nodes share"
+    )
 
 
 def check_unchanged(folder: Path, versions: FileVersions) -> None:
