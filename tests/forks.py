@@ -81,6 +81,15 @@ def fork_processes(processes: int, script: Path, *words: str, cwd: Path) -> list
     return [ForkedDemo(str(script), *words, cwd=cwd, **common, **rank) for rank in ranks]
 
 
+def torchrun(*words: str, cwd: Path, **environment: str) -> subprocess.Popen:
+    """torchrun itself, which takes seconds to start its processes."""
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | environment
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
 def results_of_processes(processes: int, script: Path, *words: str, cwd: Path) -> list[Any]:
     """The JSON that each process of `fork_processes` writes into the file that the last of `words` names, with its
     rank as suffix."""

@@ -127,6 +127,10 @@ def test_names_of_images_are_used_as_typed(monkeypatch):
         ("--stream maybe", "stream is 'maybe', but must be True or False"),
         ("--stream", "found --stream, but only an image folder is streamed, and not UCI handwritten digits"),
         ("--image_size 64", "found --image_size 64, but the images of UCI handwritten digits have 32×32"),
+        ("--parallel tp", "parallel is 'tp', but must be one of 'ddp', 'fsdp', 'dp'"),
+        ("--parallel ddp", "found --parallel ddp, but this is the only process: start several with torchrun"),
+        ("--parallel fsdp", "found --parallel fsdp, but this is the only process: start several with torchrun"),
+        ("--parallel dp --device cpu", "found --parallel dp, but the device is cpu alone, while DataParallel needs"),
         ("--sync_bn", "found --sync_bn, but this is the only process: start several with torchrun"),
     ],
 )

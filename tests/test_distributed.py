@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from forks import await_file, fork_processes
+from forks import await_file, fork_processes, torchrun
 from helpers import assert_close
 from samples import DEMOS, TINY, demo, global_batch, tiny_trainer
 from torch import nn
@@ -23,17 +22,7 @@ SINGLE = DistributedContext(0, 1, torch.device("cpu"))
 
 
 def _torchrun(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.Popen:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    return subprocess.Popen(
-        [*launcher, str(script), *words],
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return torchrun("--standalone", "--nproc_per_node", str(processes), str(script), *words, cwd=cwd)
 
 
 def _run(processes: int, script: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -84,10 +73,14 @@ def _launched(processes: int, script: Path, *words: str, cwd: Path) -> list[subp
     return [_torchrun(processes, script, *words, cwd=cwd)]
 
 
-@pytest.mark.parametrize("launch", [fork_processes, pytest.param(_launched, marks=pytest.mark.exhaustive)])
-def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, tmp_path):
+@pytest.mark.parametrize(
+    ("launch", "parallel"),
+    [(fork_processes, "fsdp"), pytest.param(_launched, "ddp", marks=pytest.mark.exhaustive)],
+)
+def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, parallel, tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "8", "--batch_size", "45", "--device", "cpu"]
-    processes = launch(2, DEMOS / "cp_demo.py", *words, "--sync_bn", "--efficient", "False", cwd=tmp_path)
+    words += ["--parallel", parallel, "--sync_bn", "--efficient", "False"]
+    processes = launch(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
     await_file(tmp_path / "run" / "results.csv", processes[0])  # the first epoch is finished
     for process in processes:
         process.send_signal(signal.SIGTERM)

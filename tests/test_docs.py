@@ -33,6 +33,7 @@ from methods import METHODS
 from PIL import Image
 from samples import CIFAR10_CLASSES, demo, write_folder
 from torch import nn
+from torch.distributed.run import get_args_parser as torchrun_parser
 from training.options import Options, parse
 
 from efficient_densenet import DenseNet, densenet121, doctor
@@ -51,7 +52,6 @@ BENCHMARKS = {
     "communication.py": communication.communication,
     "replicas.py": replicas.overlap,
 }
-TORCHRUN = ("--nproc_per_node",)
 
 
 def blocks(page: str, *languages: str) -> list[tuple[str, str, int]]:
@@ -252,8 +252,8 @@ def test_commands_exist_with_their_options(page, tmp_path, monkeypatch, request)
     for command, *words in commands(page):
         name = Path(command).name
         if name == "torchrun":
-            assert words[0] in TORCHRUN, words
-            name, words = "python", words[2:]
+            launch = torchrun_parser().parse_args(words)
+            name, words = "python", [launch.training_script, *launch.training_script_args]
         if name in ("python", "python3") and words[0] == "-m":
             check_module(words[1], words[2:], request.config)
         elif name in ("python", "python3"):
@@ -314,6 +314,7 @@ def test_the_training_page_s_commands_run_in_turn(tmp_path):
 def test_options_that_are_named_exist(page):
     known = {field.name for field in fields(Options)} | {"top", "model", "dry-run", "help", "all-files", "check"}
     known |= {name for function in BENCHMARKS.values() for name in inspect.signature(function).parameters}
+    known |= {name.lstrip("-") for action in torchrun_parser()._actions for name in action.option_strings}
     for code in re.findall(r"`([^`]+)`", prose(page)):
         for name in re.findall(r"(?<!\S)--([\w-]+)", code):
             assert name in known, f"{page}: --{name}"

@@ -4,13 +4,23 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
+from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
+
+from .heartbeat import Heartbeat, lost_process
+from .options import RunOptions
+from .sharding import shard_parameters
+
+_LONGEST_WAIT = timedelta(days=1)
+"""At a barrier; `Heartbeat` ends the wait for a process that has died."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,8 @@ class DistributedContext:
     device: torch.device
     norm_group: dist.ProcessGroup | None = None
     """A process group of its own for batch norms, so that their collectives never interleave with the gradients'."""
+    waiting_group: dist.ProcessGroup | None = None
+    """One for barriers, at which processes wait for one that downloads, decodes or writes."""
 
     @property
     def is_main_process(self) -> bool:
@@ -57,13 +69,16 @@ class DistributedContext:
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(self.waiting_group)
 
-    def wrap_model(self, model: nn.Module, sync_bn: bool) -> nn.Module:
+    def wrap_model(self, model: DenseNet, sync_bn: bool, parallel: str | None = None) -> nn.Module:
         """The module to call in training, which reduces gradients over all processes or GPUs."""
         if self.world_size > 1:
             if sync_bn:
                 synchronize_norms(model, self.norm_group)
+            if parallel == "fsdp":
+                shard_parameters(model, self.device)
+                return model
             return nn.parallel.DistributedDataParallel(model)
         return nn.DataParallel(model) if self.num_gpus > 1 else model
 
@@ -79,8 +94,31 @@ class DistributedContext:
         return f"{self.num_gpus} GPUs" if self.num_gpus > 1 else str(self.device)
 
 
+def check_parallel(options: RunOptions, context: DistributedContext) -> None:
+    """Raise unless the processes and devices are there that --parallel needs."""
+    parallel, launched = options.parallel, dist.is_torchelastic_launched()
+    if parallel in ("ddp", "fsdp") and not launched:
+        raise ValueError(
+            f"found --parallel {parallel}, but this is the only process: start several with torchrun "
+            "(torchrun --nproc_per_node 2 …), or leave it out"
+        )
+    if parallel == "dp" and launched:
+        raise ValueError(
+            "found --parallel dp under torchrun, but DataParallel is one process with several GPUs: give ddp or fsdp, "
+            "or start without torchrun"
+        )
+    if parallel == "dp" and context.num_gpus < 2:
+        raise ValueError(
+            f"found --parallel dp, but the device is {context.device} alone, while DataParallel needs several visible "
+            "GPUs: leave it out, or start several processes with torchrun and --parallel ddp"
+        )
+
+
 def gradient_sync(model: Callable, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """All-reduce gradients in the backward of the last micro-batch of an update, and only accumulate them before."""
+    """Reduce gradients in the backward of the last micro-batch of an update, and only accumulate them before."""
+    set_requires_gradient_sync = getattr(model, "set_requires_gradient_sync", None)  # of fully_shard
+    if set_requires_gradient_sync is not None:
+        set_requires_gradient_sync(last)
     no_sync = getattr(model, "no_sync", None)  # of DistributedDataParallel, compiled or not
     return contextlib.nullcontext() if last or no_sync is None else no_sync()
 
@@ -94,20 +132,33 @@ def init_distributed(device: str | None) -> Iterator[DistributedContext]:
         return
     if chosen.type == "cuda":
         chosen = _local_gpu()
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    store, rank, world_size = next(rendezvous("env://"))
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=_of_this_start(store), rank=rank, world_size=world_size)
     try:
-        yield DistributedContext(
-            dist.get_rank(), dist.get_world_size(), chosen, cast(dist.ProcessGroup, dist.new_group())
-        )
+        with Heartbeat():
+            groups = dist.new_group(), dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+            norm_group, waiting_group = (cast(dist.ProcessGroup, group) for group in groups)
+            yield DistributedContext(rank, world_size, chosen, norm_group, waiting_group)
     except RuntimeError as exc:
         if not isinstance(exc, dist.DistError) and "gloo" not in str(exc) and "closed by peer" not in str(exc):
             raise
-        raise ConnectionError(
-            f"lost another process ({str(exc).splitlines()[0]}): its own error, above or below, is the cause; "
-            "fix that, then continue with --resume"
-        ) from exc
+        raise ConnectionError(lost_process(exc)) from exc
     finally:
         dist.destroy_process_group()
+
+
+def _of_this_start(store: Any) -> Any:
+    """The part of torchrun's store that belongs to this start of the processes.
+
+    torchrun keeps the store when it restarts them, and with it the addresses of those that have ended, which the others
+    would wait for (pytorch/pytorch#135712). It counts the restarts, but on each node its own alone; so with c10d's
+    rendezvous of several nodes, the environment variable must let it make another store.
+    """
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return store
+    prefix = f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _local_gpu() -> torch.device:

@@ -19,6 +19,7 @@ from .distributed import DistributedContext, gradient_sync
 from .freezing import set_training_modes, trainable_parameters
 from .options import AMP_DTYPES, RunOptions
 from .recipes import RECIPES
+from .sharding import gather_state, is_sharded, load_model_state, shard_optimizer_state
 
 SGD_ARGUMENTS = {"momentum": 0.9, "nesterov": True}
 
@@ -48,9 +49,9 @@ class Trainer:
     def __init__(self, model: DenseNet, transform: Transform, options: RunOptions, context: DistributedContext) -> None:
         self.options, self.context, self.transform = options, context, transform
         self.model = model.to(context.device)
-        if options.channels_last:
+        if options.channels_last and options.parallel != "fsdp":  # which shards contiguous parameters only
             self.model.to(memory_format=torch.channels_last)
-        self.wrapped_model: Callable[..., Tensor] = context.wrap_model(self.model, options.sync_bn)
+        self.wrapped_model: Callable[..., Tensor] = context.wrap_model(self.model, options.sync_bn, options.parallel)
         if options.compile:
             self.wrapped_model = torch.compile(self.wrapped_model)
         arguments = {"lr": options.lr, "weight_decay": options.weight_decay, **SGD_ARGUMENTS}
@@ -102,7 +103,7 @@ class Trainer:
         micro_batches = zip(images.tensor_split(count), labels.tensor_split(count), strict=True)
         for i, (some_images, some_labels) in enumerate(micro_batches, start=1):
             with gradient_sync(self.wrapped_model, last=i == count):
-                # DistributedDataParallel averages over processes, the loss over the global batch.
+                # Processes average their gradients, the loss is of the global batch.
                 sums += self.backward(some_images, some_labels, self.context.world_size / global_batch_size)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -132,29 +133,39 @@ class Trainer:
         self.model.eval()
         order = torch.arange(len(images)).split(self.options.micro_batch_size or self.options.batch_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.context.device)
-        for batch, labels in images.fetch(order[self.context.rank :: self.context.world_size]):
+        mine = order[self.context.rank :: self.context.world_size]
+        for i, (batch, labels) in enumerate(images.fetch(mine + order[:1] * self._num_repeated(len(order)))):
             with self.autocast():
                 logits = self.model(self._input(batch))
                 loss = F.cross_entropy(logits, labels, reduction="sum")
-            sums += torch.stack([loss, (logits.argmax(1) != labels).sum()]).double()
+            if i < len(mine):
+                sums += torch.stack([loss, (logits.argmax(1) != labels).sum()]).double()
             if after_batch:
                 after_batch()
         loss, wrong = self.context.all_reduce_sum(sums.tolist())
         return loss / len(images), wrong / len(images)
 
+    def _num_repeated(self, num_batches: int) -> int:
+        """Batches that this process evaluates without counting them: forwards of a sharded model gather its parameters,
+        so that all processes must call it as often."""
+        rank, world_size = self.context.rank, self.context.world_size
+        return int(is_sharded(self.model) and 0 < num_batches % world_size <= rank)
+
     def state(self) -> dict[str, Any]:
+        """What a run goes on from. All processes must call this together; the main one's is whole."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": gather_state(self.model.state_dict()),
+            "optimizer": gather_state(self.optimizer.state_dict()),
             "scaler": self.scaler.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned; the optimizer keeps its own arguments but for the learning rate."""
-        self.model.load_state_dict(state["model"])
+        load_model_state(self.model, state["model"])
         arguments = self.optimizer.state_dict()["param_groups"]
         arguments[0]["lr"] = state["optimizer"]["param_groups"][0]["lr"]
-        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": arguments})
+        momentum = shard_optimizer_state(state["optimizer"]["state"], trainable_parameters(self.model))
+        self.optimizer.load_state_dict({"state": momentum, "param_groups": arguments})
         self.scaler.load_state_dict(state["scaler"])
 
     def _input(self, images: Tensor) -> Tensor:

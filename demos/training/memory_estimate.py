@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from efficient_densenet.memory import tensor_peak
@@ -14,6 +15,7 @@ from .distributed import DistributedContext
 from .machine import check_memory, total_memory
 from .options import AMP_DTYPES, RunOptions
 from .report import mib
+from .sharding import gathered_bytes
 
 _TRIAL_BATCH = 16
 _TRIAL_SIZE = 128
@@ -25,7 +27,8 @@ _COPIES_OF_PARAMETERS = 3  # the parameter, its gradient and its momentum; of a 
 class MemoryEstimate:
     """Peak bytes of a training step as a linear function of the batch size.
 
-    `persistent` are parameters, gradients, momentum and buffers; `fixed` and `per_image` describe the rest.
+    `persistent` are parameters, gradients, momentum and buffers (where they are sharded, a process's part, and what it
+    gathers at once); `fixed` and `per_image` describe the rest.
     """
 
     persistent: int
@@ -42,6 +45,8 @@ def estimate_memory(
     """Measure two small steps of a copy of `model`, on its device, by `engine`: of `large` images, and half of them."""
     copies = {True: _COPIES_OF_PARAMETERS, False: 1}
     persistent = sum(copies[p.requires_grad] * p.numel() * p.element_size() for p in model.parameters())
+    if options.parallel == "fsdp":
+        persistent = -(-persistent // dist.get_world_size()) + gathered_bytes(model)
     persistent += sum(b.numel() * b.element_size() for b in model.buffers())
     trial = copy.deepcopy(model).set_engine(True if engine == "best" else engine)
     small = large // 2

@@ -21,6 +21,7 @@ from .data.augment import Transform
 from .data.images import digest
 from .options import Options, block_config_for
 from .schema import check_file, tensors_like
+from .sharding import load_model_state
 
 WEIGHTS, CONFIG = "model.pt", "config.json"
 
@@ -124,7 +125,7 @@ def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:
 def load_weights(model: nn.Module, weights: Path) -> None:
     content = files.load_torch(weights)
     check_weights(model, content, weights)
-    model.load_state_dict(content)
+    load_model_state(model, content)
 
 
 def check_weights(model: nn.Module, content: Any, path: Path) -> None:
@@ -148,7 +149,8 @@ def describe_engines(model: DenseNet, batch_size: int, image_size: int, compiled
     Asks `choose` about a training step on `batch_size` images, under the autocast that is active now.
     """
     parameter = next(model.parameters())
-    images = parameter.new_empty(()).expand(batch_size, model.in_channels, image_size, image_size)
+    image = torch.empty((), dtype=parameter.dtype, device=parameter.device)  # which no sharded parameter makes
+    images = image.expand(batch_size, model.in_channels, image_size, image_size)
     engines = {}
     for name, block in model.features.named_children():
         if isinstance(block, DenseBlock):

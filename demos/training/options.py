@@ -23,6 +23,7 @@ SWITCH = {"True": True, "true": True, "1": True, "False": False, "false": False,
 """What may be typed for True and False."""
 
 ENGINES = ("best", "plain", "official", "checkpoint", "shared")
+PARALLEL = ("ddp", "fsdp", "dp")
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -70,6 +71,9 @@ class Options:
         compile: run the model through torch.compile.
         cuda_graph: on one GPU, launch forward and backward of a step as one CUDA graph.
         device: cpu, cuda (all visible GPUs), cuda:1, …; by default cuda if available.
+        parallel: how several devices train: ddp (DistributedDataParallel) or fsdp (parameters, gradients and momentum
+            sharded by fully_shard) in the processes of torchrun, or dp (DataParallel) in one; by default ddp under
+            torchrun, and dp for several visible GPUs without it.
         sync_bn: synchronize the statistics of batch norms over all processes that torchrun started.
         workers: processes that decode the images of folders too large for memory.
         stream: True decodes the images of a folder batch by batch, False all of them first; by default by size.
@@ -109,6 +113,7 @@ class Options:
     compile: bool = False
     cuda_graph: bool = False
     device: str | None = None
+    parallel: str | None = None
     sync_bn: bool = False
     workers: int = 2
     stream: bool | None = None
@@ -163,6 +168,7 @@ RULES = {
     "compile": _boolean,
     "cuda_graph": _boolean,
     "device": optional(path_name()),
+    "parallel": optional(choice(*PARALLEL)),
     "sync_bn": _boolean,
     "workers": integer(0, 1024),
     "stream": optional(_boolean),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from efficient_densenet import __version__
 from efficient_densenet._archive import to_archive
+from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.weights.trained import find_checkpoint
 
 from . import files, finetune, models, run_format, run_log, run_state
@@ -26,7 +27,7 @@ from .data import (
     load,
 )
 from .data.augment import transform_for
-from .distributed import DistributedContext, init_distributed
+from .distributed import DistributedContext, check_parallel, init_distributed
 from .evaluate import evaluate
 from .freezing import describe_frozen, freeze_parameters
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
@@ -36,6 +37,7 @@ from .options import RunOptions, parse
 from .report import EpochProgress, may_fail, mib, peak_memory, reset_peak_memory, say
 from .results import Row, TensorBoardWriter, check_dependencies, plot_curves, save_csv
 from .run_lock import RunLock, refuse_if_held
+from .sharding import is_sharded
 from .signals import StopRequest, TrainingInterrupted
 
 SECONDS_BETWEEN_PLOTS = 20
@@ -49,6 +51,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         options = replace(options, seed=context.from_main_process(options.seed))  # which may have drawn it
         folder = run_state.run_directory(options)
         check_options(options.workers, options.lr)
+        check_parallel(options, context)
         if options.evaluate is not False:
             evaluate(folder if options.evaluate is True else find_checkpoint(options.evaluate), options, context)
             return
@@ -58,6 +61,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         versions = run_state.file_versions(folder)
         run_state.check_save_directory(folder, options)
         state = run_state.read_to_resume(folder, options.resume)
+        run_state.check_position(folder, state, context.from_main_process(run_state.position_number(state)))
         if state:
             options = parse(run_state.merge_options(state, given), efficient_engine)
             check_options(options.workers, options.lr)
@@ -133,6 +137,7 @@ class Run:
         self.context.barrier()  # no process writes before all have read
         with self.stop_request, contextlib.closing(self.lock):
             self._prepare_directory()
+            run_state.check_version(self.folder, self.context.from_main_process(run_state.version_number(self.folder)))
             try:
                 while self.position.epoch <= self.options.n_epochs:
                     self._train_epoch()
@@ -143,8 +148,17 @@ class Run:
                 remedy = f"then continue with --resume --accept_changed_data and --save {self.folder}"
                 raise UndecodableImage(f"{exc}, {remedy}") from exc
             except torch.OutOfMemoryError as exc:
-                advice = advice_now(self.model, self.dataset.image_size, self.options, self.largest_batch)
+                self.model.zero_grad()
+                advice = advice_now(self._whole_model(), self.dataset.image_size, self.options, self.largest_batch)
                 raise MemoryError(advice) from exc
+
+    def _whole_model(self) -> DenseNet:
+        """The model, or one like it where its parameters are sharded, which cannot be copied."""
+        if not is_sharded(self.model):
+            return self.model
+        model = self.config.build(self.options.engine, self.options.keep_bottleneck).to(self.context.device)
+        freeze_parameters(model, self.options.freeze)
+        return model
 
     def _load_dataset(self, may_download: bool, channels: int | None) -> SplitDataset:
         options, context = self.options, self.context
@@ -154,6 +168,7 @@ class Run:
         dataset = load(options.data, options.dataset, size, options.workers, options.stream, may_download)
         if context.is_main_process:
             context.barrier()
+        context.barrier()  # waits for the others, which decode after the main process
         check_options_of_folders(dataset, None if options.weights else options.image_size, options.stream)
         dataset = dataset.with_validation(options.valid_size).to(context.device)
         if channels is not None:
@@ -196,6 +211,7 @@ class Run:
             raise ValueError(str(exc)) from exc
 
     def _prepare_directory(self) -> None:
+        state = self.trainer.state()
         if not self.context.is_main_process:
             return
         files.make_directory(self.folder)
@@ -210,7 +226,7 @@ class Run:
         where = self._describe_position()
         event = f"resumed {where}" if self.resumed else "started"
         run_log.append(self.folder, f"{event}; {self.environment}; PyTorch {torch.__version__}")
-        run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
+        run_state.write(self.folder, state, self.position, self.rows, self.record)
         self.tensorboard = TensorBoardWriter(self.folder, self.options.tensorboard, self.position.epoch)
         self.last_plot = time.monotonic()
         if self.rows:
@@ -289,12 +305,13 @@ class Run:
 
     def _save_epoch(self, row: Row) -> None:
         """Save the weights before the position: a run that is killed in between repeats the epoch."""
+        state = self.trainer.state()
         if not self.context.is_main_process:
             return
         self.lock.check()
         if row is self._best_row():
-            files.write_atomic(self.folder / models.WEIGHTS, to_archive(self.model.state_dict()))
-        self._save()
+            files.write_atomic(self.folder / models.WEIGHTS, to_archive(state["model"]))
+        self._save(state)
         with may_fail("TensorBoard's events"):
             self.tensorboard.add(row)
 
@@ -304,12 +321,10 @@ class Run:
             return self.rows[-1]
         return min(self.rows, key=lambda row: (row["valid_error"], row["valid_loss"]))
 
-    def _save(self, plot: bool = False) -> None:
-        """Save the state first: nothing that fails afterwards costs an epoch."""
-        if not self.context.is_main_process:
-            return
+    def _save(self, state: dict[str, Any], plot: bool = False) -> None:
+        """Save the trainer's state first: nothing that fails afterwards costs an epoch."""
         self.lock.check()
-        run_state.write(self.folder, self.trainer, self.position, self.rows, self.record)
+        run_state.write(self.folder, state, self.position, self.rows, self.record)
         if self.rows:
             save_csv(self.folder, self.rows)
             if plot or time.monotonic() - self.last_plot > SECONDS_BETWEEN_PLOTS:
@@ -326,11 +341,13 @@ class Run:
             raise TrainingInterrupted(number)
 
     def _save_and_exit(self, interrupted: TrainingInterrupted) -> NoReturn:
-        self._save(plot=True)
+        state = self.trainer.state()
         if self.context.is_main_process:
+            self._save(state, plot=True)
             stopped = f"stopped by {interrupted.name} in epoch {self.position.epoch} after step {self.position.step}"
             run_log.append(self.folder, stopped)
             say(f"{stopped}: continue with --resume and --save {self.folder}")
+        self.context.barrier()  # a process that leaves while another one writes looks dead to it
         sys.exit(128 + interrupted.number)
 
     def _finish(self) -> None:

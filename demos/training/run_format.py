@@ -31,7 +31,10 @@ def _or_empty(rule: Rule) -> Rule:
     return Rule(f"{rule.needed}, or an empty text", lambda value: equal_to("").accepts(value) or rule.accepts(value))
 
 
-_LATER_OPTIONS = {"mirror", "accept_changed_data", "cuda_graph", "weight_decay", "weights", "freeze", "keep_bottleneck"}
+_LATER_OPTIONS = {
+    *("mirror", "accept_changed_data", "cuda_graph", "weight_decay", "weights", "freeze", "keep_bottleneck"),
+    "parallel",
+}
 """Options that the first version did not have."""
 _RECORD: dict[str, Any] = {
     "options": {f"?{name}" if name in _LATER_OPTIONS else name: rule for name, rule in RULES.items()},

@@ -5,6 +5,7 @@
 
 import difflib
 import math
+import time
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -28,7 +29,7 @@ RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
 WRITTEN = (*RUN_FILES, "curves.png", LOG)
 
 PER_CALL = {
-    *("efficient", "engine", "device", "cuda_graph"),
+    *("efficient", "engine", "device", "parallel", "cuda_graph"),
     *("resume", "accept_changed_data", "overwrite", "evaluate"),
 }
 """Options that a resumed run takes from the present call; the engine only if it is given."""
@@ -50,6 +51,8 @@ def run_directory(options: RunOptions) -> Path:
     return Path("checkpoints") / f"{data}_{model}{engine}"
 
 
+SECONDS_OF_CACHES = 60
+"""How long a network file system may show a directory as it was."""
 FileVersions = dict[str, tuple[int, int, int]]
 
 
@@ -57,6 +60,39 @@ def file_versions(folder: Path) -> FileVersions:
     """What tells whether a file of a run was written anew, for each that exists."""
     found = {name: (folder / name).stat() for name in RUN_FILES if (folder / name).exists()}
     return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
+
+
+def position_number(state: dict[str, Any] | None) -> int:
+    """Another one for each place where a run may begin or go on."""
+    position = TrainingPosition(**state.get("position", {"epoch": 0})) if state else TrainingPosition(-1)
+    return (position.epoch << 32) + position.step
+
+
+def check_position(folder: Path, state: dict[str, Any] | None, needed: int) -> None:
+    """Raise unless `state`, which this process has read, is at the main process's position."""
+    if position_number(state) != needed:
+        raise _not_shared(folder)
+
+
+def version_number(folder: Path) -> int:
+    """What tells last.pt in `folder` from that of another run or time, on every node; 0 if there is none."""
+    stat = (folder / LAST).stat() if (folder / LAST).exists() else None
+    return stat.st_mtime_ns + stat.st_size if stat else 0
+
+
+def check_version(folder: Path, needed: int) -> None:
+    """Raise unless last.pt is what the main process has just written, or is soon."""
+    deadline = time.monotonic() + SECONDS_OF_CACHES
+    while version_number(folder) != needed:
+        if time.monotonic() > deadline:
+            raise _not_shared(folder)
+        time.sleep(0.1)
+
+
+def _not_shared(folder: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{folder} is another directory here than for the main process: give a --save that all nodes share"
+    )
 
 
 def check_unchanged(folder: Path, versions: FileVersions) -> None:
@@ -162,14 +198,19 @@ def run_record(options: RunOptions, config: ModelConfig, dataset: SplitDataset) 
     }
 
 
-def write(folder: Path, trainer: Trainer, position: TrainingPosition, rows: list[Row], record: dict[str, Any]) -> None:
-    """Save all that resuming needs. Learning rates and random numbers follow from the seed and the position."""
+def write(
+    folder: Path, state: dict[str, Any], position: TrainingPosition, rows: list[Row], record: dict[str, Any]
+) -> None:
+    """Save all that resuming needs: the `state` of the trainer, and what follows here.
+
+    Learning rates and random numbers follow from the seed and the position.
+    """
     content = {
         "format": run_format.FORMAT,
         **record,
         "position": asdict(position),
         "rows": rows,
-        "state": trainer.state(),
+        "state": state,
     }
     files.write_atomic(folder / LAST, to_archive(content))
 

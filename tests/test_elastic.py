@@ -1,0 +1,196 @@
+"""Processes that die or stop: the others end with a cause, and torchrun restarts all to the same numbers."""
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import elastic_demo
+import impatient_demo
+import pytest
+from forks import ForkedDemo, await_file, fork_processes, torchrun
+from samples import DEMOS, TINY, same_run, write_folder
+
+CP_DEMO = str(DEMOS / "cp_demo.py")
+ENDLESS = (*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu")
+
+
+def _words(folder: Path, *others: str) -> list[str]:
+    """Epochs of two steps, which take a tenth of a second."""
+    data = write_folder(folder / "images")
+    return [*TINY, "--data", str(data), "--batch_size", "10", "--workers", "0", "--device", "cpu", *others]
+
+
+def _whole(words: list[str], folder: Path) -> Path:
+    """The run that nothing interrupts."""
+    for process in fork_processes(2, DEMOS / "cp_demo.py", *words, "--save", "whole", cwd=folder):
+        assert process.wait() == 0, process.communicate()
+    return folder / "whole"
+
+
+def _elastic(words: list[str], delay: float, folder: Path) -> ForkedDemo:
+    return ForkedDemo(elastic_demo.__file__, "20", str(delay), *words, "--save", "run", "--resume", "auto", cwd=folder)
+
+
+def _workers(agent: ForkedDemo | subprocess.Popen) -> list[int]:
+    """The processes of the agent that train, without those that it has ended."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    return sorted(int(child) for child in children if _is_worker(child))
+
+
+def _is_worker(pid: str) -> bool:
+    try:
+        is_zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
+    return not is_zombie and (b"cp_demo.py" in command or b"forked_demos.py" in command)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.exhaustive)])
+def test_a_killed_process_is_restarted_to_the_same_numbers(parallel, tmp_path):
+    words = _words(tmp_path, "--n_epochs", "5")
+    whole = _whole(words, tmp_path)
+    agent = _elastic([*words, "--parallel", parallel], 0.02, tmp_path)
+    await_file(tmp_path / "run" / "results.csv", agent)
+    os.kill(_workers(agent)[1], signal.SIGKILL)
+    assert agent.wait(40) == 0, agent.communicate()
+    log = (tmp_path / "run" / "run_log.txt").read_text()
+    assert len(re.findall("started|resumed in epoch", log)) == 2, log
+    same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_torchrun_restarts_a_run_after_the_main_process_was_killed(parallel, tmp_path):
+    words = _words(tmp_path, "--n_epochs", "8")
+    whole = _whole(words, tmp_path)
+    words = [*words, "--save", "run", "--resume", "auto", "--parallel", parallel]
+    launch = ["--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
+    agent = torchrun(*launch, CP_DEMO, *words, cwd=tmp_path)
+    await_file(tmp_path / "run" / "results.csv", agent)
+    os.kill(_workers(agent)[0], signal.SIGKILL)
+    _, errors = agent.communicate(timeout=120)
+    assert agent.returncode == 0, errors
+    assert "resumed in epoch" in (tmp_path / "run" / "run_log.txt").read_text()
+    same_run(tmp_path / "run", whole)
+
+
+def _await_write(folder: Path) -> bool:
+    """Wait until last.pt is being written, for at most two seconds: processes may be starting."""
+    deadline = time.monotonic() + 2
+    while not list(folder.glob(".last.pt*")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return time.monotonic() < deadline
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("parallel", "seed"), [("ddp", 0), ("fsdp", 1)])
+def test_an_elastic_run_killed_at_random_moments_ends_with_the_same_numbers(parallel, seed, tmp_path):
+    """Five times, at a start or in a step, an evaluation or a write; the main process, or the other one."""
+    words = _words(tmp_path, "--n_epochs", "40")
+    whole = _whole(words, tmp_path)
+    agent, rng, killed = _elastic([*words, "--parallel", parallel], 0.05, tmp_path), random.Random(seed), []
+    in_writes = 0
+    await_file(tmp_path / "run" / "last.pt", agent)
+    for kill in range(5):
+        time.sleep(rng.uniform(0, 4))
+        if kill % 2:
+            in_writes += _await_write(tmp_path / "run")
+        workers = _workers(agent)
+        if len(workers) == 2:
+            which = rng.randrange(2)
+            os.kill(workers[which], signal.SIGKILL)
+            killed.append(which)
+    assert agent.wait(100) == 0, agent.communicate()
+    assert len(killed) >= 4
+    assert in_writes
+    same_run(tmp_path / "run", whole)
+    assert list((tmp_path / "run").glob(".*")) == []
+
+
+def _stop_one(script: str, words: tuple[str, ...], folder: Path) -> tuple[float, str]:
+    """How long the first process lives once the second is stopped after an epoch, and its errors."""
+    first, second = fork_processes(2, Path(script), *words, cwd=folder)
+    await_file(folder / "run" / "results.csv", first)
+    second.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    _, errors = first.communicate(timeout=100)
+    seconds = time.monotonic() - start
+    second.send_signal(signal.SIGKILL)
+    second.wait()
+    assert first.returncode == 1
+    return seconds, errors
+
+
+STOPPED = "error: process 0 of 2: lost another process: it did not answer for {} seconds, so it was stopped, or"
+
+
+def test_a_stopped_process_ends_the_others_with_a_cause(tmp_path):
+    _, errors = _stop_one(impatient_demo.__file__, (".", *ENDLESS), tmp_path)
+    assert STOPPED.format(4) in errors
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_stopped_process_ends_the_others_within_a_minute(parallel, tmp_path):
+    seconds, errors = _stop_one(CP_DEMO, (*ENDLESS, "--parallel", parallel), tmp_path)
+    assert seconds < 60
+    assert STOPPED.format(40) in errors
+
+
+def test_processes_that_see_different_directories_are_refused(tmp_path):
+    """As on two nodes that share none."""
+    for node in ("node0", "node1"):
+        (tmp_path / node).mkdir()
+    words = ("nodeRANK", *ENDLESS)
+    first, second = fork_processes(2, Path(impatient_demo.__file__), *words, cwd=tmp_path)
+    assert second.wait(60) == 1
+    sentence = "error: process 1 of 2: run is another directory here than for the main process: give a --save that all"
+    assert sentence in second.communicate()[1]
+    assert first.wait(60) == 1
+    assert "lost another process" in first.communicate()[1]
+    again = fork_processes(2, Path(impatient_demo.__file__), *words, "--resume", "auto", cwd=tmp_path)
+    assert [process.wait(60) for process in again] == [1, 1]
+    assert sentence in again[1].communicate()[1]
+
+
+def _rendezvous() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def _static(node: int, endpoint: str) -> list[str]:
+    address, port = endpoint.split(":")
+    return ["--node_rank", str(node), "--master_addr", address, "--master_port", port]
+
+
+def _c10d(node: int, endpoint: str) -> list[str]:
+    return ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "run", "--local_addr", "127.0.0.1"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rendezvous", [_c10d, _static])
+@pytest.mark.parametrize("killed_node", [0, 1])
+def test_two_nodes_are_one_run_and_restart_together(rendezvous: Callable, killed_node: int, tmp_path):
+    """Two agents on one machine, of which one loses its process."""
+    words = _words(tmp_path, "--n_epochs", "8")
+    whole, endpoint = _whole(words, tmp_path), _rendezvous()
+    words = [*words, "--save", "run", "--resume", "auto", "--parallel", "fsdp"]
+    launch = ["--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "3"]
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if rendezvous is _c10d else {}
+    commands = [[*launch, *rendezvous(node, endpoint), CP_DEMO, *words] for node in range(2)]
+    agents = [torchrun(*command, cwd=tmp_path, **environment) for command in commands]
+    await_file(tmp_path / "run" / "results.csv", agents[0])
+    os.kill(_workers(agents[killed_node])[0], signal.SIGKILL)
+    for agent in agents:
+        _, errors = agent.communicate(timeout=150)
+        assert agent.returncode == 0, errors
+    assert "resumed in epoch" in (tmp_path / "run" / "run_log.txt").read_text()
+    same_run(tmp_path / "run", whole)

@@ -1,0 +1,166 @@
+"""Training by --parallel ddp and fsdp: the same numbers, and the same state of a run for any number of processes."""
+
+import json
+import signal
+from pathlib import Path
+
+import parallel_steps
+import pytest
+import torch
+import torch.distributed as dist
+from forks import ForkedDemo, await_file, fork_processes
+from helpers import assert_close
+from samples import DEMOS, TINY, same_content, same_run, tiny_trainer, write_cifar10
+from training.distributed import DistributedContext
+from training.memory_estimate import estimate_memory
+from training.sharding import stages
+
+SINGLE = DistributedContext(0, 1, torch.device("cpu"))
+FIRST_TIER = [
+    {"sync_bn": True, "record": True},
+    {"micro_batch_size": 3, "channels_last": True, "record": True},
+    {"freeze": "1", "keep_bottleneck": True},
+    {"dtype": "float32", "amp": "bf16", "engine": "best"},
+    {"dtype": "float32", "amp": "fp16", "scale": 2.0**17},
+]
+FURTHER = [
+    {},
+    {"engine": "plain"},
+    {"engine": "official", "drop_rate": 0.3},
+    {"engine": "checkpoint", "freeze": "0"},
+    {"freeze": "features"},
+    {"dtype": "float32", "amp": "fp16", "engine": "plain"},
+    {"dtype": "float32", "amp": "fp16", "scale": 2.0**40, "micro_batch_size": 3, "sync_bn": True},
+]
+
+
+def _outcomes(processes: int, cases: list[dict], folder: Path) -> list[dict]:
+    """What `parallel_steps` writes of each case."""
+    script = Path(parallel_steps.__file__)
+    running = fork_processes(processes, script, json.dumps(cases), f"{processes}.pt", cwd=folder)
+    for process in running:
+        assert process.wait() == 0, process.communicate()
+    return torch.load(folder / f"{processes}.pt", weights_only=True)
+
+
+def _by_ddp_and_fsdp(processes: int, cases: list[dict], folder: Path) -> list[tuple[dict, dict]]:
+    outcomes = _outcomes(processes, [{**case, "parallel": p} for case in cases for p in ("ddp", "fsdp")], folder)
+    return list(zip(outcomes[::2], outcomes[1::2], strict=True))
+
+
+def _assert_states_close(actual, expected, tolerance: float = 1e-10) -> None:
+    """As `same_content`, but for rounding."""
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for name in actual:
+            _assert_states_close(actual[name], expected[name], tolerance)
+    elif isinstance(actual, torch.Tensor):
+        assert_close(actual, expected, tolerance)
+    else:
+        assert actual == expected
+
+
+@pytest.fixture(scope="module")
+def first_tier(tmp_path_factory) -> list[tuple[dict, dict]]:
+    """Of ddp and fsdp, in two processes."""
+    return _by_ddp_and_fsdp(2, FIRST_TIER, tmp_path_factory.mktemp("first"))
+
+
+@pytest.mark.parametrize("i", range(len(FIRST_TIER)), ids=str)
+def test_fsdp_in_two_processes_is_ddp_bit_for_bit(i, first_tier):
+    ddp, fsdp = first_tier[i]
+    for name in ("state", "sums", "evaluated"):
+        same_content(fsdp[name], ddp[name])
+
+
+def test_two_processes_equal_one(first_tier):
+    """With synchronized norms, over three steps and an evaluation."""
+    expected = parallel_steps.outcome({}, SINGLE)
+    for outcome in first_tier[0]:
+        _assert_states_close(outcome["state"], expected["state"])
+        for name in ("sums", "evaluated"):
+            assert_close(torch.tensor(outcome[name]), torch.tensor(expected[name]), 1e-10)
+
+
+def test_fsdp_reduces_gradients_once_for_an_update_of_micro_batches(first_tier):
+    """Once for each group of parameters: two stages and what is left."""
+    assert [fsdp["reductions"] for _, fsdp in first_tier[:2]] == [3, 3]
+
+
+def test_fp16_leaves_out_steps_whose_gradients_overflow(first_tier):
+    _, fsdp = first_tier[-1]
+    assert fsdp["state"]["scaler"]["scale"] < 2.0**17
+    assert fsdp["state"]["optimizer"]["state"]  # of a step that was taken
+
+
+def test_another_number_of_processes_goes_on_from_the_state_of_two(first_tier, tmp_path):
+    """As one process does that took all steps."""
+    halves = [tmp_path / "expected.pt", tmp_path / "sharded.pt"]
+    torch.save(parallel_steps.outcome({}, SINGLE)["state"], halves[0])
+    torch.save(first_tier[0][1]["state"], halves[1])
+    expected, single = (parallel_steps.outcome({"first": 3, "path": str(path)}, SINGLE)["state"] for path in halves)
+    _assert_states_close(single, expected)
+    goes_on = {"sync_bn": True, "first": 3}
+    cases = [{**goes_on, "parallel": "fsdp", "path": str(halves[0])}, {**goes_on, "path": str(halves[1])}]
+    for outcome in _outcomes(3, cases, tmp_path):
+        _assert_states_close(outcome["state"], expected)
+
+
+@pytest.mark.exhaustive
+def test_a_run_by_fsdp_that_was_stopped_is_resumed_by_ddp_to_the_same_files(tmp_path):
+    words = f"{' '.join(TINY)} --data {write_cifar10(tmp_path / 'cifar')} --batch_size 45 --n_epochs 15".split()
+    words += ["--device", "cpu", "--save"]
+    _run(*words, "whole", cwd=tmp_path)
+    stopped = _start(*words, "parted", "--parallel", "fsdp", cwd=tmp_path)
+    await_file(tmp_path / "parted" / "results.csv", stopped[0])
+    for process in stopped:
+        process.send_signal(signal.SIGTERM)
+    for process in stopped:
+        assert process.wait() == 128 + signal.SIGTERM, process.communicate()
+    _run(*words, "parted", "--resume", "--parallel", "ddp", cwd=tmp_path)
+    same_run(tmp_path / "parted", tmp_path / "whole")
+
+
+def _start(*words: str, cwd: Path) -> list[ForkedDemo]:
+    return fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=cwd)
+
+
+def _run(*words: str, cwd: Path) -> None:
+    for process in _start(*words, cwd=cwd):
+        assert process.wait() == 0, process.communicate()
+
+
+def test_dp_is_refused_under_torchrun(tmp_path):
+    (process,) = fork_processes(1, DEMOS / "cp_demo.py", "--parallel", "dp", "--device", "cpu", cwd=tmp_path)
+    assert process.wait() == 1
+    sentence = "error: process 0 of 1: found --parallel dp under torchrun, but DataParallel is one process with several"
+    assert process.communicate()[1].startswith(sentence)
+
+
+def test_the_estimate_of_memory_knows_what_is_sharded(monkeypatch):
+    """Of three numbers for each parameter a process has its part, and at times two of the root and of these stages."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    trainers = {name: tiny_trainer("plain", SINGLE, parallel=name) for name in ("ddp", "fsdp")}
+    ddp, fsdp = (estimate_memory(each.model, 8, each.options, "plain").persistent for each in trainers.values())
+    model = trainers["fsdp"].model
+    assert len(stages(model)) == 2
+    size = 8 * sum(parameter.numel() for parameter in model.parameters())
+    assert ddp - fsdp == 3 * size - (-(-3 * size // 4) + 2 * size)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", [2, 3])
+def test_fsdp_is_ddp_with_every_option(processes, tmp_path):
+    """In three processes sums are of another order."""
+    for ddp, fsdp in _by_ddp_and_fsdp(processes, FIRST_TIER + FURTHER, tmp_path):
+        if processes == 2:
+            same_content(fsdp["state"], ddp["state"])
+        else:
+            tolerance = 1e-10 if ddp["state"]["model"]["classifier.weight"].dtype == torch.double else 1e-5
+            _assert_states_close(fsdp["state"], ddp["state"], tolerance)
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_sharded_model_equals_an_eager_one(tmp_path):
+    compiled, eager = _outcomes(2, [{"parallel": "fsdp", "compile": True}, {"parallel": "fsdp"}], tmp_path)
+    _assert_states_close(compiled["state"], eager["state"])
