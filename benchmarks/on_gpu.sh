@@ -102,7 +102,8 @@ prepare() { # prepare <seconds at most> <model and batch size>...: compile their
     local limit=$1 each
     shift
     part "prepare $*" "$limit" bash -c 'for each in "${@:2}"; do
-        "$1" -m efficient_densenet.doctor --model "${each%:*}" --batch_size "${each#*:}" & done; wait' _ "$python" "$@"
+        "$1" -m efficient_densenet.doctor --model "${each%:*}" --batch_size "${each#*:}" & done
+        for each in $(jobs -p); do wait "$each" || status=$?; done; exit ${status:-0}' _ "$python" "$@"
 }
 
 tests=(tests/test_triton_kernels.py tests/test_triton_conv1x1.py tests/test_triton_conv3x3.py tests/test_triton_stem.py)

@@ -15,7 +15,8 @@ from . import DenseNet, __version__, create_model, kernels
 from .kernels import disk_cache, first_contact
 from .models.zoo import VARIANTS
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNELS = (torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "ieee"), (torch.float16, "ieee")
+"""Dtypes, and precisions of products."""
 
 
 def report(compare: bool = False) -> Iterator[str]:
@@ -54,18 +55,22 @@ def _triton(compare: bool) -> Iterator[str]:
         if not kernels.has_triton(torch.device("cuda", index)):
             yield "  PyTorch's operations: Triton is not installed, or does not know this GPU (needed is 8.0 or higher)"
             continue
-        for dtype in DTYPES:
-            yield f"  {str(dtype).removeprefix('torch.')}: {_verdict(index, dtype, compare and mode == 'check')}"
+        for dtype, precision in KERNELS:
+            name = str(dtype).removeprefix("torch.") + (f", {precision}" if dtype is torch.float32 else "")
+            yield f"  {name}: {_kernels(index, dtype, precision, mode, compare)}"
 
 
-def _verdict(index: int, dtype: torch.dtype, compare: bool) -> str:
-    precision = first_contact.precision_of(dtype)
-    if compare:
-        first_contact.may_run(torch.device("cuda", index), dtype)
-    verdict = first_contact.stored_verdict(index, dtype, precision)
+def _kernels(index: int, dtype: torch.dtype, precision: str, mode: str, compare: bool) -> str:
+    if mode != "check":
+        return "Triton, unchecked" if mode == "trust" else "PyTorch's operations"
+    find = first_contact.verdict if compare else first_contact.stored_verdict
+    verdict = find(index, dtype, precision)
     if verdict is None:
-        return "Triton, not compared with PyTorch's operations yet: --compare does, as does the first step"
-    return f"PyTorch's operations, since of the Triton kernels {verdict}" if verdict else "Triton, compared"
+        return "Triton, if they pass the comparison: the first step compares, as does --compare"
+    if not verdict.fault:
+        return "Triton, compared"
+    cause = "of the Triton kernels" if verdict.certain else "the Triton kernels could not be compared:"
+    return f"PyTorch's operations, since {cause} {verdict.fault}"
 
 
 def prepare(name: str, batch_size: int, image_size: int | None, device: str) -> None:

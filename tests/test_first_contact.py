@@ -3,10 +3,16 @@
 The comparison runs through Triton's interpreter here. Its process, and the device, are replaced.
 """
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
+import threading
+import time
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +21,11 @@ from helpers import kernel_modules
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 
-from efficient_densenet import DenseNet, doctor, kernels
+from efficient_densenet import DenseNet, create_model, doctor, kernels
 from efficient_densenet.kernels import check_on_device, disk_cache, first_contact
 
 pytest.importorskip("triton", reason="needs Triton")
-(launch,) = kernel_modules("triton_gpu", "launch")
+launch, operations, tiles, conv3x3 = kernel_modules("triton_gpu", "launch", "operations", "tiles", "conv3x3")
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 GPU = torch.device("cuda", 0)
 KERNELS = [
@@ -35,9 +41,15 @@ def _name(kernel) -> str:
     return kernel.fn.__name__
 
 
+@pytest.fixture(autouse=True)
+def _exact_float32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.fixture
 def few_sizes(monkeypatch):
-    monkeypatch.setattr(check_on_device, "SIZES", [((2, 4, 6), 5, 20)])
+    monkeypatch.setattr(check_on_device, "UNALIGNED", [((2, 4, 6), 5, 20)])
+    monkeypatch.setattr(check_on_device, "ALIGNED", [((2, 4, 4), 16, 16)])
 
 
 def _find_fault(dtype: torch.dtype = torch.float32, precision: str = "ieee") -> str | None:
@@ -62,7 +74,8 @@ def test_every_kernel_is_compared(monkeypatch):
     ("dtype", "precision"),
     [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee"), (torch.float16, "ieee")],
 )
-def test_the_kernels_have_no_fault(dtype, precision):
+def test_the_kernels_have_no_fault(dtype, precision, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
     assert _find_fault(dtype, precision) is None
 
 
@@ -114,10 +127,16 @@ def test_nan_is_a_difference():
     assert check_on_device._largest_difference([torch.tensor([float("nan"), 1])], [torch.ones(2)]) == float("inf")
 
 
+def _verdict(fault: str | None = None, device: str = "a GPU", lacks: str | None = None) -> str:
+    """What a process of a comparison prints, beside what others print there."""
+    verdict = check_on_device.VERDICT + json.dumps({"device": device, "fault": fault, "lacks": lacks})
+    return f"site customized\n{check_on_device.STARTED}\n{verdict}\nbye\n"
+
+
 @pytest.fixture
 def contact(monkeypatch, tmp_path):
     """A GPU, and what the process of a comparison says: `returncode`, `stdout` and `stderr`; `starts` counts them."""
-    said = SimpleNamespace(returncode=0, stdout="\n", stderr="", starts=0, error=None)
+    said = SimpleNamespace(returncode=0, stdout=_verdict(), stderr="", starts=0, error=None)
 
     def run(command, **options):
         said.starts += 1
@@ -130,13 +149,13 @@ def contact(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    first_contact._fault.cache_clear()
+    first_contact.verdict.cache_clear()
     yield said
-    first_contact._fault.cache_clear()
+    first_contact.verdict.cache_clear()
 
 
 def _in_another_process() -> bool:
-    first_contact._fault.cache_clear()
+    first_contact.verdict.cache_clear()
     return first_contact.may_run(GPU, torch.float32)
 
 
@@ -158,6 +177,7 @@ def test_another_device_or_version_is_compared_anew(part, contact, monkeypatch):
         monkeypatch.setattr(first_contact.convolution, "precision", lambda: "another")
     else:
         owner = first_contact if part.startswith("_") else torch.cuda
+        contact.stdout = _verdict(device="another" if part == "get_device_name" else "a GPU")
         monkeypatch.setattr(owner, part, lambda *_: "another")
     assert _in_another_process()
     assert contact.starts == 2
@@ -166,14 +186,14 @@ def test_another_device_or_version_is_compared_anew(part, contact, monkeypatch):
 @pytest.mark.parametrize(
     ("returncode", "stdout", "stderr", "found"),
     [
-        (0, "conv3x3_forward differs by 1\n", "", "found: conv3x3_forward differs by 1"),
-        (-6, "", "LLVM ERROR: no\n", "found: the comparison ended with status -6: LLVM ERROR: no"),
-        (1, "", "", "found: the comparison ended with status 1: without a message"),
+        (0, _verdict("conv3x3_forward differs by 1"), "", "conv3x3_forward differs by 1"),
+        (-6, check_on_device.STARTED, "LLVM ERROR: no\n", "the comparison ended with status -6: LLVM ERROR: no"),
+        (-11, check_on_device.STARTED, "", "the comparison ended with status -11: "),
     ],
 )
 def test_a_fault_keeps_the_kernels_from_running_and_is_remembered(returncode, stdout, stderr, found, contact):
     contact.returncode, contact.stdout, contact.stderr = returncode, stdout, stderr
-    message = rf"^the Triton kernels for float32 do not run on a GPU: {found}\. The shared .* unchecked; please report"
+    message = rf"^PyTorch's operations.* on a GPU, since of what a comparison has found: {found}\. .*Please report"
     with pytest.warns(UserWarning, match=message):
         assert not first_contact.may_run(GPU, torch.float32)
     assert not first_contact.may_run(GPU, torch.float32)  # without a second warning
@@ -182,20 +202,39 @@ def test_a_fault_keeps_the_kernels_from_running_and_is_remembered(returncode, st
     assert contact.starts == 1
 
 
-@pytest.mark.parametrize(
-    ("returncode", "error", "found"),
-    [
-        (first_contact.COULD_NOT_CHECK, None, "CUDA out of memory"),
-        (-9, None, "ended with status -9"),
-        (0, subprocess.TimeoutExpired("check", 1), "took more than 300 s"),
-        (0, OSError("no such file"), "could not be started"),
-    ],
-)
-def test_what_says_nothing_about_the_kernels_is_tried_again(returncode, error, found, contact):
-    contact.returncode, contact.error, contact.stdout = returncode, error, "CUDA out of memory"
-    with pytest.warns(UserWarning, match=f"could not compare them with PyTorch's operations: .*{found}"):
+UNCERTAIN = [
+    (0, _verdict(lacks="CUDA out of memory"), None, "CUDA out of memory"),
+    (
+        0,
+        _verdict(device="another GPU"),
+        None,
+        "finds another GPU in the place of a GPU",
+    ),
+    (0, "", None, "ended with status 0"),  # as where the parent ignores SIGCHLD
+    (1, "", None, "ended with status 1"),
+    (-11, "", None, "ended with status -11"),  # before it has started to compare
+    (-9, check_on_device.STARTED, None, "ended with status -9"),
+    (-15, check_on_device.STARTED, None, "ended with status -15"),
+    (0, check_on_device.VERDICT + "{", None, "could not be run"),
+    (0, "", subprocess.TimeoutExpired("check", 1), "timed out"),
+    (0, "", OSError("no such file"), "could not be run"),
+    (0, "", UnicodeDecodeError("utf-8", b"x", 0, 1, "no"), "could not be run"),
+]
+
+
+@pytest.mark.parametrize(("returncode", "stdout", "error", "found"), UNCERTAIN)
+def test_what_says_nothing_about_the_kernels_is_kept_for_minutes(
+    returncode, stdout, error, found, contact, monkeypatch
+):
+    contact.returncode, contact.error, contact.stdout = returncode, error, stdout
+    with pytest.warns(UserWarning, match=f"since they could not be compared: .*{found}"):
         assert not first_contact.may_run(GPU, torch.float32)
-    contact.returncode, contact.error, contact.stdout = 0, None, ""
+    contact.returncode, contact.error, contact.stdout = 0, None, _verdict()
+    with pytest.warns(UserWarning, match=found):  # so that the processes of a run do not try one after the other
+        assert not _in_another_process()
+    assert contact.starts == 1
+    now = time.time()
+    monkeypatch.setattr(first_contact.time, "time", lambda: now + 601)
     assert _in_another_process()
     assert contact.starts == 2
 
@@ -220,18 +259,45 @@ def test_an_unknown_mode_is_refused(contact, monkeypatch):
         first_contact.may_run(GPU, torch.float32)
 
 
-def test_one_of_several_processes_compares(contact, tmp_path):
-    """The others wait for its verdict."""
-    code = f"""from {disk_cache.__package__} import disk_cache
-with disk_cache.lock("triton_verdict"):
-    print("locked")
+LOCKED = f"""
+from {disk_cache.__package__} import disk_cache
+with disk_cache.lock("a lock", b"key", 60):
+    print("locked", flush=True)
+    input()
 """
-    with disk_cache.lock("triton_verdict"):
-        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-        other = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(timeout=8)
-    assert other.communicate(timeout=60)[0] == "locked\n"
+
+
+@pytest.mark.skipif(disk_cache.fcntl is None, reason="this system has no such locks")
+def test_a_process_waits_for_another_one_that_compares_but_not_for_ever(contact, tmp_path):
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other = subprocess.Popen([sys.executable, "-c", LOCKED], env=environment, **pipes)
+    assert other.stdout.readline() == "locked\n"
+    started = time.monotonic()
+    with disk_cache.lock("a lock", b"key", 1):
+        assert time.monotonic() - started > 1
+    with disk_cache.lock("a lock", b"another key", 60):
+        pass
+    threading.Timer(1, other.communicate, ["\n"]).start()
+    with disk_cache.lock("a lock", b"key", 60):
+        assert other.wait(timeout=60) == 0
+
+
+def test_a_process_that_was_started_meanwhile_does_not_keep_the_lock(contact):
+    with disk_cache.lock("a lock", b"key", 1):
+        sleeper = subprocess.Popen(["sleep", "60"], close_fds=False)
+    started = time.monotonic()
+    with disk_cache.lock("a lock", b"key", 60):
+        assert time.monotonic() - started < 50
+    sleeper.kill()
+    sleeper.wait()
+
+
+def test_a_system_without_unix_users_keeps_nothing(contact, monkeypatch):
+    monkeypatch.delattr(os, "geteuid")
+    assert first_contact.may_run(GPU, torch.float32)
+    assert _in_another_process()
+    assert contact.starts == 2
 
 
 def test_traced_tensors_start_no_comparison(contact):
@@ -240,34 +306,100 @@ def test_traced_tensors_start_no_comparison(contact):
     assert contact.starts == 0
 
 
-@pytest.mark.exhaustive
-def test_the_comparison_is_a_process_that_prints_its_verdict(monkeypatch):
-    """On a CPU it has no GPU to compare on, and says so."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    command = [sys.executable, "-m", check_on_device.__name__, "cuda:0", "float32", "ieee"]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_process_has_the_paths_of_this_one_and_says_what_it_lacks(tmp_path, monkeypatch):
+    """Modules in the working directory are none of its own."""
+    (tmp_path / "dataclasses.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    done = first_contact._run(0, torch.float32, "ieee")
+    verdict = first_contact._verdict_of(done, "a GPU")
+    assert not verdict.certain
+    assert "NVIDIA" in verdict.fault or "CUDA" in verdict.fault, done
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), OSError()])
+@pytest.mark.usefixtures("few_sizes")
+def test_lack_of_memory_is_no_fault_of_a_kernel(error, monkeypatch):
+    def raising(arguments):
+        raise error
+
+    _plant(monkeypatch, "conv1x1_forward", raising)
+    with pytest.raises(check_on_device.CannotCompareError):
+        _find_fault()
+
+
+def test_a_process_without_its_parent_ends():
+    code = f"import sys, time, {check_on_device.__name__} as c; c._end_with(int(sys.argv[1]), 600); time.sleep(99)"
+    script = f"{sys.executable} -c '{code}' $$ >/dev/null & echo $!"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == first_contact.COULD_NOT_CHECK
-    assert "NVIDIA" in done.stdout or "CUDA" in done.stdout
+    done = subprocess.run(["sh", "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{int(done.stdout)}/exe").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def _recording(launches: set) -> Callable:
+    def launch(kernel, grid, *arguments, **constants):
+        dtypes = [str(each.dtype) for each in arguments if isinstance(each, torch.Tensor)]
+        launches.add((_name(kernel), *dtypes, str(sorted(constants.items()))))
+
+    return launch
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "ieee")]
+)
+def test_the_kernels_of_a_step_are_compared_with_the_constants_of_that_step(dtype, precision, monkeypatch):
+    """Tiles are those of an H100."""
+    limits = tiles.DeviceLimits(132, 228 * 1024, 227 * 1024)
+    for module in tiles, conv3x3:
+        monkeypatch.setattr(module, "device_limits", lambda device: limits)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
+    compared: set = set()
+    monkeypatch.setattr(launch, "launch", _recording(compared))
+    for check in (*check_on_device.checks(dtype), *check_on_device.large_checks(dtype)):
+        with torch.no_grad(), contextlib.suppress(AssertionError):  # of a case that finds memory that nobody wrote
+            check.function(operations, check.make_case())
+    for name, batch_size, size in (("densenet121", 4, 224), ("densenet161", 2, 224), ("densenet_bc_100_12", 16, 32)):
+        launched: set = set()
+        monkeypatch.setattr(launch, "launch", _recording(launched))
+        model, images = create_model(name, efficient="shared"), torch.zeros(batch_size, 3, size, size)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            output = model(images)
+        output.float().sum().backward()
+        assert launched - compared == set(), name
 
 
 def test_the_doctor_says_what_runs_on_each_gpu(contact, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(kernels, "has_triton", lambda device: True)
-    contact.stdout = "conv3x3_forward differs by 1"
+    contact.stdout = _verdict("conv3x3_forward differs by 1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first_contact.may_run(GPU, torch.bfloat16)
     lines = list(doctor.report())
     assert "GPU 0: a GPU, compute capability 9.0" in lines
-    assert (
-        "  float32: Triton, not compared with PyTorch's operations yet: --compare does, as does the first step" in lines
-    )
+    assert "  float32, ieee: Triton, if they pass the comparison: the first step compares, as does --compare" in lines
     assert "  bfloat16: PyTorch's operations, since of the Triton kernels conv3x3_forward differs by 1" in lines
-    contact.stdout = ""
-    assert "  float32: Triton, compared" in list(doctor.report(compare=True))
+    contact.stdout = _verdict(lacks="CUDA out of memory")
+    with pytest.warns(UserWarning, match="out of memory"):
+        lines = list(doctor.report(compare=True))
+    assert any(line.endswith("since the Triton kernels could not be compared: CUDA out of memory") for line in lines)
+
+
+@pytest.mark.parametrize(("mode", "kernels_of_all"), [("trust", "Triton, unchecked"), ("off", "PyTorch's operations")])
+def test_the_doctor_says_what_the_user_has_chosen(mode, kernels_of_all, contact, monkeypatch):
+    monkeypatch.setenv(first_contact.VARIABLE, mode)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(kernels, "has_triton", lambda device: True)
+    assert f"  bfloat16: {kernels_of_all}" in list(doctor.report(compare=True))
+    assert contact.starts == 0
 
 
 def test_the_doctor_runs_without_a_gpu_and_compiles_the_kernels_of_a_model(monkeypatch, capsys):

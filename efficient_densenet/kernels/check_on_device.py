@@ -1,101 +1,122 @@
-"""Compares every Triton kernel with PyTorch's operations on a device, in a process of its own.
+"""Compares every Triton kernel with PyTorch's operations on a device, in a process of its own, for `first_contact`.
 
-    python -m efficient_densenet.kernels.check_on_device cuda:0 bfloat16 tf32
-
-Prints one line: nothing, or the kernel that fails and what was found. A kernel that ends the process, or never ends,
-does so here and not in a training run. `first_contact` starts it.
+`main` prints `STARTED` and then `VERDICT` with a JSON object. A kernel that ends the process, or never ends, does so
+here and not in a training run.
 """
 
 import importlib
+import itertools
+import json
 import math
-import sys
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import portable
 from .comparison import OPERATIONS, SETTINGS, STEM_OPERATIONS, Case, Results, StemCase, is_valid
-from .first_contact import COULD_NOT_CHECK
+
+STARTED = "efficient_densenet compares kernels"
+VERDICT = "efficient_densenet has compared kernels: "
 
 TOLERANCES = {"ieee": 2e-5, "tf32": 8e-3, torch.float16: 8e-3, torch.bfloat16: 2e-2}
 """How far a result may be from the exact one, over the largest value of its tensor. A wrong index, mask or sum makes it
 about as large as the values."""
 
-SIZES = [((2, 5, 13), 5, 48), ((1, 9, 7), 36, 16), ((3, 8, 8), 32, 128)]
-"""Shape, input and output channels: tiles that are partly and wholly filled, rows that are aligned or not, in several
-tiles of rows and channels."""
+UNALIGNED = [((2, 5, 13), 5, 48), ((1, 9, 7), 36, 16), ((3, 8, 8), 32, 128)]
+"""Shape, input and output channels of matrices with rows that are not aligned, in tiles that are filled or not."""
 
-LARGE = (9, 128, 128), 16, 16
-"""So many rows that each program instance has several tiles of them."""
+ALIGNED = [((2, 6, 6), *channels) for channels in ((96, 128), (192, 192), (108, 48), (150, 48), (288, 12))]
+ALIGNED += [((2, 6, 6), *channels) for channels in ((128, 32), (192, 48), (48, 12))]
+"""Those of densenet121, densenet161 and BC-100-12: 1×1 and 3×3 convolutions."""
 
-Check = Callable[[], str | None]
+_CENTERED = {"centered": True, "centered_bottleneck": False}
+AS_IN_A_STAGE = [_CENTERED, _CENTERED | {"overwrite": True}]
+"""Features are stored centered, and bottlenecks are not."""
+
+LARGE = [((9, 128, 128), 16, 48), ((2, 96, 96), 16, 128)]
+"""So many rows that program instances have several tiles of them, or that statistics are of many tiles."""
 
 _random_numbers = threading.Lock()
 """Held by the thread that draws from PyTorch's generator, so that each case has the same numbers everywhere."""
 
+_LACKS = "out of memory", "ALLOC_FAILED", "busy or unavailable"
+"""Of messages that say nothing about a kernel."""
+
+
+class Check(NamedTuple):
+    operation: str
+    function: Callable[[Any, Any], Results]
+    make_case: Callable[[], Any]
+
+
+class CannotCompareError(Exception):
+    """Something is lacking, such as memory."""
+
 
 def find_fault(device: str, dtype: torch.dtype, precision: str, num_threads: int = 16) -> str | None:
-    """The first kernel that fails, and what was found; or None. Kernels are compiled in several threads."""
+    """The first kernel that fails, and what was found; or None.
+
+    Kernels are compiled in several threads, while the smaller cases run; then come the large cases one by one.
+    """
     kernels = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    tolerance = TOLERANCES[precision if dtype is torch.float32 else dtype]
-    checks = list(_checks(kernels, device, dtype, tolerance))
+    compare = partial(_compare, kernels, device, TOLERANCES[precision if dtype is torch.float32 else dtype])
+    large = large_checks(dtype) if device.startswith("cuda") else ()
     with ThreadPoolExecutor(num_threads) as pool:
-        faults = pool.map(_run, checks) if num_threads > 1 else map(_run, checks)
-        return next((fault for fault in faults if fault is not None), None)
+        small = (pool.map if num_threads > 1 else map)(compare, checks(dtype))
+        fault = next(filter(None, itertools.chain(small, map(compare, large))), None)
+        pool.shutdown(cancel_futures=True)
+    return fault
+
+
+def checks(dtype: torch.dtype) -> Iterator[Check]:
+    for operation, function in OPERATIONS.items():
+        for shape, channels, width in UNALIGNED:
+            for setting, options in SETTINGS.items():
+                if is_valid(operation, shape, channels, setting) and (setting == "usual" or channels == 36):
+                    yield Check(operation, function, partial(Case, shape, channels, width, dtype, **options))
+        for shape, channels, width in ALIGNED:
+            for options in ({}, *AS_IN_A_STAGE) if is_valid(operation, shape, channels, "centered") else ({},):
+                yield Check(operation, function, partial(Case, shape, channels, width, dtype, padding=0, **options))
+    for operation in [name for name in OPERATIONS if "conv3x3" in name]:
+        for shape, dilation in [((2, 9), 1), ((2, 4, 3, 5), 1), ((2, 5, 13), 2)]:
+            yield Check(operation, OPERATIONS[operation], partial(Case, shape, 9, 16, dtype, dilation=dilation))
+    for operation, function in STEM_OPERATIONS.items():
+        for memory_format in torch.contiguous_format, torch.channels_last:
+            for channels, size in ((3, (9, 14)), (64, (9, 14)), (64, (8, 12))):
+                yield Check(operation, function, partial(StemCase, channels, dtype, memory_format, size))
+
+
+def large_checks(dtype: torch.dtype) -> Iterator[Check]:
+    for shape, channels, width in LARGE:
+        for operation, function in OPERATIONS.items():
+            options = AS_IN_A_STAGE[0] if is_valid(operation, shape, channels, "centered") else {}
+            yield Check(operation, function, partial(Case, shape, channels, width, dtype, padding=0, **options))
 
 
 @torch.no_grad()
-def _run(check: Check) -> str | None:
-    return check()
-
-
-def _checks(kernels: Any, device: str, dtype: torch.dtype, tolerance: float) -> Iterator[Check]:
-    sizes = [*SIZES, LARGE] if device.startswith("cuda") else SIZES
-    for operation, function in OPERATIONS.items():
-        for shape, channels, width in sizes:
-            for setting, options in SETTINGS.items():
-                if is_valid(operation, shape, channels, setting) and (setting == "usual" or channels == 36):
-                    case = partial(Case, shape, channels, width, dtype, **options)
-                    yield partial(_compare, operation, function, kernels, case, device, tolerance)
-    for operation in [name for name in OPERATIONS if "conv3x3" in name]:
-        for shape, dilation in [((2, 9), 1), ((2, 4, 3, 5), 1), ((2, 5, 13), 2)]:
-            case = partial(Case, shape, 9, 16, dtype, dilation=dilation)
-            yield partial(_compare, operation, OPERATIONS[operation], kernels, case, device, tolerance)
-    for operation, function in STEM_OPERATIONS.items():
-        for memory_format in torch.contiguous_format, torch.channels_last:
-            for channels in 3, 64:
-                case = partial(StemCase, channels, dtype, memory_format)
-                yield partial(_compare, operation, function, kernels, case, device, tolerance)
-
-
-def _compare(
-    operation: str,
-    function: Callable[[Any, Any], Results],
-    kernels: Any,
-    make_case: Callable[[], Any],
-    device: str,
-    tolerance: float,
-) -> str | None:
+def _compare(kernels: Any, device: str, tolerance: float, check: Check) -> str | None:
     """What is wrong with an operation's results, or None."""
-    with _random_numbers:
-        torch.manual_seed(0)
-        case = make_case().on(device)
-    exact = function(portable, case.in_float64())
     try:
-        results = function(kernels, case)
-        difference = _largest_difference(results, exact)
-    except torch.OutOfMemoryError:
-        raise
+        with _random_numbers:
+            torch.manual_seed(0)
+            case = check.make_case().on(device)
+        exact = check.function(portable, case.in_float64())
+        difference = _largest_difference(check.function(kernels, case), exact)
     except Exception as error:
-        return f"{operation} raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        message = " ".join(str(error).split())[:300]
+        if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or any(each in message for each in _LACKS):
+            raise CannotCompareError(message) from error
+        return f"{check.operation} raises {type(error).__name__}: {message}"
     if difference <= tolerance:
         return None
-    return f"{operation} differs from PyTorch's operations by {difference:.1e} of the largest value"
+    return f"{check.operation} differs from PyTorch's operations by {difference:.1e} of the largest value"
 
 
 def _largest_difference(results: Results, exact: Results) -> float:
@@ -107,14 +128,29 @@ def _largest_difference(results: Results, exact: Results) -> float:
     return worst
 
 
-def main(device: str, dtype: str, precision: str) -> None:
+def main(device: str, dtype: str, precision: str, seconds: str, parent: str) -> None:
+    """Print the verdict: the name of the device with the fault, or with what is lacking."""
+    _end_with(int(parent), int(seconds))
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    verdict: dict[str, str | None] = {"device": None, "fault": None, "lacks": None}
     try:
         torch.zeros(1, device=device)
-        print(find_fault(device, getattr(torch, dtype), precision) or "", flush=True)
-    except RuntimeError as error:  # the device is absent or taken, or has too little memory left
-        print(" ".join(str(error).split())[:300], flush=True)
-        sys.exit(COULD_NOT_CHECK)
+        verdict["device"] = torch.cuda.get_device_name(device)
+        print(STARTED, flush=True)
+        verdict["fault"] = find_fault(device, getattr(torch, dtype), precision)
+    except (CannotCompareError, RuntimeError, AssertionError) as error:  # PyTorch finds no such device, or it is taken
+        verdict["lacks"] = " ".join(str(error).split())[:300]
+    print(VERDICT + json.dumps(verdict), flush=True)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def _end_with(parent: int, seconds: int) -> None:
+    """End with the process that has started this one, and after so many seconds even in a kernel that never ends."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(seconds)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -47,9 +47,9 @@ class _Arguments:
 
 
 class Case(_Arguments):
-    """Random arguments for every operation. Each matrix is a slice of the channels of a wider one.
+    """Random arguments for every operation. Each matrix is a slice of the channels of one that is wider by `padding`.
 
-    `centered` values have no mean to subtract.
+    `centered` values have no mean to subtract, and so has a centered bottleneck, which is by default as the values.
     """
 
     def __init__(
@@ -64,8 +64,11 @@ class Case(_Arguments):
         frozen: bool = False,
         needs_grad_weight: bool = True,
         dilation: int = 1,
+        padding: int = 3,
+        centered_bottleneck: bool | None = None,
     ) -> None:
-        self.device, self.frozen = device, frozen
+        self.centered_bottleneck = centered if centered_bottleneck is None else centered_bottleneck
+        self.device, self.frozen, self.padding = device, frozen, padding
         self.overwrite, self.dilation, self.needs_grad_weight = overwrite, dilation, needs_grad_weight
         self.shape, self.dtype, num_rows = torch.Size(shape), dtype, math.prod(shape)
         self.values, self.grad_accum = self._matrix(num_rows, channels), self._matrix(num_rows, channels)
@@ -78,7 +81,7 @@ class Case(_Arguments):
         self.grad_pooled = self._matrix(portable.halved(self.shape).numel(), len(self.pooled_weight))
 
     def _matrix(self, num_rows: int, channels: int) -> Tensor:
-        return torch.randn(num_rows, channels + 3, device=self.device).to(self.dtype)[:, :channels]
+        return torch.randn(num_rows, channels + self.padding, device=self.device).to(self.dtype)[:, :channels]
 
     def norm(self, channels: int | None = None) -> BatchNormAffine:
         """The norm of the values, or of the first channels."""
@@ -101,8 +104,11 @@ class Case(_Arguments):
         sums = [] if accumulator.sums is None else [accumulator.sums]
         return *conv_weight, grads.norm_bias, grads.norm_weight, *sums, accumulator.grad_accum
 
-    def batch_norm_backward(self, values: Tensor, grad_accum: Tensor, channels: int) -> BatchNormBackward:
+    def batch_norm_backward(
+        self, values: Tensor, grad_accum: Tensor, channels: int, centered: bool | None = None
+    ) -> BatchNormBackward:
         """A batch norm's backward, with vectors of its own."""
+        centered = self.mean is None if centered is None else centered
         if self.frozen:
             return BatchNormBackward(values, grad_accum)
         generator = torch.Generator(self.device).manual_seed(channels)
@@ -110,7 +116,7 @@ class Case(_Arguments):
         mean, inv_std = vectors[0, 1:], vectors[1, 1:].abs() + 0.5
         count = len(values)
         return BatchNormBackward(
-            values, grad_accum, inv_std, None if self.mean is None else mean, vectors[2:, 1:] * count**0.5, count
+            values, grad_accum, inv_std, None if centered else mean, vectors[2:, 1:] * count**0.5, count
         )
 
     def with_statistics(self, function: Callable[[StatisticsOutput], Any], channels: int) -> Results:
@@ -142,7 +148,7 @@ class Case(_Arguments):
         return self.with_statistics(function, len(self.weight3x3))
 
     def grad_bottleneck(self, values: Tensor) -> BatchNormBackward:
-        return self.batch_norm_backward(values, self.grad_output, values.shape[1])
+        return self.batch_norm_backward(values, self.grad_output, values.shape[1], self.centered_bottleneck)
 
     def next_bottleneck(self, kernels: Any, conv: Conv1x1) -> None:
         grad_output, accumulator = self.grad_bottleneck(self.grad_output), self.accumulator(self.grad_accum.clone())
@@ -160,7 +166,7 @@ class Case(_Arguments):
     def backward(self, function: Callable[..., Gradients], grad_output: Any, *rest: Any) -> Results:
         """What a backward kernel returns and writes; grad_accum is a slice of the channels of a wider buffer."""
         channels = self.grad_accum.shape[1]
-        buffer = torch.zeros(len(self.grad_accum), channels + 5, device=self.device, dtype=self.grad_accum.dtype)
+        buffer = self.grad_accum.new_zeros(len(self.grad_accum), channels + self.padding)
         accumulator = self.accumulator(buffer[:, :channels].copy_(self.grad_accum), self.overwrite)
         grads = function(grad_output, self.input, *rest[:1], accumulator, *rest[1:])
         assert not buffer[:, channels:].any()
@@ -202,8 +208,10 @@ class StemCase(_Arguments):
         channels: int,
         dtype: torch.dtype,
         memory_format: torch.memory_format = torch.contiguous_format,
+        size: tuple[int, int] = (9, 14),
     ) -> None:
-        values, grad = torch.randint(-3, 4, (2, channels, 9, 14)), torch.randint(-4, 5, (2, channels, 5, 7))
+        values = torch.randint(-3, 4, (2, channels, *size))
+        grad = torch.randint(-4, 5, (2, channels, *self.POOL.pooled_size(size)))
         self.values, self.grad_output = (
             images.to(dtype).contiguous(memory_format=memory_format) for images in (values, grad)
         )

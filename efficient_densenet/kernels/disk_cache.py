@@ -9,17 +9,19 @@ import contextlib
 import functools
 import hashlib
 import os
+import platform
 import stat
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
 except ImportError:  # on Windows
-    fcntl = None
+    fcntl: Any = None
 
 FILES_PER_KERNEL = 16
 """The number of files kept for a kernel, the most recently used: for several dtypes, processors and versions."""
@@ -53,15 +55,30 @@ def store(name: str, key: bytes, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def lock(name: str) -> Iterator[None]:
-    """Keep other processes and threads out, as far as this machine and the directory allow."""
+def lock(name: str, key: bytes, seconds: float) -> Iterator[None]:
+    """Keep this machine's other processes and threads out, if the directory allows it, and for so many seconds."""
     private = directory()
-    with contextlib.ExitStack() as stack:
-        if private is not None and fcntl is not None:
-            with contextlib.suppress(OSError):
-                file = stack.enter_context(open(private / f"{name}.lock", "w"))
-                fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, also by a process that dies
+    if private is None or fcntl is None:
         yield
+        return
+    path = _file(private, name, key + platform.node().encode()).with_suffix(".lock")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(open(path, "w"))
+            _wait_for_lock(file.fileno(), time.monotonic() + seconds)
+            # By name, since a process that was forked meanwhile may keep the file open.
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        yield
+
+
+def _wait_for_lock(descriptor: int, deadline: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def directory() -> Path | None:
@@ -70,7 +87,10 @@ def directory() -> Path | None:
 
 
 def _directory() -> Path | None:
-    """This user's own directory, inside a directory that other users may be able to write; None without a home."""
+    """This user's own directory, inside a directory that other users may be able to write; None without a home, or
+    without users as Unix has them."""
+    if not hasattr(os, "geteuid"):
+        return None
     try:
         caches = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:

@@ -1,7 +1,7 @@
 """The first contact of the Triton kernels with a device: there they are compared with PyTorch's operations.
 
 A process of its own compares them (`check_on_device`), so that a kernel that aborts, never ends or breaks the CUDA
-context harms no training run, and no check runs inside of a graph capture. What it finds is kept on disk, for the
+context harms no training run, and no comparison runs inside of a graph capture. The verdict is kept on disk, for the
 device, the versions, the sources and the dtype.
 """
 
@@ -9,14 +9,18 @@ import functools
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from . import convolution, disk_cache
+from .check_on_device import STARTED, VERDICT
 
 VARIABLE = "EFFICIENT_DENSENET_TRITON"
 MODES = {
@@ -25,14 +29,30 @@ MODES = {
     "off": "run PyTorch's operations instead",
 }
 
-SECONDS = 300
-"""The most time of a comparison. It is killed then, and no verdict is kept."""
+SECONDS = 180
+"""The most time of a comparison."""
 
-COULD_NOT_CHECK = 3
-"""The exit status of a comparison that has said nothing about the kernels, such as for lack of memory."""
+_KEPT = 600.0
+"""Seconds for which it is kept that there was no comparison, for the other processes of a run."""
+_CRASHES = [-getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")]
+_START = """
+import sys
+sys.path[:] = sys.argv.pop(1).split("\\n")
+from {module} import main
+main(*sys.argv[1:])
+"""
 
-_NAME = "triton_verdict"
-_NO_FAULT = b"none"
+
+class Verdict(NamedTuple):
+    """What is wrong with the kernels, "" if nothing is; or, if it is not `certain`, why they were not compared."""
+
+    fault: str
+    certain: bool = True
+    time: float = 0.0
+
+    @property
+    def is_valid(self) -> bool:
+        return self.certain or 0 <= time.time() - self.time < _KEPT
 
 
 def may_run(device: torch.device, dtype: torch.dtype) -> bool:
@@ -42,7 +62,7 @@ def may_run(device: torch.device, dtype: torch.dtype) -> bool:
     if chosen != "check":
         return chosen == "trust"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _fault(index, dtype, precision_of(dtype)) is None
+    return not verdict(index, dtype, precision_of(dtype)).fault
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -58,54 +78,74 @@ def mode() -> str:
     return chosen
 
 
-def stored_verdict(index: int, dtype: torch.dtype, precision: str) -> str | None:
-    """The fault that an earlier comparison has found, "" if it has found none, or None if there was none."""
-    content = disk_cache.load(_NAME, _key(index, dtype, precision))
-    return None if content is None else "" if content == _NO_FAULT else content.decode()
-
-
 @functools.cache
-def _fault(index: int, dtype: torch.dtype, precision: str) -> str | None:
-    """What keeps the kernels from running, with a warning; or None."""
-    with disk_cache.lock(_NAME):  # of several processes on one device, one compares and the others wait
-        fault = stored_verdict(index, dtype, precision)
-        is_certain = True
-        if fault is None:
-            fault, is_certain = _compare(index, dtype, precision)
-            if is_certain:
-                disk_cache.store(_NAME, _key(index, dtype, precision), fault.encode() or _NO_FAULT)
-    if not fault:
-        return None
-    found, report = "could not compare them with PyTorch's operations", ""
-    if is_certain:
-        found, report = "found", "; please report it with what `python -m efficient_densenet.doctor` prints"
-    warnings.warn(
-        f"the Triton kernels for {_name(dtype)} do not run on {torch.cuda.get_device_name(index)}: {found}: {fault}. "
-        f"The shared engine uses PyTorch's operations instead, which are slower. {VARIABLE}=trust runs the kernels "
-        f"unchecked{report}",
-        stacklevel=2,
-    )
-    return fault
+def verdict(index: int, dtype: torch.dtype, precision: str) -> Verdict:
+    """The verdict on disk, or a new one; with a warning where there is a fault."""
+    name, key = f"triton_{_name(dtype)}_{precision}", _key(index, dtype, precision)
+    found = stored_verdict(index, dtype, precision)
+    if found is None:
+        with disk_cache.lock(name, key, SECONDS):  # of several processes on a device, one compares and the others wait
+            found = stored_verdict(index, dtype, precision)
+            if found is None:
+                found = _compare(index, dtype, precision)
+                disk_cache.store(name, key, json.dumps(found).encode())
+    if found.fault:
+        cause = "of what a comparison has found" if found.certain else "they could not be compared"
+        report = ". Please report it with what `python -m efficient_densenet.doctor` prints" if found.certain else ""
+        warnings.warn(
+            f"PyTorch's operations, which are slower, run in the place of the Triton kernels for {_name(dtype)} on "
+            f"{torch.cuda.get_device_name(index)}, since {cause}: {found.fault}. {VARIABLE}=trust runs the kernels "
+            f"unchecked{report}",
+            stacklevel=2,
+        )
+    return found
 
 
-def _compare(index: int, dtype: torch.dtype, precision: str) -> tuple[str, bool]:
-    """The fault that the comparison finds, or ""; and whether that is certain, and not for lack of something else."""
-    if not sys.executable or getattr(sys, "frozen", False):
-        return "there is no Python interpreter to start, as in a frozen application", False
-    command = [sys.executable, "-m", f"{__package__}.check_on_device", f"cuda:{index}", _name(dtype), precision]
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+def stored_verdict(index: int, dtype: torch.dtype, precision: str) -> Verdict | None:
+    """That of an earlier comparison, or None."""
+    content = disk_cache.load(f"triton_{_name(dtype)}_{precision}", _key(index, dtype, precision))
+    found = None if content is None else Verdict(*json.loads(content))
+    return found if found and found.is_valid else None
+
+
+def _compare(index: int, dtype: torch.dtype, precision: str) -> Verdict:
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return f"the comparison took more than {SECONDS} s", False
-    except OSError as error:
-        return f"the comparison could not be started ({error})", False
-    last_words = " ".join(done.stderr.split())[-300:]
-    if done.returncode in (0, COULD_NOT_CHECK):
-        return done.stdout.strip().rpartition("\n")[2] or "", done.returncode == 0
-    killed = done.returncode == -9  # by the system for lack of memory, or by a user
-    return f"the comparison ended with status {done.returncode}: {last_words or 'without a message'}", not killed
+        return _verdict_of(_run(index, dtype, precision), torch.cuda.get_device_name(index))
+    except Exception as error:  # whatever it is, training goes on
+        return Verdict(f"the comparison could not be run ({error})", certain=False, time=time.time())
+
+
+def _run(index: int, dtype: torch.dtype, precision: str) -> subprocess.CompletedProcess:
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise RuntimeError("there is no Python interpreter to start, as in a frozen application")
+    # The modules are this process's own, from its own paths, which the working directory need not be among.
+    start, paths = _START.format(module=f"{__package__}.check_on_device"), "\n".join(sys.path)
+    arguments = f"cuda:{index}", _name(dtype), precision, str(SECONDS), str(os.getpid())
+    return subprocess.run(
+        [sys.executable, "-c", start, paths, *arguments],
+        env=os.environ | {VARIABLE: "off"},  # whatever it starts compares nothing
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=SECONDS + 10,
+        check=False,
+    )
+
+
+def _verdict_of(done: subprocess.CompletedProcess, device_name: str) -> Verdict:
+    """From what the process has printed. Where that says nothing about the kernels, nothing is certain."""
+    said = [line.removeprefix(VERDICT) for line in done.stdout.splitlines() if line.startswith(VERDICT)]
+    if not said:
+        fault = f"the comparison ended with status {done.returncode}: {' '.join(done.stderr.split())[-300:]}"
+        return Verdict(fault, STARTED in done.stdout and done.returncode in _CRASHES, time.time())
+    content = json.loads(said[-1])
+    if content["lacks"] is not None:
+        return Verdict(content["lacks"], certain=False, time=time.time())
+    if content["device"] != device_name:
+        found = f"the process that compares finds {content['device']} in the place of {device_name}"
+        return Verdict(f"{found}: set CUDA_VISIBLE_DEVICES before Python starts", certain=False, time=time.time())
+    return Verdict(content["fault"] or "")
 
 
 def _key(index: int, dtype: torch.dtype, precision: str) -> bytes:
