@@ -32,15 +32,14 @@ about as large as the values."""
 UNALIGNED = [((2, 5, 13), 5, 48), ((1, 9, 7), 36, 16), ((3, 8, 8), 32, 128)]
 """Shape, input and output channels of matrices with rows that are not aligned, in tiles that are filled or not."""
 
-ALIGNED = [((2, 6, 6), *channels) for channels in ((96, 128), (192, 192), (108, 48), (150, 48), (288, 12))]
-ALIGNED += [((2, 6, 6), *channels) for channels in ((128, 32), (192, 48), (48, 12))]
-"""Those of densenet121, densenet161 and BC-100-12: 1×1 and 3×3 convolutions."""
+ALIGNED = [((2, 6, 6), *channels) for channels in ((96, 128), (192, 192), (108, 48), (150, 48))]
+ALIGNED_CONV3X3 = [((2, 6, 6), *channels) for channels in ((128, 32), (192, 48), (48, 12))]
+"""Those of densenet121, densenet161 and BC-100-12."""
 
-_CENTERED = {"centered": True, "centered_bottleneck": False}
-AS_IN_A_STAGE = [_CENTERED, _CENTERED | {"overwrite": True}]
-"""Features are stored centered, and bottlenecks are not."""
+FEATURES = {"centered": True, "centered_bottleneck": False}
+"""As they are stored, while bottlenecks, the inputs of 3×3 convolutions, are not centered."""
 
-LARGE = [((9, 128, 128), 16, 48), ((2, 96, 96), 16, 128)]
+LARGE = [((9, 128, 128), 16, 48), ((2, 96, 96), 16, 128), ((2, 96, 96), 16, 192)]
 """So many rows that program instances have several tiles of them, or that statistics are of many tiles."""
 
 _random_numbers = threading.Lock()
@@ -81,8 +80,8 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
             for setting, options in SETTINGS.items():
                 if is_valid(operation, shape, channels, setting) and (setting == "usual" or channels == 36):
                     yield Check(operation, function, partial(Case, shape, channels, width, dtype, **options))
-        for shape, channels, width in ALIGNED:
-            for options in ({}, *AS_IN_A_STAGE) if is_valid(operation, shape, channels, "centered") else ({},):
+        for shape, channels, width in ALIGNED_CONV3X3 if "conv3x3" in operation else ALIGNED:
+            for options in _options(operation):
                 yield Check(operation, function, partial(Case, shape, channels, width, dtype, padding=0, **options))
     for operation in [name for name in OPERATIONS if "conv3x3" in name]:
         for shape, dilation in [((2, 9), 1), ((2, 4, 3, 5), 1), ((2, 5, 13), 2)]:
@@ -96,8 +95,15 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
 def large_checks(dtype: torch.dtype) -> Iterator[Check]:
     for shape, channels, width in LARGE:
         for operation, function in OPERATIONS.items():
-            options = AS_IN_A_STAGE[0] if is_valid(operation, shape, channels, "centered") else {}
-            yield Check(operation, function, partial(Case, shape, channels, width, dtype, padding=0, **options))
+            out_channels = 12 if "conv3x3" in operation else width  # which is too wide for their kernels
+            case = partial(Case, shape, channels, out_channels, dtype, padding=0, **_options(operation)[0])
+            yield Check(operation, function, case)
+
+
+def _options(operation: str) -> list[dict[str, bool]]:
+    """Those of an operation in a stage."""
+    options = {} if "conv3x3" in operation or operation == "batch_statistics" else FEATURES
+    return [options, options | {"overwrite": True}] if operation.endswith("backward") else [options]
 
 
 @torch.no_grad()
