@@ -33,6 +33,15 @@ def _whole(words: list[str], folder: Path) -> Path:
     return folder / "whole"
 
 
+def _whole_by_torchrun(words: list[str], folder: Path) -> Path:
+    """The same with one thread in each process, as torchrun starts them: sums depend on the number of threads."""
+    launch = ["--standalone", "--nproc_per_node", "2", CP_DEMO]
+    process = torchrun(*launch, *words, "--save", "whole", cwd=folder)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return folder / "whole"
+
+
 def _elastic(words: list[str], delay: float, folder: Path) -> ForkedDemo:
     return ForkedDemo(elastic_demo.__file__, "20", str(delay), *words, "--save", "run", "--resume", "auto", cwd=folder)
 
@@ -69,7 +78,7 @@ def test_a_killed_process_is_restarted_to_the_same_numbers(parallel, tmp_path):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_torchrun_restarts_a_run_after_the_main_process_was_killed(parallel, tmp_path):
     words = _words(tmp_path, "--n_epochs", "8")
-    whole = _whole(words, tmp_path)
+    whole = _whole_by_torchrun(words, tmp_path)
     words = [*words, "--save", "run", "--resume", "auto", "--parallel", parallel]
     launch = ["--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
     agent = torchrun(*launch, CP_DEMO, *words, cwd=tmp_path)
@@ -181,7 +190,7 @@ def _c10d(node: int, endpoint: str) -> list[str]:
 def test_two_nodes_are_one_run_and_restart_together(rendezvous: Callable, killed_node: int, tmp_path):
     """Two agents on one machine, of which one loses its process."""
     words = _words(tmp_path, "--n_epochs", "8")
-    whole, endpoint = _whole(words, tmp_path), _rendezvous()
+    whole, endpoint = _whole_by_torchrun(words, tmp_path), _rendezvous()
     words = [*words, "--save", "run", "--resume", "auto", "--parallel", "fsdp"]
     launch = ["--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "3"]
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if rendezvous is _c10d else {}
