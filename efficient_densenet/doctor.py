@@ -38,7 +38,7 @@ def _processor() -> Iterator[str]:
     else:
         from .kernels.numba_cpu.host import processor
 
-        found = ", ".join(name for name in processor.features()) or "no AVX-512"
+        found = ", ".join(processor.features()) or "no AVX-512"
         left_out = os.environ.get(processor.VARIABLE)
         yield f"processor kernels: Numba, {found}" + (f"; {processor.VARIABLE}={left_out}" if left_out else "")
 

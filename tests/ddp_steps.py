@@ -6,14 +6,12 @@ differs.
 
 import contextlib
 import functools
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sharded_steps import MODELS, TOLERANCE, largest_difference, process_group, recorded_engines
+from sharded_steps import MODELS, TOLERANCE, largest_difference, recorded_engines, write_outcomes
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -84,11 +82,5 @@ def outcome(case: str) -> str:
     return f"{verdict}, by {', '.join(sorted(engines))}"
 
 
-def main(cases: str, path: str) -> None:
-    with process_group(f"{path}.store") as rank:
-        outcomes = {case: outcome(case) for case in json.loads(Path(cases).read_text())}
-    Path(f"{path}.{rank}").write_text(json.dumps(outcomes))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_outcomes(outcome, *sys.argv[1:])

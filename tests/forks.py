@@ -90,6 +90,13 @@ def torchrun(*words: str, cwd: Path, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
+def outcomes_of_processes(cases: list[str], processes: int, script: Path, folder: Path) -> list[dict[str, str]]:
+    """What each process of a script that takes a file of cases writes for them. One group of processes runs all, since
+    starting them is what takes time."""
+    (folder / "cases").write_text(json.dumps(cases))
+    return results_of_processes(processes, script, "cases", "outcomes", cwd=folder)
+
+
 def results_of_processes(processes: int, script: Path, *words: str, cwd: Path) -> list[Any]:
     """The JSON that each process of `fork_processes` writes into the file that the last of `words` names, with its
     rank as suffix."""

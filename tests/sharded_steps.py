@@ -188,6 +188,13 @@ def process_group(store: str) -> Iterator[int]:
     dist.destroy_process_group()
 
 
+def write_outcomes(outcome: Callable[[str], str], cases: str, path: str) -> None:
+    """Write the outcomes of the cases in the file `cases`, all in one process group."""
+    with process_group(f"{path}.store") as rank:
+        outcomes = {case: outcome(case) for case in json.loads(Path(cases).read_text())}
+    Path(f"{path}.{rank}").write_text(json.dumps(outcomes))
+
+
 def main(cases: str, path: str) -> None:
     outcomes = {}
     for i, case in enumerate(json.loads(Path(cases).read_text())):

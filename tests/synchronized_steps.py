@@ -4,16 +4,14 @@ A case is the text "model | norms | images of the processes | engine". What is w
 the engines that ran, or how much it differs; and the numbers of collectives and of bytes of one step.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torchvision.models.densenet as torchvision_densenet
-from sharded_steps import ENGINES, TOLERANCE, largest_difference, process_group, recorded_engines
+from sharded_steps import ENGINES, TOLERANCE, largest_difference, recorded_engines, write_outcomes
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, kernels, make_efficient
@@ -121,11 +119,5 @@ def outcome(case: str) -> str:
     return f"{verdict}, by {', '.join(sorted(engines))}, {counts[0]} collectives, {counts[1]} bytes"
 
 
-def main(cases: str, path: str) -> None:
-    with process_group(f"{path}.store") as rank:
-        outcomes = {case: outcome(case) for case in json.loads(Path(cases).read_text())}
-    Path(f"{path}.{rank}").write_text(json.dumps(outcomes))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_outcomes(outcome, *sys.argv[1:])

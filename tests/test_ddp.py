@@ -1,13 +1,13 @@
 """DistributedDataParallel with its options: plain's numbers by the shared engine, reduced during the backward."""
 
-import json
+import functools
 from pathlib import Path
 
 import ddp_steps
 import pytest
 import torch
 from ddp_steps import SIDES, WAYS
-from forks import results_of_processes
+from forks import outcomes_of_processes
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,14 +19,12 @@ ALL = [f"{model} | {way}" for model in SIDES for way in WAYS]
 QUICK = [*(f"ours | {way}" for way in WAYS), "converted | usual", "converted | joined"]
 
 
-def _outcomes(cases: list[str], processes: int, folder: Path) -> list[dict[str, str]]:
-    (folder / "cases").write_text(json.dumps(cases))
-    return results_of_processes(processes, Path(ddp_steps.__file__), "cases", "outcomes", cwd=folder)
+_outcomes = functools.partial(outcomes_of_processes, script=Path(ddp_steps.__file__))
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> list[dict[str, str]]:
-    return _outcomes(QUICK, 2, tmp_path_factory.mktemp("ddp"))
+    return _outcomes(QUICK, 2, folder=tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.mark.parametrize("case", QUICK)
@@ -37,7 +35,7 @@ def test_steps_of_two_processes_equal_plain_s(case, outcomes):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [2, 3])
 def test_steps_of_several_processes_equal_plain_s(processes, tmp_path):
-    for of_rank in _outcomes(ALL, processes, tmp_path):
+    for of_rank in _outcomes(ALL, processes, folder=tmp_path):
         assert {case: outcome for case, outcome in of_rank.items() if outcome != "equal, by shared"} == {}
 
 

@@ -1,13 +1,13 @@
 """Every engine under `fully_shard` and FSDP1, whatever is sharded: plain's numbers, or a refusal."""
 
+import functools
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 import sharded_steps
 import torch
-from forks import results_of_processes
+from forks import outcomes_of_processes
 from sharded_steps import ENGINES, MODELS, SHARDINGS, UNITS
 from torch import nn
 
@@ -35,10 +35,7 @@ QUICK = [
 ALL = [" | ".join(case) for case in itertools.product(MODELS, SHARDINGS, UNITS, ENGINES)]
 
 
-def _outcomes(cases: list[str], processes: int, folder: Path) -> list[dict[str, str]]:
-    """Of every rank. One group of processes runs all cases, since starting them is what takes time."""
-    (folder / "cases").write_text(json.dumps(cases))
-    return results_of_processes(processes, Path(sharded_steps.__file__), "cases", "outcomes", cwd=folder)
+_outcomes = functools.partial(outcomes_of_processes, script=Path(sharded_steps.__file__))
 
 
 def _is_right(case: str, outcome: str) -> bool:
@@ -59,7 +56,7 @@ def _is_right(case: str, outcome: str) -> bool:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> list[dict[str, str]]:
-    return _outcomes(QUICK, 2, tmp_path_factory.mktemp("sharded"))
+    return _outcomes(QUICK, 2, folder=tmp_path_factory.mktemp("sharded"))
 
 
 @pytest.mark.parametrize("case", QUICK)
@@ -80,5 +77,5 @@ def test_a_module_in_the_place_of_another_is_named():
 @pytest.mark.parametrize("model", MODELS)
 def test_every_sharded_model_trains_as_plain_or_is_refused(model, processes, tmp_path):
     cases = [case for case in ALL if case.startswith(f"{model} | ")]
-    for outcomes in _outcomes(cases, processes, tmp_path):
+    for outcomes in _outcomes(cases, processes, folder=tmp_path):
         assert [f"{case}: {outcome}" for case, outcome in outcomes.items() if not _is_right(case, outcome)] == []

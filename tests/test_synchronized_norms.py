@@ -1,13 +1,13 @@
 """Synchronized norms, torch's and ours, by every engine: the numbers of plain on the joined batch of all processes."""
 
-import json
+import functools
 from pathlib import Path
 
 import pytest
 import synchronized_steps
 import torch
 import torch.distributed as dist
-from forks import results_of_processes
+from forks import outcomes_of_processes
 
 from efficient_densenet import create_model
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
@@ -27,14 +27,12 @@ CASES = [
 ]
 
 
-def _outcomes(cases: list[str], processes: int, folder: Path) -> list[dict[str, str]]:
-    (folder / "cases").write_text(json.dumps(cases))
-    return results_of_processes(processes, Path(synchronized_steps.__file__), "cases", "outcomes", cwd=folder)
+_outcomes = functools.partial(outcomes_of_processes, script=Path(synchronized_steps.__file__))
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> list[dict[str, str]]:
-    return _outcomes(CASES, 2, tmp_path_factory.mktemp("synchronized"))
+    return _outcomes(CASES, 2, folder=tmp_path_factory.mktemp("synchronized"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,5 +81,5 @@ def test_three_processes_with_batches_of_all_sizes(tmp_path):
         )
         for images in ("1 1 1", "0 0 2", "2 0 1", "3 2 4")
     ]
-    for of_rank in _outcomes(cases, 3, tmp_path):
+    for of_rank in _outcomes(cases, 3, folder=tmp_path):
         assert [f"{case}: {outcome}" for case, outcome in of_rank.items() if "equal, by shared" not in outcome] == []

@@ -95,7 +95,7 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
 def large_checks(dtype: torch.dtype) -> Iterator[Check]:
     for shape, channels, width in LARGE:
         for operation, function in OPERATIONS.items():
-            out_channels = 12 if "conv3x3" in operation else width  # which is too wide for their kernels
+            out_channels = 12 if "conv3x3" in operation else width  # wider ones are cuDNN's
             case = partial(Case, shape, channels, out_channels, dtype, padding=0, **_options(operation)[0])
             yield Check(operation, function, case)
 

@@ -27,7 +27,7 @@ FILES_PER_KERNEL = 16
 """The number of files kept for a kernel, the most recently used: for several dtypes, processors and versions."""
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-_ABANDONED_AFTER = 3600  # seconds: longer than any process writes a temporary file
+_ABANDONED_AFTER = 3600  # seconds: longer than any process writes a temporary file or keeps a lock
 
 
 def load(name: str, key: bytes) -> bytes | None:
@@ -66,7 +66,7 @@ def lock(name: str, key: bytes, seconds: float) -> Iterator[None]:
         with contextlib.suppress(OSError):
             file = stack.enter_context(open(path, "w"))
             _wait_for_lock(file.fileno(), time.monotonic() + seconds)
-            # By name, since a process that was forked meanwhile may keep the file open.
+            # Closing the file is not enough: a process that was forked meanwhile may keep it open.
             stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
         yield
 
@@ -173,9 +173,10 @@ def _replace(file: Path, content: bytes) -> None:
 
 
 def _remove_old_files(directory: Path, name: str) -> None:
-    """Remove a kernel's least recently used files, and temporary files that killed processes have left."""
+    """Remove a kernel's least recently used files, old locks, and temporary files that killed processes have left."""
     by_use = sorted(directory.glob(f"{name}-*.kernel"), key=_modified, reverse=True)
-    abandoned = (file for file in directory.glob("*.tmp") if _modified(file) < time.time() - _ABANDONED_AFTER)
+    others = (*directory.glob("*.tmp"), *directory.glob("*.lock"))
+    abandoned = (file for file in others if _modified(file) < time.time() - _ABANDONED_AFTER)
     for file in (*by_use[FILES_PER_KERNEL:], *abandoned):
         file.unlink(missing_ok=True)
 

@@ -34,7 +34,7 @@ SECONDS = 180
 
 _KEPT = 600.0
 """Seconds for which it is kept that there was no comparison, for the other processes of a run."""
-_CRASHES = [-getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")]
+_CRASHES = [-each for each in signal.Signals if each.name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")]
 _START = """
 import sys
 sys.path[:] = sys.argv.pop(1).split("\\n")
