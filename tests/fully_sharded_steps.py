@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from efficient_densenet import DenseNet
-from efficient_densenet.memory import tensor_peak
 from efficient_densenet.models.layers import DenseBlock
 
 
@@ -151,21 +150,6 @@ def load() -> dict:
     equal = [any(torch.equal(tensor, each) for each in of_ranks) for tensor, *of_ranks in loaded]
     steps = {int(state["step"]) for state in optimizer.state.values()}
     return {"equal": all(equal), "steps": sorted(steps)}
-
-
-def memory() -> dict:
-    """The tensor peak of a process that builds a model and trains two steps: parameters, gradients and all else."""
-    x = torch.randn(4, 3, 32, 32)
-    wrappers = {"plain": _sharded, "shared": _sharded, "shared, DDP": nn.parallel.DistributedDataParallel}
-
-    def train(name: str) -> None:
-        torch.manual_seed(0)
-        model = DenseNet(24, (8, 8), num_init_features=24, efficient=name.partition(",")[0])
-        model = wrappers[name](model)
-        for _ in range(2):
-            model(x).sum().backward()
-
-    return {name: tensor_peak(functools.partial(train, name)) for name in wrappers}
 
 
 def main(case: str, path: str) -> None:
