@@ -8,8 +8,8 @@
 #
 # CSV and text files, and what each part has printed, go to benchmarks/results. With OUT=<folder> that folder gets two
 # files, made anew after each part: summary.txt, a line for each part, and on_gpu.tar.gz with all others.
-# PYTHON names the interpreter (by default the first python3 or python), which needs torch only. Rows of other missing
-# packages are left out, with a message.
+# LIMIT is the most seconds of all parts together. PYTHON names the interpreter (by default the first python3 or python),
+# which needs torch only. Rows of other missing packages are left out, with a message.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 results=benchmarks/results
@@ -22,7 +22,7 @@ mkdir -p "$logs"
 : >"$logs/summary.txt"
 python=${PYTHON:-$(command -v python3 || command -v python)}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-end=$((SECONDS + 530))
+end=$((SECONDS + ${LIMIT:-530}))
 failed=() parts=0
 
 finish() { # finish <name> <what became of it>: a line of the summary, and the files that $OUT is given so far
@@ -134,20 +134,22 @@ else
     small=(--device cuda --model densenet_bc_100_12)
     unset TRITON_INTERPRET
     part "first contact" 100 "$python" -m efficient_densenet.doctor --compare
-    prepare 60 densenet121:64 densenet_bc_100_12:256
     kernel_tests "${tests[@]}"
-    check 90 "${small[@]}" --batch_size 64 --precision bf16,tf32,float32
-    measure 140 "${small[@]}" --batch_size 256 --precision tf32 --methods $graphs,$compiled
-    measure 140 "${big[@]}" --precision tf32 --methods $graphs,$compiled
-    measure 40 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
-    profile 25 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
+    check 60 "${small[@]}" --batch_size 64 --precision tf32,bf16,float32
+    measure 90 "${small[@]}" --batch_size 256 --precision tf32 --methods $graphs
+    measure 90 "${big[@]}" --precision tf32 --methods $graphs
     profile 25 "${small[@]}" --batch_size 256 --precision tf32 --methods plain,shared
     profile 25 "${big[@]}" --precision tf32 --methods plain,shared
+    profile 40 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
+    part "tiles" 120 "$python" benchmarks/gpu_tiles.py
+    measure 40 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
     measure 40 "${small[@]}" --batch_size 256 --precision tf32 --layout channels_last --methods plain,shared
     measure 40 "${big[@]}" --precision tf32 --layout channels_last --methods plain,shared
     check 60 "${big[@]}" --precision tf32,float32
     measure 40 "${small[@]}" --batch_size 256 --precision bf16 --methods plain,shared,graph_shared
     measure 40 "${big[@]}" --precision bf16 --methods plain,shared,graph_shared
+    measure 140 "${small[@]}" --batch_size 256 --precision tf32 --methods $compiled
+    measure 140 "${big[@]}" --precision tf32 --methods $compiled
     measure 60 "${small[@]}" --batch_size 256 --precision tf32 --methods $others
     measure 60 "${big[@]}" --precision tf32 --methods $others
 fi

@@ -33,7 +33,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT_STEP = 0.3  # seconds
 ALGORITHMS_TRIED = 4
 """How many of cuDNN's convolution algorithms it may try for each shape: all would take longer than the measurement."""
-PROFILED_STEPS, PROFILED_KERNELS = 5, 10
+PROFILED_STEPS, PROFILED_KERNELS = 5, 25
 
 
 class Task:

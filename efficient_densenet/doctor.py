@@ -8,6 +8,9 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -55,16 +58,17 @@ def _triton(compare: bool) -> Iterator[str]:
         if not kernels.has_triton(torch.device("cuda", index)):
             yield "  PyTorch's operations: Triton is not installed, or does not know this GPU (needed is 8.0 or higher)"
             continue
-        for dtype, precision in KERNELS:
-            name = str(dtype).removeprefix("torch.") + (f", {precision}" if dtype is torch.float32 else "")
-            yield f"  {name}: {_kernels(index, dtype, precision, mode, compare)}"
+        find = first_contact.verdict if compare else first_contact.stored_verdict
+        with ThreadPoolExecutor() as pool:  # each comparison is in a process of its own
+            verdicts = pool.map(partial(find, index), *zip(*KERNELS, strict=True)) if mode == "check" else KERNELS
+            for (dtype, precision), verdict in zip(KERNELS, verdicts, strict=True):
+                name = str(dtype).removeprefix("torch.") + (f", {precision}" if dtype is torch.float32 else "")
+                yield f"  {name}: {_kernels(mode, verdict)}"
 
 
-def _kernels(index: int, dtype: torch.dtype, precision: str, mode: str, compare: bool) -> str:
+def _kernels(mode: str, verdict: Any) -> str:
     if mode != "check":
         return "Triton, unchecked" if mode == "trust" else "PyTorch's operations"
-    find = first_contact.verdict if compare else first_contact.stored_verdict
-    verdict = find(index, dtype, precision)
     if verdict is None:
         return "Triton, if they pass the comparison: the first step compares, as does --compare"
     if not verdict.fault:

@@ -73,11 +73,12 @@ class Tile(NamedTuple):
     max_registers: int | None
     out_channels: int = 0
     rest: int = 0
+    num_warps: int = 8
 
     def constants(self) -> dict[str, int]:
         """The tile as constants and options of a launch."""
         blocks = {"BLOCK_ROWS": self.rows, "BLOCK_CHANNELS": self.channels, "BLOCK_OUT": self.out_channels}
-        options = {"num_warps": 8, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return blocks | options | ({} if self.max_registers is None else {"maxnreg": self.max_registers})
 
     def forward_shared_memory(self, precision: Precision) -> int:
