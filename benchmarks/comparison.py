@@ -151,6 +151,7 @@ class Measurement:
     allocator: str = ""
     kernels: str = ""
     times: list[float] = field(default_factory=list)
+    host_times: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     note: str = ""
 
@@ -195,17 +196,19 @@ class Comparison:
 
     def _run_rounds(self, methods: list[str]) -> None:
         for _ in range(self.rounds):
-            times = {method: self._step(method) for method in methods}
-            plain = times["plain"]
-            for method, seconds in times.items():
+            answers = {method: self._step(method) for method in methods}
+            plain = answers["plain"].get("seconds")
+            for method, answer in answers.items():
+                seconds = answer.get("seconds")
                 if seconds is not None:
                     self.measurements[method].times.append(seconds)
+                    self.measurements[method].host_times.append(answer["host_seconds"])
                 if seconds is not None and plain is not None:
                     self.measurements[method].ratios.append(seconds / plain)
 
-    def _step(self, method: str) -> float | None:
+    def _step(self, method: str) -> dict[str, Any]:
         time.sleep(PAUSE)
-        return self._try(method, lambda worker: worker.request("step")).get("seconds")
+        return self._try(method, lambda worker: worker.request("step"))
 
     def _fits_another(self) -> bool:
         """Return True if another method fits in memory. No method is known to need more than plain."""

@@ -103,12 +103,12 @@ class TracingMode(TorchDispatchMode):
                 self.memory.add(tensor)
         return output
 
-    def add_launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def add_launch(self, prepared: Any, *tensors: Any) -> None:
         """The stand-in for the function that launches a Triton kernel."""
-        function = kernel
+        function, grid, arguments = prepared.kernel, prepared.grid, (*tensors, *prepared.numbers)
         while not inspect.isfunction(function):  # below decorators
             function = function.fn
-        named = dict(zip(inspect.signature(function).parameters, arguments, strict=False)) | constants
+        named = dict(zip(inspect.signature(function).parameters, arguments, strict=False)) | prepared.constants
         shapes = tuple(tuple(value.shape) for value in named.values() if isinstance(value, torch.Tensor))
         name = function.__name__
         self.trace.computations.append(

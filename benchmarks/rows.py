@@ -33,13 +33,13 @@ COLUMNS = (
     *("model", "method", "kernels", "batch_size", "image_size", "precision", "layout", "allocator"),
     *("tensor_peak_mib", "tensor_peak_over_plain", "process_peak_mib", "process_peak_over_plain"),
     "step_peak_mib",
-    *("step_s_median", "step_s_q1", "step_s_q3"),
+    *("step_s_median", "step_s_q1", "step_s_q3", "host_s_median"),
     *("time_over_plain_median", "time_over_plain_q1", "time_over_plain_q3"),
     *("rounds", "first_step_s", "note", "device", "device_name", "threads", "torch", "date", "commit"),
 )
-NEWER_COLUMNS = {"kernels", "step_peak_mib"}
+NEWER_COLUMNS = {"kernels", "step_peak_mib", "host_s_median"}
 """Those that older files lack: the set of kernels that the shared engine runs (Triton, Numba or portable), and the peak
-of a step that makes its gradients anew, which count."""
+of a step that makes its gradients anew, which count, and the host's part of a step on a GPU."""
 
 RENAMED_METHODS = {"compile": "compile_plain"}
 """Methods that have another name in older files."""
@@ -67,6 +67,7 @@ def _row(setting: Setting, method: str, measurement: Measurement, plain: Measure
         "process_peak_over_plain": _ratio(measurement.process_peak, plain.process_peak),
         "step_peak_mib": _mib(measurement.step_peak),
         **_quartiles("step_s", measurement.times, 5),
+        "host_s_median": _median(measurement.host_times) if setting.device != "cpu" else "",
         **_quartiles("time_over_plain", measurement.ratios, 3),
         "rounds": len(measurement.times),
         "first_step_s": "" if measurement.first_step_s is None else f"{measurement.first_step_s:.2f}",
@@ -85,6 +86,10 @@ def _mib(size: int | None) -> str:
 
 def _ratio(ours: int | None, plain: int | None) -> str:
     return f"{ours / plain:.3f}" if ours is not None and plain else ""
+
+
+def _median(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.5f}" if seconds else ""
 
 
 def _quartiles(name: str, values: list[float], digits: int) -> Row:

@@ -176,7 +176,8 @@ def _summary(row: results.Row) -> str:
         text += f", {row['kernels']} kernels"
     if row["rounds"] == "0":
         return text
-    return f"{text}, step {row['step_s_median']} s ({row['time_over_plain_median']} of plain)"
+    text += f", step {row['step_s_median']} s ({row['time_over_plain_median']} of plain)"
+    return f"{text}, host {row['host_s_median']} s" if row["host_s_median"] else text
 
 
 def _device(name: str) -> str:

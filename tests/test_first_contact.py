@@ -61,9 +61,9 @@ def _find_fault(dtype: torch.dtype = torch.float32) -> str | None:
 def test_every_kernel_is_compared(monkeypatch):
     launched, original = set(), launch.launch
 
-    def recording(kernel, *arguments, **constants):
-        launched.add(_name(kernel))
-        return original(kernel, *arguments, **constants)
+    def recording(prepared, *tensors):
+        launched.add(_name(prepared.kernel))
+        return original(prepared, *tensors)
 
     monkeypatch.setattr(launch, "launch", recording)
     assert _find_fault() is None
@@ -80,10 +80,10 @@ def _plant(monkeypatch, name: str, wrong) -> None:
     """Let `wrong` change the tensors of the kernel `name` after each launch, or raise before it."""
     original = launch.launch
 
-    def launching(kernel, grid, *arguments, **constants):
-        original(kernel, grid, *arguments, **constants)
-        if _name(kernel) == name:
-            wrong(arguments)
+    def launching(prepared, *tensors):
+        original(prepared, *tensors)
+        if _name(prepared.kernel) == name:
+            wrong(tensors)
 
     monkeypatch.setattr(launch, "launch", launching)
 
@@ -338,9 +338,9 @@ def test_a_process_without_its_parent_ends():
 
 
 def _recording(launches: set) -> Callable:
-    def launch(kernel, grid, *arguments, **constants):
-        dtypes = [str(each.dtype) for each in arguments if isinstance(each, torch.Tensor)]
-        launches.add((_name(kernel), *dtypes, str(sorted(constants.items()))))
+    def launch(prepared, *tensors):
+        dtypes = [str(each.dtype) for each in tensors]
+        launches.add((_name(prepared.kernel), *dtypes, str(sorted(prepared.constants.items()))))
 
     return launch
 

@@ -19,7 +19,6 @@ from helpers import (
     with_engine,
 )
 from test_stem import _step
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 
@@ -193,8 +192,8 @@ def test_launches_and_bytes_of_densenet121_s_stem(monkeypatch):
     """z is written once, and read twice, in the forward and in the backward; its gradient is written over it."""
     bytes_of_launches = []
 
-    def record(kernel, grid, *arguments, **constants):
-        bytes_of_launches.append(sum(each.nbytes for each in arguments if isinstance(each, Tensor)))
+    def record(prepared, *tensors):
+        bytes_of_launches.append(sum(each.nbytes for each in tensors))
 
     monkeypatch.setattr(triton_stem.launch, "launch", record)
     monkeypatch.setattr(kernels, "triton_supports", lambda values: True)

@@ -23,6 +23,7 @@ from efficient_densenet._torch_private import (
     below_autograd,
     bypass_saved_tensor_hooks,
     class_before_fully_shard,
+    convolutions_in_tf32,
     early_stop_enabled,
     foreach_add_,
     foreach_copy_,
@@ -308,6 +309,14 @@ def test_foreach_operations():
     narrowed = [torch.empty(2, dtype=torch.bfloat16), torch.empty(1, dtype=torch.float16)]
     foreach_copy_(narrowed, [torch.tensor([1.5, 2]), torch.tensor([3.0])])
     assert [tensor.tolist() for tensor in narrowed] == [[1.5, 2], [3]]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_convolutions_in_tf32(allowed, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    assert convolutions_in_tf32() is allowed
+    if hasattr(torch.backends.cudnn, "conv"):  # since PyTorch 2.9
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is allowed
 
 
 def test_im2col_convolutions():

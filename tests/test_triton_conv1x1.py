@@ -81,7 +81,7 @@ def test_slices_of_the_output_channels(dtype, overwrite, monkeypatch):
     """Three slices of 16, 16 and 13, rather than of hundreds."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(tiles, "MAX_OUT_CHANNELS", 16)
-    case = Case((2, 5, 7), 9, 45, dtype, overwrite)
+    case = Case((2, 5, 7), 9, 45, dtype, overwrite, DEVICE)
     for operation in [*CONVOLUTIONS, "conv1x1_forward_with_statistics"]:
         if operation != "conv1x1_backward" or dtype == torch.float32:
             check(operations, operation, case)

@@ -41,9 +41,9 @@ def launched(monkeypatch):
     """The names of the kernels that were launched."""
     names, launch = [], conv3x3.launch.launch
 
-    def recorded(kernel, *rest, **constants):
-        names.append(kernel.fn.__name__)
-        launch(kernel, *rest, **constants)
+    def recorded(prepared, *tensors):
+        names.append(prepared.kernel.fn.__name__)
+        launch(prepared, *tensors)
 
     monkeypatch.setattr(conv3x3.launch, "launch", recorded)
     return names
@@ -112,7 +112,7 @@ def test_launches_of_a_convolution(launched):
 def test_grids_of_many_pixels_are_within_cuda_s_limits(operation, monkeypatch):
     """Recorded on the meta device: 2³¹ − 1 program instances on the first axis, 65,535 on the others."""
     grids = []
-    monkeypatch.setattr(conv3x3.launch, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+    monkeypatch.setattr(conv3x3.launch, "launch", lambda prepared, *_: grids.append(prepared.grid))
     monkeypatch.setattr(conv3x3, "precision", lambda: "tf32")
     with torch.device("meta"):
         shape = torch.Size([8, 2048, 2048])

@@ -98,7 +98,6 @@ def driver(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_device", stub.get_current_device)
     monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: on_device(tensor.get_device()))
-    monkeypatch.setattr(launching, "_launchers", {})
     active = dict(vars(launching.driver))
     launching.driver.set_active(stub)
     yield stub
@@ -130,7 +129,8 @@ LAUNCHES = {
     "another option": {"num_warps": 8},
     "another device": {"device": 1},
     "another grid": {"grid": (2, 3, 4)},
-    "other addresses and sizes": {"address": 3200, "num_rows": 48},
+    "another size": {"num_rows": 48},
+    "another address": {"address": 3200},
 }
 
 
@@ -138,7 +138,9 @@ def _launch(kernel, grid=(5,), address=1600, dtype=torch.float32, device=0, num_
     output = Tensor(16, device=device)
     values = None if address is None else Tensor(address, dtype, device)
     constants = {"ADDEND": 2.0, "BLOCK": 32} | constants
-    launching.launch(kernel, grid, output, values, num_rows, factor, **constants)
+    prepared = launching.cached_launch(kernel, grid, num_rows, factor, **constants)
+    launching.launch(prepared, output, values)
+    return prepared
 
 
 def test_later_launches_pass_what_triton_passes(driver, kernel):
@@ -150,7 +152,7 @@ def test_later_launches_pass_what_triton_passes(driver, kernel):
     assert expected["another grid"][1:4] == [2, 3, 4]
     assert expected["another device"][4] == 71
     by_triton, functions = len(driver.compiled), {each[5] for each in expected.values()}
-    assert by_triton == len(LAUNCHES) - 2  # the last two are like the first
+    assert by_triton == len(LAUNCHES) - 1  # the last is like the first
     assert len(functions) >= 7  # the compiled kernels are others
     for name, changed in reversed(LAUNCHES.items()):
         _launch(kernel, **changed)
@@ -197,10 +199,9 @@ def test_kernels_with_hooks_of_their_own_and_unknown_versions_of_triton_launch_a
     for version in (triton.__version__, "4.0.1"):
         monkeypatch.setattr(triton, "__version__", version)
         for _ in range(2):
-            _launch(kernel)
+            assert not _launch(kernel).launchers
         kernel.pre_run_hooks.clear()
     assert len(driver.compiled) == 4
-    assert not launching._launchers
 
 
 def test_this_version_of_triton_is_known():
@@ -215,9 +216,8 @@ def test_whether_constants_are_passed_depends_on_the_version_of_triton(
     version, num_constants, driver, kernel, monkeypatch
 ):
     monkeypatch.setattr(triton, "__version__", version)
-    _launch(kernel)
-    (launcher,) = launching._launchers.values()
-    assert launcher.constants == (2.0, 32)[:num_constants]
+    (launcher,) = _launch(kernel).launchers.values()
+    assert launcher.values == (32, 1, 2.0, 32)[: 2 + num_constants]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -226,6 +226,7 @@ def test_a_gpu_runs_later_launches():
     values = torch.arange(40.0, device="cuda")
     for num_rows in (40, 30, 20):
         output = torch.zeros_like(values)
-        launching.launch(kernel, (2,), output, values[1:], num_rows - 1, 2, ADDEND=0.5, BLOCK=32)
+        prepared = launching.Launch(kernel, (2,), num_rows - 1, 2, ADDEND=0.5, BLOCK=32)
+        launching.launch(prepared, output, values[1:])
         expected = torch.where(values < num_rows - 1, values * 2 + 2.5, 0)
         assert torch.equal(output, expected)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._dimensions import dimensions_of
-from .._torch_private import im2col_conv3x3, im2col_conv3x3_backward
+from .._torch_private import convolutions_in_tf32, im2col_conv3x3, im2col_conv3x3_backward
 
 IM2COL_BYTES = 1 << 18
 """The largest im2col matrix of images that are too small for oneDNN."""
@@ -51,6 +51,4 @@ def _by_im2col(images: Tensor, dilation: int) -> bool:
 
 def precision() -> str:
     """The precision of float32 products, by PyTorch's setting for convolutions: "tf32" or "ieee"."""
-    convolutions = getattr(torch.backends.cudnn, "conv", None)  # since PyTorch 2.9, which refuses mixed settings
-    tf32 = torch.backends.cudnn.allow_tf32 if convolutions is None else convolutions.fp32_precision == "tf32"
-    return "tf32" if tf32 else "ieee"
+    return "tf32" if convolutions_in_tf32() else "ieee"

@@ -68,20 +68,33 @@ def finish_backward(
     outputs = grads.norm_bias, grads.norm_weight, conv_weight_or_any, sums_or_any
     inputs = partial_sums, partial_conv_weight_or_any, weight, mean, inv_std
     num_weights = 0 if conv_weight is None else conv_weight.numel()
-    weight_splits = 0 if partial_conv_weight is None else len(partial_conv_weight)
+    weight_splits = 0 if partial_conv_weight is None else partial_conv_weight.shape[0]
     sizes = splits, weight_splits, channels, num_weights, 0 if sums is None else sums.stride(0)
-    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": conv_weight is not None}
+    finishing = _finishing_launch(sizes, has_mean, sums is not None, conv_weight is not None, taps)
+    launch.launch(finishing, *outputs, *inputs)
+    return grads
+
+
+@launch.cached
+def _finishing_launch(
+    sizes: tuple[int, ...], has_mean: bool, has_sums: bool, has_grad_weight: bool, taps: int
+) -> launch.Launch:
+    channels, num_weights = sizes[2:4]
     columns = _FINISHING_TILE["BLOCK_COLUMNS"]
     grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
-    constants |= {"TAPS": taps, **_FINISHING_TILE}
-    launch.launch(finishing_kernels.finish_backward, grid, *outputs, *inputs, *sizes, **constants)
-    return grads
+    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": has_sums, "HAS_GRAD_WEIGHT": has_grad_weight, "TAPS": taps}
+    return launch.Launch(finishing_kernels.finish_backward, grid, *sizes, **constants, **_FINISHING_TILE)
 
 
 def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:
     """The statistics of all rows, from `stats` (tiles, 2, channels) of tiles of `block_rows` rows."""
-    channels, matrix, eps = stats.shape[-1], statistics.matrix, statistics.eps
-    blocks = _TALL_COMBINING_TILE if len(stats) > _COMBINING_TILE["BLOCK_TILES"] else _COMBINING_TILE
-    grid, sizes = (cdiv(channels, blocks["BLOCK_CHANNELS"]),), (num_rows, channels, matrix.stride(0))
-    kernel = statistics_kernels.combine_statistics
-    launch.launch(kernel, grid, matrix, stats, eps, *sizes, BLOCK_ROWS=block_rows, **blocks)
+    num_tiles, _, channels = stats.shape
+    sizes = num_rows, channels, statistics.matrix.stride(0)
+    launch.launch(_combining_launch(num_tiles, block_rows, statistics.eps, *sizes), statistics.matrix, stats)
+
+
+@launch.cached
+def _combining_launch(num_tiles: int, block_rows: int, eps: float, *sizes: int) -> launch.Launch:
+    blocks = _TALL_COMBINING_TILE if num_tiles > _COMBINING_TILE["BLOCK_TILES"] else _COMBINING_TILE
+    grid, kernel = (cdiv(sizes[1], blocks["BLOCK_CHANNELS"]),), statistics_kernels.combine_statistics
+    return launch.Launch(kernel, grid, eps, *sizes, BLOCK_ROWS=block_rows, **blocks)

@@ -20,20 +20,38 @@ def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
     """Writes the output; returns the statistics of each tile of rows, (tiles, 2, out_channels), empty unless requested,
     and the number of rows in a tile."""
     values, weight = with_contiguous_rows(conv.input.values), conv.weight.contiguous()
-    (num_rows, channels), width = values.shape, len(weight)
+    (num_rows, channels), width = values.shape, weight.shape[0]
     limits, products = tiles.device_limits(values.device), product_precision(weight)
     tile = tiles.forward_tile(tiles.slice_width(width), products, limits)
-    grid = (cdiv(num_rows, tile.rows),)
-    stats = values.new_empty(grid[0] if with_statistics else 0, 2, width, dtype=torch.float32)
+    row_tiles = cdiv(num_rows, tile.rows)
+    stats = values.new_empty(row_tiles if with_statistics else 0, 2, width, dtype=torch.float32)
     norm, has_mean = norm_vectors(conv.input.norm)
-    sizes = channels, values.stride(0)
-    constants = {"HAS_MEAN": has_mean, "WITH_STATISTICS": with_statistics, "PRECISION": products.input_precision}
-    constants |= {"OUT_STRIDE": width, "DIVISIBILITY": divisibility(weight.dtype, *sizes), **tile.constants()}
-    for out in _slices(width):
+    sizes = num_rows, channels, values.stride(0)
+    constants = has_mean, with_statistics, products.input_precision, weight.dtype, tile
+    for out, forward_launch in _forward_launches(width, sizes, *constants):
         tensors = _from(conv.output, out), _from(stats, out), values, *norm, _from(weight, out, -2)
-        constants["OUT_CHANNELS"] = out.stop - out.start
-        launch.launch(conv1x1_kernels.conv1x1_forward, grid, *tensors, num_rows, *sizes, **constants)
+        launch.launch(forward_launch, *tensors)
     return stats, tile.rows
+
+
+@launch.cached
+def _forward_launches(
+    width: int,
+    sizes: tuple[int, ...],
+    has_mean: bool,
+    with_statistics: bool,
+    precision: str,
+    dtype: torch.dtype,
+    tile: tiles.Tile,
+) -> list[tuple[slice, launch.Launch]]:
+    """The launch for each slice of the output channels."""
+    kernel, grid = conv1x1_kernels.conv1x1_forward, (cdiv(sizes[0], tile.rows),)
+    constants = {"HAS_MEAN": has_mean, "WITH_STATISTICS": with_statistics, "PRECISION": precision}
+    constants |= {"OUT_STRIDE": width, "DIVISIBILITY": divisibility(dtype, *sizes[1:]), **tile.constants()}
+    return [
+        (out, launch.Launch(kernel, grid, *sizes, OUT_CHANNELS=out.stop - out.start, **constants))
+        for out in _slices(width)
+    ]
 
 
 def backward(
@@ -41,31 +59,54 @@ def backward(
 ) -> Gradients:
     """Accumulates the gradient of the input; returns the gradients of the parameters."""
     values, weight = with_contiguous_rows(input.values), weight.contiguous()
-    grad_accum, needs_grad_weight = accumulator.grad_accum, accumulator.needs_grad_weight
-    (num_rows, channels), width = values.shape, len(weight)
+    grad_accum, needs_grad_weight, sums = accumulator.grad_accum, accumulator.needs_grad_weight, grad_output.sums
+    (num_rows, channels), width = values.shape, weight.shape[0]
     limits, products = tiles.device_limits(values.device), product_precision(weight)
     tile = tiles.backward_tile(tiles.slice_width(width), products, limits)
-    channel_tiles, slices = cdiv(channels, tile.channels), list(_slices(width))
+    channel_tiles, num_slices = cdiv(channels, tile.channels), cdiv(width, tiles.slice_width(width))
     splits = tiles.backward_splits(num_rows, channel_tiles, tile, products, limits)
     partial_grad_weight = values.new_empty(splits if needs_grad_weight else 0, *weight.shape, dtype=torch.float32)
-    partial_sums = values.new_empty(len(slices), splits, 2, channels, dtype=torch.float32)
-    (norm, has_mean), (norm_backward, norm_constants) = norm_vectors(input.norm), _norm_backward(grad_output)
-    sizes = channels, grad_accum.stride(0), values.stride(0)
-    constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
-    constants |= {"PRECISION": products.input_precision, "OUT_STRIDE": width, **norm_constants, **tile.constants()}
-    constants["BLOCK_REST"] = tile.rest
-    constants["DIVISIBILITY"] = divisibility(weight.dtype, *sizes)
-    sums_stride = 0 if grad_output.sums is None else grad_output.sums.stride(0)
-    numbers = 1 / grad_output.count, num_rows, *sizes, sums_stride
-    for i, out in enumerate(slices):
+    partial_sums = values.new_empty(num_slices, splits, 2, channels, dtype=torch.float32)
+    (norm, has_mean), (norm_backward, has_sums, has_out_mean) = norm_vectors(input.norm), _norm_backward(grad_output)
+    sizes = num_rows, channels, grad_accum.stride(0), values.stride(0), 0 if sums is None else sums.stride(0)
+    constants = has_mean, input.norm.frozen, needs_grad_weight, accumulator.overwrite, has_sums, has_out_mean
+    settings = products.input_precision, weight.dtype, tile, (channel_tiles, splits)
+    launches = _backward_launches(width, grad_output.count, sizes, *constants, *settings)
+    for i, (out, backward_launch) in enumerate(launches):
         outputs = _from(partial_grad_weight, out, -2), partial_sums[i], grad_accum
         inputs = *(_from(each, out) for each in norm_backward), values, *norm, _from(weight, out, -2)
-        constants |= {"OUT_CHANNELS": out.stop - out.start, "OVERWRITE": accumulator.overwrite and i == 0}
-        grid = channel_tiles, splits
-        launch.launch(conv1x1_kernels.conv1x1_backward, grid, *outputs, *inputs, *numbers, **constants)
+        launch.launch(backward_launch, *outputs, *inputs)
     grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad_weight else None
-    sums = partial_sums[0] if len(slices) == 1 else partial_sums.sum(0)
-    return finish_backward(input.norm, accumulator.sums, sums, grad_weight, partial_grad_weight)
+    partial_sums = partial_sums[0] if num_slices == 1 else partial_sums.sum(0)
+    return finish_backward(input.norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight)
+
+
+@launch.cached
+def _backward_launches(
+    width: int,
+    count: float,
+    sizes: tuple[int, ...],
+    has_mean: bool,
+    frozen: bool,
+    needs_grad_weight: bool,
+    overwrite: bool,
+    has_sums: bool,
+    has_out_mean: bool,
+    precision: str,
+    dtype: torch.dtype,
+    tile: tiles.Tile,
+    grid: tuple[int, int],
+) -> list[tuple[slice, launch.Launch]]:
+    """The launch for each slice of the output channels; all but the first add to what the first has written."""
+    constants = {"HAS_MEAN": has_mean, "FROZEN": frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
+    constants |= {"HAS_SUMS": has_sums, "HAS_OUT_MEAN": has_out_mean, "PRECISION": precision, "OUT_STRIDE": width}
+    constants |= {**tile.constants(), "BLOCK_REST": tile.rest, "DIVISIBILITY": divisibility(dtype, *sizes[1:4])}
+    launches = []
+    for out in _slices(width):
+        of_slice = {"OUT_CHANNELS": out.stop - out.start, "OVERWRITE": overwrite and out.start == 0}
+        kernel = conv1x1_kernels.conv1x1_backward
+        launches.append((out, launch.Launch(kernel, grid, 1 / count, *sizes, **constants, **of_slice)))
+    return launches
 
 
 def product_precision(weight: Tensor) -> tiles.Precision:
@@ -77,16 +118,15 @@ def product_precision(weight: Tensor) -> tiles.Precision:
     return tiles.Precision.TF32 if is_tf32 else tiles.Precision.IEEE
 
 
-def _norm_backward(grad: BatchNormBackward) -> tuple[tuple[Tensor, ...], dict[str, bool]]:
-    """The output, its grad_accum, mean, inv_std and sums as the kernel reads them, and which of them exist. Another
-    tensor, which the kernel does not read, takes the place of an absent one."""
+def _norm_backward(grad: BatchNormBackward) -> tuple[tuple[Tensor, ...], bool, bool]:
+    """The output, its grad_accum, mean, inv_std and sums as the kernel reads them; whether it reads the sums, and the
+    mean. Another tensor, which the kernel does not read, takes the place of an absent one."""
     grad_accum = grad.grad_accum.contiguous()
     if grad.sums is None or grad.inv_std is None:
-        return (grad_accum,) * 5, {"HAS_SUMS": False, "HAS_OUT_MEAN": False}
+        return (grad_accum,) * 5, False, False
     inv_std, has_mean = grad.inv_std.contiguous(), grad.mean is not None
     mean = grad.mean.contiguous() if grad.mean is not None else inv_std
-    vectors = mean, inv_std, grad.sums
-    return (grad.values.contiguous(), grad_accum, *vectors), {"HAS_SUMS": True, "HAS_OUT_MEAN": has_mean}
+    return (grad.values.contiguous(), grad_accum, mean, inv_std, grad.sums), True, has_mean
 
 
 def _slices(width: int) -> Iterator[slice]:

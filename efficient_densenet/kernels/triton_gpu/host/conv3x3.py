@@ -24,7 +24,7 @@ from .common import (
     num_splits,
     with_contiguous_rows,
 )
-from .tiles import KIB, device_limits
+from .tiles import KIB, DeviceLimits, device_limits
 
 MAX_OUT_CHANNELS = 64
 """A wider convolution is limited by its products, not by memory traffic, and cuDNN's products are faster."""
@@ -46,8 +46,10 @@ def is_for_triton(weight: Tensor, shape: torch.Size, dilation: int = 1) -> bool:
     for any number of in_channels and any dilation. With many output channels the products take longer; with exact
     products, 17 are many. The kernels support images of two dimensions only.
     """
-    is_exact = weight.dtype == torch.float32 and precision() == "ieee"
-    if len(shape) != 3 or len(weight) > (MAX_EXACT_OUT_CHANNELS if is_exact else MAX_OUT_CHANNELS):
+    out_channels = weight.shape[0]
+    if len(shape) != 3 or out_channels > MAX_OUT_CHANNELS:
+        return False
+    if out_channels > MAX_EXACT_OUT_CHANNELS and weight.dtype == torch.float32 and precision() == "ieee":
         return False
     return 0 < shape.numel() <= MAX_PIXELS and dilation * (shape[2] + 1) <= MAX_PIXELS
 
@@ -61,25 +63,43 @@ def forward(
 ) -> Tensor:
     """The output, (pixels, out_channels); writes its statistics, where they are requested."""
     values, weight = with_contiguous_rows(input.values), _channels_last(weight)
-    (num_rows, channels), out_channels, has_statistics = values.shape, len(weight), statistics is not None
-    tile = forward_tile(out_channels, weight.dtype)
+    (num_rows, channels), out_channels, has_statistics = values.shape, weight.shape[0], statistics is not None
+    tile = forward_tile(out_channels, weight.dtype, num_rows, device_limits(values.device))
     shift_sums = HAS_GATHER and 2 * dilation <= MAX_OVERLAP * tile["BLOCK_ROWS"]
     tile_rows = tile["BLOCK_ROWS"] - (2 * dilation if shift_sums else 0)
-    # CUDA takes at most 65,535 program instances on any axis but the first.
-    grid = cdiv(num_rows, tile_rows), cdiv(out_channels, tile["BLOCK_OUT"])
+    row_tiles = cdiv(num_rows, tile_rows)
     output = weight.new_empty(num_rows, out_channels)
-    stats = weight.new_empty(grid[0] if has_statistics else 0, 2, out_channels, dtype=torch.float32)
+    stats = weight.new_empty(row_tiles if has_statistics else 0, 2, out_channels, dtype=torch.float32)
     norm, has_mean = norm_vectors(input.norm)
-    tensors = output, stats, values, *norm, weight
     sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
-    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "HAS_STATISTICS": has_statistics}
-    constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision()}
-    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
-    constants["OUT_DIVISIBILITY"] = divisibility(output.dtype, out_channels)
-    launch.launch(conv3x3_kernels.conv3x3_forward, grid, *tensors, *sizes, **constants, **tile)
+    constants = has_mean, has_statistics, shift_sums, precision(), (values.dtype, output.dtype)
+    forward_launch = _forward_launch(row_tiles, sizes, *constants, tuple(tile.items()))
+    launch.launch(forward_launch, output, stats, values, *norm, weight)
     if statistics is not None:
         combine_statistics(stats, tile_rows, num_rows, statistics)
     return output
+
+
+@launch.cached
+def _forward_launch(
+    row_tiles: int,
+    sizes: tuple[int, ...],
+    has_mean: bool,
+    has_statistics: bool,
+    shift_sums: bool,
+    precision: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    tile: tuple[tuple[str, int], ...],
+) -> launch.Launch:
+    channels, values_stride, out_channels = sizes[1], *sizes[-2:]
+    options, (values_dtype, output_dtype) = dict(tile), dtypes
+    # CUDA takes at most 65,535 program instances on any axis but the first.
+    grid = row_tiles, cdiv(out_channels, options["BLOCK_OUT"])
+    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "HAS_STATISTICS": has_statistics}
+    constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision, **options}
+    constants["DIVISIBILITY"] = divisibility(values_dtype, channels, values_stride)
+    constants["OUT_DIVISIBILITY"] = divisibility(output_dtype, out_channels)
+    return launch.Launch(conv3x3_kernels.conv3x3_forward, grid, *sizes, **constants)
 
 
 def backward(
@@ -116,22 +136,39 @@ def _grad_input(
 ) -> Tensor:
     """Accumulates the gradient g of the values; returns Σ g and Σ g · values, (splits, 2, channels)."""
     values, weight, grad_accum = with_contiguous_rows(input.values), _channels_last(weight), accumulator.grad_accum
-    (num_rows, channels), out_channels = values.shape, len(weight)
-    limits = device_limits(values.device)
-    tile = grad_input_tile(out_channels, weight.dtype, limits.shared_memory)
+    (num_rows, channels), limits = values.shape, device_limits(values.device)
+    tile = grad_input_tile(weight.shape[0], weight.dtype, limits.shared_memory)
     channel_tiles = cdiv(channels, tile["BLOCK_CHANNELS"])
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], channel_tiles, 8 * limits.multiprocessors)
     partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
     norm, has_mean = norm_vectors(input.norm)
-    tensors = partial_sums, grad_accum, grad_output, values, *norm, weight
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
-    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "FROZEN": input.norm.frozen}
-    constants |= {"OVERWRITE": accumulator.overwrite, "PRECISION": precision()}
-    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, strides[0], strides[2])
-    constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, strides[1])
-    kernel, sizes = conv3x3_kernels.conv3x3_grad_input, (num_rows, channels, *shape[1:], dilation, *strides)
-    launch.launch(kernel, (channel_tiles, splits), *tensors, *sizes, **constants, **tile)
+    sizes = num_rows, channels, *shape[1:], dilation, *strides
+    constants = has_mean, input.norm.frozen, accumulator.overwrite, precision(), (values.dtype, grad_output.dtype)
+    settings = weight.shape[0], sizes, *constants, tuple(tile.items())
+    grad_input_launch = _grad_input_launch((channel_tiles, splits), *settings)
+    launch.launch(grad_input_launch, partial_sums, grad_accum, grad_output, values, *norm, weight)
     return partial_sums
+
+
+@launch.cached
+def _grad_input_launch(
+    grid: tuple[int, int],
+    out_channels: int,
+    sizes: tuple[int, ...],
+    has_mean: bool,
+    frozen: bool,
+    overwrite: bool,
+    precision: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    tile: tuple[tuple[str, int], ...],
+) -> launch.Launch:
+    channels, accum_stride, grad_output_stride, values_stride = sizes[1], *sizes[-3:]
+    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "FROZEN": frozen}
+    constants |= {"OVERWRITE": overwrite, "PRECISION": precision, **dict(tile)}
+    constants["DIVISIBILITY"] = divisibility(dtypes[0], channels, accum_stride, values_stride)
+    constants["OUT_DIVISIBILITY"] = divisibility(dtypes[1], grad_output_stride)
+    return launch.Launch(conv3x3_kernels.conv3x3_grad_input, grid, *sizes, **constants)
 
 
 def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dilation: int) -> Tensor:
@@ -145,14 +182,28 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=8)
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
     norm, has_mean = norm_vectors(input.norm)
-    tensors = partial_grad_weight, grad_output, values, *norm
-    strides = grad_output.stride(0), values.stride(0)
-    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "PRECISION": precision()}
-    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, strides[1])
-    constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, strides[0])
-    kernel, sizes = conv3x3_kernels.conv3x3_grad_weight, (num_rows, channels, *shape[1:], dilation, *strides)
-    launch.launch(kernel, (*tiles, splits), *tensors, *sizes, **constants, **tile)
+    sizes = num_rows, channels, *shape[1:], dilation, grad_output.stride(0), values.stride(0)
+    constants = has_mean, precision(), (values.dtype, grad_output.dtype), tuple(tile.items())
+    grad_weight_launch = _grad_weight_launch((*tiles, splits), out_channels, sizes, *constants)
+    launch.launch(grad_weight_launch, partial_grad_weight, grad_output, values, *norm)
     return partial_grad_weight
+
+
+@launch.cached
+def _grad_weight_launch(
+    grid: tuple[int, int, int],
+    out_channels: int,
+    sizes: tuple[int, ...],
+    has_mean: bool,
+    precision: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    tile: tuple[tuple[str, int], ...],
+) -> launch.Launch:
+    channels, grad_output_stride, values_stride = sizes[1], *sizes[-2:]
+    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "PRECISION": precision, **dict(tile)}
+    constants["DIVISIBILITY"] = divisibility(dtypes[0], channels, values_stride)
+    constants["OUT_DIVISIBILITY"] = divisibility(dtypes[1], grad_output_stride)
+    return launch.Launch(conv3x3_kernels.conv3x3_grad_weight, grid, *sizes, **constants)
 
 
 # Tiles for which the kernels, as compiled for the architectures 80 to 120, do not spill and leave a quarter of a
@@ -161,17 +212,26 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
 # loads in flight anyway.
 
 
-def forward_tile(out_channels: int, dtype: torch.dtype) -> dict[str, int]:
-    """The tile of `conv3x3_forward`."""
+def forward_tile(out_channels: int, dtype: torch.dtype, num_rows: int, limits: DeviceLimits) -> dict[str, int]:
+    """The tile of `conv3x3_forward`. With 64 channels the loop over them is short, which takes the least time unless
+    there are many rows for each multiprocessor."""
     if dtype != torch.float32 and out_channels > 16:
         return {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 32, "BLOCK_OUT": 32, "num_warps": 8, "num_stages": 1}
     block_out = 16 if out_channels <= 16 else 32
-    return {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 16, "BLOCK_OUT": block_out, "num_warps": 4, "num_stages": 1}
+    has_many_rows = num_rows >= 256 * limits.multiprocessors
+    if dtype == torch.float32 and precision() == "ieee":
+        block_rows, block_channels = 64, 16
+    else:
+        block_rows, block_channels = (128, 16) if has_many_rows and block_out == 16 else (64, 64)
+    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out}
+    return {**blocks, "num_warps": 4, "num_stages": 1}
 
 
 def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
     """The tile of `conv3x3_grad_input` for the bytes of shared memory of a multiprocessor: graphics cards have
     fewer."""
+    if dtype == torch.float32 and out_channels > 16:
+        return {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 32, "BLOCK_OUT": 32, "num_warps": 8, "num_stages": 1}
     options = {"num_warps": 4, "num_stages": 1}
     if dtype == torch.float32:
         block_channels, block_out = 32, 16

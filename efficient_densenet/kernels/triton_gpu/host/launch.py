@@ -9,6 +9,7 @@ launch hooks. Versions of Triton that this file does not know, and interpreted k
 `kernel[grid](...)` alone.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -19,101 +20,96 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-MAX_INT32 = 2**31 - 1
-"""The largest size that Triton passes as int32. For a larger one it compiles the kernel with an int64."""
-
 _OPTIONS = {"enable_fp_fusion": True}
 """Triton's default up to 3.9, which warns that the default will change."""
 
 
 class _Launcher(NamedTuple):
-    """A compiled kernel, and the arguments that all its launches have in common."""
+    """A compiled kernel, and the arguments after the tensors that all its launches have in common."""
 
     run: Callable[..., None]
     function: int
     metadata: Any
-    constants: tuple[Any, ...]
+    values: tuple[Any, ...]
     get_current_stream: Callable[[int], int]
-    kept_alive: tuple[Any, CompiledKernel]
+    kept_alive: CompiledKernel
 
 
-_launchers: dict[tuple[Any, ...], _Launcher] = {}
-"""The launchers by key. A key contains the id of a kernel, which stays valid: the launcher keeps the kernel alive."""
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None, **constants: Any) -> None:
-    """Launch `kernel` on the device of the first argument, which need not be the current device.
+class Launch:
+    """A launch but for its tensors: what follows from their sizes and is the same in each step of a training.
 
     Args:
-        kernel: a function decorated by `triton.jit`, whose `tl.constexpr` parameters come after the others.
+        kernel: a function decorated by `triton.jit`. Its parameters are tensors, then numbers, then `tl.constexpr`.
         grid: the number of program instances on each of up to three axes.
-        arguments: tensors on one device, the first of all among them; integers and floating-point numbers; None in the
-            place of a tensor that the kernel does not read with these constants.
+        numbers: integers and floating-point numbers.
         constants: `tl.constexpr` parameters, and options such as `num_warps`.
     """
-    device = cast(Tensor, arguments[0]).get_device()
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: float, **constants: Any) -> None:
+        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+        self.three_axes = (*grid, 1, 1)[:3]
+        self.launchers: dict[tuple[Any, ...], _Launcher] = {}
+        """By the properties of tensors for which Triton compiles anew: the device, dtypes, alignments to 16 bytes."""
+
+
+cached = functools.lru_cache(maxsize=4096)
+"""For functions that make launches. With images of one size, there are as many of a kind as the model has layers."""
+
+
+@cached
+def cached_launch(kernel: Any, grid: tuple[int, ...], *numbers: float, **constants: Any) -> Launch:
+    """The launch with these arguments, made once. A function with fewer arguments takes less time to find its own."""
+    return Launch(kernel, grid, *numbers, **constants)
+
+
+def launch(prepared: Launch, *tensors: Tensor | None) -> None:
+    """Launch on the device of the first tensor, which need not be the current device.
+
+    None takes the place of a tensor that the kernel does not read with these constants.
+    """
+    device = cast(Tensor, tensors[0]).get_device()
     if device < 0 or _has_launch_hooks():
-        _launch_by_triton(kernel, grid, arguments, constants)
+        _launch_by_triton(prepared, tensors)
     elif device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, grid, *arguments, **constants)
+            launch(prepared, *tensors)
     else:
-        key, passed = _key_and_pointers(arguments)
-        key = id(kernel), device, *key, *constants.items()
-        launcher = _launchers.get(key)
+        addresses = [None if each is None else each.data_ptr() for each in tensors]
+        dtypes = [None if each is None else each.dtype for each in tensors]
+        key = device, *dtypes, *[each is None or each & 15 == 0 for each in addresses]
+        launcher = prepared.launchers.get(key)
         if launcher is None:
-            compiled = _launch_by_triton(kernel, grid, arguments, constants)
-            _remember(key, kernel, compiled, len(arguments), constants)
+            _remember(key, prepared, _launch_by_triton(prepared, tensors), len(tensors))
         else:
             run, function, metadata, values, get_current_stream, _ = launcher
-            x, y, z = (*grid, 1, 1)[:3]
             no_launch_hooks = None, None, None  # and no arguments for them
-            run(x, y, z, get_current_stream(device), function, metadata, *no_launch_hooks, *passed, *values)
+            stream = get_current_stream(device)
+            run(*prepared.three_axes, stream, function, metadata, *no_launch_hooks, *addresses, *values)
 
 
-def _key_and_pointers(arguments: Sequence[Any]) -> tuple[list[Any], list[float | None]]:
-    """The properties of the arguments by which Triton chooses a compiled kernel; and the arguments, tensors as
-    addresses.
-
-    A tensor's properties are its dtype, and whether its address is a multiple of 16. A number's are its type, whether
-    it is 1 or a multiple of 16, for which Triton may specialize a kernel, and whether it fits in an int32.
-    """
-    key: list[Any] = []
-    passed: list[float | None] = []
-    for argument in arguments:
-        if argument is None:
-            key.append(None)
-        elif type(argument) in (int, float, bool):
-            key += type(argument), argument == 1, argument % 16 == 0, argument <= MAX_INT32
-        else:
-            key.append(argument.dtype)
-            argument = argument.data_ptr()
-            key.append(argument % 16 == 0)
-        passed.append(argument)
-    return key, passed
-
-
-def _launch_by_triton(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> Any:
+def _launch_by_triton(prepared: Launch, tensors: Sequence[Tensor | None]) -> Any:
     """Returns the compiled kernel, or another object where Triton interprets it or compiles it later."""
-    with torch.cuda.device_of(arguments[0]):
-        return kernel[grid](*arguments, **(_OPTIONS | constants))
+    with torch.cuda.device_of(tensors[0]):
+        options = _OPTIONS | prepared.constants
+        return prepared.kernel[prepared.grid](*tensors, *prepared.numbers, **options)
 
 
-def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any, num_arguments: int, constants: dict[str, Any]) -> None:
+def _remember(key: tuple[Any, ...], prepared: Launch, compiled: Any, num_tensors: int) -> None:
     """Keep the launcher of a kernel that has just been launched."""
+    kernel, numbers, constants = prepared.kernel, prepared.numbers, prepared.constants
     if not _is_known_version() or not isinstance(compiled, CompiledKernel) or kernel.pre_run_hooks:
         return
     # Since Triton 3.3 a launcher takes the constants too, although it does not read them.
-    values = [constants.get(name) for name in kernel.arg_names[num_arguments:]] if _version() >= (3, 3) else []
+    names = kernel.arg_names[num_tensors + len(numbers) :] if _version() >= (3, 3) else []
     loaded: Any = compiled
     active: Any = driver.active
-    _launchers[key] = _Launcher(
+    prepared.launchers[key] = _Launcher(
         loaded.run,
         loaded.function,
         loaded.packed_metadata,
-        tuple(values),
+        (*numbers, *map(constants.get, names)),
         active.get_current_stream,
-        (kernel, compiled),
+        compiled,
     )
 
 

@@ -57,11 +57,11 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     values = with_contiguous_rows(values)
     num_rows, channels = values.shape
     block_rows, block_channels = _NARROW_TILE["BLOCK_ROWS"], _NARROW_TILE["BLOCK_CHANNELS"]
-    grid = cdiv(num_rows, block_rows), cdiv(channels, block_channels)
+    grid, sizes = (cdiv(num_rows, block_rows), cdiv(channels, block_channels)), (channels, values.stride(0))
     stats = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
-    sizes = channels, values.stride(0)
     constants = {"DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
-    launch.launch(statistics_kernels.tile_statistics, grid, stats, values, num_rows, *sizes, **constants)
+    tile_launch = launch.cached_launch(statistics_kernels.tile_statistics, grid, num_rows, *sizes, **constants)
+    launch.launch(tile_launch, stats, values)
     combine_statistics(stats, block_rows, num_rows, statistics)
 
 
@@ -74,12 +74,28 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     grad_input = grad_accum if in_place else torch.empty_like(values, memory_format=torch.contiguous_format)
     inv_std = grad.inv_std.contiguous()
     tensors = grad_input, grad_accum, values, grad.mean if has_mean else inv_std, inv_std, grad.sums
-    sizes = channels, grad_input.stride(0), grad_accum.stride(0), values.stride(0)
-    grid = _grid(num_rows, channels, _NARROW_TILE)
-    constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
-    numbers = 1 / grad.count, num_rows, *sizes, grad.sums.stride(0)
-    launch.launch(kernels.batch_norm_grad_input, grid, *tensors, *numbers, **constants)
+    strides = grad_input.stride(0), grad_accum.stride(0), values.stride(0), grad.sums.stride(0)
+    grad_input_launch = _batch_norm_launch(grad.count, num_rows, channels, *strides, has_mean, values.dtype)
+    launch.launch(grad_input_launch, *tensors)
     return grad_input
+
+
+@launch.cached
+def _batch_norm_launch(
+    count: int,
+    num_rows: int,
+    channels: int,
+    grad_input_stride: int,
+    accum_stride: int,
+    values_stride: int,
+    sums_stride: int,
+    has_mean: bool,
+    dtype: torch.dtype,
+) -> launch.Launch:
+    kernel, grid = kernels.batch_norm_grad_input, _grid(num_rows, channels, _NARROW_TILE)
+    sizes = channels, grad_input_stride, accum_stride, values_stride
+    constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(dtype, *sizes), **_NARROW_TILE}
+    return launch.Launch(kernel, grid, 1 / count, num_rows, *sizes, sums_stride, **constants)
 
 
 def affine_forward(input: AffineInput) -> Tensor:
@@ -98,7 +114,7 @@ def conv1x1_forward(conv: Conv1x1) -> None:
 
 def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine) -> AffineInput:
     stats, block_rows = conv1x1.forward(conv, with_statistics=True)
-    combine_statistics(stats, block_rows, len(conv.output), statistics)
+    combine_statistics(stats, block_rows, conv.output.shape[0], statistics)
     return AffineInput(conv.output, norm)
 
 
@@ -240,7 +256,8 @@ def _affine_relu_pool(
     constants = {"HAS_MEAN": has_mean, "POOL": pool, "RELU": relu, **_TILE}
     constants["DIVISIBILITY"] = divisibility(values.dtype, *sizes[:2])
     grid = _grid(num_rows, channels, _TILE)
-    launch.launch(kernels.affine_relu_pool_forward, grid, output, values, *norm, num_rows, *sizes, **constants)
+    pool_launch = launch.cached_launch(kernels.affine_relu_pool_forward, grid, num_rows, *sizes, **constants)
+    launch.launch(pool_launch, output, values, *norm)
     return output
 
 
@@ -267,7 +284,7 @@ def _affine_relu_pool_backward(
     constants["OVERWRITE"] = overwrite
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, *strides)
     sizes = num_rows, channels, *strides, height, width
-    launch.launch(kernels.affine_relu_pool_backward, grid, *tensors, *sizes, **constants)
+    launch.launch(launch.cached_launch(kernels.affine_relu_pool_backward, grid, *sizes, **constants), *tensors)
     return partial_sums
 
 

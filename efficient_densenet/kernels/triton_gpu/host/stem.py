@@ -57,7 +57,8 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     num_rows, block_rows = len(values) * height * width, constants["BLOCK_ROWS"]
     grid = _tiles(num_rows, channels, constants)
     stats = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
-    launch.launch(stem_kernels.image_statistics, grid, stats, values, num_rows, channels, height, width, **constants)
+    sizes = num_rows, channels, height, width
+    launch.launch(launch.cached_launch(stem_kernels.image_statistics, grid, *sizes, **constants), stats, values)
     return combine_statistics(stats, block_rows, num_rows, statistics)
 
 
@@ -69,7 +70,7 @@ def norm_relu_max_pool(values: Tensor, norm: BatchNormAffine, pool: MaxPool, dty
     num_rows, sizes = _rows(output), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
     grid, (vectors, _) = _tiles(num_rows, values.shape[1], constants), norm_vectors(norm)
     kernel = stem_kernels.norm_relu_max_pool_forward
-    launch.launch(kernel, grid, output, values, *vectors, num_rows, *sizes, **constants)
+    launch.launch(launch.cached_launch(kernel, grid, num_rows, *sizes, **constants), output, values, *vectors)
     return output
 
 
@@ -88,7 +89,7 @@ def norm_relu_max_pool_reduce(
     tensors = indices, partial_sums, grad_output, values, *norm_vectors(norm)[0]
     sizes = *values.shape[1:], *pool.pooled_size(values.shape[2:])
     kernel, grid = stem_kernels.norm_relu_max_pool_backward_reduce, (channel_tiles, splits)
-    launch.launch(kernel, grid, *tensors, num_rows, *sizes, **constants)
+    launch.launch(launch.cached_launch(kernel, grid, num_rows, *sizes, **constants), *tensors)
     of_centered = BatchNormAffine(norm.weight, norm.bias, norm.inv_std)  # the kernel subtracts the mean
     return indices, finish_backward(of_centered, None, partial_sums)
 
@@ -111,7 +112,7 @@ def norm_relu_max_pool_backward(
     grid, sizes = _tiles(num_rows, values.shape[1], constants), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
     tensors = values, indices, grad_output, values, weight, mean, inv_std, sums.norm_weight, sums.norm_bias
     kernel = stem_kernels.norm_relu_max_pool_backward
-    return launch.launch(kernel, grid, *tensors, 1 / count, num_rows, *sizes, **constants)
+    return launch.launch(launch.cached_launch(kernel, grid, 1 / count, num_rows, *sizes, **constants), *tensors)
 
 
 def _constants(values: Tensor, tiles: dict[bool, tuple[int, int]]) -> dict[str, Any]:
