@@ -71,7 +71,7 @@ check() { # check <seconds at most> <options of run.py>...
 }
 
 kernel_tests() { # kernel_tests <file>...: in several processes, since most of their time is Triton's compiler's
-    local file files=() shard pids=() log start=$SECONDS count=$(($(nproc) / 2))
+    local file files=() shard pids=() log start=$SECONDS count=$(nproc)
     for file in "$@"; do
         if [[ -e $file ]]; then files+=("$file"); else echo "$file does not exist: it is left out"; fi
     done
@@ -80,10 +80,11 @@ kernel_tests() { # kernel_tests <file>...: in several processes, since most of t
         finish "kernel tests" "left out, since pytest is not installed"
         return
     fi
-    count=$((count < 1 ? 1 : count > 8 ? 8 : count))
+    count=$((count > 16 ? 16 : count))
     echo "== kernel tests in $count processes: ${files[*]}"
     for ((shard = 1; shard <= count; shard++)); do
-        timeout -k 10 60 "$python" -m pytest "${files[@]}" --shard "$shard/$count" -v -p no:cacheprovider \
+        # Interrupted, pytest says which tests have failed and why.
+        timeout -s INT -k 10 60 "$python" -m pytest "${files[@]}" --shard "$shard/$count" -v -p no:cacheprovider \
             >"$logs/kernel_tests_$shard.txt" 2>&1 &
         pids+=($!)
     done

@@ -64,6 +64,12 @@ def few_tiles(monkeypatch):
     monkeypatch.setattr(triton_stem, "_STATISTICS_TILE", dict.fromkeys((False, True), (1024, 8)))
 
 
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch):
+    """On a GPU too: the errors of products in TF32 would hide those of the kernels."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.mark.usefixtures("few_tiles")
 @pytest.mark.parametrize(
     *grid(

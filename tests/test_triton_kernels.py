@@ -4,7 +4,6 @@ import copy
 import functools
 import importlib
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -265,24 +264,3 @@ def test_a_step_can_be_captured_in_a_cuda_graph():
     plain(x).square().sum().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(ours.grad, theirs.grad, 1e-4)
-
-
-FIRST_USE = """
-import time, torch
-from efficient_densenet import create_model
-model, x = create_model("densenet_bc_100_12").cuda(), torch.randn(8, 3, 32, 32, device="cuda")
-def step(engine):
-    start = time.perf_counter()
-    model.set_engine(engine)(x).sum().backward()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-step("plain")
-print(step("shared"))
-"""
-
-
-@needs_device
-def test_first_use_prepares_in_under_ten_seconds(tmp_path):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", FIRST_USE]
-    assert float(subprocess.run(command, env=environment, check=True, capture_output=True).stdout) < 10

@@ -179,7 +179,7 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     tiles = cdiv(9 * out_channels, tile["BLOCK_COLUMNS"]), cdiv(channels, tile["BLOCK_CHANNELS"])
     # A split's gradient is as large as a few hundred rows of values: use only as many splits as occupy the device.
     programs = 2 * device_limits(values.device).multiprocessors
-    splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=8)
+    splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=4)
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
     norm, has_mean = norm_vectors(input.norm)
     sizes = num_rows, channels, *shape[1:], dilation, grad_output.stride(0), values.stride(0)
