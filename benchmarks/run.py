@@ -69,7 +69,7 @@ def run(
         precision: float32, tf32 (on CUDA), bf16 or fp16 (both with autocast).
         layout: contiguous or channels_last.
         methods: names of methods. Default: all but those in channels_last. Plain is always measured, because the
-            others are compared with it.
+            others are compared with it, but profiled only where it is named.
         rounds: number of timed steps. 0 measures only memory and the first step. Default: 9, or 0 for a sweep.
         device: cpu or cuda. Default: cuda if there is a GPU.
         threads: number of CPU threads. Default: PyTorch's.
@@ -102,7 +102,7 @@ def run(
         if what == "check":
             too_large += _check(setting, chosen, patience)
         elif what == "profile":
-            _profile(setting, chosen, preload, patience, target)
+            _profile(setting, [method for method in chosen if method in names], preload, patience, target)
         else:
             _measure(setting, Comparison(chosen, rounds), preload, patience, compiler_cache, sweep, target)
     if too_large:
