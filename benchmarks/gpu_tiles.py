@@ -175,7 +175,8 @@ def _jobs3x3(name: str, shape: Any, channels: int, out_channels: int, dtype: Any
     weight = case.weight3x3.contiguous(memory_format=torch.channels_last)
     accumulator = case.accumulator(case.grad_accum)
     shape, out = case.shape, [16, 32] if out_channels > 16 else [16]
-    chosen = conv3x3.forward_tile(out_channels, dtype)
+    limits = tiles.device_limits(case.values.device)
+    chosen = conv3x3.forward_tile(out_channels, dtype, len(case.values), limits)
     candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(FORWARD_3X3) for o in out[-1:])]
 
     def forward(tile: Tile) -> Any:
@@ -191,7 +192,7 @@ def _jobs3x3(name: str, shape: Any, channels: int, out_channels: int, dtype: Any
             return conv3x3._grad_weight(case.grad_output, case.input, shape, 1)
 
     yield Job(f"conv3x3_forward {name}, {tuple(shape)}", candidates, forward)
-    chosen = conv3x3.grad_input_tile(out_channels, dtype, tiles.device_limits(case.values.device).shared_memory)
+    chosen = conv3x3.grad_input_tile(out_channels, dtype, limits.shared_memory)
     candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(GRAD_INPUT) for o in out)]
     yield Job(f"conv3x3_grad_input {name}, {tuple(shape)}", candidates, grad_input)
     candidates = [conv3x3.grad_weight_tile(dtype), *conv3x3_tiles(GRAD_WEIGHT, columns=1)]

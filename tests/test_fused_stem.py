@@ -84,7 +84,7 @@ def exact_products(monkeypatch):
 def test_errors_are_at_most_twice_plain_s(size, batch, memory_format, frozen, bias, autocast, fused_stems):
     exact = small_model("imagenet", efficient=False, block_config=(2,)).to(DEVICE, memory_format=memory_format)
     if bias:
-        add_conv_biases(exact, "conv0")
+        add_conv_biases(exact, "conv0").to(DEVICE)
     if frozen:
         freeze_norms(exact, "norm0")
     plain = copy.deepcopy(exact).float()
