@@ -23,6 +23,7 @@ from .interface import (
 from .portable import (  # noqa: F401 (part of this set)
     affine_backward,
     affine_forward,
+    arranged_weights,
     conv1x1_backward,
     conv1x1_forward,
     image_statistics,

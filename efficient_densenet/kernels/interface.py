@@ -95,7 +95,8 @@ class GradAccumulator(NamedTuple):
 
     γ · grad_bias and γ · grad_weight of the norm are added to `sums`, (2, channels). It is None under a frozen norm,
     and for kernels without `needs_sums`. `needs_grad_weight` is False where the convolution's weight does
-    not require a gradient. With `is_only_consumer` no other kernel accumulates in grad_accum.
+    not require a gradient. With `is_only_consumer` no other kernel accumulates in grad_accum. `weight_format` is the
+    memory format of the weight's gradient, by default that of the weight.
     """
 
     grad_accum: Tensor  # (pixels, channels)
@@ -103,6 +104,7 @@ class GradAccumulator(NamedTuple):
     needs_grad_weight: bool = True
     sums: Tensor | None = None
     is_only_consumer: bool = False
+    weight_format: torch.memory_format = torch.preserve_format
 
     def tile(self, rows: slice) -> "GradAccumulator":
         return self._replace(grad_accum=self.grad_accum[rows])
@@ -185,6 +187,11 @@ class Kernels(Protocol):
     def batch_norm_grad_input(self, grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
         """r · (g − mean(g) − x̂ · mean(g · x̂)), (pixels, channels), contiguous; with `may_overwrite` the result may be
         g itself, overwritten in place."""
+        ...
+
+    def arranged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights of 3×3 convolutions in the memory format that the kernels read: all at once, since it would take
+        the host long to copy each. The kernels take others too."""
         ...
 
     def affine_forward(self, input: AffineInput) -> Tensor:

@@ -17,7 +17,7 @@ On small inputs a kernel takes the time of its calls of PyTorch. Small inputs ha
 and use no scratch, which takes longer to find than PyTorch takes to allocate. `few_rows` needs even fewer calls.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -90,6 +90,10 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     slope, constant, inv_std = grad.coefficients()
     grad_input = torch.addcmul(constant, grad.values, slope)
     return as_dtype(grad_input.addcmul_(grad.grad_accum, inv_std), grad.values.dtype)
+
+
+def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
+    return list(weights)
 
 
 def affine_forward(input: AffineInput) -> Tensor:

@@ -7,6 +7,7 @@ eps), and with D the gradient of the block's output.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,9 @@ class Backward:
         """Continue with a layer group. `needs_grad` is for the input of its node, then for each of its parameters."""
         self.group = group
         self.parameters[group.tensors] = parameters
-        self.tensors = norm_convs(converted_weights(self.parameters, self.spec.torch_dtype, group.tensors))
+        self.tensors = norm_convs(
+            converted_weights(self.parameters, self.spec.torch_dtype, self.kernels, group.tensors)
+        )
         self.needs_grad_input, *needs_grad = needs_grad
         self.needs_grad = [False] * len(self.parameters)
         self.needs_grad[group.tensors] = needs_grad
@@ -92,7 +95,16 @@ class Backward:
         """Where the consumer after norm `number`, a norm of the features, accumulates."""
         grad_accum = columns_of(self.grad_accum, self.spec.feature_columns[number])
         sums = self.statistics.sums_of_features(number)
-        return GradAccumulator(grad_accum, overwrite, self.needs_grads[number].conv_weight, sums)
+        needs_grad_weight, weight_format = self.needs_grads[number].conv_weight, self._weight_format(number)
+        return GradAccumulator(grad_accum, overwrite, needs_grad_weight, sums, weight_format=weight_format)
+
+    def _weight_format(self, number: int) -> torch.memory_format:
+        """That of the gradient of the weight after norm `number`: the parameter's, which the kernels may read in
+        another one."""
+        parameter: Any = self.parameters[number * len(NormConv._fields) + NormConv._fields.index("conv_weight")]
+        weight: Any = self.tensors[number].conv_weight
+        is_rearranged = weight is not parameter and weight.stride() != parameter.stride()
+        return torch.contiguous_format if is_rearranged else torch.preserve_format
 
     def _grad_output(self, i: int) -> Tensor:
         """The gradient of layer i's output, in the dtype of the convolutions."""
@@ -166,7 +178,7 @@ class Backward:
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
         sums = None if norm.frozen else self.statistics.own_sums(number)
         needs_grad_weight = self.needs_grads[number].conv_weight
-        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, is_only_consumer=True)
+        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, True, self._weight_format(number))
         arguments = grad_output, AffineInput(output, norm), self._weight(number), accumulator, self.shape
         grads = self.kernels.conv3x3_backward(*arguments, dilation)
         if self.needs_grads[number - 1].conv_bias:

@@ -42,7 +42,7 @@ class Forward:
         features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
         self.kernels = kernels_for(features, spec.sync_group is not None)
         self.statistics = ForwardStatistics(spec, self.kernels, features, *inputs.stored[1:])
-        self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype))
+        self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype, self.kernels))
         self.bottlenecks: list[Tensor] = []
         self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
 

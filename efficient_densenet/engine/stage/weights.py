@@ -1,4 +1,4 @@
-"""The weights of a stage's convolutions, in the dtype in which the convolutions compute."""
+"""The weights of a stage's convolutions, in the dtype and the memory format in which the convolutions read them."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,24 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import foreach_copy_
+from ...kernels.interface import Kernels
 from .spec import NormConv
 
 _CONV_WEIGHT = NormConv._fields.index("conv_weight")
 
 
 def converted_weights(
-    parameters: Sequence[Tensor | None], dtype: torch.dtype, positions: slice | None = None
+    parameters: Sequence[Tensor | None], dtype: torch.dtype, kernels: Kernels, positions: slice | None = None
 ) -> list[Tensor | None]:
-    """A stage's parameters, with the convolution weights at `positions` (None: all) converted to `dtype`.
+    """A stage's parameters, with the convolution weights at `positions` (None: all) converted to `dtype`, and those of
+    3×3 convolutions in the memory format that the kernels read.
 
     All weights are converted in one launch: on a GPU, a launch takes longer than converting one weight.
     """
     tensors, places = list(parameters), range(len(parameters))[positions or slice(None)]
     narrowed, weights = [], []
-    for place in places[_CONV_WEIGHT :: len(NormConv._fields)]:
+    weight_places = places[_CONV_WEIGHT :: len(NormConv._fields)]
+    for place in weight_places:
         weight = tensors[place]
         if weight is not None and weight.dtype is not dtype:
             tensors[place] = torch.empty_like(weight, dtype=dtype)
@@ -28,4 +31,7 @@ def converted_weights(
             weights.append(weight)
     if weights:
         foreach_copy_(narrowed, weights)
+    with_taps = [place for place in weight_places if (weight := tensors[place]) is not None and weight.shape[-1] == 3]
+    for place, weight in zip(with_taps, kernels.arranged_weights([tensors[i] for i in with_taps]), strict=True):
+        tensors[place] = weight
     return tensors

@@ -37,6 +37,7 @@ from .tiling import Tiles
 needs_sums = True
 
 affine_forward = portable.affine_forward
+arranged_weights = portable.arranged_weights
 images_at_once, image_statistics = portable.images_at_once, portable.image_statistics
 norm_relu_max_pool = portable.norm_relu_max_pool
 norm_relu_max_pool_reduce = portable.norm_relu_max_pool_reduce

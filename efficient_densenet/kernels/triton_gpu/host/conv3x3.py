@@ -6,6 +6,8 @@ the values, are also written and read.
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -116,7 +118,7 @@ def backward(
     if not accumulator.needs_grad_weight:
         return finish_backward(input.norm, accumulator.sums, partial_sums)
     partial_grad_weight = _grad_weight(grad_output, input, shape, dilation)
-    grad_weight = torch.empty_like(weight, dtype=torch.float32)
+    grad_weight = torch.empty_like(weight, dtype=torch.float32, memory_format=accumulator.weight_format)
     taps = 9
     if not grad_weight.is_contiguous():
         if grad_weight.is_contiguous(memory_format=torch.channels_last):
@@ -247,6 +249,20 @@ def grad_weight_tile(dtype: torch.dtype) -> dict[str, int]:
     """The tile of `conv3x3_grad_weight`."""
     block_channels = 32 if dtype == torch.float32 and precision() == "ieee" else 64
     return {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": block_channels, "BLOCK_COLUMNS": 128, "num_warps": 8, "num_stages": 1}
+
+
+def channels_last(weights: Sequence[Tensor]) -> list[Tensor]:
+    """The weights, those that the kernels may read in channels_last memory; one launch copies all of a shape."""
+    arranged, by_shape = list(weights), defaultdict[torch.Size, list[int]](list)
+    for i, weight in enumerate(weights):
+        is_narrow = weight.dim() == 4 and weight.shape[0] <= MAX_OUT_CHANNELS
+        if is_narrow and not weight.is_contiguous(memory_format=torch.channels_last):
+            by_shape[weight.shape].append(i)
+    for shape, places in by_shape.items():
+        joined = torch.cat([weights[i] for i in places]).contiguous(memory_format=torch.channels_last)
+        for i, weight in zip(places, joined.split(shape[0]), strict=True):
+            arranged[i] = weight
+    return arranged
 
 
 def _channels_last(weight: Tensor) -> Tensor:

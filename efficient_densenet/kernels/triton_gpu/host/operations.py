@@ -7,7 +7,7 @@ into. Nothing synchronizes with the device, and every reduction has a fixed orde
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -129,6 +129,10 @@ def conv1x1_backward(
     if next_bottleneck is not None:
         conv1x1_forward(next_bottleneck)
     return grads
+
+
+def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
+    return conv3x3.channels_last(weights)
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
