@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,32 @@ def _triton_everywhere(monkeypatch):
 
 
 @pytest.mark.usefixtures("_triton_everywhere")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_weights_are_arranged_once_a_pass_and_their_gradients_lie_as_they_do(memory_format, monkeypatch):
+    """Bit for bit what the kernels compute that arrange each weight by themselves."""
+    model = small_model("bc").float().to(DEVICE, memory_format=memory_format)
+    model.set_engine("shared")
+    x, steps, arranged = random_images("bc", batch=2).float().to(DEVICE), [], []
+
+    def record(weights):
+        arranged.append([each.shape for each in weights])
+        return originals(weights)
+
+    originals = triton_kernels.arranged_weights
+    for arrange in (record, list):
+        monkeypatch.setattr(triton_kernels, "arranged_weights", arrange)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        steps.append([parameter.grad for parameter in model.parameters()])
+    num_blocks = sum("denseblock" in name for name, _ in model.features.named_children())
+    assert len(arranged) == 2 * num_blocks
+    assert all(each for each in arranged)
+    for parameter, grad, other in zip(model.parameters(), *steps, strict=True):
+        assert parameter.shape[-1] != 3 or grad.stride() == other.stride() == parameter.stride()
+        assert torch.equal(grad, other)
+
+
+@pytest.mark.usefixtures("_triton_everywhere")
 @pytest.mark.parametrize(
     ("family", "keep_bottleneck", "biases", "frozen"),
     [
@@ -215,6 +242,21 @@ def gpu(monkeypatch):
 def test_without_triton_the_portable_kernels_are_used_without_a_warning(gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.runtime", None)
     assert not kernels.has_triton.__wrapped__(gpu)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "runs"),
+    [((12, 0), "3.2.0", False), ((12, 0), "3.3.1", True), ((12, 1), "3.2.0", False), ((9, 0), "3.2.0+git", True)],
+)
+def test_a_triton_that_would_end_the_process_is_not_asked(capability, version, runs, gpu, monkeypatch, recwarn):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0)))
+    assert kernels.has_triton.__wrapped__(gpu) is runs
+    messages = [str(each.message) for each in recwarn]
+    assert len(messages) == (0 if runs else 1)
+    assert all("Triton 3.2.0 does not compile for a GPU" in each for each in messages)
 
 
 def test_a_triton_that_cannot_run_warns_once(gpu, monkeypatch):

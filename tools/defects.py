@@ -174,8 +174,8 @@ DEFECTS = [
     ),
     Defect(
         "Triton: a kernel compiled for aligned tensors is launched on others",
-        "key.append(argument % 16 == 0)",
-        "key.append(True)",
+        "*[each is None or each & 15 == 0 for each in addresses]",
+        "*[True for _ in addresses]",
         "triton_launch",
     ),
     Defect(

@@ -19,6 +19,10 @@ from .interface import Kernels
 from .numba_cpu.host import openmp
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FIRST_TRITON = {12: (3, 3)}
+"""The first version of Triton for a compute capability, by its major number, where an older one ends the process: 3.2
+for 12.0 by "LLVM ERROR"."""
+
 _NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -88,11 +92,23 @@ def _has_numba() -> bool:
 @functools.cache
 def has_triton(device: torch.device) -> bool:
     """Whether Triton is installed and supports the device, which is NVIDIA's with compute capability 8.0 or higher."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < (8, 0):
         return False
     try:
-        driver = importlib.import_module("triton.runtime").driver
+        version, driver = (
+            importlib.import_module("triton").__version__,
+            importlib.import_module("triton.runtime").driver,
+        )
     except ImportError:
+        return False
+    first = _FIRST_TRITON.get(capability[0], (0, 0))
+    if tuple(map(int, version.split(".")[:2])) < first:
+        warnings.warn(
+            f"Triton {version} does not compile for {torch.cuda.get_device_name(device)}: the shared engine uses "
+            f"PyTorch's operations instead, which are slower. Triton {'.'.join(map(str, first))}, of PyTorch 2.7, does",
+            stacklevel=2,
+        )
         return False
     try:
         driver.active.get_current_device()  # the first use may compile the launcher, with the system's C compiler

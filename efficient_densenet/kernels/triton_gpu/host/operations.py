@@ -50,6 +50,9 @@ SECTOR_BYTES = 32
 """The smallest read of a GPU. In-place updates of a slice of channels are efficient if its rows fill whole sectors."""
 
 _TILE = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 32}
+_UNALIGNED_POOLED_TILE = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 32}
+"""Of a backward through pooling: with 64 rows whose channels are loaded one by one, its addresses are spilled."""
+
 _NARROW_TILE = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 16}
 
 
@@ -278,15 +281,16 @@ def _affine_relu_pool_backward(
     if overwrite and any(size % pool for size in shape[1:]):
         grad_accum.zero_()  # pixels at the edge of an odd size are in no window: the kernel does not write them
     num_rows, channels = grad_output.shape
-    grid = _grid(num_rows, channels, _TILE)
+    strides = grad_accum.stride(0), values.stride(0)
+    alignment = divisibility(values.dtype, channels, *strides)
+    tile = _UNALIGNED_POOLED_TILE if pool > 1 and alignment == 1 else _TILE
+    grid = _grid(num_rows, channels, tile)
     partial_sums = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
     norm, has_mean = norm_vectors(input.norm)
     tensors = partial_sums, grad_accum, grad_output.contiguous(), values, *norm
-    strides = grad_accum.stride(0), values.stride(0)
     _, height, width = _as_images(shape)
-    constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "POOL": pool, "RELU": relu, **_TILE}
-    constants["OVERWRITE"] = overwrite
-    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, *strides)
+    constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "POOL": pool, "RELU": relu, **tile}
+    constants |= {"OVERWRITE": overwrite, "DIVISIBILITY": alignment}
     sizes = num_rows, channels, *strides, height, width
     launch.launch(launch.cached_launch(kernels.affine_relu_pool_backward, grid, *sizes, **constants), *tensors)
     return partial_sums
