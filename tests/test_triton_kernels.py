@@ -139,7 +139,7 @@ def _triton_everywhere(monkeypatch):
 
 @pytest.mark.usefixtures("_triton_everywhere")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_weights_are_arranged_once_a_pass_and_their_gradients_lie_as_they_do(memory_format, monkeypatch):
+def test_weights_are_arranged_once_a_pass_and_their_gradients_are_contiguous(memory_format, monkeypatch):
     """Bit for bit what the kernels compute that arrange each weight by themselves."""
     model = small_model("bc").float().to(DEVICE, memory_format=memory_format)
     model.set_engine("shared")
@@ -152,15 +152,15 @@ def test_weights_are_arranged_once_a_pass_and_their_gradients_lie_as_they_do(mem
     originals = triton_kernels.arranged_weights
     for arrange in (record, list):
         monkeypatch.setattr(triton_kernels, "arranged_weights", arrange)
-        model.zero_grad()
-        model(x).square().sum().backward()
-        steps.append([parameter.grad for parameter in model.parameters()])
+        # Not `backward()`, which copies gradients into the memory format of the parameters.
+        steps.append(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
     num_blocks = sum("denseblock" in name for name, _ in model.features.named_children())
     assert len(arranged) == 2 * num_blocks
     assert all(each for each in arranged)
-    for parameter, grad, other in zip(model.parameters(), *steps, strict=True):
-        assert parameter.shape[-1] != 3 or grad.stride() == other.stride() == parameter.stride()
+    for grad, other in zip(*steps, strict=True):
         assert torch.equal(grad, other)
+    names = [name for name, _ in model.named_parameters()]
+    assert all(grad.is_contiguous() for name, grad in zip(names, steps[0], strict=True) if "denselayer" in name)
 
 
 @pytest.mark.usefixtures("_triton_everywhere")

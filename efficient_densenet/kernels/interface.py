@@ -95,8 +95,7 @@ class GradAccumulator(NamedTuple):
 
     γ · grad_bias and γ · grad_weight of the norm are added to `sums`, (2, channels). It is None under a frozen norm,
     and for kernels without `needs_sums`. `needs_grad_weight` is False where the convolution's weight does
-    not require a gradient. With `is_only_consumer` no other kernel accumulates in grad_accum. `weight_format` is the
-    memory format of the weight's gradient, by default that of the weight.
+    not require a gradient. With `is_only_consumer` no other kernel accumulates in grad_accum.
     """
 
     grad_accum: Tensor  # (pixels, channels)
@@ -104,7 +103,6 @@ class GradAccumulator(NamedTuple):
     needs_grad_weight: bool = True
     sums: Tensor | None = None
     is_only_consumer: bool = False
-    weight_format: torch.memory_format = torch.preserve_format
 
     def tile(self, rows: slice) -> "GradAccumulator":
         return self._replace(grad_accum=self.grad_accum[rows])

@@ -7,7 +7,6 @@ eps), and with D the gradient of the block's output.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,16 +94,7 @@ class Backward:
         """Where the consumer after norm `number`, a norm of the features, accumulates."""
         grad_accum = columns_of(self.grad_accum, self.spec.feature_columns[number])
         sums = self.statistics.sums_of_features(number)
-        needs_grad_weight, weight_format = self.needs_grads[number].conv_weight, self._weight_format(number)
-        return GradAccumulator(grad_accum, overwrite, needs_grad_weight, sums, weight_format=weight_format)
-
-    def _weight_format(self, number: int) -> torch.memory_format:
-        """That of the gradient of the weight after norm `number`: the parameter's, which the kernels may read in
-        another one."""
-        parameter: Any = self.parameters[number * len(NormConv._fields) + NormConv._fields.index("conv_weight")]
-        weight: Any = self.tensors[number].conv_weight
-        is_rearranged = weight is not parameter and weight.stride() != parameter.stride()
-        return torch.contiguous_format if is_rearranged else torch.preserve_format
+        return GradAccumulator(grad_accum, overwrite, self.needs_grads[number].conv_weight, sums)
 
     def _grad_output(self, i: int) -> Tensor:
         """The gradient of layer i's output, in the dtype of the convolutions."""
@@ -178,7 +168,7 @@ class Backward:
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
         sums = None if norm.frozen else self.statistics.own_sums(number)
         needs_grad_weight = self.needs_grads[number].conv_weight
-        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, True, self._weight_format(number))
+        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, is_only_consumer=True)
         arguments = grad_output, AffineInput(output, norm), self._weight(number), accumulator, self.shape
         grads = self.kernels.conv3x3_backward(*arguments, dilation)
         if self.needs_grads[number - 1].conv_bias:

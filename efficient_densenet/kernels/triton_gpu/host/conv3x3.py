@@ -118,14 +118,9 @@ def backward(
     if not accumulator.needs_grad_weight:
         return finish_backward(input.norm, accumulator.sums, partial_sums)
     partial_grad_weight = _grad_weight(grad_output, input, shape, dilation)
-    grad_weight = torch.empty_like(weight, dtype=torch.float32, memory_format=accumulator.weight_format)
-    taps = 9
-    if not grad_weight.is_contiguous():
-        if grad_weight.is_contiguous(memory_format=torch.channels_last):
-            taps = 1  # it has the layout of its partial sums
-        else:
-            grad_weight = torch.empty_like(grad_weight, memory_format=torch.contiguous_format)
-    return finish_backward(input.norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight, taps)
+    # Contiguous, whatever the memory format of the weight: the stage's operator promises that.
+    grad_weight = weight.new_empty(weight.shape, dtype=torch.float32)
+    return finish_backward(input.norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight, taps=9)
 
 
 def _grad_input(
