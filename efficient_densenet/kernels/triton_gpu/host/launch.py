@@ -20,19 +20,27 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+MAX_INT32 = 2**31 - 1
+"""The largest size that Triton passes as int32. For a larger one it compiles the kernel with an int64."""
+
 _OPTIONS = {"enable_fp_fusion": True}
 """Triton's default up to 3.9, which warns that the default will change."""
 
 
 class _Launcher(NamedTuple):
-    """A compiled kernel, and the arguments after the tensors that all its launches have in common."""
+    """A compiled kernel, and the constants that all its launches pass."""
 
     run: Callable[..., None]
     function: int
     metadata: Any
-    values: tuple[Any, ...]
+    constants: tuple[Any, ...]
     get_current_stream: Callable[[int], int]
-    kept_alive: CompiledKernel
+    kept_alive: tuple[Any, CompiledKernel]
+
+
+_launchers: dict[tuple[Any, ...], dict[tuple[Any, ...], _Launcher]] = {}
+"""By the kernel, the properties of the numbers, and the constants; then by those of the tensors. The key contains the
+id of a kernel, which stays valid: the launcher keeps the kernel alive."""
 
 
 class Launch:
@@ -48,8 +56,14 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: float, **constants: Any) -> None:
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
         self.three_axes = (*grid, 1, 1)[:3]
-        self.launchers: dict[tuple[Any, ...], _Launcher] = {}
+        key = id(kernel), *map(_specialization, numbers), *constants.items()
+        self.launchers = _launchers.setdefault(key, {})
         """By the properties of tensors for which Triton compiles anew: the device, dtypes, alignments to 16 bytes."""
+
+
+def _specialization(number: float) -> tuple[Any, ...]:
+    """The properties of a number for which Triton may compile a kernel of its own."""
+    return type(number), number == 1, number % 16 == 0, number <= MAX_INT32
 
 
 cached = functools.lru_cache(maxsize=4096)
@@ -81,10 +95,11 @@ def launch(prepared: Launch, *tensors: Tensor | None) -> None:
         if launcher is None:
             _remember(key, prepared, _launch_by_triton(prepared, tensors), len(tensors))
         else:
-            run, function, metadata, values, get_current_stream, _ = launcher
+            run, function, metadata, constants, get_current_stream, _ = launcher
             no_launch_hooks = None, None, None  # and no arguments for them
             stream = get_current_stream(device)
-            run(*prepared.three_axes, stream, function, metadata, *no_launch_hooks, *addresses, *values)
+            arguments = *addresses, *prepared.numbers, *constants
+            run(*prepared.three_axes, stream, function, metadata, *no_launch_hooks, *arguments)
 
 
 def _launch_by_triton(prepared: Launch, tensors: Sequence[Tensor | None]) -> Any:
@@ -96,20 +111,20 @@ def _launch_by_triton(prepared: Launch, tensors: Sequence[Tensor | None]) -> Any
 
 def _remember(key: tuple[Any, ...], prepared: Launch, compiled: Any, num_tensors: int) -> None:
     """Keep the launcher of a kernel that has just been launched."""
-    kernel, numbers, constants = prepared.kernel, prepared.numbers, prepared.constants
+    kernel, constants = prepared.kernel, prepared.constants
     if not _is_known_version() or not isinstance(compiled, CompiledKernel) or kernel.pre_run_hooks:
         return
     # Since Triton 3.3 a launcher takes the constants too, although it does not read them.
-    names = kernel.arg_names[num_tensors + len(numbers) :] if _version() >= (3, 3) else []
+    names = kernel.arg_names[num_tensors + len(prepared.numbers) :] if _version() >= (3, 3) else []
     loaded: Any = compiled
     active: Any = driver.active
     prepared.launchers[key] = _Launcher(
         loaded.run,
         loaded.function,
         loaded.packed_metadata,
-        (*numbers, *map(constants.get, names)),
+        tuple(map(constants.get, names)),
         active.get_current_stream,
-        compiled,
+        (kernel, compiled),
     )
 
 
