@@ -84,7 +84,7 @@ kernel_tests() { # kernel_tests <file>...: in several processes, since most of t
     echo "== kernel tests in $count processes: ${files[*]}"
     for ((shard = 1; shard <= count; shard++)); do
         # Interrupted, pytest says which tests have failed and why.
-        timeout -s INT -k 10 60 "$python" -m pytest "${files[@]}" --shard "$shard/$count" -v -p no:cacheprovider \
+        timeout -s INT -k 10 75 "$python" -m pytest "${files[@]}" --shard "$shard/$count" -v -p no:cacheprovider \
             >"$logs/kernel_tests_$shard.txt" 2>&1 &
         pids+=($!)
     done
@@ -136,12 +136,12 @@ else
     unset TRITON_INTERPRET
     part "first contact" 100 "$python" -m efficient_densenet.doctor --compare
     kernel_tests "${tests[@]}"
-    check 60 "${small[@]}" --batch_size 64 --precision tf32,bf16,float32
+    check 90 "${small[@]}" --batch_size 64 --precision tf32,bf16,float32
     measure 90 "${small[@]}" --batch_size 256 --precision tf32 --methods $graphs
     measure 90 "${big[@]}" --precision tf32 --methods $graphs
-    profile 25 "${small[@]}" --batch_size 256 --precision tf32 --methods plain,shared
-    profile 25 "${big[@]}" --precision tf32 --methods plain,shared
-    profile 40 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
+    profile 40 "${small[@]}" --batch_size 256 --precision tf32 --methods plain,shared
+    profile 40 "${big[@]}" --precision tf32 --methods plain,shared
+    profile 60 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
     part "tiles" 120 "$python" benchmarks/gpu_tiles.py
     measure 40 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
     measure 40 "${small[@]}" --batch_size 256 --precision tf32 --layout channels_last --methods plain,shared
