@@ -11,7 +11,7 @@ from forks import ForkedDemo
 from samples import TINY, same_run, write_cifar10
 
 
-@pytest.mark.parametrize(("kills", "num_epochs"), [(2, 8), pytest.param(30, 150, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("kills", "num_epochs"), [(2, 30), pytest.param(30, 150, marks=pytest.mark.exhaustive)])
 def test_a_run_killed_many_times_ends_with_the_same_results(kills, num_epochs, tmp_path):
     """Every restart resumes what the last kill left. An epoch is a few steps, so that many kills hit a write; they come
     within the time that a run of one epoch takes here."""
