@@ -31,7 +31,10 @@ def converted_weights(
             weights.append(weight)
     if weights:
         foreach_copy_(narrowed, weights)
-    with_taps = [place for place in weight_places if (weight := tensors[place]) is not None and weight.shape[-1] == 3]
-    for place, weight in zip(with_taps, kernels.arranged_weights([tensors[i] for i in with_taps]), strict=True):
+    with_taps = {
+        place: weight for place in weight_places if (weight := tensors[place]) is not None and weight.shape[-1] == 3
+    }
+    arranged = kernels.arranged_weights(list(with_taps.values()))
+    for place, weight in zip(with_taps, arranged, strict=True):
         tensors[place] = weight
     return tensors
