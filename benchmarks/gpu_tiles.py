@@ -1,6 +1,7 @@
 """The time of each Triton kernel with each of several tiles, on a GPU: python benchmarks/gpu_tiles.py
 
-For each convolution of the sizes below it prints all candidates, the fastest first, with registers and spills; the tile
+For each convolution of the sizes below it prints all candidates, the fastest first, with registers and spills of those that
+are launched for the first time; the tile
 that `host/tiles.py` or `host/conv3x3.py` chooses is marked by a star. Times are of CUDA graphs of several launches, so
 that the host's time is not in them. Kernels are compiled before, in processes side by side.
 """
@@ -260,13 +261,17 @@ def measure(job: Job, share: tuple[int, int] | None = None) -> Iterator[tuple[fl
         try:
             with mock.patch.object(launch, "_launch_by_triton", record):
                 job.launch(tile)
-            found = next((each for each in compiled if hasattr(each, "n_regs")), None)
+            found = next((each for each in compiled if _name(each) == job.name.split()[0]), None)
             if found is not None:
                 described += f"  {found.n_regs} registers, {found.n_spills} spills, {found.metadata.shared} shared"
             if not share:
                 yield microseconds(lambda tile=tile: job.launch(tile)), described + ("  *" if i == 0 else "")
         except Exception as error:
             yield float("inf"), f"{described}: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
+
+
+def _name(compiled: Any) -> str:
+    return getattr(getattr(compiled, "metadata", None), "name", "")
 
 
 def _items(tile: Tile) -> list[tuple[str, Any]]:

@@ -2,20 +2,17 @@
 
 import pytest
 import torch
-from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 
 pytest.importorskip("triton", reason="needs Triton")
 gpu_tiles = pytest.importorskip("gpu_tiles")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes to compile")
-@pytest.mark.usefixtures("bfloat16_in_the_interpreter")
-@pytest.mark.parametrize("dtype", [torch.float32])
-def test_every_candidate_runs(dtype, monkeypatch):
+def test_every_candidate_runs(monkeypatch):
     monkeypatch.setattr(gpu_tiles, "CONV3X3", {"a model": (20, 20, [(1, 3, 5)])})
     monkeypatch.setattr(gpu_tiles, "CONV1X1", {"a model": (20, [((1, 4, 4), 9)])})
     monkeypatch.setattr(gpu_tiles, "microseconds", lambda function: float(function() is None))
-    jobs = list(gpu_tiles.jobs(dtype, "cpu"))
+    jobs = list(gpu_tiles.jobs(torch.float32, "cpu"))
     assert len(jobs) == 3 + 2
     for job in jobs:
         found = list(gpu_tiles.measure(job))

@@ -128,7 +128,7 @@ def conv1x1_jobs(launched, on_device):
             if name in chosen:
                 tile, estimate = chosen[name]
                 is_low = precision != "ieee" and (model, name) in LOW_OCCUPANCY if arch in (80, 90) else None
-                is_low = None if name in MEASURED else is_low
+                is_low = None if name in MEASURED and precision == "tf32" else is_low
                 compilation = Compilation.of(kernel, arguments, constants, arch, misaligned=vectors)
                 yield Job(compilation, is_low, estimate, tile.resident_blocks(estimate, limits))
 
@@ -152,7 +152,7 @@ def conv3x3_jobs(launched, on_device):
             case.with_statistics(functools.partial(conv3x3.forward, input, case.weight3x3, case.shape, 1), width)
         for kernel, arguments, constants in launched:
             if "conv3x3" in (name := kernel.fn.__name__):
-                may_be_low = None if name in MEASURED else False
+                may_be_low = None if name in MEASURED and precision == "tf32" else False
                 yield Job(Compilation.of(kernel, arguments, constants, arch), may_be_low)
 
     return jobs

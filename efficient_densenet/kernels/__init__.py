@@ -6,6 +6,7 @@
 import functools
 import importlib
 import importlib.util
+import re
 import subprocess
 import warnings
 from typing import Any
@@ -96,14 +97,12 @@ def has_triton(device: torch.device) -> bool:
     if torch.version.hip is not None or capability < (8, 0):
         return False
     try:
-        version, driver = (
-            importlib.import_module("triton").__version__,
-            importlib.import_module("triton.runtime").driver,
-        )
+        driver = importlib.import_module("triton.runtime").driver
     except ImportError:
         return False
+    version = importlib.import_module("triton").__version__
     first = _FIRST_TRITON.get(capability[0], (0, 0))
-    if tuple(map(int, version.split(".")[:2])) < first:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < first:
         warnings.warn(
             f"Triton {version} does not compile for {torch.cuda.get_device_name(device)}: the shared engine uses "
             f"PyTorch's operations instead, which are slower. Triton {'.'.join(map(str, first))}, of PyTorch 2.7, does",

@@ -203,10 +203,10 @@ def _grad_weight_launch(
     return launch.Launch(conv3x3_kernels.conv3x3_grad_weight, grid, *sizes, **constants)
 
 
-# Tiles for which the kernels, as compiled for the architectures 80 to 120, do not spill and leave a quarter of a
-# multiprocessor's warps resident; shared memory is at most 32 KiB a block. Loads are not pipelined (num_stages): they
-# would bypass the L1 cache, in which weights and neighboring pixels are found, and resident blocks have 8 to 20 KiB of
-# loads in flight anyway.
+# Tiles for which the kernels, as compiled for the architectures 80 to 120, do not spill. A quarter of a
+# multiprocessor's warps are resident, but for the forward's in TF32, which are fast on an H100 nevertheless. Shared
+# memory is at most 32 KiB a block. Loads are not pipelined (num_stages): they would bypass the L1 cache, in which
+# weights and neighboring pixels are found, and resident blocks have 8 to 20 KiB of loads in flight anyway.
 
 
 def forward_tile(out_channels: int, dtype: torch.dtype, num_rows: int, limits: DeviceLimits) -> dict[str, int]:
@@ -218,7 +218,7 @@ def forward_tile(out_channels: int, dtype: torch.dtype, num_rows: int, limits: D
         return {**blocks, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
     block_out = 16 if out_channels <= 16 else 32
     has_many_rows = num_rows >= 256 * limits.multiprocessors
-    if dtype == torch.float32 and precision() == "ieee":
+    if dtype != torch.float32 or precision() == "ieee":
         block_rows, block_channels = 64, 16
     else:
         block_rows, block_channels = (128, 16) if has_many_rows and block_out == 16 else (64, 64)
@@ -249,15 +249,16 @@ def grad_weight_tile(dtype: torch.dtype) -> dict[str, int]:
 
 
 def channels_last(weights: Sequence[Tensor]) -> list[Tensor]:
-    """The weights, those that the kernels may read in channels_last memory; one launch copies all of a shape."""
+    """The weights, those that the kernels may read in channels_last memory; two launches copy all of a shape."""
     arranged, by_shape = list(weights), defaultdict[torch.Size, list[int]](list)
     for i, weight in enumerate(weights):
         is_narrow = weight.dim() == 4 and weight.shape[0] <= MAX_OUT_CHANNELS
         if is_narrow and not weight.is_contiguous(memory_format=torch.channels_last):
             by_shape[weight.shape].append(i)
     for shape, places in by_shape.items():
-        joined = torch.cat([weights[i] for i in places]).contiguous(memory_format=torch.channels_last)
-        for i, weight in zip(places, joined.split(shape[0]), strict=True):
+        joined = weights[places[0]] if len(places) == 1 else torch.cat([weights[i] for i in places])
+        copies = joined.contiguous(memory_format=torch.channels_last).split(shape[0])
+        for i, weight in zip(places, copies, strict=True):
             arranged[i] = weight
     return arranged
 

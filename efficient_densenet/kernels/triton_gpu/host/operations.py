@@ -78,13 +78,16 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     inv_std = grad.inv_std.contiguous()
     tensors = grad_input, grad_accum, values, grad.mean if has_mean else inv_std, inv_std, grad.sums
     strides = grad_input.stride(0), grad_accum.stride(0), values.stride(0), grad.sums.stride(0)
-    grad_input_launch = _batch_norm_launch(grad.count, num_rows, channels, *strides, has_mean, values.dtype)
+    grad_input_launch = _batch_norm_launch(
+        _grid(num_rows, channels, _NARROW_TILE), grad.count, num_rows, channels, *strides, has_mean, values.dtype
+    )
     launch.launch(grad_input_launch, *tensors)
     return grad_input
 
 
 @launch.cached
 def _batch_norm_launch(
+    grid: tuple[int, int],
     count: int,
     num_rows: int,
     channels: int,
@@ -95,7 +98,7 @@ def _batch_norm_launch(
     has_mean: bool,
     dtype: torch.dtype,
 ) -> launch.Launch:
-    kernel, grid = kernels.batch_norm_grad_input, _grid(num_rows, channels, _NARROW_TILE)
+    kernel = kernels.batch_norm_grad_input
     sizes = channels, grad_input_stride, accum_stride, values_stride
     constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(dtype, *sizes), **_NARROW_TILE}
     return launch.Launch(kernel, grid, 1 / count, num_rows, *sizes, sums_stride, **constants)
