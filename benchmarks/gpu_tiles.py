@@ -1,9 +1,9 @@
 """The time of each Triton kernel with each of several tiles, on a GPU: python benchmarks/gpu_tiles.py
 
-For each convolution of the sizes below it prints all candidates, the fastest first, with registers and spills of those that
-are launched for the first time; the tile
-that `host/tiles.py` or `host/conv3x3.py` chooses is marked by a star. Times are of CUDA graphs of several launches, so
-that the host's time is not in them. Kernels are compiled before, in processes side by side.
+For each convolution of the sizes below it prints all candidates, the fastest first, with registers and spills of those
+that are launched for the first time. The tile that `host/tiles.py` or `host/conv3x3.py` chooses is marked by a star.
+Times are of CUDA graphs of several launches, so that the host's time is not in them. Kernels are compiled before, in
+processes side by side.
 """
 
 import argparse

@@ -100,8 +100,8 @@ class Tile(NamedTuple):
 
 
 # Tiles that compile without spills for sm_80 to sm_120 (tests/test_triton_resources.py), the best first, the smallest
-# last. Those of TF32 to 128 channels are a compromise of what was fastest on an H100 (benchmarks/gpu_tiles.py). The keys
-# are the numbers of output channels of a tile.
+# last. Those of TF32 to 128 channels are a compromise of what was fast on an H100 (benchmarks/gpu_tiles.py).
+# The keys are the numbers of output channels of a tile.
 FORWARD_TILES = {
     Precision.TF32: {
         64: [Tile(128, 32, 3, None, num_warps=4)],
