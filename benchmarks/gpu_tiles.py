@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from rows import commit
 
 from efficient_densenet.kernels.comparison import Case
 from efficient_densenet.kernels.interface import StatisticsOutput
@@ -40,7 +41,7 @@ CONV1X1 = {
 Tile = dict[str, Any] | tiles.Tile
 
 
-class Job(NamedTuple):
+class Convolution(NamedTuple):
     """One convolution; the candidates for its tile, the first of them the one that is chosen; and how to launch it."""
 
     name: str
@@ -50,25 +51,23 @@ class Job(NamedTuple):
     """Sizes that kernels are compiled for."""
 
 
-def conv3x3_tiles(sizes: str, **more: int) -> list[dict[str, int]]:
-    """From "rows channels out warps stages" of each candidate."""
-    names = "BLOCK_ROWS", "BLOCK_CHANNELS", "BLOCK_COLUMNS" if "columns" in more else "BLOCK_OUT", "num_warps"
-    return [
-        dict(zip((*names, "num_stages"), map(int, each.split()), strict=True)) for each in sizes.strip().splitlines()
-    ]
+def conv3x3_tiles(sizes: str, third: str = "BLOCK_OUT") -> list[dict[str, int]]:
+    """From "rows channels out warps stages" of each candidate; `third` is the name of the third number."""
+    names = "BLOCK_ROWS", "BLOCK_CHANNELS", third, "num_warps", "num_stages"
+    return [dict(zip(names, map(int, each.split()), strict=True)) for each in sizes.strip().splitlines()]
 
 
 def conv1x1_tiles(sizes: str, chosen: tiles.Tile) -> list[tiles.Tile]:
     """From "rows channels warps stages registers" of each candidate, where 0 registers are no limit."""
-    found = []
+    candidates = []
     for each in sizes.strip().splitlines():
         rows, channels, warps, stages, registers = map(int, each.split())
-        found.append(
+        candidates.append(
             chosen._replace(
                 rows=rows, channels=channels, num_warps=warps, num_stages=stages, max_registers=registers or None
             )
         )
-    return found
+    return candidates
 
 
 FORWARD_3X3 = """
@@ -161,24 +160,28 @@ BACKWARD_1X1 = """
 """
 
 
-def jobs(dtype: torch.dtype, device: str) -> Iterator[Job]:
+def convolutions(dtype: torch.dtype, device: str) -> Iterator[Convolution]:
     for name, (channels, out_channels, shapes) in CONV3X3.items():
         for shape in shapes:
-            yield from _jobs3x3(f"{name}, {channels}→{out_channels}", shape, channels, out_channels, dtype, device)
+            yield from _convolutions3x3(
+                f"{name}, {channels}→{out_channels}", shape, channels, out_channels, dtype, device
+            )
     for name, (width, sizes) in CONV1X1.items():
         for shape, channels in sizes:
-            yield from _jobs1x1(f"{name}, {channels}→{width}", shape, channels, width, dtype, device)
+            yield from _convolutions1x1(f"{name}, {channels}→{width}", shape, channels, width, dtype, device)
 
 
-def _jobs3x3(name: str, shape: Any, channels: int, out_channels: int, dtype: Any, device: str) -> Iterator[Job]:
+def _convolutions3x3(
+    name: str, shape: Any, channels: int, out_channels: int, dtype: Any, device: str
+) -> Iterator[Convolution]:
     case = Case(shape, channels, out_channels, dtype, device=device, padding=0)
     statistics = StatisticsOutput(torch.empty(3, out_channels, device=device), 1e-5)
     weight = case.weight3x3.contiguous(memory_format=torch.channels_last)
     accumulator = case.accumulator(case.grad_accum)
-    shape, out = case.shape, [16, 32] if out_channels > 16 else [16]
+    shape, block_outs = case.shape, [16, 32] if out_channels > 16 else [16]
     limits = tiles.device_limits(case.values.device)
     chosen = conv3x3.forward_tile(out_channels, dtype, len(case.values), limits)
-    candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(FORWARD_3X3) for o in out[-1:])]
+    candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(FORWARD_3X3) for o in block_outs[-1:])]
 
     def forward(tile: Tile) -> Any:
         with mock.patch.object(conv3x3, "forward_tile", return_value=tile):
@@ -192,15 +195,17 @@ def _jobs3x3(name: str, shape: Any, channels: int, out_channels: int, dtype: Any
         with mock.patch.object(conv3x3, "grad_weight_tile", return_value=tile):
             return conv3x3._grad_weight(case.grad_output, case.input, shape, 1)
 
-    yield Job(f"conv3x3_forward {name}, {tuple(shape)}", candidates, forward)
+    yield Convolution(f"conv3x3_forward {name}, {tuple(shape)}", candidates, forward)
     chosen = conv3x3.grad_input_tile(out_channels, dtype, limits.shared_memory)
-    candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(GRAD_INPUT) for o in out)]
-    yield Job(f"conv3x3_grad_input {name}, {tuple(shape)}", candidates, grad_input)
-    candidates = [conv3x3.grad_weight_tile(dtype), *conv3x3_tiles(GRAD_WEIGHT, columns=1)]
-    yield Job(f"conv3x3_grad_weight {name}, {tuple(shape)}", candidates, grad_weight)
+    candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(GRAD_INPUT) for o in block_outs)]
+    yield Convolution(f"conv3x3_grad_input {name}, {tuple(shape)}", candidates, grad_input)
+    candidates = [conv3x3.grad_weight_tile(dtype), *conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS")]
+    yield Convolution(f"conv3x3_grad_weight {name}, {tuple(shape)}", candidates, grad_weight)
 
 
-def _jobs1x1(name: str, shape: Any, channels: int, width: int, dtype: Any, device: str) -> Iterator[Job]:
+def _convolutions1x1(
+    name: str, shape: Any, channels: int, width: int, dtype: Any, device: str
+) -> Iterator[Convolution]:
     case = Case(shape, channels, width, dtype, device=device, padding=0)
     output = torch.empty(len(case.values), width, dtype=dtype, device=device)
     conv = conv1x1.Conv1x1(case.input, case.weight1x1, output)
@@ -217,9 +222,11 @@ def _jobs1x1(name: str, shape: Any, channels: int, width: int, dtype: Any, devic
             return conv1x1.backward(grad_output, case.input, case.weight1x1, accumulator)
 
     chosen = tiles.forward_tile(width, precision, limits)
-    yield Job(f"conv1x1_forward {name}, {shape}", [chosen, *conv1x1_tiles(FORWARD_1X1, chosen)], forward, channels % 4)
+    yield Convolution(
+        f"conv1x1_forward {name}, {shape}", [chosen, *conv1x1_tiles(FORWARD_1X1, chosen)], forward, channels % 4
+    )
     chosen = tiles.backward_tile(width, precision, limits)
-    yield Job(
+    yield Convolution(
         f"conv1x1_backward {name}, {shape}", [chosen, *conv1x1_tiles(BACKWARD_1X1, chosen)], backward, channels % 4
     )
 
@@ -242,11 +249,11 @@ def microseconds(function: Callable[[], Any], replays: int = 7) -> float:
     return sorted(times)[replays // 2]
 
 
-def measure(job: Job, share: tuple[int, int] | None = None) -> Iterator[tuple[float, str]]:
+def measure(convolution: Convolution, share: tuple[int, int] | None = None) -> Iterator[tuple[float, str]]:
     """The time and the description of each candidate; or, with (i, n) as `share`, compile only the i-th of n shares."""
     seen = []
-    for i, tile in enumerate(job.candidates):
-        key = f"{job.name.split(',')[0]} {job.kind} {tile}".encode()
+    for i, tile in enumerate(convolution.candidates):
+        key = f"{convolution.name.split(',')[0]} {convolution.kind} {tile}".encode()
         if tile in seen or (share and zlib.crc32(key) % share[1] != share[0]):
             continue
         seen.append(tile)
@@ -260,12 +267,12 @@ def measure(job: Job, share: tuple[int, int] | None = None) -> Iterator[tuple[fl
         described = " ".join(f"{name.removeprefix('BLOCK_').lower()}={value}" for name, value in _items(tile))
         try:
             with mock.patch.object(launch, "_launch_by_triton", record):
-                job.launch(tile)
-            found = next((each for each in compiled if _name(each) == job.name.split()[0]), None)
-            if found is not None:
-                described += f"  {found.n_regs} registers, {found.n_spills} spills, {found.metadata.shared} shared"
+                convolution.launch(tile)
+            kernel = next((each for each in compiled if _name(each) == convolution.name.split()[0]), None)
+            if kernel is not None:
+                described += f"  {kernel.n_regs} registers, {kernel.n_spills} spills, {kernel.metadata.shared} shared"
             if not share:
-                yield microseconds(lambda tile=tile: job.launch(tile)), described + ("  *" if i == 0 else "")
+                yield microseconds(lambda tile=tile: convolution.launch(tile)), described + ("  *" if i == 0 else "")
         except Exception as error:
             yield float("inf"), f"{described}: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
@@ -281,29 +288,34 @@ def _items(tile: Tile) -> list[tuple[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--precision", default="tf32", choices=["tf32", "ieee", "bf16", "fp16"])
-    parser.add_argument("--only", default="", help="jobs whose name has this in it")
+    parser.add_argument("--only", default="", help="convolutions whose name has this in it")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # i/n: compile every n-th candidate
     parser.add_argument("--top", type=int, default=6, help="candidates that are printed of each convolution")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit(
+            "error: found no CUDA device that torch can use, which gpu_tiles.py needs: run it on a machine with one"
+        )
     torch.backends.cudnn.allow_tf32 = arguments.precision == "tf32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.precision, torch.float32)
     if arguments.compile:
         index, count = map(int, arguments.compile.split("/"))
-        for job in jobs(dtype, "cuda"):
-            if arguments.only in job.name:
-                for _ in measure(job, (index, count)):
+        for convolution in convolutions(dtype, "cuda"):
+            if arguments.only in convolution.name:
+                for _ in measure(convolution, (index, count)):
                     pass
         return
     count = min(14, os.cpu_count() or 1)
     command = [sys.executable, __file__, "--precision", arguments.precision, "--only", arguments.only]
     processes = [subprocess.Popen([*command, "--compile", f"{i}/{count}"]) for i in range(count)]
     for process in processes:
-        process.wait()
-    for job in jobs(dtype, "cuda"):
-        if arguments.only in job.name:
-            found = sorted(measure(job))
-            print(job.name, flush=True)
-            for i, (time, described) in enumerate(found):
+        process.wait()  # what it has not compiled is compiled below
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.precision}, commit {commit()}")
+    for convolution in convolutions(dtype, "cuda"):
+        if arguments.only in convolution.name:
+            timed = sorted(measure(convolution))
+            print(convolution.name, flush=True)
+            for i, (time, described) in enumerate(timed):
                 if i < arguments.top or described.endswith("*"):
                     print(f"  {time:8.1f} µs  {described}", flush=True)
 
