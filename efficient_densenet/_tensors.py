@@ -1,6 +1,8 @@
-"""Tensors as the engines and kernels take them: dtype under autocast, accumulation dtype, memory format."""
+"""Tensors as the engines and kernels take them: device, dtype under autocast, accumulation dtype, memory format."""
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,10 +10,29 @@ from torch import Tensor
 
 from ._compilers import constant_to_compilers
 
+_local = threading.local()
+
+
+def device_type(x: Tensor) -> str:
+    """The type of x's device or, on the meta device, of the device for which it stands."""
+    kind = x.device.type
+    return getattr(_local, "meta_stands_for", kind) if kind == "meta" else kind
+
+
+@contextlib.contextmanager
+def meta_stands_for(device: str) -> Iterator[None]:
+    """In this context and thread, the engines allocate on the meta device what they would on "cpu" or "cuda", and
+    launch no kernel: so a step's memory is known without its data."""
+    _local.meta_stands_for = device
+    try:
+        yield
+    finally:
+        del _local.meta_stands_for
+
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a convolution of `x` computes: autocast's, which does not apply to float64, or x's."""
-    device = x.device.type
+    device = device_type(x)
     return torch.get_autocast_dtype(device) if autocast_enabled(x) and x.dtype != torch.float64 else x.dtype
 
 
@@ -26,13 +47,13 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def autocast_enabled(x: Tensor) -> bool:
-    device = x.device.type
+    device = device_type(x)
     return _is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def autocast_disabled(x: Tensor) -> contextlib.AbstractContextManager:
     """Turn autocast off on the device of `x`: the engines convert dtypes explicitly."""
-    device = x.device.type
+    device = device_type(x)
     return torch.autocast(device, enabled=False) if _is_autocast_available(device) else contextlib.nullcontext()
 
 

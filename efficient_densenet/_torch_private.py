@@ -102,6 +102,14 @@ def queue_backward_callback(callback: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def backward_inside_function_modes(loss: Tensor) -> None:
+    """`loss.backward()`, in which function modes stay active: those functions that modes see leave them."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def memory_key(tensor: Tensor) -> int:
     """Return the id of the storage of a tensor or its base, which is equal for tensors that share memory."""
     base = tensor if tensor._base is None else tensor._base

@@ -390,14 +390,14 @@ def test_a_dry_run_of_the_gpu_script(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["on_gpu.tar.gz", "summary.txt"]
     parts = (tmp_path / "summary.txt").read_text().splitlines()
-    assert len(parts) == 7
+    assert len(parts) == 8
     assert all(": done in " in part or " passed, 0 lines of failures; " in part for part in parts), parts
     unpacked = tmp_path / "unpacked"
     shutil.unpack_archive(tmp_path / "on_gpu.tar.gz", unpacked, filter="data")
     path = unpacked / f"cpu_torch{torch.__version__.split('+')[0]}_{TINY.model}_2.csv"
     assert [row["layout"] for row in results.read(path)] == ["contiguous", "contiguous", "channels_last"]
     assert len(list(unpacked.glob("profile_cpu_*.txt"))) == 2
-    assert len(list((unpacked / "on_gpu").iterdir())) == 8  # what each part has printed, and the summary
+    assert len(list((unpacked / "on_gpu").iterdir())) == 9  # what each part has printed, and the summary
 
 
 def test_the_gpu_script_says_what_a_killed_part_had_finished(tmp_path):

@@ -50,16 +50,16 @@ def product(request, monkeypatch):
         "amx": products.Product(torch.bfloat16, gemm_amx.gemm_amx),
     }[request.param]
     monkeypatch.setattr(operations, "product_of", lambda dtype: chosen)
-    for cached in (operations._gemm, operations._address):
+    for cached in (operations._gemm_of, operations._address):
         cached.cache_clear()
     threads = torch.get_num_threads()
     if request.param == "amx" and not (processor.has("amx") and amx.permitted()):
-        monkeypatch.setattr(operations, "_gemm", lambda dtype: _amx_model().address)
+        monkeypatch.setattr(operations, "_gemm_of", lambda dtype: _amx_model().address)
         torch.set_num_threads(1)
     yield request.param
     monkeypatch.undo()
     torch.set_num_threads(threads)
-    for cached in (operations._gemm, operations._address):
+    for cached in (operations._gemm_of, operations._address):
         cached.cache_clear()
     assert amx_model.faults() == 0
 

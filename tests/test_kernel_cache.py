@@ -386,7 +386,7 @@ def training_step():
         return compiled[-1]
 
     compilation.load_or_compile.cache_clear()
-    for cached in (operations._address, operations._gemm):
+    for cached in (operations._address, operations._gemm_of):
         cached.cache_clear()
     operations.compile_kernel = compile_kernel
     plain = small_model("bc", efficient=False)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import create_model, memory
+from efficient_densenet import create_model
 from efficient_densenet.checkpoint import checkpoint
-from efficient_densenet.memory import measure, saved_bytes, tensor_peak
+from efficient_densenet.memory import measure, peaks, saved_bytes, tensor_peak
 
 MIB = 2**20
 
@@ -112,12 +112,12 @@ def test_the_first_call_is_the_warm_up():
 
 
 def test_no_process_peak_without_a_high_water_mark(monkeypatch):
-    monkeypatch.setattr(memory, "high_water_mark", lambda device: None)
+    monkeypatch.setattr(peaks, "high_water_mark", lambda device: None)
     assert measure(lambda: torch.ones(1000)).process is None
 
 
 def test_without_proc_the_high_water_mark_is_getrusage_s(monkeypatch):
-    monkeypatch.setattr(memory.Path, "exists", lambda path: False)
-    assert 10**7 < memory.high_water_mark() < 10**12
+    monkeypatch.setattr(peaks.Path, "exists", lambda path: False)
+    assert 10**7 < peaks.high_water_mark() < 10**12
     monkeypatch.setitem(sys.modules, "resource", None)
-    assert memory.high_water_mark() is None
+    assert peaks.high_water_mark() is None

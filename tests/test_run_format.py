@@ -43,6 +43,7 @@ HARMLESS = {
     "options.weights": [MISSING],
     "options.freeze": [MISSING],
     "options.keep_bottleneck": [MISSING],
+    "options.memory": [MISSING],
     "options.parallel": [MISSING],
     "data.fingerprint": [MISSING],
     "data.statistics": [MISSING],

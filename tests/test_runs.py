@@ -307,3 +307,41 @@ def test_a_resumed_or_evaluated_run_takes_the_data_set_that_it_was_started_with(
     for words in (["--resume"], ["--evaluate"], ["--evaluate", "--cuda_graph"]):
         done = demo("cp_demo.py", *words, "--save", "run", cwd=tmp_path)
         assert "test error" in done.stdout, done.stderr
+
+
+def test_memory_decides_what_is_kept_and_the_size_of_micro_batches(tmp_path):
+    """The run is that of the micro-batch that was chosen, which its config has, and goes on with it anywhere."""
+    command = "--depth", "10", "--growth_rate", "4", "--n_epochs", "1", "--batch_size", "256", "--device", "cpu"
+    done = forked_demo("cp_demo.py", *command, "--memory", "4MiB", "--save", "chosen", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    chosen = re.search(
+        r"memory: --memory 4MiB: (\d+) micro-batches of (\d+) images, as 256 images at once do not fit; [0-9.]+ MiB of "
+        r"4.00 MiB, with the bottlenecks of \d of 3 layers saved",
+        done.stdout,
+    )
+    assert chosen is not None, done.stdout
+    assert re.search(r"memory: about \d\.\d MiB .* was expected; the process, .*, took [0-9,]+ MiB", done.stdout)
+    options = json.loads((tmp_path / "chosen" / "config.json").read_text())["options"]
+    assert (options["memory"], options["micro_batch_size"]) == ("4MiB", int(chosen[2]))
+    assert int(chosen[1]) == -(-256 // int(chosen[2]))
+    resumed = ("--save", "chosen", "--resume", "--n_epochs", "2", "--memory", "1GiB")
+    refused = forked_demo("cp_demo.py", *resumed, cwd=tmp_path)
+    assert "n_epochs is 2, but the run was started with 1" in refused.stderr
+    done = forked_demo("cp_demo.py", *command, "--micro_batch_size", chosen[2], "--save", "given", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [read_rows(tmp_path / name)[0] for name in ("chosen", "given")]
+    assert rows[0]["train_loss"] == rows[1]["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ("6 gigs", "error: memory is '6 gigs', but must be bytes such as 6GiB"),
+        ("200KiB", "error: found a memory budget of 200 KiB, but a step of 128 images of 1×32×32 needs"),
+    ],
+)
+def test_memory_that_does_not_suffice(memory, message, tmp_path):
+    done = forked_demo("cp_demo.py", *RUN, "--memory", memory, cwd=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []

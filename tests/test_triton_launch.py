@@ -25,7 +25,7 @@ LOADED = 5 if launching._version() >= (3, 4) else 4
 class Tensor:
     """What Triton reads of a tensor on a GPU."""
 
-    is_cuda = True
+    is_cuda, is_meta = True, False
 
     def __init__(self, address: int = 1600, dtype: torch.dtype = torch.float32, device: int = 0) -> None:
         self.address, self.dtype, self.device = address, dtype, device

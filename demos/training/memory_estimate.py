@@ -1,74 +1,62 @@
-"""The expected memory of a training step, extrapolated from two small ones, and advice when memory runs out."""
+"""The memory of a run's steps, known before the first: what fits is chosen, and what does not fit is refused."""
 
-import copy
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from efficient_densenet.memory import tensor_peak
+from efficient_densenet.memory.budget import MARGIN, Planner, batch_that_fits, keep
+from efficient_densenet.memory.sizes import format_bytes, parse_bytes
+from efficient_densenet.memory.step import MetaModel
 from efficient_densenet.models.densenet import DenseNet
-from efficient_densenet.models.layers import DenseLayer
+from efficient_densenet.models.layers import DenseBlock
 
 from .distributed import DistributedContext
-from .machine import check_memory, total_memory
-from .options import AMP_DTYPES, RunOptions
+from .machine import total_memory
+from .options import RunOptions
 from .report import mib
 from .sharding import gathered_bytes
 
-_TRIAL_BATCH = 16
-_TRIAL_SIZE = 128
-"""Height and width of images that take little memory: larger ones are tried in no larger a batch than the run's."""
-_COPIES_OF_PARAMETERS = 3  # the parameter, its gradient and its momentum; of a frozen one, itself
+_SHARE_OF_FREE = 0.8
+"""Of a GPU's free memory: cuDNN's workspaces and the gaps between tensors take some."""
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Peak bytes of a training step as a linear function of the batch size.
+class StepMemory:
+    """The bytes of a training step on one device: what is held between steps, the batch, and the step's tensors.
 
-    `persistent` are parameters, gradients, momentum and buffers (where they are sharded, a process's part, and what it
-    gathers at once); `fixed` and `per_image` describe the rest.
+    `persistent` are parameters, gradients, momentum and buffers; where they are sharded, a process's part, and what it
+    gathers at once.
     """
 
-    persistent: int
-    fixed: float
-    per_image: float
+    def __init__(
+        self,
+        model: DenseNet,
+        image_size: int,
+        options: RunOptions,
+        engine: str | None = None,
+        keep_bottlenecks: bool = True,
+    ) -> None:
+        self.traced = MetaModel(model, optimizer="sgd", precision=options.amp)
+        engine = engine or options.engine
+        cast(DenseNet, self.traced.model).set_engine(True if engine == "best" else engine)
+        for block in self.traced.model.modules():
+            if isinstance(block, DenseBlock) and not keep_bottlenecks:
+                block.keep_bottlenecks(())
+        self.image_shape = model.in_channels, image_size, image_size
+        persistent = self.traced.persistent
+        self.persistent = persistent.total
+        if options.parallel == "fsdp":
+            sharded = -(-(persistent.total - persistent.buffers) // dist.get_world_size())
+            self.persistent = sharded + gathered_bytes(model) + persistent.buffers
+        self.peaks: dict[int, int] = {}
 
     def peak(self, batch_size: int) -> int:
-        return round(self.persistent + self.fixed + self.per_image * batch_size)
-
-
-def estimate_memory(
-    model: DenseNet, image_size: int, options: RunOptions, engine: str, large: int = _TRIAL_BATCH
-) -> MemoryEstimate:
-    """Measure two small steps of a copy of `model`, on its device, by `engine`: of `large` images, and half of them."""
-    copies = {True: _COPIES_OF_PARAMETERS, False: 1}
-    persistent = sum(copies[p.requires_grad] * p.numel() * p.element_size() for p in model.parameters())
-    if options.parallel == "fsdp":
-        persistent = -(-persistent // dist.get_world_size()) + gathered_bytes(model)
-    persistent += sum(b.numel() * b.element_size() for b in model.buffers())
-    trial = copy.deepcopy(model).set_engine(True if engine == "best" else engine)
-    small = large // 2
-    small_peak, large_peak = (_step_peak(trial, batch_size, image_size, options) for batch_size in (small, large))
-    per_image = max(large_peak - small_peak, 0) / (large - small)
-    return MemoryEstimate(persistent, max(small_peak - small * per_image, 0), per_image)
-
-
-def _step_peak(model: DenseNet, batch_size: int, image_size: int, options: RunOptions) -> int:
-    parameter = next(model.parameters())
-    shape = batch_size, model.in_channels, image_size, image_size
-    images = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-    labels = torch.zeros(batch_size, dtype=torch.long, device=parameter.device)
-    amp_dtype = None if options.amp is None else AMP_DTYPES[options.amp]
-
-    def step() -> None:
-        with torch.autocast(parameter.device.type, amp_dtype, enabled=amp_dtype is not None):
-            loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-
-    step()  # allocates the gradients, which are counted with the parameters
-    return tensor_peak(step, parameter.device)
+        shape = batch_size, *self.image_shape
+        if batch_size not in self.peaks:
+            step = self.traced.training_step(shape).tensor_peak
+            self.peaks[batch_size] = self.persistent + self.traced.input_bytes(shape) + step
+        return self.peaks[batch_size]
 
 
 def largest_batch(options: RunOptions, num_images: int, context: DistributedContext) -> int:
@@ -78,47 +66,57 @@ def largest_batch(options: RunOptions, num_images: int, context: DistributedCont
     return min(per_device, options.micro_batch_size or per_device)
 
 
+def fit_into_memory(
+    model: DenseNet, image_size: int, options: RunOptions, batch_size: int
+) -> tuple[RunOptions, str | None]:
+    """Let `model` save the bottlenecks for which there is memory.
+
+    Returns the options, with a micro-batch where the batch is too large, and what was chosen in words.
+
+    The memory is what `--memory` says or, on a GPU, what is free. Without either nothing is chosen.
+    """
+    budget, source = _budget(options, next(model.parameters()).device)
+    if budget is None:
+        return options, None
+    memory = StepMemory(model, image_size, options)
+    traced, images = memory.traced, f"{batch_size} images"
+    if not options.micro_batch_size and not options.cuda_graph:
+        fitting = batch_that_fits(traced, memory.image_shape, budget, at_most=batch_size, margin=MARGIN)
+        if 0 < fitting < batch_size:
+            parts = -(-batch_size // fitting)
+            batch_size = -(-batch_size // parts)
+            options = replace(options, micro_batch_size=batch_size)
+            images = f"{parts} micro-batches of {batch_size} images, as {images} at once do not fit"
+    if options.engine not in ("best", "shared"):
+        return options, f"{source}: {images}"
+    try:
+        plan = Planner(traced, (batch_size, *memory.image_shape)).plan(budget)
+    except ValueError as exc:
+        if options.memory is None:
+            return options, None  # the first step will say what is wrong, if it does not fit either
+        raise MemoryError(str(exc)) from exc
+    keep(model, plan)
+    return options, f"{source}: {images}; {plan}"
+
+
+def _budget(options: RunOptions, device: torch.device) -> tuple[int | None, str]:
+    if options.memory is not None:
+        return parse_bytes("memory", options.memory), f"--memory {options.memory}"
+    if device.type != "cuda" or options.keep_bottleneck or options.parallel == "fsdp":
+        return None, ""
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)
+    return round(_SHARE_OF_FREE * free), f"{format_bytes(free)} of the GPU are free"
+
+
 def describe_expected_memory(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
     """The expected peak; an engine or a batch that cannot run here is an error, before anything is written."""
-    try:
-        estimate = _estimate_in_steps(model, image_size, options, batch_size)
-    except OSError as exc:  # the profiler writes a temporary file
-        return f"not measured ({exc.strerror})"
-    except torch.OutOfMemoryError as exc:
-        device = next(model.parameters()).device
-        raise MemoryError(f"out of memory on {device} before the first step: use a smaller model") from exc
-    except RuntimeError as exc:
-        raise ValueError(str(exc)) from exc
-    if _on_processor(model):
-        _check_fits(model, image_size, options, estimate, batch_size)
-    return f"about {mib(estimate.peak(batch_size))} for {batch_size} images at once on a device"
-
-
-def _on_processor(model: DenseNet) -> bool:
-    return next(model.parameters()).device.type == "cpu"
-
-
-def _estimate_in_steps(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> MemoryEstimate:
-    """For large images on a processor, first whether small ones say that a trial would take more than there is."""
-    if image_size <= _TRIAL_SIZE:
-        return estimate_memory(model, image_size, options, options.engine)
-    large = min(_TRIAL_BATCH, max(batch_size, 2))
-    if _on_processor(model):
-        per_image = estimate_memory(model, _TRIAL_SIZE, options, options.engine).per_image
-        num_bytes = per_image * batch_size * (image_size / _TRIAL_SIZE) ** 2
-        what = f"a step of {batch_size} images of {image_size}×{image_size}"
-        check_memory(num_bytes, what, "give a smaller --image_size, --batch_size or --micro_batch_size")
-    return estimate_memory(model, image_size, options, options.engine, large)
-
-
-def _check_fits(
-    model: DenseNet, image_size: int, options: RunOptions, estimate: MemoryEstimate, batch_size: int
-) -> None:
-    peak, available = estimate.peak(batch_size), total_memory()
-    if peak > available:
-        found = f"found that a step of {batch_size} images would take about {mib(peak)}, but this machine has"
-        change = _change_that_fits(model, image_size, options, available, batch_size)
-        raise MemoryError(f"{found} {mib(available)}; {change}")
+    peak = StepMemory(model, image_size, options).peak(batch_size)
+    if next(model.parameters()).device.type == "cpu" and peak > total_memory():
+        found = f"found that a step of {batch_size} images of {image_size}×{image_size} would take about {mib(peak)}"
+        change = _change_that_fits(model, image_size, options, total_memory(), batch_size)
+        raise MemoryError(f"{found}, but this machine has {mib(total_memory())}; {change}")
+    return f"about {mib(peak)} for {batch_size} images at once on a device"
 
 
 def advice_now(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
@@ -144,14 +142,13 @@ def out_of_memory_advice(
 
 
 def _change_that_fits(model: DenseNet, image_size: int, options: RunOptions, available: int, batch_size: int) -> str:
-    model = _without_kept_bottlenecks(model)
-    estimates = {options.engine: estimate_memory(model, image_size, options, options.engine)}
+    estimates = {options.engine: StepMemory(model, image_size, options, keep_bottlenecks=False)}
     peak = estimates[options.engine].peak(batch_size)
     if options.keep_bottleneck and peak <= available:
         return f"--keep_bottleneck False would fit, with about {mib(peak)}"
     without = "--keep_bottleneck False " if options.keep_bottleneck else ""
     if options.engine != "best":
-        estimates["best"] = best = estimate_memory(model, image_size, options, "best")
+        estimates["best"] = best = StepMemory(model, image_size, options, "best", keep_bottlenecks=False)
         if best.peak(batch_size) <= available:
             return f"{without}--engine best would fit, with about {mib(best.peak(batch_size))}"
     for engine, estimate in estimates.items():
@@ -162,12 +159,4 @@ def _change_that_fits(model: DenseNet, image_size: int, options: RunOptions, ava
             expected = mib(estimate.peak(fitting[-1]))
             return f"{without}{engine_option}--micro_batch_size {fitting[-1]} would fit, with about {expected}"
     single = mib(estimates[options.engine].peak(1))
-    return f"even a single image needs about {single}: use a smaller model or a larger device"
-
-
-def _without_kept_bottlenecks(model: DenseNet) -> DenseNet:
-    model = copy.deepcopy(model)
-    for layer in model.modules():
-        if isinstance(layer, DenseLayer):
-            layer.keep_bottleneck = False
-    return model
+    return f"even a single image needs about {single}: use a smaller model, smaller images or a larger device"

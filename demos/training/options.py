@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from efficient_densenet._checks import Rule, check, choice, integer, number, optional
+from efficient_densenet.memory.sizes import parse_bytes
 from efficient_densenet.models.zoo import VARIANTS, create_model
 
 from .data import DATASETS
@@ -67,6 +68,8 @@ class Options:
         amp: bf16 or fp16 for automatic mixed precision.
         keep_bottleneck: the shared engine keeps each layer's bottleneck for the backward instead of recomputing it:
             a faster step in more memory, with the same numbers.
+        memory: bytes such as 6GiB for all tensors of a training step; they decide which bottlenecks are kept and, where
+            a batch does not fit, micro_batch_size. By default most of what is free on a GPU.
         channels_last: use the channels-last memory format for images and weights.
         compile: run the model through torch.compile.
         cuda_graph: on one GPU, launch forward and backward of a step as one CUDA graph.
@@ -109,6 +112,7 @@ class Options:
     seed: int | None = 0
     amp: str | None = None
     keep_bottleneck: bool = False
+    memory: str | None = None
     channels_last: bool = False
     compile: bool = False
     cuda_graph: bool = False
@@ -132,6 +136,13 @@ class RunOptions(Options):
     n_epochs: int = 300
     recipe: str = "step"
     seed: int = 0
+
+
+def _is_size(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and parse_bytes("memory", value) > 0
+    except ValueError:
+        return False
 
 
 _boolean = Rule("True or False", lambda value: isinstance(value, bool))
@@ -164,6 +175,7 @@ RULES = {
     "seed": integer(0, 2**63 - 1),
     "amp": optional(choice(*AMP_DTYPES)),
     "keep_bottleneck": _boolean,
+    "memory": optional(Rule("bytes such as 6GiB", _is_size)),
     "channels_last": _boolean,
     "compile": _boolean,
     "cuda_graph": _boolean,
@@ -188,7 +200,7 @@ def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
     """Check the `given` options and fill in the defaults; `efficient_engine` is what --efficient True means."""
     given = dict(given)
     given["efficient"] = SWITCH.get(str(given.get("efficient", True)), given.get("efficient"))
-    for name in ("data", "save", "device", "model", "engine", "weights", "freeze"):
+    for name in ("data", "save", "device", "model", "engine", "weights", "freeze", "memory"):
         if given.get(name) is not None:
             given[name] = _text(name, given[name])
     options = Options(**given)

@@ -32,7 +32,7 @@ from .evaluate import evaluate
 from .freezing import describe_frozen, freeze_parameters
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .machine import check_options
-from .memory_estimate import advice_now, describe_expected_memory, largest_batch
+from .memory_estimate import advice_now, describe_expected_memory, fit_into_memory, largest_batch
 from .options import RunOptions, parse
 from .report import EpochProgress, may_fail, mib, peak_memory, reset_peak_memory, say
 from .results import Row, TensorBoardWriter, check_dependencies, plot_curves, save_csv
@@ -120,11 +120,10 @@ class Run:
         for images in (self.dataset.valid, self.dataset.test):
             check_images(images, slice(context.rank, None, context.world_size))
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
-        size = self.dataset.image_size
-        expected_memory = describe_expected_memory(self.model, size, options, self.largest_batch)
-        self.trainer = Trainer(self.model, transform, options, context)
+        self.expected_memory = self._fit_into_memory()
+        self.trainer = Trainer(self.model, transform, self.options, context)
         self.environment = f"engine {self._describe_engines()}; {self.context.describe()}"
-        self._print_summary(expected_memory)
+        self._print_summary()
         self.position, self.rows = TrainingPosition(), []
         if state and "state" in state:
             self._restore(state, changes)
@@ -151,6 +150,18 @@ class Run:
                 self.model.zero_grad()
                 advice = advice_now(self._whole_model(), self.dataset.image_size, self.options, self.largest_batch)
                 raise MemoryError(advice) from exc
+
+    def _fit_into_memory(self) -> str:
+        """Choose what `--memory` leaves open, the same in all processes; returns the expected peak in words."""
+        size = self.dataset.image_size
+        options, chosen = fit_into_memory(self.model, size, self.options, self.largest_batch)
+        micro_batch_size = self.context.from_main_process(options.micro_batch_size or 0) or None
+        self.options = replace(self.options, micro_batch_size=micro_batch_size)
+        self.record["options"]["micro_batch_size"] = micro_batch_size
+        self.largest_batch = largest_batch(self.options, len(self.dataset.train), self.context)
+        if chosen:
+            self.said.append(f"memory: {chosen}")
+        return describe_expected_memory(self.model, size, self.options, self.largest_batch)
 
     def _whole_model(self) -> DenseNet:
         """The model, or one like it where its parameters are sharded, which cannot be copied."""
@@ -190,7 +201,7 @@ class Run:
             changes.append(f"epoch {self.position.epoch} begins anew, since its batches are others")
             self.position = TrainingPosition(self.position.epoch)
 
-    def _print_summary(self, expected_memory: str) -> None:
+    def _print_summary(self) -> None:
         if not self.context.is_main_process:
             return
         dataset = self.dataset
@@ -198,7 +209,7 @@ class Run:
         say(f"{self.config.name}: {count:,} parameters, {mib(size)}; {self.environment}; seed {self.options.seed}")
         for line in filter(None, [*self.said, describe_frozen(self.model)]):
             say(line)
-        say(f"expected memory of a step: {expected_memory}")
+        say(f"expected memory of a step: {self.expected_memory}")
         splits = f"{len(dataset.train):,} to train, {len(dataset.valid):,} to validate, {len(dataset.test):,} to test"
         say(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")
 
@@ -366,6 +377,10 @@ class Run:
         with may_fail("TensorBoard's events"):
             self.tensorboard.add(self.rows[-1])
         run_log.append(self.folder, f"finished: test error {test_error:.2%}")
+        if self.options.memory is not None or self.context.device.type == "cuda":
+            peak = mib(max(row["peak_memory_mib"] for row in self.rows) * 2**20)
+            what = "the process, with Python and PyTorch," if self.context.device.type == "cpu" else "all tensors"
+            say(f"memory: {self.expected_memory} was expected; {what} took {peak}")
         which = "the best epoch by validation" if len(self.dataset.valid) else "the last epoch"
         say(
             f"test error {test_error:.2%}; in {self.folder}: {models.WEIGHTS} ({which}), "

@@ -33,7 +33,7 @@ def _or_empty(rule: Rule) -> Rule:
 
 _LATER_OPTIONS = {
     *("mirror", "accept_changed_data", "cuda_graph", "weight_decay", "weights", "freeze", "keep_bottleneck"),
-    "parallel",
+    *("parallel", "memory"),
 }
 """Options that the first version did not have."""
 _RECORD: dict[str, Any] = {

@@ -35,6 +35,7 @@ PER_CALL = {
 """Options that a resumed run takes from the present call; the engine only if it is given."""
 CHANGEABLE = PER_CALL | {
     *("data", "dataset", "save", "keep_bottleneck", "channels_last", "compile", "workers", "stream", "tensorboard"),
+    *("memory",),
 }
 """Options that may change when a run is resumed: they change no number, or only its rounding. (With dropout,
 `channels_last` and `compile` draw other random numbers.)"""

@@ -1,7 +1,7 @@
 """Converted dense blocks: a mixin for the classes of other libraries' modules, and the trial that finds a block's
 pattern."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -41,6 +41,7 @@ class Conversion(Verified):
         pattern: how the block's forward uses its layers; None if a trial did not find a pattern.
         reason: why the parts of the layers do not describe the block, or None if they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
+        kept_bottlenecks: the layers whose bottlenecks the shared engine saves.
         as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
     """
 
@@ -50,6 +51,7 @@ class Conversion(Verified):
     reason: str | None = None
     recomputes: bool = False
     as_a_whole: bool = True
+    kept_bottlenecks: frozenset[int] = frozenset()
 
 
 class ConvertedBlock(VerifiedModule):
@@ -74,6 +76,9 @@ class ConvertedBlock(VerifiedModule):
 
     def set_engine(self, engine: Engine | None) -> None:
         self._conversion = replace(self._conversion, engine=engine)
+
+    def keep_bottlenecks(self, layers: Collection[int]) -> None:
+        self._conversion = replace(self._conversion, kept_bottlenecks=frozenset(layers))
 
     def _verify_again(self) -> None:
         """Find out by a trial how the block uses its layers, unless its state is unchanged since the last trial.
@@ -113,6 +118,10 @@ class ConvertedBlock(VerifiedModule):
         if reason is not None or pattern is None:
             raise NoPartsError(reason)
         parts = read_block(self, pattern)
+        kept = self._conversion.kept_bottlenecks
+        if kept:
+            layers = [layer._replace(keep_bottleneck=i in kept) for i, layer in enumerate(parts.layers)]
+            parts = replace(parts, layers=tuple(layers))
         layers = [layer.module for layer in parts.layers]
         for child in self.children():
             if child not in layers and must_be_called(child) and self not in layers:

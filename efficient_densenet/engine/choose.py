@@ -6,9 +6,10 @@ to save, and every engine runs the plain modules too, unless the shared engine's
 are read once in each forward: the plan made here passes them to the engine.
 """
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -61,6 +62,10 @@ class EngineBlock(Protocol):
 
     def why_not_recompute(self) -> str | None:
         """Why no engine but plain may run the block, or None."""
+        ...
+
+    def keep_bottlenecks(self, layers: Collection[int]) -> None:
+        """Let the shared engine save the bottlenecks of these layers for the backward, and recompute the others'."""
         ...
 
 
@@ -270,6 +275,19 @@ def _warn_once(message: str) -> None:
         while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("efficient_densenet", "torch"):
             frame, stacklevel = frame.f_back, stacklevel + 1
         warnings.warn(message, stacklevel=stacklevel)
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    """In this context there are no warnings; those of this module come when they are due for the next time."""
+    before = set(_warned)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _warned.clear()
+        _warned.update(before)
 
 
 def _why_not_ordinary_autograd(x: Tensor) -> str | None:

@@ -163,6 +163,11 @@ def parts_of(block: nn.Module) -> BlockParts:
     return reader(block)
 
 
+def is_engine_block(module: nn.Module) -> bool:
+    """Whether engines run `module`, a dense block of this package or a converted one."""
+    return hasattr(module, "keep_bottlenecks")
+
+
 def block_reader(block: nn.Module) -> BlockReader | None:
     """The reader that was registered for the class of `block` or for the nearest of its base classes."""
     return next((_BLOCKS[cls] for cls in type(block).__mro__ if cls in _BLOCKS), None)

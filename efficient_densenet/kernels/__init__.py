@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tensors import accumulation_dtype
+from .._tensors import accumulation_dtype, device_type
 from . import few_rows, first_contact, portable
 from .interface import Kernels
 from .numba_cpu.host import openmp
@@ -42,7 +42,7 @@ def kernels_for(values: Tensor, synchronized: bool = False) -> Kernels:
 
         return numba_kernels
     is_exact = values.dtype is accumulation_dtype(values.dtype)
-    if values.is_cpu and is_exact and not synchronized and 1 < values.shape[0] <= few_rows.MAX_ROWS:
+    if device_type(values) == "cpu" and is_exact and not synchronized and 1 < values.shape[0] <= few_rows.MAX_ROWS:
         return few_rows
     return portable
 
@@ -57,14 +57,16 @@ def kernel_set_name(values: Tensor) -> str:
 def triton_supports(values: Tensor) -> bool:
     """Whether the Triton kernels can run on `values`, which must not be a subclass: it may have no memory of its
     own."""
-    if not (values.is_cuda and type(values) is Tensor and values.dtype in _TRITON_DTYPES):
+    if not (device_type(values) == "cuda" and type(values) is Tensor and values.dtype in _TRITON_DTYPES):
         return False
+    if values.is_meta:  # nothing is launched
+        return importlib.util.find_spec("triton") is not None
     return has_triton(values.device) and first_contact.may_run(values.device, values.dtype)
 
 
 def numba_supports(values: Tensor) -> bool:
     """Whether the Numba kernels can run on `values`."""
-    return values.device.type == "cpu" and type(values) is Tensor and values.dtype in _NUMBA_DTYPES and _has_numba()
+    return device_type(values) == "cpu" and type(values) is Tensor and values.dtype in _NUMBA_DTYPES and _has_numba()
 
 
 def numba_multiplies(dtype: torch.dtype) -> bool:

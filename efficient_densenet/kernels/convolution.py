@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._dimensions import dimensions_of
+from .._tensors import device_type
 from .._torch_private import convolutions_in_tf32, im2col_conv3x3, im2col_conv3x3_backward
 
 IM2COL_BYTES = 1 << 18
@@ -45,7 +46,7 @@ def _by_im2col(images: Tensor, dilation: int) -> bool:
     return (
         im2col_bytes <= IM2COL_BYTES
         and (dilation, images.dim(), images.dtype) == (1, 4, torch.float32)  # others lack oneDNN or im2col
-        and images.is_cpu
+        and device_type(images) == "cpu"
     )
 
 

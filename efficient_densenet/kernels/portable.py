@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .._tensors import CHANNELS_LAST, as_dtype
+from .._tensors import CHANNELS_LAST, as_dtype, device_type
 from . import convolution, scratch
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .interface import (
@@ -34,7 +34,7 @@ from .interface import (
     Gradients,
     StatisticsOutput,
 )
-from .row_tiles import WHOLE, is_small, rows, tile_scratch, tiles
+from .row_tiles import WHOLE, in_tiles, is_small, rows, tile_scratch, tiles
 from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
@@ -75,7 +75,7 @@ def halved(shape: torch.Size) -> torch.Size:
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     """Mean, biased variance and 1 / sqrt(var + eps) of each channel, by two passes: var = Σ (x − mean)² / pixels."""
     mean, variance, inv_std = statistics.rows
-    if values.is_cpu:  # as accurate as var_mean, which is ten times slower on a CPU
+    if device_type(values) == "cpu":  # as accurate as var_mean, which is ten times slower on a CPU
         _mean_and_variance(values, mean, variance)
     else:
         for row, vector in zip((variance, mean), torch.var_mean(values.to(mean.dtype), 0, correction=0), strict=True):
@@ -99,7 +99,8 @@ def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
 def affine_forward(input: AffineInput) -> Tensor:
     """scale · values + shift, without ReLU."""
     out = torch.empty_like(input.values, memory_format=torch.contiguous_format)
-    return torch.addcmul(input.norm.shift, input.values, input.norm.scale, out=out)
+    scale, shift = input.norm.scale, input.norm.shift
+    return in_tiles(lambda values, out: torch.addcmul(shift, values, scale, out=out), input.values, out, shift.dtype)
 
 
 def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:

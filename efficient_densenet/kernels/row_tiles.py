@@ -1,10 +1,12 @@
 """Tiles of the rows of a pixel matrix, and scratch memory for the results of a tile."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._tensors import device_type
 from . import scratch
 
 TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
@@ -19,13 +21,17 @@ WHOLE = slice(None)
 _ONE_TILE = (WHOLE,)
 
 
+def tile_bytes_for(values: Tensor) -> int:
+    return TILE_BYTES["cpu" if device_type(values) == "cpu" else "cuda"]
+
+
 def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Sequence[slice]:
     """Tiles of rows: as many rows as fit `TILE_BYTES` in `dtype`, rounded down to a multiple of `multiple_of`, at least
     one."""
     if is_small(values, dtype):
         return _ONE_TILE
     num_rows, channels = values.shape
-    tile_bytes = TILE_BYTES["cpu" if values.is_cpu else "cuda"]
+    tile_bytes = tile_bytes_for(values)
     tile_rows = max(1, tile_bytes // (channels * dtype.itemsize * multiple_of)) * multiple_of
     if num_rows <= tile_rows:
         return _ONE_TILE
@@ -37,8 +43,17 @@ def rows(matrix: Tensor, tile: slice) -> Tensor:
     return matrix if tile is WHOLE else matrix[tile]
 
 
+def in_tiles(operation: Callable[[Tensor, Tensor], Any], values: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """operation(values, out), an elementwise one with arithmetic in `dtype`. Where the values have another, a CPU's
+    operation converts whole matrices first: it is applied to tiles of rows."""
+    converts = values.dtype is not dtype and device_type(values) == "cpu"
+    for tile in tiles(values, dtype) if converts else _ONE_TILE:
+        operation(rows(values, tile), rows(out, tile))
+    return out
+
+
 def is_small(values: Tensor, dtype: torch.dtype) -> bool:
-    return values.numel() * dtype.itemsize <= SMALL_TILE * TILE_BYTES["cpu" if values.is_cpu else "cuda"]
+    return values.numel() * dtype.itemsize <= SMALL_TILE * tile_bytes_for(values)
 
 
 def tile_scratch(name: str, values: Tensor, dtype: torch.dtype) -> Tensor | None:

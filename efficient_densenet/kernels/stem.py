@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._tensors import CHANNELS_LAST, accumulation_dtype, memory_format_of
+from .._tensors import CHANNELS_LAST, accumulation_dtype, device_type, memory_format_of
 from . import scratch
 from .interface import BatchNormAffine, BatchNormBackward, Gradients, StatisticsOutput
 from .max_pooling import MaxPool
-from .row_tiles import TILE_BYTES
+from .row_tiles import tile_bytes_for
 
 Tile = tuple[slice, slice]
 """A slice of the images, and a slice of their channels."""
@@ -84,7 +84,8 @@ def norm_relu_max_pool_backward(
     slope, constant, grad_scale = _grad_coefficients(values, norm, sums, count)
     for tile in _tiles(values):
         centered, active = _centered(values, tile, norm.mean, memory_format_of(values)), indices[tile].long()
-        grad = grad_output[tile].to(centered.dtype).masked_fill(active < 0, 0)
+        # Not masked_fill, whose result is contiguous: in channels_last, the pooling would convert all other operands.
+        grad = torch.where(active < 0, 0, grad_output[tile].to(centered.dtype))
         grad = pool.backward(grad, active.clamp_min_(0), centered)
         grad.mul_(_by_channel(grad_scale, tile, values)).addcmul_(centered, _by_channel(slope, tile, values))
         values[tile] = grad.add_(_by_channel(constant, tile, values))
@@ -118,7 +119,7 @@ def _of_centered(norm: BatchNormAffine) -> BatchNormAffine:
 
 def _pooling_format(values: Tensor, tile: Tile) -> torch.memory_format:
     """channels_last for eight or more channels on a CPU, which PyTorch then pools ten times as fast."""
-    if values.is_cpu and values.dim() > 3 and len(range(values.shape[1])[tile[1]]) >= 8:
+    if device_type(values) == "cpu" and values.dim() > 3 and len(range(values.shape[1])[tile[1]]) >= 8:
         return CHANNELS_LAST[values.dim()]
     return memory_format_of(values)
 
@@ -157,8 +158,7 @@ def _tiles(values: Tensor) -> Iterator[Tile]:
 
 
 def _channels_per_tile(x: Tensor, shape: torch.Size) -> int:
-    tile_bytes = TILE_BYTES["cpu" if x.device.type == "cpu" else "cuda"]
-    return tile_bytes // (math.prod(shape[2:]) * accumulation_dtype(x.dtype).itemsize)
+    return tile_bytes_for(x) // (math.prod(shape[2:]) * accumulation_dtype(x.dtype).itemsize)
 
 
 def slices(count: int, step: int) -> Iterator[slice]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .._checks import check_between, check_choice, check_integer
 from ..weights.load import WeightsReport
 from .base import DenseModel
+from .budget import MemoryBudget
 from .dimensions import CONVOLUTIONS, modules_for
 from .features import block_strides, build_features, dilate
 from .layers import DenseBlock
@@ -34,6 +35,8 @@ class DenseNet(DenseModel):
         memory_efficient: torchvision's and timm's name for `efficient`, which it replaces if given.
         keep_bottleneck: True makes the shared engine save each layer's bottleneck instead of recomputing it: this takes
             twice the memory and less time. A layer's own attribute of this name can be set at any time.
+        memory_budget: bytes such as "6GiB" for all tensors of a training step. The first step on inputs of a shape
+            decides which bottlenecks are saved, as by `memory.set_memory_budget`, which also knows the optimizer.
         dims: 1 for signals (N, channels, length), 2 for images, 3 for volumes (N, channels, depth, height, width).
         output_stride: the largest stride of the last feature map with respect to the input. Transitions that would
             exceed it do not pool, and the 3×3 convolutions after them are dilated.
@@ -59,6 +62,7 @@ class DenseNet(DenseModel):
         init: Literal["fan_out", "fan_in"] | None = None,
         memory_efficient: bool | str | None = None,
         keep_bottleneck: bool = False,
+        memory_budget: int | str | None = None,
         dims: int = 2,
         output_stride: int | None = None,
         features_only: bool = False,
@@ -75,6 +79,7 @@ class DenseNet(DenseModel):
         check_choice("init", init, ("fan_out", "fan_in"))
         self.in_channels, self.num_classes = in_channels, num_classes
         self.small_inputs, self.dims = small_inputs, dims
+        self.memory_budget = None if memory_budget is None else MemoryBudget(memory_budget)
 
         def make_block(num_layers: int, channels: int) -> DenseBlock:
             return DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, efficient, keep_bottleneck, dims)
@@ -96,6 +101,8 @@ class DenseNet(DenseModel):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         self._check_input(x)
+        if self.memory_budget is not None:
+            self.memory_budget.prepare(self, x)
         if self.features_only:
             return self.features(x)
         return self.forward_head(self._rectified_features(x))

@@ -1,6 +1,6 @@
 """The modules of dense blocks, and the transitions between blocks. The engines decide how a block is run."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -117,6 +117,10 @@ class DenseBlock(nn.Module):
 
     def why_not_recompute(self) -> None:
         """None: these layers, whose own forward the engines run, can always be recomputed."""
+
+    def keep_bottlenecks(self, layers: Collection[int]) -> None:
+        for i, layer in enumerate(self.children()):
+            cast(DenseLayer, layer).keep_bottleneck = i in layers
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls this first
         raise NotImplementedError("torch.jit.script cannot compile a dense block: use torch.export or torch.jit.trace")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..._tensors import accumulation_dtype
+from ..._tensors import accumulation_dtype, device_type
 from ...kernels.interface import (
     INV_STD,
     MEAN,
@@ -22,6 +22,7 @@ from ...kernels.interface import (
     Kernels,
     StatisticsOutput,
 )
+from ...kernels.row_tiles import in_tiles
 from ...norms.sync_batch_norm import SyncGroup
 from .spec import NormConv, StageSpec, columns_of
 from .synchronized import Count, batch_norm_backward, synchronize_statistics
@@ -86,7 +87,7 @@ class ForwardStatistics(_FeatureStatistics):
             self.kernels.batch_statistics(values, statistics)
         self.synchronize(statistics)
         mean = statistics.rows[MEAN]
-        torch.sub(values, mean, out=features)
+        in_tiles(lambda values, out: torch.sub(values, mean, out=out), values, features, mean.dtype)
         if bias is not None:
             mean.add_(bias)
 
@@ -124,7 +125,7 @@ class ForwardStatistics(_FeatureStatistics):
 
 def _statistics_matrix(features: Tensor, columns: int) -> Tensor:
     """A matrix for kernels to write, zeroed on a CPU, where PyTorch's batch norm adds to its output."""
-    allocate = features.new_zeros if features.is_cpu else features.new_empty
+    allocate = features.new_zeros if device_type(features) == "cpu" else features.new_empty
     return allocate(3, columns, dtype=accumulation_dtype(features.dtype))
 
 

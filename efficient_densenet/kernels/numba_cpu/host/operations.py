@@ -50,8 +50,6 @@ WEIGHT_BYTES = 3 << 19
 """The largest weight. A larger weight would be evicted from the L1 and L2 caches between tiles; portable has fewer
 tiles."""
 
-_CPU = torch.device("cpu")
-
 _INTEGERS = {int, bool}
 """The types of fields that are no tensors: a lookup takes half the time of `isinstance`, 40 times for each launch."""
 
@@ -59,25 +57,25 @@ _INTEGERS = {int, bool}
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     rows, channels = values.shape
     tiles = tiling.for_statistics(*_limits(), rows, channels)
-    memory = _scratch(tiles, values.dtype)
+    memory = _scratch(tiles, values)
     record = (
         *(*_openmp(), rows, tiles.rows, *arguments.Matrix.of(values)),
         *_statistics(statistics, memory, tiles),
     )
-    _run(kernels.batch_statistics, values.dtype, tiles.threads, record)
+    _run(kernels.batch_statistics, values, tiles.threads, record)
 
 
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     values = grad.values
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
     tiles = tiling.for_grad_input(*_limits(), *values.shape, ARITHMETIC[values.dtype].itemsize)
-    memory = _scratch(tiles, values.dtype)
+    memory = _scratch(tiles, values)
     vectors = memory.data_ptr() + tiles.grad_vectors
     record = (
         *(*_openmp(), values.shape[0], *arguments.BatchNormBackwardRecord.of(grad, vectors)),
         *arguments.Matrix.output(grad_input),
     )
-    _run(kernels.batch_norm_grad_input, values.dtype, tiles.threads, record)
+    _run(kernels.batch_norm_grad_input, values, tiles.threads, record)
     return grad_input
 
 
@@ -87,7 +85,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
         return portable.affine_backward(grad_output, input, accumulator)
     rows, channels = values.shape
     tiles = tiling.for_affine_backward(*_limits(), rows, channels, input.dtype.itemsize)
-    grads, memory = _new_gradients(input, accumulator), _scratch(tiles, values.dtype)
+    grads, memory = _new_gradients(input, accumulator), _scratch(tiles, values)
     scale = input.norm.scale if input.norm.frozen else 0
     record = (
         *(*_openmp(), rows, tiles.rows),
@@ -95,7 +93,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
         *arguments.GradAccumulatorRecord.of(accumulator, input.norm, scale),
         *arguments.NormGradients.of(grads, accumulator.sums, input.norm, memory.data_ptr() + tiles.partials),
     )
-    _run(kernels.affine_backward, values.dtype, tiles.threads, record)
+    _run(kernels.affine_backward, values, tiles.threads, record)
     return grads
 
 
@@ -116,12 +114,12 @@ def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
     rows, weight = conv.input.values.shape[0], conv.weight
     settings = rows, weight.shape, *_itemsizes(weight), statistics is not None
     tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
-    memory = _scratch(tiles, weight.dtype)
+    memory = _scratch(tiles, weight)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
         *(*_conv(*conv, memory, tiles), *_statistics(statistics, memory, tiles)),
     )
-    _run(kernels.conv1x1_forward, weight.dtype, tiles.threads, record)
+    _run(kernels.conv1x1_forward, weight, tiles.threads, record)
 
 
 def conv1x1_backward(
@@ -136,7 +134,7 @@ def conv1x1_backward(
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
     tiles, grads = tiling.for_backward(*_limits(), *settings), _new_gradients(input, accumulator, weight)
-    memory = _scratch(tiles, weight.dtype)
+    memory = _scratch(tiles, weight)
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
@@ -144,7 +142,7 @@ def conv1x1_backward(
         *arguments.BatchNormBackwardRecord.of(grad_output, memory.data_ptr() + tiles.grad_vectors),
         *(next_conv or absent(arguments.ConvForward)),
     )
-    _run(kernels.conv1x1_backward, weight.dtype, tiles.threads, record)
+    _run(kernels.conv1x1_backward, weight, tiles.threads, record)
     return grads
 
 
@@ -168,12 +166,12 @@ def _conv3x3(
     rows, halo = input.values.shape[0], tiling.halo(shape, dilation)
     settings = rows, weight.shape, *_itemsizes(weight), statistics is not None, 1, halo, _is_narrow(weight)
     tiles, output = tiling.for_forward(*_limits(), *settings), weight.new_empty(rows, weight.shape[0])
-    memory = _scratch(tiles, weight.dtype)
+    memory = _scratch(tiles, weight)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation, halo),
         *(*_conv(input, weight, output, memory, tiles), *_statistics(statistics, memory, tiles)),
     )
-    _run(kernels.conv3x3_forward, weight.dtype, tiles.threads, record)
+    _run(kernels.conv3x3_forward, weight, tiles.threads, record)
     return output
 
 
@@ -189,12 +187,12 @@ def conv3x3_backward(
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
     rows, grads = input.values.shape[0], _new_gradients(input, accumulator, weight)
     tiles = tiling.for_backward(*_limits(), rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight)
-    memory = _scratch(tiles, weight.dtype)
+    memory = _scratch(tiles, weight)
     record = (
         *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
         *(*_conv_backward(input, weight, accumulator, grads, memory, tiles), grad_output.contiguous()),
     )
-    _run(kernels.conv3x3_backward, weight.dtype, tiles.threads, record)
+    _run(kernels.conv3x3_backward, weight, tiles.threads, record)
     return grads
 
 
@@ -204,12 +202,12 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     rows, pooled_rows, window = input.values.shape[0], halved(shape).numel(), 2 ** (len(shape) - 1)
     settings = rows, weight.shape, *_itemsizes(weight), False, window
     tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
-    memory, output = _scratch(tiles, weight.dtype), weight.new_empty(pooled_rows, weight.shape[0])
+    memory, output = _scratch(tiles, weight), weight.new_empty(pooled_rows, weight.shape[0])
     record = (
         *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
         *_conv(input, weight, output, memory, tiles),
     )
-    _run(kernels.pooled_conv1x1_forward, weight.dtype, tiles.threads, record)
+    _run(kernels.pooled_conv1x1_forward, weight, tiles.threads, record)
     return output
 
 
@@ -223,13 +221,13 @@ def pooled_conv1x1_backward(
     rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window
     tiles, grads = tiling.for_backward(*_limits(), *settings), _new_gradients(input, accumulator, weight)
-    memory = _scratch(tiles, weight.dtype)
+    memory = _scratch(tiles, weight)
     record = (
         *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
         *_conv_backward(input, weight / window, accumulator, grads, memory, tiles),
         grad_output.contiguous(),
     )
-    _run(kernels.pooled_conv1x1_backward, weight.dtype, tiles.threads, record)
+    _run(kernels.pooled_conv1x1_backward, weight, tiles.threads, record)
     return grads
 
 
@@ -265,11 +263,11 @@ def _limits() -> tuple[int, int]:
     return TILE, torch.get_num_threads()
 
 
-def _scratch(tiles: Tiles, dtype: torch.dtype) -> Tensor:
-    """Memory for all temporaries of a kernel for matrices of `dtype`; the caller keeps it alive while the kernel
+def _scratch(tiles: Tiles, like: Tensor) -> Tensor:
+    """Memory for all temporaries of a kernel for matrices like this one; the caller keeps it alive while the kernel
     runs."""
-    dtype = ARITHMETIC[dtype]
-    return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, _CPU)
+    dtype = ARITHMETIC[like.dtype]
+    return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, like.device)
 
 
 def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Tensor | None = None) -> Gradients:
@@ -303,7 +301,7 @@ def _conv(
     vectors, panels = (tiles.next_vectors, tiles.next_panels) if is_next else (tiles.vectors, tiles.panels)
     return (
         *arguments.AffineInputRecord.of(input, start + vectors),
-        *arguments.PackedWeight.of(weight, start + panels, False, _gemm(weight.dtype)),
+        *arguments.PackedWeight.of(weight, start + panels, False, _gemm(weight)),
         *arguments.Matrix.output(output),
     )
 
@@ -319,7 +317,7 @@ def _conv_backward(
     start, grad_weight = memory.data_ptr(), grads.conv_weight
     return (
         *arguments.AffineInputRecord.of(input, start + tiles.vectors),
-        *arguments.PackedWeight.of(weight, start + tiles.panels, True, _gemm(weight.dtype)),
+        *arguments.PackedWeight.of(weight, start + tiles.panels, True, _gemm(weight)),
         *arguments.GradAccumulatorRecord.of(accumulator, input.norm, start + tiles.vectors),
         *arguments.NormGradients.of(grads, accumulator.sums, input.norm, start + tiles.partials),
         *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
@@ -332,8 +330,12 @@ def _openmp() -> Fields:
     return tuple(functions[name] for name in typing.get_type_hints(arguments.OpenMP))
 
 
+def _gemm(weight: Tensor) -> int:
+    return 0 if weight.is_meta else _gemm_of(weight.dtype)
+
+
 @functools.cache
-def _gemm(dtype: torch.dtype) -> int:
+def _gemm_of(dtype: torch.dtype) -> int:
     """The address of the GEMM for matrices of this dtype."""
     address = compile_kernel(product_of(dtype).gemm, ARITHMETIC[dtype]).address
     assert address is not None
@@ -348,8 +350,11 @@ def _address(kernel: Kernel, dtype: torch.dtype) -> int:
     return address
 
 
-def _run(kernel: Kernel, dtype: torch.dtype, threads: int, record: tuple[typing.Any, ...]) -> None:
-    """Launch the kernel with its record, `Fields`, which keeps tensors alive until the kernel has finished."""
+def _run(kernel: Kernel, like: Tensor, threads: int, record: tuple[typing.Any, ...]) -> None:
+    """Launch the kernel for matrices like this one, with its record, `Fields`, which keeps tensors alive until the
+    kernel has finished. On the meta device there is nothing to compute."""
+    if like.is_meta:
+        return
     assert kernel.pack is not None  # it is no subroutine
     packed = kernel.pack(*[field if type(field) in _INTEGERS else field.data_ptr() for field in record])
-    openmp.run(_address(kernel, dtype), threads, packed)
+    openmp.run(_address(kernel, like.dtype), threads, packed)

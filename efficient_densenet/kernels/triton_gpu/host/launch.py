@@ -103,7 +103,10 @@ def launch(prepared: Launch, *tensors: Tensor | None) -> None:
 
 
 def _launch_by_triton(prepared: Launch, tensors: Sequence[Tensor | None]) -> Any:
-    """Returns the compiled kernel, or another object where Triton interprets it or compiles it later."""
+    """Returns the compiled kernel, or another object where Triton interprets it or compiles it later, and nothing on
+    the meta device, where there is nothing to compute."""
+    if cast(Tensor, tensors[0]).is_meta:
+        return None
     with torch.cuda.device_of(tensors[0]):
         options = _OPTIONS | prepared.constants
         return prepared.kernel[prepared.grid](*tensors, *prepared.numbers, **options)

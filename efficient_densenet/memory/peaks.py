@@ -93,6 +93,11 @@ def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu")
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    return max(allocated_bytes(function), default=0)
+
+
+def allocated_bytes(function: Callable[[], Any]) -> list[int]:
+    """Return the bytes of tensors on the CPU after each allocation while `function` runs, minus those from before."""
     # There is only one profiling cycle, so acc_events only avoids a warning of PyTorch 2.11.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
@@ -102,5 +107,4 @@ def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu")
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     changes = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Id"] == -1]
-    allocated = itertools.accumulate(event["args"]["Bytes"] for event in sorted(changes, key=lambda event: event["ts"]))
-    return max(allocated, default=0)
+    return list(itertools.accumulate(each["args"]["Bytes"] for each in sorted(changes, key=lambda event: event["ts"])))

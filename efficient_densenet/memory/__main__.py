@@ -1,0 +1,104 @@
+"""The memory of a training step of a model of the zoo, without running it:
+
+python -m efficient_densenet.memory densenet121 --batch_size 64 --image_size 224 --budget 8GiB
+"""
+
+import argparse
+import contextlib
+import sys
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..engine.choose import Engine
+from ..models.zoo import FC_VARIANTS, VARIANTS, create_model
+from .budget import Planner, batch_that_fits, keep
+from .peaks import allocated_bytes, tensor_peak
+from .picture import draw
+from .predict import predict
+from .sizes import format_bytes, parse_bytes
+from .step import OPTIMIZERS, PRECISIONS, MetaModel, autocast_dtype, default_loss
+
+
+def main(words: list[str] | None = None) -> None:
+    options = _parser().parse_args(words)
+    try:
+        _report(options)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _report(options: argparse.Namespace) -> None:
+    with torch.device("meta"):
+        model = create_model(options.model, efficient=options.engine)
+    size = options.image_size or (32 if VARIANTS.get(options.model, {}).get("small_inputs", True) else 224)
+    image_shape = (model.in_channels, *[size] * model.dims)
+    shape = (options.batch_size, *image_shape)
+    settings: dict[str, Any] = {
+        "optimizer": options.optimizer,
+        "precision": options.precision,
+        "device": options.device,
+    }
+    if options.budget is not None:
+        budget = parse_bytes("budget", options.budget)
+        traced = MetaModel(model, **settings)
+        plan = Planner(traced, shape).plan(budget)
+        keep(model, plan)
+        print(f"budget: {plan}")
+        print(f"the largest batch, with no bottleneck saved: {batch_that_fits(traced, image_shape, budget):,} images\n")
+    estimate = predict(model, shape, **settings)
+    print(estimate)
+    measured: list[int] = []
+    if options.measure:
+        measured, peak = _measure(model, shape, estimate.device_type, options)
+        print(f"{'tensor peak, measured':48}{format_bytes(peak):>12}{peak / estimate.tensor_peak:>19.3f}×")
+    if options.picture is not None:
+        title = f"{options.model}, {'×'.join(map(str, shape))}, engine {estimate.engine}"
+        draw(estimate.step, options.picture, title, measured)
+        print(f"\npicture: {options.picture}")
+
+
+def _measure(
+    model: nn.Module, shape: tuple[int, ...], device: str, options: argparse.Namespace
+) -> tuple[list[int], int]:
+    """The bytes after each allocation of a real step, on a CPU, and its peak."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("found --measure without a GPU: add --device cpu")
+    model.to_empty(device=device)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            cast(Any, module).reset_parameters()
+    x, dtype = torch.randn(shape, device=device), autocast_dtype(options.precision)
+
+    def step() -> None:
+        with torch.autocast(device, dtype) if dtype is not None else contextlib.nullcontext():
+            loss = default_loss(model(x))
+        loss.backward()
+
+    step()
+    if device == "cuda":
+        return [], tensor_peak(step, device)
+    measured = allocated_bytes(step)
+    return measured, max(measured, default=0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m efficient_densenet.memory", description="The memory of a training step, without running it."
+    )
+    parser.add_argument("model", metavar="model", choices=[*VARIANTS, *FC_VARIANTS], help="a model of the zoo")
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--image_size", type=int, help="height and width; by default what the model was made for")
+    parser.add_argument("--budget", help="bytes such as 8GiB: what a step within them saves instead of recomputing it")
+    parser.add_argument("--engine", default=True, choices=[each.value for each in Engine])
+    parser.add_argument("--optimizer", default="sgd", choices=list(OPTIMIZERS))
+    parser.add_argument("--precision", default="float32", choices=list(PRECISIONS), help="autocast's dtype")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU, if there is one")
+    parser.add_argument("--measure", action="store_true", help="run a step, and show its memory beside the predicted")
+    parser.add_argument("--picture", metavar="FILE", help="draw the memory over the step")
+    return parser
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,309 @@
+"""Training within a number of bytes: which bottlenecks are saved rather than recomputed, and how large a batch may be.
+
+A bottleneck of w channels costs w · pixels values until its stage's backward is done, and saves recomputing c · w ·
+pixels multiplications, c being the channels that its layer reads. Bottlenecks are taken in one order: next is always
+the one that saves the most for each byte by which the step's peak grows. A budget takes as many as fit, so a larger
+budget takes all that a smaller one does, and is never slower.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_integer, check_module
+from ..engine.choose import as_engine_block
+from ..engine.parts import NoPartsError, is_engine_block, parts_of
+from ..engine.stage.spec import NormConv, decode
+from .meta_copy import unwrapped
+from .sizes import at_least, format_bytes, parse_bytes
+from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, StepMemory
+
+MARGIN = 0.01
+"""The share of a step's peak that a plan leaves free: libraries allocate tensors of their own inside of operations."""
+
+_CONV_WEIGHT = NormConv._fields.index("conv_weight")
+
+
+class Layer(NamedTuple):
+    """A layer whose bottleneck is recomputed: its block's name, its position there, the part of the model that has it,
+    the bottleneck's bytes, and the multiplications to compute it."""
+
+    block: str
+    position: int
+    part: str
+    bytes: int
+    work: int
+
+
+@dataclass(frozen=True)
+class BudgetPlan:
+    """What a budget allows.
+
+    Attributes:
+        budget: in bytes.
+        total: the most that tensors will hold at once, with all that training holds between steps.
+        kept: for each block, the positions of the layers whose bottlenecks are saved.
+        num_layers: how many layers there are whose bottlenecks could be saved.
+        recomputed: the multiplications with which the others' are recomputed in each step.
+    """
+
+    budget: int
+    total: int
+    kept: dict[str, tuple[int, ...]]
+    num_layers: int
+    recomputed: int
+
+    def __str__(self) -> str:
+        count = sum(map(len, self.kept.values()))
+        return (
+            f"{format_bytes(self.total)} of {format_bytes(self.budget)}, with the bottlenecks of {count} of "
+            f"{self.num_layers} layers saved and {self.recomputed / 1e9:.1f} billion multiplications recomputed a step"
+        )
+
+
+def set_memory_budget(
+    model: nn.Module,
+    budget: int | str,
+    input_shape: Shape,
+    *,
+    optimizer: OptimizerLike = None,
+    precision: Precision = None,
+    device: str | torch.device | None = None,
+    loss: Loss | None = None,
+) -> BudgetPlan:
+    """Let a model of this package, or a converted one, save as many bottlenecks as a budget allows.
+
+    Args:
+        model: its shared engine saves the bottlenecks that the plan names, and no others.
+        budget: bytes, or a text such as "6GiB", for all tensors of a training step: parameters, gradients, the
+            optimizer's state, the batch, and what the step allocates.
+        input_shape: of a batch; smaller batches need less.
+        optimizer, precision, device, loss: as in `predict`.
+
+    A budget in which no step is possible raises ValueError, and leaves the model as it is.
+    """
+    size = parse_bytes("budget", budget)
+    check_module("set_memory_budget", model)
+    traced = MetaModel(model, optimizer=optimizer, precision=precision, device=device, loss=loss)
+    plan = Planner(traced, input_shape).plan(size)
+    keep(model, plan)
+    return plan
+
+
+def keep(model: nn.Module, plan: BudgetPlan) -> None:
+    """Let the blocks of `model` save the bottlenecks of a plan."""
+    for name, block in unwrapped(model).named_modules():
+        if is_engine_block(block):
+            as_engine_block(block).keep_bottlenecks(plan.kept.get(name, ()))
+
+
+def largest_batch(
+    model: nn.Module,
+    image_size: int | Sequence[int],
+    budget: int | str,
+    *,
+    optimizer: OptimizerLike = None,
+    precision: Precision = None,
+    device: str | torch.device | None = None,
+    loss: Loss | None = None,
+) -> int:
+    """The most images of which a training step fits a budget, for the model as it is.
+
+    `image_size` is one number for all sides, or a number for each. The other arguments are those of
+    `set_memory_budget`. Where not even one image fits, ValueError is raised.
+    """
+    size = parse_bytes("budget", budget)
+    check_module("largest_batch", model)
+    traced = MetaModel(model, optimizer=optimizer, precision=precision, device=device, loss=loss)
+    shape = _image_shape(traced.model, image_size)
+    found = batch_that_fits(traced, shape, size)
+    if found == 0:
+        least = _total(traced, (1, *shape))
+        raise ValueError(
+            f"found a memory budget of {format_bytes(size)}, but a step of one image needs {at_least(least)}: give "
+            f"at least that much, or a smaller image or model"
+        )
+    return found
+
+
+class Planner:
+    """Plans for budgets of one model on inputs of one shape. A model that saves bottlenecks already is planned anew."""
+
+    def __init__(self, traced: MetaModel, input_shape: Shape) -> None:
+        self.traced, self.input_shape = traced, tuple(input_shape)
+        self.blocks = [(name, block) for name, block in traced.model.named_modules() if is_engine_block(block)]
+        self._keep({})
+        layers, owners = list[Layer](), self._owners()
+
+        def observe(name: str, args: tuple[Any, ...]) -> None:  # keeps no tensor, which would live on
+            if name == "stage":
+                layers.extend(self._layers(owners, *args))
+
+        self.step = traced.training_step(input_shape, observe)
+        self.held = traced.persistent.total + traced.input_bytes(input_shape)
+        self.order = list(_order(layers, self.step))
+        """The layers in the order in which they are taken, each with the step's peak after it."""
+
+    @property
+    def smallest(self) -> int:
+        """The least budget with which a step is possible."""
+        return self._with_margin(self.step.tensor_peak)
+
+    def plan(self, budget: int) -> BudgetPlan:
+        if budget < self.smallest:
+            raise ValueError(self._what_would_fit(budget))
+        count = sum(1 for _, peak in self.order if self._with_margin(peak) <= budget)
+        taken = [layer for layer, _ in self.order[:count]]
+        kept = dict[str, tuple[int, ...]]()
+        for layer in taken:
+            kept[layer.block] = (*kept.get(layer.block, ()), layer.position)
+        self._keep(kept)
+        total = self.held + self.traced.training_step(self.input_shape).tensor_peak
+        self._keep({})
+        kept = {block: tuple(sorted(positions)) for block, positions in kept.items()}
+        return BudgetPlan(budget, total, kept, len(self.order), sum(layer.work for layer, _ in self.order[count:]))
+
+    def _with_margin(self, peak: int) -> int:
+        return self.held + round(peak * (1 + MARGIN))
+
+    def _keep(self, kept: dict[str, tuple[int, ...]]) -> None:
+        for name, block in self.blocks:
+            as_engine_block(block).keep_bottlenecks(kept.get(name, ()))
+
+    def _owners(self) -> dict[int, tuple[str, int, str]]:
+        """The block, the layer's position there, and the part of the model, by the address of the layer's weight."""
+        owners = {}
+        for name, block in self.blocks:
+            with contextlib.suppress(NoPartsError):  # which another engine runs
+                for i, layer in enumerate(parts_of(block).layers):
+                    owners[_address(layer.conv1.weight)] = name, i, self.traced.parts[layer.conv1.weight]
+        return owners
+
+    @staticmethod
+    def _layers(
+        owners: dict[int, tuple[str, int, str]], x: Tensor, parameters: Sequence[Tensor], *others: Any
+    ) -> Iterator[Layer]:
+        """The layers with bottlenecks of a stage, from the arguments of its operator."""
+        spec, pixels = decode(others[-1]), x.numel() // x.shape[1]
+        for i, layer in enumerate(spec.layers):
+            owner = owners.get(_address(parameters[spec.layer_tensors(i)][_CONV_WEIGHT]))
+            if layer.width and owner is not None:
+                block, position, part = owner
+                values = layer.width * pixels
+                work = values * spec.channels_read(i)
+                yield Layer(block, position, part, values * spec.torch_dtype.itemsize, work)
+
+    def _what_would_fit(self, budget: int) -> str:
+        images, *shape = self.input_shape
+        needed = at_least(self.smallest)
+        found = (
+            f"found a memory budget of {format_bytes(budget)}, but a step of {images} images of "
+            f"{'×'.join(map(str, shape))} needs {needed}: give at least {needed}"
+        )
+        fitting = batch_that_fits(self.traced, shape, budget, images, MARGIN)
+        if fitting:
+            found += f", or at most {fitting} images"
+        elif images > 1:
+            found += f", of which one image needs {at_least(_total(self.traced, (1, *shape), MARGIN))}"
+        if self.traced.dtype is None and torch.float32 in {p.dtype for p in self.traced.parameters}:
+            lower = copy.copy(self.traced)
+            lower.dtype = torch.bfloat16
+            peak = _total(lower, self.input_shape, MARGIN)
+            if peak <= budget:
+                found += f", or precision='bf16', which needs {at_least(peak)}"
+        return found
+
+
+def _order(layers: list[Layer], step: StepMemory) -> Iterator[tuple[Layer, int]]:
+    """The layers in the order in which they are taken, and the step's peak with all that are taken until then."""
+    parts = list(dict.fromkeys(layer.part for layer in layers))
+    candidates = {
+        part: sorted((each for each in layers if each.part == part), key=lambda each: each.work / each.bytes)
+        for part in parts
+    }
+    peaks, kept = _peaks(step, parts), dict.fromkeys(parts, 0)
+
+    def peak_with(part: str, size: int) -> int:
+        return max(base + sum(kept[each] + (size if each == part else 0) for each in alive) for base, alive in peaks)
+
+    while any(candidates.values()):
+        before = peak_with("", 0)
+
+        def saved_per_byte(part: str, before: int = before) -> tuple[float, float]:
+            layer = candidates[part][-1]
+            growth, work = peak_with(part, layer.bytes) - before, layer.work
+            return (float("inf") if growth == 0 else work / growth), work / layer.bytes
+
+        best = max((part for part in parts if candidates[part]), key=saved_per_byte)
+        layer = candidates[best].pop()
+        kept[best] += layer.bytes
+        yield layer, peak_with("", 0)
+
+
+def _peaks(step: StepMemory, parts: list[str]) -> list[tuple[int, frozenset[str]]]:
+    """The peaks of the step's phases, and the parts whose saved bottlenecks are alive in each: those from the start of
+    a part's forward to the end of its backward."""
+    moments = step.trace.moments
+    first, last = dict[str, int](), dict[str, int]()
+    for i, moment in enumerate(moments):
+        first.setdefault(moment.part, i)
+        last[moment.part] = i
+    ends = sorted({0, len(moments), *(first[part] for part in parts), *(last[part] + 1 for part in parts)})
+    return [
+        (
+            max(moment.bytes for moment in moments[start:stop]),
+            frozenset(part for part in parts if first[part] <= start <= last[part]),
+        )
+        for start, stop in pairwise(ends)
+    ]
+
+
+def batch_that_fits(
+    traced: MetaModel, image_shape: Shape, budget: int, at_most: int = 1 << 30, margin: float = 0.0
+) -> int:
+    """The largest batch of which a step fits the budget, 0 if there is none.
+
+    The memory grows almost linearly: tried next is where the line through two known sizes reaches the budget.
+    """
+    known = {count: _total(traced, (count, *image_shape), margin) for count in (2, 3)}
+    fits, too_large = 0, at_most + 1
+    while True:
+        fits = max([fits, *(count for count, size in known.items() if size <= budget and count <= at_most)])
+        too_large = min([too_large, *(count for count, size in known.items() if size > budget)])
+        if too_large - fits <= 1:
+            return fits
+        ends = (fits, too_large) if fits in known and too_large in known else sorted(known)[-2:]
+        low, high = ends if too_large > 2 else (2, 3)
+        guess = low + (budget - known[low]) * (high - low) // max(known[high] - known[low], 1)
+        guess = min(max(guess, fits + 1), too_large - 1)
+        known[guess] = _total(traced, (guess, *image_shape), margin)
+
+
+def _total(traced: MetaModel, input_shape: Shape, margin: float = 0.0) -> int:
+    peak = traced.training_step(input_shape).tensor_peak
+    return traced.persistent.total + traced.input_bytes(input_shape) + round(peak * (1 + margin))
+
+
+def _image_shape(model: nn.Module, image_size: int | Sequence[int]) -> tuple[int, ...]:
+    """The channels and the sides of an input of the model, by its first convolution."""
+    kinds = nn.Conv1d, nn.Conv2d, nn.Conv3d
+    conv = next((module for module in model.modules() if isinstance(module, kinds)), None)
+    if conv is None:
+        raise ValueError("found a model without a convolution: its input's shape is not known")
+    dims = len(conv.kernel_size)
+    sides = [image_size] * dims if isinstance(image_size, int) else list(image_size)
+    if len(sides) != dims:
+        raise ValueError(f"image_size is {image_size!r}, but must be one number, or {dims}")
+    for side in sides:
+        check_integer("image_size", side, at_least=1)
+    return conv.in_channels, *sides
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,156 @@
+"""How much memory a training step takes, in numbers, as a table and as a bar."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.choose import Engine, as_engine_block, describe
+from ..engine.parts import is_engine_block
+from .sizes import format_bytes
+from .step import Loss, MetaModel, OptimizerLike, PersistentMemory, Precision, Shape, StepMemory
+
+ENGINES = Engine.PLAIN, Engine.CHECKPOINT, Engine.SHARED
+_BAR = 60  # characters
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory of training and inference on inputs of one shape. All sizes are in bytes.
+
+    Attributes:
+        input_shape: of a batch.
+        device_type, precision: "cpu" or "cuda", and autocast's dtype, for which this is true.
+        persistent: what training holds between steps: parameters, buffers, gradients, the optimizer's state.
+        inputs: the batch.
+        engine: the engine that the model has, "best" if that is chosen for it; "none" in a model without dense blocks
+            that engines run.
+        step: a training step as the model is.
+        by_engine: a training step by each engine that can run the model.
+        refused: why another engine cannot, by its name.
+        inference: the tensor peak of a forward without gradients.
+    """
+
+    input_shape: tuple[int, ...]
+    device_type: str
+    precision: torch.dtype | None
+    persistent: PersistentMemory
+    inputs: int
+    engine: str
+    step: StepMemory
+    by_engine: dict[str, StepMemory]
+    refused: dict[str, str]
+    inference: int
+
+    @property
+    def tensor_peak(self) -> int:
+        """The most that tensors hold at once during a training step, above what is held before it."""
+        return self.step.tensor_peak
+
+    @property
+    def total(self) -> int:
+        """The tensor peak, and all that is held before the step."""
+        return self.held + self.tensor_peak
+
+    @property
+    def held(self) -> int:
+        """What is held before a step: the persistent memory and the batch."""
+        return self.persistent.total + self.inputs
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def predict(
+    model: nn.Module,
+    input_shape: Shape,
+    *,
+    optimizer: OptimizerLike = None,
+    precision: Precision = None,
+    device: str | torch.device | None = None,
+    loss: Loss | None = None,
+) -> MemoryEstimate:
+    """Predict the memory of `model` on inputs of `input_shape`, from sizes alone: nothing is allocated or computed.
+
+    A copy of the model takes the step on the meta device. What PyTorch's libraries allocate outside of tensors, such as
+    cuDNN's workspaces, is not in it. The arguments are those of `MetaModel`.
+    """
+    traced = MetaModel(model, optimizer=optimizer, precision=precision, device=device, loss=loss)
+    blocks = [module for module in traced.model.modules() if is_engine_block(module)]
+    engine = describe(as_engine_block(blocks[0]).engine) if blocks else "none"
+    step = traced.training_step(input_shape)
+    inference = traced.inference(input_shape)
+    by_engine, refused = dict[str, StepMemory](), dict[str, str]()
+    for each in ENGINES if blocks else ():
+        try:
+            by_engine[each.value] = _with_engine(traced, each).training_step(input_shape)
+        except ValueError as error:
+            refused[each.value] = str(error)
+    return MemoryEstimate(
+        tuple(input_shape),
+        traced.device_type,
+        traced.dtype,
+        traced.persistent,
+        traced.input_bytes(input_shape),
+        engine,
+        step,
+        by_engine,
+        refused,
+        inference,
+    )
+
+
+def _with_engine(traced: MetaModel, engine: Engine) -> MetaModel:
+    """The same, with another engine in the copy of the model."""
+    from ..adapt import make_efficient
+
+    changed = copy.copy(traced)
+    make_efficient(changed.model, engine.value)
+    return changed
+
+
+def _lines(estimate: MemoryEstimate) -> Iterator[str]:
+    shape = "×".join(map(str, estimate.input_shape))
+    precision = "" if estimate.precision is None else f", autocast to {str(estimate.precision).removeprefix('torch.')}"
+    yield f"training on {shape}, on {estimate.device_type}{precision}, engine {estimate.engine}"
+    yield ""
+    persistent, step = estimate.persistent, estimate.step
+    rows: list[tuple[str, Any]] = [
+        ("parameters", persistent.parameters + persistent.buffers),
+        ("gradients", persistent.gradients),
+        ("optimizer's state", persistent.optimizer_state),
+        ("the batch", estimate.inputs),
+        ("features, saved for the backward", step.features),
+        ("scratch, at the worst moment", step.scratch),
+    ]
+    yield from _table([*rows, ("peak", estimate.total)])
+    yield ""
+    yield _bar([size for _, size in rows])
+    yield ""
+    yield f"{'part of the model':48}{'saved':>12}{'peak while it runs':>20}"
+    for stage in step.stages:
+        yield f"{stage.name:48}{format_bytes(stage.saved):>12}{format_bytes(stage.peak):>20}"
+    yield ""
+    for engine, other in estimate.by_engine.items():
+        ratio = other.tensor_peak / max(estimate.by_engine.get("plain", other).tensor_peak, 1)
+        yield f"{'tensor peak by engine ' + engine:48}{format_bytes(other.tensor_peak):>12}{ratio:>19.3f}×"
+    for engine, reason in estimate.refused.items():
+        yield f"engine {engine} cannot run it: {reason}"
+    yield f"{'tensor peak of inference':48}{format_bytes(estimate.inference):>12}"
+
+
+def _table(rows: list[tuple[str, int]]) -> Iterator[str]:
+    return (f"{name:48}{format_bytes(size):>12}" for name, size in rows)
+
+
+def _bar(sizes: list[int]) -> str:
+    """One character for each sixtieth of the peak, in the order of the table."""
+    total, ends = max(sum(sizes), 1), [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    widths = [
+        round(_BAR * end / total) - round(_BAR * (end - size) / total) for size, end in zip(sizes, ends, strict=True)
+    ]
+    letters = zip("PGOBFS", widths, strict=True)
+    return "[" + "".join(letter * width for letter, width in letters) + "]"

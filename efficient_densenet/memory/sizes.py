@@ -1,0 +1,38 @@
+"""Numbers of bytes as people write them: "6GiB"."""
+
+import re
+
+from .._checks import describe, integer
+
+UNITS = {"B": 1} | {f"{prefix}iB": 1 << 10 * i for i, prefix in enumerate("KMGT", 1)}
+UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
+_BY_SPELLING = {unit.lower(): unit for unit in UNITS} | {unit[0].lower(): unit for unit in UNITS if "i" in unit}
+"""Units by what people write, in lower case: "g" and "gib" are GiB, as of `docker run --memory 6g`; "gb" is GB."""
+
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """The number of bytes that an argument called `name` says."""
+    if integer(1).accepts(value):
+        return int(value)
+    found = _PATTERN.fullmatch(value) if isinstance(value, str) else None
+    unit = found and ("B" if not found[2] else _BY_SPELLING.get(found[2].lower()))
+    if found and unit and (size := round(float(found[1]) * UNITS[unit])) > 0:
+        return size
+    near = re.search(r"\d+(?:\.\d+)?", value) if isinstance(value, str) else None
+    example = f"{near[0]}GiB" if near and float(near[0]) > 0 else "6GiB"
+    raise ValueError(f"{name} is {describe(value)}, but must be a number of bytes above 0, such as '{example}'")
+
+
+def format_bytes(size: float) -> str:
+    """With four digits, as "1.234 GiB"."""
+    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if abs(size) >= UNITS[unit]), "B")
+    number = size / UNITS[unit]
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.{max(0, 3 - len(str(int(abs(number)))))}f} {unit}"
+
+
+def at_least(size: int) -> str:
+    """As "734 MiB", rounded up, so that it says enough."""
+    unit = "MiB" if size >= UNITS["MiB"] else "KiB"
+    return f"{-(-size // UNITS[unit])} {unit}"

@@ -1,0 +1,225 @@
+"""The memory of a step, known from its tensors' sizes: the step runs on the meta device, where nothing is computed.
+
+A dispatch mode sees every operation, and when the storage of each result is freed.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._tensors import CHANNELS_LAST, memory_format_of
+
+CUDA_ALLOCATION = 512
+"""PyTorch's allocator for CUDA rounds sizes up to a multiple of this."""
+
+ONEDNN_BLOCK = 16
+"""oneDNN may reorder a convolution's operands into blocks of so many channels."""
+
+_aten = torch.ops.aten
+_ELEMENTWISE = {
+    _aten.mul,
+    _aten.mul_,
+    _aten.add,
+    _aten.add_,
+    _aten.sub,
+    _aten.sub_,
+    _aten.div,
+    _aten.addcmul,
+    _aten.addcmul_,
+}
+_CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward}
+
+
+Observer = Callable[[str, tuple[Any, ...]], None]
+"""Called with the name of each operator of this package that runs, and its arguments."""
+
+
+class Moment(NamedTuple):
+    """The bytes that tensors held from one allocation to the next, above those from before the step, and the part of
+    the model that had run."""
+
+    bytes: int
+    part: str
+    is_backward: bool
+
+
+@dataclass
+class MemoryTrace:
+    """The moments of a step, and the bytes that live between its forward and its backward."""
+
+    moments: list[Moment] = field(default_factory=list)
+    saved: int = 0
+
+    @property
+    def peak(self) -> int:
+        return max((moment.bytes for moment in self.moments), default=0)
+
+
+class MemoryMode(TorchDispatchMode):
+    """Traces all operations. An operator of this package runs its implementation rather than its fake one, so that the
+    trace sees what is in it.
+
+    Args:
+        device_type: the device for which the meta device stands, "cpu" or "cuda".
+        held: the tensors from before the step.
+        parts: the name of the part of the model for some of these, its parameters.
+        observe: sees the operators of this package.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        held: Iterable[Tensor],
+        parts: Mapping[Tensor, str],
+        observe: Observer | None = None,
+    ) -> None:
+        super().__init__()
+        self.trace, self.device_type, self.observe = MemoryTrace(), device_type, observe
+        self.held = list(held)  # keeps their storages alive, so that no other gets their addresses
+        self.known = {_address(tensor) for tensor in self.held}
+        self.parts = {_address(tensor): part for tensor, part in parts.items()}
+        self.part = next(iter(parts.values()), "")
+        self.saved_by_part = dict.fromkeys(parts.values(), 0)
+        self.current, self.entered_at, self.is_backward = 0, 0, False
+
+    def start_backward(self) -> None:
+        self._leave_part()
+        self.trace.saved, self.is_backward = self.current, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "efficient_densenet":
+            if self.observe is not None:
+                self.observe(func._opname, args)
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # an operation that consists of others
+                return func.decompose(*args, **kwargs)
+        output = func(*args, **kwargs)
+        self._enter_part(args)
+        if func.overloadpacket is _aten.convolution:
+            output = _in_device_format(output, *args[:2])
+        for tensor in tensors_of(output):
+            self._add(tensor)
+        if self.device_type == "cpu":
+            self._add_temporary(_temporary_bytes(func.overloadpacket, args, output))
+        return output
+
+    def _enter_part(self, args: Iterable[Any]) -> None:
+        for tensor in tensors_of(args):
+            part = self.parts.get(_address(tensor))
+            if part is not None:
+                self._leave_part()
+                self.part = part
+                return
+
+    def _leave_part(self) -> None:
+        if not self.is_backward:
+            self.saved_by_part[self.part] = self.saved_by_part.get(self.part, 0) + self.current - self.entered_at
+            self.entered_at = self.current
+
+    def _add(self, tensor: Tensor) -> None:
+        if not (tensor.is_meta or (tensor.is_cpu and self.device_type == "cpu")):
+            return
+        storage, address = tensor.untyped_storage(), _address(tensor)
+        if address in self.known:
+            return
+        size = storage.nbytes()
+        if self.device_type == "cuda":
+            size = _rounded(size, CUDA_ALLOCATION)
+        self.known.add(address)
+        self._allocate(size)
+        weakref.finalize(storage, self._remove, address, size).atexit = False
+
+    def _remove(self, address: int, size: int) -> None:
+        self.known.discard(address)
+        self.current -= size
+
+    def _allocate(self, size: int) -> None:
+        self.current += size
+        self.trace.moments.append(Moment(self.current, self.part, self.is_backward))
+
+    def _add_temporary(self, size: int) -> None:
+        """Count what an operation allocates and frees itself."""
+        if size:
+            self._allocate(size)
+            self.current -= size
+
+
+def _temporary_bytes(operation: Any, args: tuple[Any, ...], output: Any) -> int:
+    """What a CPU's operation allocates and frees itself."""
+    if operation in _CONVOLUTIONS:
+        return _convolution_workspace(operation is _aten.convolution_backward, args, output)
+    if operation in _ELEMENTWISE:
+        return _conversions([*tensors_of(args)], output)
+    if operation is _aten.max_pool2d_with_indices_backward:
+        memory_format = memory_format_of(args[0])  # grad_output's, to which indices and grad_input are converted
+        return sum(each.nbytes for each in (args[-1], output) if memory_format_of(each) is not memory_format)
+    return 0
+
+
+def _conversions(operands: list[Tensor], output: Tensor) -> int:
+    """The copies of operands, and of the output, in the dtype of an elementwise operation's arithmetic."""
+    dtypes = [each.dtype for each in operands if each.dim() > 0]
+    if len({*dtypes, output.dtype}) < 2 or not dtypes:
+        return 0
+    common = functools.reduce(torch.promote_types, dtypes)
+    converted = (each.numel() for each in (*operands, output) if each.dim() > 0 and each.dtype is not common)
+    return sum(converted) * common.itemsize
+
+
+def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any) -> int:
+    """What a convolution needs meanwhile: by oneDNN its operands in another memory format, by im2col the columns."""
+    grad_output, images, weight = args[:3] if is_backward else (output, *args[:2])
+    _, in_channels, *kernel_size = weight.shape
+    taps = math.prod(kernel_size)
+    if weight.dtype is torch.float64:  # for which there is no oneDNN
+        return 0 if taps == 1 else grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
+    blocked = _in_blocks(images) + _in_blocks(grad_output)
+    if not is_backward or weight.itemsize > 2:
+        return blocked + weight.nbytes
+    # In half precision, one after another: each thread's sums of grad_weight, and its grad_input of an image, both in
+    # float32; the second before the contiguous grad_input.
+    threads, padded = torch.get_num_threads(), _rounded(weight.shape[0], 2 * ONEDNN_BLOCK) * in_channels
+    image = images.numel() // len(images) * 4 if taps == 1 and output[0] is not None else 0
+    return blocked + weight.nbytes + max(threads * padded * taps * 4, threads * image - images.nbytes)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _in_device_format(output: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The output of a convolution in channels_last, if its input or its weight is: the meta device's is contiguous."""
+    found = (memory_format_of(each) for each in (x, weight))
+    channels_last = next((each for each in found if each in CHANNELS_LAST.values()), None)
+    return output if channels_last is None else output.contiguous(memory_format=channels_last)
+
+
+def _in_blocks(images: Tensor) -> int:
+    """The bytes of a copy in oneDNN's blocked format, of images that are not in channels_last."""
+    if memory_format_of(images) is not torch.contiguous_format or images.shape[1] < ONEDNN_BLOCK // 2:
+        return 0
+    return _rounded(images.shape[1], ONEDNN_BLOCK) * (images.numel() // max(images.shape[1], 1)) * images.itemsize
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists and tuples."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_of(value)
+
+
+def _address(tensor: Tensor) -> int:
+    """That of the storage, which is valid while it lives."""
+    return tensor.untyped_storage()._cdata

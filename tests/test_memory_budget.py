@@ -1,0 +1,224 @@
+"""Plans for budgets of memory, beside the memory of the steps that follow them."""
+
+import os
+import random
+import subprocess
+import sys
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from efficient_densenet import DenseNet, densenet121, make_efficient, restore
+from efficient_densenet.memory import largest_batch, set_memory_budget, tensor_peak
+from efficient_densenet.memory.budget import Planner, keep
+from efficient_densenet.memory.sizes import at_least, format_bytes, parse_bytes
+from efficient_densenet.memory.step import MetaModel, default_loss
+from efficient_densenet.models.layers import DenseLayer
+
+MIB = 2**20
+
+
+def _torchvision() -> nn.Module:
+    import torchvision
+
+    model = torchvision.models.densenet121()
+    make_efficient(model)
+    return model
+
+
+MODELS = {
+    "bc": (partial(DenseNet, 12, (8, 8, 8)), (16, 3, 32, 32)),
+    "densenet121": (densenet121, (2, 3, 128, 128)),
+    "volumes": (partial(DenseNet, 16, (4, 4, 4), dims=3), (2, 3, 24, 24, 24)),
+    "signals": (partial(DenseNet, 16, (4, 4, 4), dims=1), (16, 3, 512)),
+    "torchvision": (_torchvision, (2, 3, 128, 128)),
+}
+
+
+def _measured_peak(model: nn.Module, shape: tuple[int, ...]) -> int:
+    x = torch.randn(shape)
+
+    def step() -> None:
+        default_loss(model(x)).backward()
+
+    step()
+    return tensor_peak(step)
+
+
+def _check_budgets(name: str, count: int) -> None:
+    make, shape = MODELS[name]
+    model = make()
+    planner = Planner(MetaModel(model), shape)
+    largest = planner.held + round(1.02 * planner.order[-1][1])
+    generator = random.Random(name)
+    budgets = sorted(generator.randint(planner.smallest, largest) for _ in range(count))
+    plans = [planner.plan(budget) for budget in [planner.smallest, *budgets, 2 * largest]]
+    measured = {}
+    for plan in plans:
+        kept = tuple(sorted(plan.kept.items()))
+        if kept not in measured:
+            keep(model, plan)
+            measured[kept] = planner.held + _measured_peak(model, shape)
+        assert plan.total <= plan.budget
+        assert measured[kept] <= plan.budget
+        assert plan.total == pytest.approx(measured[kept], rel=0.01)
+    for smaller, larger in pairwise(plans):
+        assert larger.recomputed <= smaller.recomputed
+        assert all(set(layers) <= set(larger.kept[block]) for block, layers in smaller.kept.items())
+    assert plans[-1].recomputed == 0
+    assert sum(map(len, plans[-1].kept.values())) == plans[-1].num_layers > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_budgets_are_kept(name):
+    _check_budgets(name, 3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_two_hundred_budgets_are_kept(name):
+    _check_budgets(name, 40)
+
+
+@pytest.mark.parametrize(
+    "name", ["bc", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(MODELS)[1:])]
+)
+def test_the_largest_batch_is_right_to_the_image(name):
+    """By bisection over measured steps."""
+    make, (_, _, *sides) = MODELS[name]
+    model = make()
+    traced = MetaModel(model)
+    budget = traced.persistent.total + 5 * traced.training_step((2, 3, *sides)).tensor_peak
+    found = largest_batch(model, sides, budget)
+
+    def fits(images: int) -> bool:
+        shape = images, 3, *sides
+        return traced.persistent.total + traced.input_bytes(shape) + _measured_peak(model, shape) <= budget
+
+    low, high = 1, 32
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    assert found == low > 4
+
+
+def test_a_budget_changes_no_number():
+    torch.manual_seed(0)
+    model, x = DenseNet(4, (3, 3)).double(), torch.randn(4, 3, 8, 8).double()
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    plan = set_memory_budget(model, "1GiB", x.shape)
+    assert plan.kept == {"features.denseblock1": (0, 1, 2), "features.denseblock2": (0, 1, 2)}
+    assert all(layer.keep_bottleneck for layer in model.modules() if isinstance(layer, DenseLayer))
+    model(x).sum().backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_budget_of_a_converted_model():
+    model = _torchvision()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = set_memory_budget(model, "2GiB", (2, 3, 64, 64))
+    assert sorted(plan.kept) == [f"features.denseblock{i}" for i in (1, 2, 3, 4)]
+    assert sum(map(len, plan.kept.values())) == 58
+    assert model.state_dict().keys() == state.keys()
+    model.train()(torch.randn(2, 3, 64, 64)).sum().backward()
+    restore(model)
+    make_efficient(model)
+    assert not any(layer.keep_bottleneck for layer in model.features.denseblock1.dense_parts().layers)  # pyright: ignore
+
+
+def test_a_model_with_a_budget_plans_when_it_first_trains():
+    model = DenseNet(12, (4, 4), memory_budget="40MiB")
+    assert model.memory_budget is not None
+    assert model.memory_budget.plan is None
+    with torch.no_grad():
+        model(torch.randn(8, 3, 32, 32))
+    assert model.memory_budget.plan is None
+    model(torch.randn(16, 3, 32, 32)).sum().backward()
+    first = model.memory_budget.plan
+    assert first is not None
+    assert first.total <= 40 * MIB
+    model(torch.randn(8, 3, 32, 32))
+    assert model.memory_budget.plan is first  # good for a smaller batch
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(16, 3, 32, 32))
+    second = model.memory_budget.plan
+    assert second is not None
+    assert second.recomputed <= first.recomputed
+    assert second.total < first.total
+    with pytest.raises(
+        ValueError, match=r"found a memory budget of 40\.0 MiB, but a step of 256 images of 3×32×32 needs"
+    ):
+        model(torch.randn(256, 3, 32, 32))
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_an_impossible_budget_says_what_is_possible(precision):
+    model, shape = DenseNet(12, (6, 6, 6)), (64, 3, 32, 32)
+    keeping = [layer.keep_bottleneck for layer in model.modules() if isinstance(layer, DenseLayer)]
+    smallest = Planner(MetaModel(model, precision=precision), shape).smallest
+    with pytest.raises(ValueError, match="found a memory budget of") as caught:
+        set_memory_budget(model, int(0.7 * smallest), shape, precision=precision)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.count(":") == 1
+    needed = message.partition("give at least ")[2].partition(",")[0]
+    assert set_memory_budget(model, needed, shape, precision=precision).total <= parse_bytes("needed", needed)
+    images = int(message.partition("or at most ")[2].split()[0])
+    set_memory_budget(model, int(0.7 * smallest), (images, 3, 32, 32), precision=precision)
+    with pytest.raises(ValueError, match="found a memory budget of"):
+        set_memory_budget(model, int(0.7 * smallest), (images + 1, 3, 32, 32), precision=precision)
+    assert ("precision='bf16'" in message) == (precision is None)
+    with pytest.raises(ValueError, match=r"of which one image needs \d+ MiB"):
+        set_memory_budget(DenseNet(12, (6, 6, 6)), "1MiB", shape)
+    assert keeping == [False] * len(keeping)
+    with pytest.raises(ValueError, match=r"but a step of one image needs \d+ MiB: give at least that much"):
+        largest_batch(model, 32, "1MiB")
+
+
+SIZES = {"6GiB": 6 << 30, " 6 gib": 6 << 30, "6G": 6 << 30, "6GB": 6 * 10**9, "1.5MiB": 3 << 19, 7: 7, "7": 7}
+SIZES |= {"2k": 2048, "512 B": 512, ".5 TiB": 1 << 39}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.items())
+def test_sizes(text, size):
+    assert parse_bytes("budget", text) == size
+
+
+MALFORMED = {"6 gigs": "6GiB", "": "6GiB", "GiB": "6GiB", "12GBit": "12GiB", 0: "6GiB", -5: "6GiB", "0MiB": "6GiB"}
+MALFORMED |= {"nan": "6GiB", None: "6GiB", 2.5: "6GiB", "3.5.1G": "3.5GiB", "-4GiB": "4GiB"}
+
+
+@pytest.mark.parametrize(("text", "near"), [*MALFORMED.items(), (True, "6GiB")])
+def test_a_malformed_budget_is_one_sentence(text, near):
+    with pytest.raises(ValueError, match="budget is ") as caught:
+        set_memory_budget(DenseNet(4, (2,)), text, (2, 3, 8, 8))
+    message = str(caught.value)
+    assert message.startswith("budget is ")
+    assert message.endswith(f"but must be a number of bytes above 0, such as '{near}'")
+
+
+def test_sizes_are_written_with_three_digits():
+    sizes = [0, 1023, 1024, 1536 * 1024, 999 * MIB, 1 << 30, 123 << 30]
+    written = ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "999 MiB", "1.00 GiB", "123 GiB"]
+    assert list(map(format_bytes, sizes)) == written
+    assert (at_least(5 * MIB + 1), at_least(5 * MIB), at_least(3)) == ("6 MiB", "5 MiB", "1 KiB")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS limits the address space on Linux")
+def test_the_largest_batch_trains_where_memory_is_limited():
+    """A process whose address space may grow by a budget trains at the batch that fits it, and not at 1.3 times it."""
+    script = Path(__file__).parent / "limited_memory.py"
+    # Freed memory goes back to the system at once: glibc would keep it in the address space for smaller tensors.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    fits, beyond = done.stdout.split("\n")[:2]
+    assert fits.startswith("trained at ")
+    assert beyond.startswith("out of memory at ")
