@@ -73,7 +73,7 @@ def _table(setting: Setting) -> Iterable[tuple[str, ...]]:
             *(f"{number:,}" for number in launches),
             f"{forward:.1f} + {backward:.1f}",
             f"{step.bytes / 1e9:.2f} GB ({step.bytes / plain.bytes:.3f}×)",
-            f"{step.tensor_peak / 2**20:,.0f} MiB ({step.tensor_peak / plain.tensor_peak:.3f}×)",
+            f"{step.peak / 2**20:,.0f} MiB ({step.peak / plain.peak:.3f}×)",
         )
 
 

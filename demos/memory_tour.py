@@ -4,7 +4,8 @@ python demos/memory_tour.py                  about a minute
 TOUR_QUICK=1 python demos/memory_tour.py     a check of a few seconds, on a smaller network
 
 Each lesson below is a few lines that can be copied. Every number printed is measured in this run: the peak bytes of
-tensors during a forward and a backward, above what was allocated before.
+tensors during a forward and a backward, above what was allocated before. Beside it stands what sizes alone predict,
+before anything ran.
 """
 
 import startup  # noqa: F401 - before all that takes seconds to import
@@ -22,13 +23,16 @@ from training import command
 from efficient_densenet import DenseNet
 from efficient_densenet._extras import need
 from efficient_densenet.checkpoint import checkpoint_wrapper
-from efficient_densenet.memory import tensor_peak
+from efficient_densenet.memory import predict, tensor_peak
+from efficient_densenet.memory.step import MetaModel
 
 QUICK = os.environ.get("TOUR_QUICK", "") not in ("", "0")
 BLOCK_CONFIG, BATCH_SIZE, IMAGE_SIZE = ((2, 2, 2), 8, 16) if QUICK else ((6, 6, 6), 64, 32)
 REPETITIONS = 1 if QUICK else 3
 Lesson = tuple[DenseNet, Callable[[], None]]
 """A network, and a function that runs its forward and backward."""
+PREDICTED = ("plain", "a checkpoint around each block", "a checkpoint around each layer", "shared engine")
+"""The lessons whose step is that of the network alone, on the whole batch."""
 
 
 def network(engine: str = "plain") -> DenseNet:
@@ -49,8 +53,9 @@ def whole_batch(model: DenseNet) -> Lesson:
 
 def parameter_memory() -> None:
     """1. Parameters, their gradients and SGD's momentum take three times the weights, whatever the batch size."""
-    weights = sum(p.numel() * p.element_size() for p in network().parameters())
-    print(f"1. parameters {mib(weights)}, with gradients and momentum {mib(3 * weights)}: not where the memory goes")
+    held = predict(network(), batch()[0].shape, optimizer="sgd").persistent
+    weights, total = mib(held.parameters), mib(held.total)
+    print(f"1. parameters {weights}, with gradients and momentum {total}: not where the memory goes")
 
 
 def plain() -> Lesson:
@@ -110,6 +115,9 @@ class TensorOnDisk:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.file.write(tensor.contiguous().numpy().data)
 
+    def __del__(self) -> None:
+        self.file.close()
+
     def load(self) -> torch.Tensor:
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.file.seek(0)
@@ -154,14 +162,17 @@ def tour() -> None:
     parameter_memory()
     size = f"{BATCH_SIZE} images of {IMAGE_SIZE}×{IMAGE_SIZE}"
     print(f"\nDenseNet-BC, blocks of {BLOCK_CONFIG} layers, {size}, float32, on the CPU")
-    print(f"{'':34}{'peak':>10}{'of plain':>10}{'time':>9}{'gradient off by':>18}")
+    print(f"{'':34}{'peak':>10}{'predicted':>11}{'of plain':>10}{'time':>9}{'gradient off by':>18}")
     exact = exact_gradient()
     reference = None
     for name, lesson in LESSONS.items():
-        peak, seconds, gradient = measure(lesson())
+        model, step = lesson()
+        predicted = mib(MetaModel(model).training_step(batch()[0].shape).tensor_peak) if name in PREDICTED else ""
+        peak, seconds, gradient = measure((model, step))
         reference = reference or (peak, seconds)
         error = ((gradient - exact).norm() / exact.norm()).item()
-        print(f"{name:34}{mib(peak):>10}{peak / reference[0]:>10.2f}{seconds / reference[1]:>8.2f}×{error:>18.0e}")
+        ratios = f"{peak / reference[0]:>10.2f}{seconds / reference[1]:>8.2f}×"
+        print(f"{name:34}{mib(peak):>10}{predicted:>11}{ratios}{error:>18.0e}")
     print(
         "\nGradients are compared with float64's. Those of accumulation differ for another reason than rounding: each"
     )

@@ -17,6 +17,7 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
+import budgets
 import checkpointing as checkpointing_benchmark
 import communication
 import gpu_counts
@@ -38,6 +39,7 @@ from training.options import Options, parse
 
 from efficient_densenet import DenseNet, densenet121, doctor
 from efficient_densenet.adapt import Report
+from efficient_densenet.memory import __main__ as memory_command
 
 ROOT = Path(__file__).parents[1]
 FOLDERS_OF_PAGES = ".", "docs", "checkpoints"
@@ -51,6 +53,7 @@ BENCHMARKS = {
     "gpu_counts.py": gpu_counts.count,
     "communication.py": communication.communication,
     "replicas.py": replicas.overlap,
+    "budgets.py": budgets.compare,
 }
 
 
@@ -314,7 +317,8 @@ def test_the_training_page_s_commands_run_in_turn(tmp_path):
 def test_options_that_are_named_exist(page):
     known = {field.name for field in fields(Options)} | {"top", "model", "dry-run", "help", "all-files", "check"}
     known |= {name for function in BENCHMARKS.values() for name in inspect.signature(function).parameters}
-    known |= {name.lstrip("-") for action in torchrun_parser()._actions for name in action.option_strings}
+    parsers = torchrun_parser(), memory_command.make_parser()
+    known |= {name.lstrip("-") for each in parsers for action in each._actions for name in action.option_strings}
     for code in re.findall(r"`([^`]+)`", prose(page)):
         for name in re.findall(r"(?<!\S)--([\w-]+)", code):
             assert name in known, f"{page}: --{name}"

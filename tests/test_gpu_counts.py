@@ -128,7 +128,7 @@ def test_the_memory_of_tensors_is_the_allocators_on_the_cpu():
     x = torch.zeros(64, 512)
     with TracingMode("cpu", [x]) as mode:
         function(x)
-    assert mode.trace.tensor_peak == tensor_peak(lambda: function(x)) > 0
+    assert mode.trace.peak == tensor_peak(lambda: function(x)) > 0
 
 
 def step_on(device, setting):
@@ -228,7 +228,7 @@ def test_a_step_under_autocast_moves_fewer_bytes(engine):
         trace(setting, engine) for setting in expand(TINY.model, 64, precision="float32,bf16", device="cuda")
     )
     assert half.bytes < 0.7 * exact.bytes
-    assert half.tensor_peak < 0.7 * exact.tensor_peak
+    assert half.peak < 0.7 * exact.peak
     assert not torch.is_autocast_enabled("cuda")
 
 
@@ -236,7 +236,7 @@ def test_a_step_under_autocast_moves_fewer_bytes(engine):
 def test_few_launches_few_bytes_and_little_memory(model, batch_size):
     (setting,) = expand(model, batch_size, precision="tf32", device="cuda")
     plain, shared = trace(setting, "plain"), trace(setting, "shared")
-    ratios = shared.bytes / plain.bytes, shared.tensor_peak / plain.tensor_peak
+    ratios = shared.bytes / plain.bytes, shared.peak / plain.peak
     found = Bounds(shared.launches(), *layer_launches(setting, "shared", shared), *ratios)
     assert all(number <= bound for number, bound in zip(found, BOUNDS[model, batch_size], strict=True)), found
     assert (plain.launches(is_triton=False), plain.launches(is_triton=True)) == (PLAIN_LAUNCHES[model], 0)

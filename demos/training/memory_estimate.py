@@ -6,7 +6,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from efficient_densenet.memory.budget import MARGIN, Planner, batch_that_fits, keep
+from efficient_densenet.memory.budget import Planner, batch_that_fits, keep
 from efficient_densenet.memory.sizes import format_bytes, parse_bytes
 from efficient_densenet.memory.step import MetaModel
 from efficient_densenet.models.densenet import DenseNet
@@ -81,7 +81,7 @@ def fit_into_memory(
     memory = StepMemory(model, image_size, options)
     traced, images = memory.traced, f"{batch_size} images"
     if not options.micro_batch_size and not options.cuda_graph:
-        fitting = batch_that_fits(traced, memory.image_shape, budget, at_most=batch_size, margin=MARGIN)
+        fitting = batch_that_fits(traced, memory.image_shape, budget, at_most=batch_size, with_spare=True)
         if 0 < fitting < batch_size:
             parts = -(-batch_size // fitting)
             batch_size = -(-batch_size // parts)

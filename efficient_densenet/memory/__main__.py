@@ -22,7 +22,7 @@ from .step import OPTIMIZERS, PRECISIONS, MetaModel, autocast_dtype, default_los
 
 
 def main(words: list[str] | None = None) -> None:
-    options = _parser().parse_args(words)
+    options = makemake_parser().parse_args(words)
     try:
         _report(options)
     except (ValueError, ModuleNotFoundError) as error:
@@ -83,7 +83,7 @@ def _measure(
     return measured, max(measured, default=0)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m efficient_densenet.memory", description="The memory of a training step, without running it."
     )

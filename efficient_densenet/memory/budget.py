@@ -26,6 +26,8 @@ from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, StepMemory
 
 MARGIN = 0.01
 """The share of a step's peak that a plan leaves free: libraries allocate tensors of their own inside of operations."""
+CUDNN_WORKSPACE = 40 << 20
+"""What a plan leaves free for cuDNN, which took up to 37 MiB on an H100."""
 
 _CONV_WEIGHT = NormConv._fields.index("conv_weight")
 
@@ -170,7 +172,7 @@ class Planner:
         return BudgetPlan(budget, total, kept, len(self.order), sum(layer.work for layer, _ in self.order[count:]))
 
     def _with_margin(self, peak: int) -> int:
-        return self.held + round(peak * (1 + MARGIN))
+        return self.held + peak + spare(self.traced, peak)
 
     def _keep(self, kept: dict[str, tuple[int, ...]]) -> None:
         for name, block in self.blocks:
@@ -206,15 +208,15 @@ class Planner:
             f"found a memory budget of {format_bytes(budget)}, but a step of {images} images of "
             f"{'×'.join(map(str, shape))} needs {needed}: give at least {needed}"
         )
-        fitting = batch_that_fits(self.traced, shape, budget, images, MARGIN)
+        fitting = batch_that_fits(self.traced, shape, budget, images, with_spare=True)
         if fitting:
             found += f", or at most {fitting} images"
         elif images > 1:
-            found += f", of which one image needs {at_least(_total(self.traced, (1, *shape), MARGIN))}"
+            found += f", of which one image needs {at_least(_total(self.traced, (1, *shape), with_spare=True))}"
         if self.traced.dtype is None and torch.float32 in {p.dtype for p in self.traced.parameters}:
             lower = copy.copy(self.traced)
             lower.dtype = torch.bfloat16
-            peak = _total(lower, self.input_shape, MARGIN)
+            peak = _total(lower, self.input_shape, with_spare=True)
             if peak <= budget:
                 found += f", or precision='bf16', which needs {at_least(peak)}"
         return found
@@ -265,13 +267,13 @@ def _peaks(step: StepMemory, parts: list[str]) -> list[tuple[int, frozenset[str]
 
 
 def batch_that_fits(
-    traced: MetaModel, image_shape: Shape, budget: int, at_most: int = 1 << 30, margin: float = 0.0
+    traced: MetaModel, image_shape: Shape, budget: int, at_most: int = 1 << 30, *, with_spare: bool = False
 ) -> int:
     """The largest batch of which a step fits the budget, 0 if there is none.
 
     The memory grows almost linearly: tried next is where the line through two known sizes reaches the budget.
     """
-    known = {count: _total(traced, (count, *image_shape), margin) for count in (2, 3)}
+    known = {count: _total(traced, (count, *image_shape), with_spare) for count in (2, 3)}
     fits, too_large = 0, at_most + 1
     while True:
         fits = max([fits, *(count for count, size in known.items() if size <= budget and count <= at_most)])
@@ -282,12 +284,18 @@ def batch_that_fits(
         low, high = ends if too_large > 2 else (2, 3)
         guess = low + (budget - known[low]) * (high - low) // max(known[high] - known[low], 1)
         guess = min(max(guess, fits + 1), too_large - 1)
-        known[guess] = _total(traced, (guess, *image_shape), margin)
+        known[guess] = _total(traced, (guess, *image_shape), with_spare)
 
 
-def _total(traced: MetaModel, input_shape: Shape, margin: float = 0.0) -> int:
+def spare(traced: MetaModel, peak: int) -> int:
+    """What a plan leaves free besides a step's peak."""
+    return round(MARGIN * peak) + (CUDNN_WORKSPACE if traced.device_type == "cuda" else 0)
+
+
+def _total(traced: MetaModel, input_shape: Shape, with_spare: bool = False) -> int:
     peak = traced.training_step(input_shape).tensor_peak
-    return traced.persistent.total + traced.input_bytes(input_shape) + round(peak * (1 + margin))
+    held = traced.persistent.total + traced.input_bytes(input_shape)
+    return held + peak + (spare(traced, peak) if with_spare else 0)
 
 
 def _image_shape(model: nn.Module, image_size: int | Sequence[int]) -> tuple[int, ...]:

@@ -81,13 +81,19 @@ class MemoryMode(TorchDispatchMode):
         observe: Observer | None = None,
     ) -> None:
         super().__init__()
-        self.trace, self.device_type, self.observe = MemoryTrace(), device_type, observe
+        self.trace, self.device_type, self.observe = self.new_trace(), device_type, observe
         self.held = list(held)  # keeps their storages alive, so that no other gets their addresses
         self.known = {_address(tensor) for tensor in self.held}
         self.parts = {_address(tensor): part for tensor, part in parts.items()}
         self.part = next(iter(parts.values()), "")
         self.saved_by_part = dict.fromkeys(parts.values(), 0)
         self.current, self.entered_at, self.is_backward = 0, 0, False
+
+    def new_trace(self) -> MemoryTrace:
+        return MemoryTrace()
+
+    def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Called after each operation of PyTorch, for what else a subclass traces."""
 
     def start_backward(self) -> None:
         self._leave_part()
@@ -107,6 +113,7 @@ class MemoryMode(TorchDispatchMode):
         self._enter_part(args)
         if func.overloadpacket is _aten.convolution:
             output = _in_device_format(output, *args[:2])
+        self.has_run(func, args, kwargs, output)
         for tensor in tensors_of(output):
             self._add(tensor)
         if self.device_type == "cpu":
