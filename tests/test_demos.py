@@ -88,10 +88,13 @@ def test_the_memory_tour_as_a_quick_check(tmp_path):
     rows = {
         name.strip(): (float(peak), float(ratio), float(difference))
         for name, peak, ratio, difference in re.findall(
-            r"^(.*?) +([\d.]+) MiB +([\d.]+) +[\d.]+× +(\d\S*)$", done.stdout, re.MULTILINE
+            r"^(.*?) +([\d.]+) MiB +(?:[\d.]+ MiB +)?([\d.]+) +[\d.]+× +(\d\S*)$", done.stdout, re.MULTILINE
         )
     }
     assert len(rows) == 6, done.stdout
+    predicted = re.findall(r" ([\d.]+) MiB +([\d.]+) MiB", done.stdout)
+    assert len(predicted) == 4
+    assert all(abs(float(peak) - float(size)) < 0.3 for peak, size in predicted)
     assert all(ratio < 1 for name, (_, ratio, _) in rows.items() if name != "plain")
     errors = {name: error for name, (_, _, error) in rows.items() if "accumulation" not in name}
     assert max(errors.values()) <= max(5 * errors["plain"], 1e-5)

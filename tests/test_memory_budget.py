@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from efficient_densenet import DenseNet, densenet121, make_efficient, restore
+from efficient_densenet.engine import choose
 from efficient_densenet.memory import largest_batch, set_memory_budget, tensor_peak
 from efficient_densenet.memory.budget import Planner, keep
 from efficient_densenet.memory.sizes import at_least, format_bytes, parse_bytes
@@ -131,6 +132,29 @@ def test_a_budget_of_a_converted_model():
     restore(model)
     make_efficient(model)
     assert not any(layer.keep_bottleneck for layer in model.features.denseblock1.dense_parts().layers)  # pyright: ignore
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+def test_blocks_that_the_shared_engine_cannot_run_are_saved_whole():
+    """Group norms: their layers are recomputed by `checkpoint`, unless the budget has room for all that plain saves."""
+    model, shape = DenseNet(12, (6, 6, 6)), (16, 3, 32, 32)
+    for block in (model.features.denseblock1, model.features.denseblock2):
+        for layer in block.children():
+            layer.norm1 = nn.GroupNorm(4, layer.norm1.num_features)  # pyright: ignore
+    planner = Planner(MetaModel(model), shape)
+    largest = planner.order[-1][1] + planner.held
+    plans = [planner.plan(budget) for budget in (planner.smallest, round(0.97 * largest), 2 * largest)]
+    names = "features.denseblock1", "features.denseblock2"
+    assert [plan.saves_all for plan in plans] == [(), names[:1], names]
+    for plan in plans:
+        keep(model, plan)
+        assert plan.total == pytest.approx(planner.held + _measured_peak(model, shape), rel=0.01)
+        assert plan.total <= plan.budget
+    assert [choose.describe_plan(model.get_submodule(name), torch.empty(2, 24, 8, 8)) for name in names] == [
+        "plain"
+    ] * 2
+    assert plans[0].recomputed > plans[1].recomputed > plans[2].recomputed == 0
+    assert "features.denseblock1 saved whole" in str(plans[1])
 
 
 def test_a_model_with_a_budget_plans_when_it_first_trains():

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from efficient_densenet.memory.budget import Planner, batch_that_fits, keep
+from efficient_densenet.memory.budget import Planner, batch_that_fits, keep, total_memory_of_step
 from efficient_densenet.memory.sizes import format_bytes, parse_bytes
 from efficient_densenet.memory.step import MetaModel
 from efficient_densenet.models.densenet import DenseNet
@@ -52,10 +52,9 @@ class StepMemory:
         self.peaks: dict[int, int] = {}
 
     def peak(self, batch_size: int) -> int:
-        shape = batch_size, *self.image_shape
         if batch_size not in self.peaks:
-            step = self.traced.training_step(shape).tensor_peak
-            self.peaks[batch_size] = self.persistent + self.traced.input_bytes(shape) + step
+            total = total_memory_of_step(self.traced, (batch_size, *self.image_shape))
+            self.peaks[batch_size] = total - self.traced.persistent.total + self.persistent
         return self.peaks[batch_size]
 
 

@@ -41,7 +41,7 @@ class Conversion(Verified):
         pattern: how the block's forward uses its layers; None if a trial did not find a pattern.
         reason: why the parts of the layers do not describe the block, or None if they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
-        kept_bottlenecks: the layers whose bottlenecks the shared engine saves.
+        kept_bottlenecks, saves_all: what a budget of memory has decided, as in `EngineBlock`.
         as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
     """
 
@@ -52,6 +52,7 @@ class Conversion(Verified):
     recomputes: bool = False
     as_a_whole: bool = True
     kept_bottlenecks: frozenset[int] = frozenset()
+    saves_all: bool = False
 
 
 class ConvertedBlock(VerifiedModule):
@@ -76,6 +77,14 @@ class ConvertedBlock(VerifiedModule):
 
     def set_engine(self, engine: Engine | None) -> None:
         self._conversion = replace(self._conversion, engine=engine)
+
+    @property
+    def saves_all(self) -> bool:
+        return self._conversion.saves_all
+
+    @saves_all.setter
+    def saves_all(self, value: bool) -> None:
+        self._conversion = replace(self._conversion, saves_all=value)
 
     def keep_bottlenecks(self, layers: Collection[int]) -> None:
         self._conversion = replace(self._conversion, kept_bottlenecks=frozenset(layers))

@@ -22,7 +22,7 @@ from .step import OPTIMIZERS, PRECISIONS, MetaModel, autocast_dtype, default_los
 
 
 def main(words: list[str] | None = None) -> None:
-    options = makemake_parser().parse_args(words)
+    options = make_parser().parse_args(words)
     try:
         _report(options)
     except (ValueError, ModuleNotFoundError) as error:

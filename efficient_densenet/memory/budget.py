@@ -23,21 +23,26 @@ from ..engine.stage.spec import NormConv, decode
 from .meta_copy import unwrapped
 from .sizes import at_least, format_bytes, parse_bytes
 from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, StepMemory
+from .trace import MemoryTrace
 
 MARGIN = 0.01
 """The share of a step's peak that a plan leaves free: libraries allocate tensors of their own inside of operations."""
 CUDNN_WORKSPACE = 40 << 20
 """What a plan leaves free for cuDNN, which took up to 37 MiB on an H100."""
 
+MULTIPLICATIONS_A_NUMBER = 64
+"""A processor multiplies about as often in the time in which it reads and writes a number."""
+
 _CONV_WEIGHT = NormConv._fields.index("conv_weight")
 
 
-class Layer(NamedTuple):
+class Recomputed(NamedTuple):
     """A layer whose bottleneck is recomputed: its block's name, its position there, the part of the model that has it,
-    the bottleneck's bytes, and the multiplications to compute it."""
+    the bottleneck's bytes, and the multiplications to compute it. The position is None for a whole block that the
+    shared engine cannot run, and whose layers are recomputed."""
 
     block: str
-    position: int
+    position: int | None
     part: str
     bytes: int
     work: int
@@ -51,21 +56,26 @@ class BudgetPlan:
         budget: in bytes.
         total: the most that tensors will hold at once, with all that training holds between steps.
         kept: for each block, the positions of the layers whose bottlenecks are saved.
+        saves_all: the blocks that the shared engine cannot run and that save everything.
         num_layers: how many layers there are whose bottlenecks could be saved.
-        recomputed: the multiplications with which the others' are recomputed in each step.
+        recomputed: the multiplications that are recomputed in each step; where a block is recomputed layer by layer, a
+            number that is written again counts as `MULTIPLICATIONS_A_NUMBER`.
     """
 
     budget: int
     total: int
     kept: dict[str, tuple[int, ...]]
+    saves_all: tuple[str, ...]
     num_layers: int
     recomputed: int
 
     def __str__(self) -> str:
         count = sum(map(len, self.kept.values()))
+        others = f", {', '.join(self.saves_all)} saved whole" if self.saves_all else ""
         return (
             f"{format_bytes(self.total)} of {format_bytes(self.budget)}, with the bottlenecks of {count} of "
-            f"{self.num_layers} layers saved and {self.recomputed / 1e9:.1f} billion multiplications recomputed a step"
+            f"{self.num_layers} layers saved{others}, and {self.recomputed / 1e9:.1f} billion multiplications "
+            "recomputed a step"
         )
 
 
@@ -103,6 +113,7 @@ def keep(model: nn.Module, plan: BudgetPlan) -> None:
     for name, block in unwrapped(model).named_modules():
         if is_engine_block(block):
             as_engine_block(block).keep_bottlenecks(plan.kept.get(name, ()))
+            as_engine_block(block).saves_all = name in plan.saves_all
 
 
 def largest_batch(
@@ -126,7 +137,7 @@ def largest_batch(
     shape = _image_shape(traced.model, image_size)
     found = batch_that_fits(traced, shape, size)
     if found == 0:
-        least = _total(traced, (1, *shape))
+        least = total_memory_of_step(traced, (1, *shape))
         raise ValueError(
             f"found a memory budget of {format_bytes(size)}, but a step of one image needs {at_least(least)}: give "
             f"at least that much, or a smaller image or model"
@@ -140,16 +151,17 @@ class Planner:
     def __init__(self, traced: MetaModel, input_shape: Shape) -> None:
         self.traced, self.input_shape = traced, tuple(input_shape)
         self.blocks = [(name, block) for name, block in traced.model.named_modules() if is_engine_block(block)]
-        self._keep({})
-        layers, owners = list[Layer](), self._owners()
+        self._keep([])
+        layers, owners, run_by_shared = list[Recomputed](), self._owners(), set[int]()
 
         def observe(name: str, args: tuple[Any, ...]) -> None:  # keeps no tensor, which would live on
             if name == "stage":
                 layers.extend(self._layers(owners, *args))
+                run_by_shared.update(_address(parameter) for parameter in args[1] if parameter is not None)
 
         self.step = traced.training_step(input_shape, observe)
         self.held = traced.persistent.total + traced.input_bytes(input_shape)
-        self.order = list(_order(layers, self.step))
+        self.order = list(_order([*layers, *self._whole_blocks(run_by_shared)], self.step))
         """The layers in the order in which they are taken, each with the step's peak after it."""
 
     @property
@@ -161,22 +173,42 @@ class Planner:
         if budget < self.smallest:
             raise ValueError(self._what_would_fit(budget))
         count = sum(1 for _, peak in self.order if self._with_margin(peak) <= budget)
-        taken = [layer for layer, _ in self.order[:count]]
-        kept = dict[str, tuple[int, ...]]()
-        for layer in taken:
-            kept[layer.block] = (*kept.get(layer.block, ()), layer.position)
-        self._keep(kept)
-        total = self.held + self.traced.training_step(self.input_shape).tensor_peak
-        self._keep({})
-        kept = {block: tuple(sorted(positions)) for block, positions in kept.items()}
-        return BudgetPlan(budget, total, kept, len(self.order), sum(layer.work for layer, _ in self.order[count:]))
+        taken = [each for each, _ in self.order[:count]]
+        total = self.held + self._step_with(taken).tensor_peak
+        saves_all = tuple(each.block for each in taken if each.position is None)
+        num_layers = sum(1 for each, _ in self.order if each.position is not None)
+        recomputed = sum(each.work for each, _ in self.order[count:])
+        return BudgetPlan(budget, total, _kept(taken), saves_all, num_layers, recomputed)
 
     def _with_margin(self, peak: int) -> int:
         return self.held + peak + spare(self.traced, peak)
 
-    def _keep(self, kept: dict[str, tuple[int, ...]]) -> None:
+    def _keep(self, taken: list[Recomputed]) -> None:
+        kept, saves_all = _kept(taken), {each.block for each in taken if each.position is None}
         for name, block in self.blocks:
             as_engine_block(block).keep_bottlenecks(kept.get(name, ()))
+            as_engine_block(block).saves_all = name in saves_all
+
+    def _step_with(self, taken: list[Recomputed]) -> StepMemory:
+        """A step in which these are saved."""
+        self._keep(taken)
+        try:
+            return self.traced.training_step(self.input_shape)
+        finally:
+            self._keep([])
+
+    def _whole_blocks(self, run_by_shared: set[int]) -> Iterator[Recomputed]:
+        """The blocks that are recomputed since the shared engine cannot run them, and no engine is requested."""
+        for name, block in self.blocks:
+            addresses = set(map(_address, block.parameters()))
+            if as_engine_block(block).engine is not None or not addresses or addresses & run_by_shared:
+                continue
+            whole = Recomputed(name, None, self.traced.parts[next(block.parameters())], 0, 0)
+            saving = self._step_with([whole])
+            size = saving.features - self.step.features
+            work = _work(self.step.trace) - _work(saving.trace)
+            if size > 0 and work > 0:
+                yield whole._replace(bytes=size, work=work)
 
     def _owners(self) -> dict[int, tuple[str, int, str]]:
         """The block, the layer's position there, and the part of the model, by the address of the layer's weight."""
@@ -190,7 +222,7 @@ class Planner:
     @staticmethod
     def _layers(
         owners: dict[int, tuple[str, int, str]], x: Tensor, parameters: Sequence[Tensor], *others: Any
-    ) -> Iterator[Layer]:
+    ) -> Iterator[Recomputed]:
         """The layers with bottlenecks of a stage, from the arguments of its operator."""
         spec, pixels = decode(others[-1]), x.numel() // x.shape[1]
         for i, layer in enumerate(spec.layers):
@@ -199,7 +231,7 @@ class Planner:
                 block, position, part = owner
                 values = layer.width * pixels
                 work = values * spec.channels_read(i)
-                yield Layer(block, position, part, values * spec.torch_dtype.itemsize, work)
+                yield Recomputed(block, position, part, values * spec.torch_dtype.itemsize, work)
 
     def _what_would_fit(self, budget: int) -> str:
         images, *shape = self.input_shape
@@ -212,17 +244,31 @@ class Planner:
         if fitting:
             found += f", or at most {fitting} images"
         elif images > 1:
-            found += f", of which one image needs {at_least(_total(self.traced, (1, *shape), with_spare=True))}"
+            single = total_memory_of_step(self.traced, (1, *shape), with_spare=True)
+            found += f", of which one image needs {at_least(single)}"
         if self.traced.dtype is None and torch.float32 in {p.dtype for p in self.traced.parameters}:
             lower = copy.copy(self.traced)
             lower.dtype = torch.bfloat16
-            peak = _total(lower, self.input_shape, with_spare=True)
+            peak = total_memory_of_step(lower, self.input_shape, with_spare=True)
             if peak <= budget:
                 found += f", or precision='bf16', which needs {at_least(peak)}"
         return found
 
 
-def _order(layers: list[Layer], step: StepMemory) -> Iterator[tuple[Layer, int]]:
+def _work(trace: MemoryTrace) -> int:
+    return trace.multiplications + MULTIPLICATIONS_A_NUMBER * trace.allocated // 4
+
+
+def _kept(taken: list[Recomputed]) -> dict[str, tuple[int, ...]]:
+    """The positions of the layers in each block, in order."""
+    kept = dict[str, tuple[int, ...]]()
+    for each in taken:
+        if each.position is not None:
+            kept[each.block] = tuple(sorted((*kept.get(each.block, ()), each.position)))
+    return kept
+
+
+def _order(layers: list[Recomputed], step: StepMemory) -> Iterator[tuple[Recomputed, int]]:
     """The layers in the order in which they are taken, and the step's peak with all that are taken until then."""
     parts = list(dict.fromkeys(layer.part for layer in layers))
     candidates = {
@@ -273,7 +319,7 @@ def batch_that_fits(
 
     The memory grows almost linearly: tried next is where the line through two known sizes reaches the budget.
     """
-    known = {count: _total(traced, (count, *image_shape), with_spare) for count in (2, 3)}
+    known = {count: total_memory_of_step(traced, (count, *image_shape), with_spare) for count in (2, 3)}
     fits, too_large = 0, at_most + 1
     while True:
         fits = max([fits, *(count for count, size in known.items() if size <= budget and count <= at_most)])
@@ -284,7 +330,7 @@ def batch_that_fits(
         low, high = ends if too_large > 2 else (2, 3)
         guess = low + (budget - known[low]) * (high - low) // max(known[high] - known[low], 1)
         guess = min(max(guess, fits + 1), too_large - 1)
-        known[guess] = _total(traced, (guess, *image_shape), with_spare)
+        known[guess] = total_memory_of_step(traced, (guess, *image_shape), with_spare)
 
 
 def spare(traced: MetaModel, peak: int) -> int:
@@ -292,8 +338,17 @@ def spare(traced: MetaModel, peak: int) -> int:
     return round(MARGIN * peak) + (CUDNN_WORKSPACE if traced.device_type == "cuda" else 0)
 
 
-def _total(traced: MetaModel, input_shape: Shape, with_spare: bool = False) -> int:
-    peak = traced.training_step(input_shape).tensor_peak
+def total_memory_of_step(traced: MetaModel, input_shape: Shape, with_spare: bool = False) -> int:
+    """The bytes of a training step, and of all that is held before it; `with_spare` of what a plan leaves free too."""
+    count, *shape = input_shape
+    try:
+        peak = traced.training_step(input_shape).tensor_peak
+    except ValueError:
+        if count > 1:
+            raise
+        # A single image may leave a batch norm a single value, with which no step is possible.
+        two, three = (traced.training_step((count, *shape)).tensor_peak for count in (2, 3))
+        peak = 2 * two - three
     held = traced.persistent.total + traced.input_bytes(input_shape)
     return held + peak + (spare(traced, peak) if with_spare else 0)
 

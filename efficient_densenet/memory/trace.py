@@ -52,10 +52,13 @@ class Moment(NamedTuple):
 
 @dataclass
 class MemoryTrace:
-    """The moments of a step, and the bytes that live between its forward and its backward."""
+    """The moments of a step, the bytes that live between its forward and its backward, the bytes of all tensors, and
+    the multiplications of the forwards of PyTorch's convolutions."""
 
     moments: list[Moment] = field(default_factory=list)
     saved: int = 0
+    allocated: int = 0
+    multiplications: int = 0
 
     @property
     def peak(self) -> int:
@@ -113,6 +116,8 @@ class MemoryMode(TorchDispatchMode):
         self._enter_part(args)
         if func.overloadpacket is _aten.convolution:
             output = _in_device_format(output, *args[:2])
+        if func.overloadpacket is _aten.convolution:
+            self.trace.multiplications += output.numel() * args[1][0].numel()
         self.has_run(func, args, kwargs, output)
         for tensor in tensors_of(output):
             self._add(tensor)
@@ -143,6 +148,7 @@ class MemoryMode(TorchDispatchMode):
         if self.device_type == "cuda":
             size = _rounded(size, CUDA_ALLOCATION)
         self.known.add(address)
+        self.trace.allocated += size
         self._allocate(size)
         weakref.finalize(storage, self._remove, address, size).atexit = False
 

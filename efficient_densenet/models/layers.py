@@ -93,7 +93,7 @@ class DenseBlock(nn.Module):
         new_features_only: bool = False,
     ) -> None:
         super().__init__()
-        self.engine, self.new_features_only = choose.parse(efficient), new_features_only
+        self.engine, self.new_features_only, self.saves_all = choose.parse(efficient), new_features_only, False
         self.num_output_features = num_layers * growth_rate + (0 if new_features_only else num_input_features)
         for i in range(num_layers):
             channels = num_input_features + i * growth_rate

@@ -48,9 +48,14 @@ WITHOUT_DEVICE = DeviceLimits(multiprocessors=1, shared_memory=164 * KIB, shared
 """For Triton's interpreter: one multiprocessor, so that the loops over rows have several iterations."""
 
 
+OF_H100 = DeviceLimits(multiprocessors=132, shared_memory=228 * KIB, shared_memory_of_a_block=227 * KIB)
+
+
 @functools.cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """The limits of a device, read once."""
+    """The limits of a device, read once. The meta device has those of the current GPU, or of an H100."""
+    if device.type == "meta":
+        return device_limits(torch.device("cuda")) if torch.cuda.is_available() else OF_H100
     if device.type != "cuda":
         return WITHOUT_DEVICE
     properties = torch.cuda.get_device_properties(device)
