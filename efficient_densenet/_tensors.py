@@ -23,11 +23,12 @@ def device_type(x: Tensor) -> str:
 def meta_stands_for(device: str) -> Iterator[None]:
     """In this context and thread, the engines allocate on the meta device what they would on "cpu" or "cuda", and
     launch no kernel: so a step's memory is known without its data."""
+    before = getattr(_local, "meta_stands_for", "meta")
     _local.meta_stands_for = device
     try:
         yield
     finally:
-        del _local.meta_stands_for
+        _local.meta_stands_for = before
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -102,6 +102,13 @@ def queue_backward_callback(callback: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def onednn_supports(dtype: torch.dtype) -> bool:
+    """Return whether PyTorch convolves in this dtype by oneDNN on this CPU, rather than by im2col."""
+    if dtype is torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else dtype is torch.float32
+
+
 def backward_inside_function_modes(loss: Tensor) -> None:
     """`loss.backward()`, in which function modes stay active: those functions that modes see leave them."""
     engine: Any = torch.autograd.Variable._execution_engine

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import DenseNet, densenet121, make_efficient, restore
 from efficient_densenet.engine import choose
-from efficient_densenet.memory import largest_batch, set_memory_budget, tensor_peak
+from efficient_densenet.memory import largest_batch, predict, set_memory_budget, tensor_peak
 from efficient_densenet.memory.budget import Planner, keep
 from efficient_densenet.memory.sizes import at_least, format_bytes, parse_bytes
 from efficient_densenet.memory.step import MetaModel, default_loss
@@ -182,6 +183,76 @@ def test_a_model_with_a_budget_plans_when_it_first_trains():
         model(torch.randn(256, 3, 32, 32))
 
 
+def test_a_plan_is_for_what_is_trained_and_how():
+    x = torch.randn(16, 3, 32, 32)
+    plain = predict(DenseNet(12, (4, 4), efficient="plain"), x.shape, device="cpu").total
+    model = DenseNet(12, (4, 4), memory_budget=plain - MIB)
+    budget = model.memory_budget
+    assert budget is not None
+    model.features.requires_grad_(False)
+    plans = []
+    for change in (lambda: None, lambda: model.requires_grad_(True), lambda: model.features.eval()):
+        change()
+        model(x).sum().backward()
+        assert budget.plan not in plans
+        plans.append(budget.plan)
+    with pytest.raises(ValueError, match="found a memory budget of"):
+        model.set_engine("plain")(x)
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # in PyTorch's own forward-mode derivatives
+def test_a_budget_where_a_forward_is_not_a_training_step():
+    x = torch.randn(2, 3, 8, 8)
+    for run in (
+        lambda model: model.requires_grad_(False)(x),
+        lambda model: model.eval()(x),
+        lambda model: torch.func.jvp(model, (x,), (x,)),
+        lambda model: torch.compile(model, backend="eager")(x),
+    ):
+        model = DenseNet(4, (2, 2), memory_budget="1GiB")
+        run(model)
+        assert model.memory_budget is not None
+        assert model.memory_budget.plan is None
+
+
+def test_a_budget_inside_a_checkpoint_and_inside_hooks_of_saved_tensors():
+    x = torch.randn(2, 3, 8, 8)
+    model = DenseNet(4, (2, 2), memory_budget="1GiB")
+    torch_checkpoint(model, x, use_reentrant=False).sum().backward()
+    model = DenseNet(4, (2, 2), memory_budget="1GiB")
+    with torch.autograd.graph.save_on_cpu():
+        model(x).sum().backward()
+
+
+def test_a_model_that_was_pickled_by_an_earlier_version():
+    model = DenseNet(4, (2, 2))
+    del model.memory_budget
+    for block in (model.features.denseblock1, model.features.denseblock2):
+        assert "saves_all" not in vars(block)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+
+
+def test_a_block_that_runs_twice_stays_in_its_budget():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = DenseNet(12, (6, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x) + self.net(x.flip(3))
+
+    model, shape = Twice(), (8, 3, 32, 32)
+    planner = Planner(MetaModel(model), shape)
+    largest = planner.order[-1][1] + planner.held
+    for share in (0, 0.3, 0.6, 0.9):
+        plan = planner.plan(round(planner.smallest + share * (largest - planner.smallest)))
+        keep(model, plan)
+        assert planner.held + _measured_peak(model, shape) <= plan.budget
+        assert plan.total <= plan.budget
+        assert plan.num_layers == 12
+
+
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_an_impossible_budget_says_what_is_possible(precision):
     model, shape = DenseNet(12, (6, 6, 6)), (64, 3, 32, 32)
@@ -202,6 +273,13 @@ def test_an_impossible_budget_says_what_is_possible(precision):
     with pytest.raises(ValueError, match=r"of which one image needs \d+ MiB"):
         set_memory_budget(DenseNet(12, (6, 6, 6)), "1MiB", shape)
     assert keeping == [False] * len(keeping)
+    for image_size in ("16", 16.0, (16, 16, 16), 0, (16, -1)):
+        with pytest.raises(
+            ValueError, match=r"image_size is .*, but must be a whole number of at least 1, or 2 of them"
+        ):
+            largest_batch(model, image_size, "1GiB")
+    with pytest.raises(ValueError, match=r"budget is '999.* above 0, such as '999999999GiB'"):
+        largest_batch(model, 32, f"{'9' * 400}GiB")
     with pytest.raises(ValueError, match=r"but a step of one image needs \d+ MiB: give at least that much"):
         largest_batch(model, 32, "1MiB")
 

@@ -73,6 +73,7 @@ def _libraries(engine: str) -> Iterator[Setting]:
 
 def _by_engine(engine: str) -> Iterator[Setting]:
     cifar = partial(DenseNet, 12, (8, 8, 8), efficient=engine)
+    yield Setting(f"fp16 {engine}", cifar, (16, 3, 32, 32), "fp16")
     for precision in (None, "bf16"):
         of = f"{engine} {precision}"
         yield Setting(f"bc {of}", cifar, (32, 3, 32, 32), precision)
@@ -112,7 +113,7 @@ def _of_the_shared_engine() -> Iterator[Setting]:
 SETTINGS = [setting for engine in ENGINES for setting in _by_engine(engine)] + [*_of_the_shared_engine()]
 FIRST_TIER = {f"bc {engine} None" for engine in ENGINES} | {
     *("dropout shared bf16", "volumes shared None", "every third kept None", "torchvision shared", "feature maps"),
-    *("channels_last shared", "labels of pixels shared bf16"),
+    *("channels_last shared", "labels of pixels shared bf16", "fp16 shared"),
 }
 
 
@@ -209,6 +210,56 @@ def test_the_state_of_an_optimizer(name):
     after = [value for each in real.state.values() for value in each.values() if value is not None]
     assert all(map(torch.equal, after, state))
     assert MetaModel(model).persistent.optimizer_state == 0
+
+
+def test_optimizers_whose_state_is_not_known():
+    model = DenseNet(4, (2,))
+    with pytest.raises(ValueError, match="found a LBFGS, whose state is not known before its first step"):
+        MetaModel(model, optimizer=torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="found a SGD that trains no parameter of this model"):
+        MetaModel(model, optimizer=torch.optim.SGD(DenseNet(4, (2,)).parameters(), lr=0.1))
+    fused = torch.optim.Adam(model.parameters(), fused=True)
+    assert MetaModel(model, optimizer=fused).persistent.optimizer_state == 8 * sum(
+        p.numel() for p in model.parameters()
+    )
+
+
+def test_the_contexts_of_the_caller_do_nothing():
+    model, shape = DenseNet(4, (2, 2)), (2, 3, 8, 8)
+    expected = MetaModel(model).training_step(shape).tensor_peak
+
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a hook of saved tensors was called")
+
+    for context in (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(fail, fail),
+        meta_stands_for("cuda"),
+    ):
+        with context:
+            assert MetaModel(model).training_step(shape).tensor_peak == expected
+
+
+def test_a_forward_of_a_module_s_own_is_not_that_of_the_copy():
+    """It is bound to the original, whose tensors have data."""
+    model = DenseNet(4, (2, 2))
+    expected, forward = predict(model, (2, 3, 8, 8), device="cpu"), model.forward
+    model.forward = lambda x: forward(x)  # pyright: ignore[reportAttributeAccessIssue]
+    assert predict(model, (2, 3, 8, 8), device="cpu") == expected
+    model.forward = torch.autocast("cpu", torch.bfloat16)(forward)
+    assert predict(model, (2, 3, 8, 8), device="cpu") == expected
+
+
+def test_tensors_on_the_meta_device_beside_others_are_an_error():
+    """And not a kernel that reads address 0."""
+    model = DenseNet(4, (2,))
+    if kernels.numba_supports(torch.empty(1)):
+        features = model.features
+        features.denseblock1.denselayer1.norm1.to("meta")
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 3, 8, 8))
 
 
 def test_a_frozen_parameter_has_no_gradient():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -20,6 +21,7 @@ from efficient_densenet._compilers import (
     specialized,
 )
 from efficient_densenet._torch_private import (
+    backward_inside_function_modes,
     below_autograd,
     bypass_saved_tensor_hooks,
     class_before_fully_shard,
@@ -47,6 +49,7 @@ from efficient_densenet._torch_private import (
     leaf_of,
     memory_key,
     observe_selection,
+    onednn_supports,
     parametrization_cache_enabled,
     policy_of_fully_shard,
     process_group_named,
@@ -57,6 +60,7 @@ from efficient_densenet._torch_private import (
     will_execute,
     without_dispatch_modes,
 )
+from efficient_densenet.memory import tensor_peak
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -428,3 +432,38 @@ def test_hook_dicts():
         hooks.update(saved)
     assert not any(hook_dicts(module))
     assert torch.equal(module(-torch.ones(1)), torch.zeros(1))
+
+
+def test_backward_inside_function_modes():
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.mul(grad, 2)
+
+    x = torch.ones(3, requires_grad=True)
+    with Mode():
+        loss = Doubled.apply(x).sum()
+        seen.clear()
+        backward_inside_function_modes(loss)
+    assert torch.mul in seen
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_onednn_supports(dtype):
+    """By the memory of a convolution: im2col takes the columns, nine times the input."""
+    images, weight = torch.zeros(2, 16, 64, 64, dtype=dtype), torch.zeros(16, 16, 3, 3, dtype=dtype)
+    peak = tensor_peak(lambda: torch.conv2d(images, weight, padding=1))
+    assert onednn_supports(dtype) == (peak < 5 * images.nbytes)

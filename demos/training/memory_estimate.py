@@ -38,6 +38,9 @@ class StepMemory:
         keep_bottlenecks: bool = True,
     ) -> None:
         self.traced = MetaModel(model, optimizer="sgd", precision=options.amp)
+        if options.parallel != "fsdp" and dist.is_initialized() and dist.get_world_size() > 1:
+            held = self.traced.persistent  # DistributedDataParallel's buckets have the gradients once more
+            self.traced.persistent = replace(held, gradients=2 * held.gradients)
         engine = engine or options.engine
         cast(DenseNet, self.traced.model).set_engine(True if engine == "best" else engine)
         for block in self.traced.model.modules():
@@ -66,28 +69,27 @@ def largest_batch(options: RunOptions, num_images: int, context: DistributedCont
 
 
 def fit_into_memory(
-    model: DenseNet, image_size: int, options: RunOptions, batch_size: int
+    model: DenseNet, image_size: int, options: RunOptions, batch_size: int, is_resumed: bool
 ) -> tuple[RunOptions, str | None]:
     """Let `model` save the bottlenecks for which there is memory.
 
     Returns the options, with a micro-batch where the batch is too large, and what was chosen in words.
 
-    The memory is what `--memory` says or, on a GPU, what is free. Without either nothing is chosen.
+    The memory is what `--memory` says or, on a GPU, what is free. Without either nothing is chosen. A resumed run keeps
+    its micro-batches, on which its numbers depend.
     """
     budget, source = _budget(options, next(model.parameters()).device)
     if budget is None:
         return options, None
     memory = StepMemory(model, image_size, options)
     traced, images = memory.traced, f"{batch_size} images"
-    if not options.micro_batch_size and not options.cuda_graph:
+    if not (options.micro_batch_size or options.cuda_graph or is_resumed):
         fitting = batch_that_fits(traced, memory.image_shape, budget, at_most=batch_size, with_spare=True)
         if 0 < fitting < batch_size:
             parts = -(-batch_size // fitting)
             batch_size = -(-batch_size // parts)
             options = replace(options, micro_batch_size=batch_size)
             images = f"{parts} micro-batches of {batch_size} images, as {images} at once do not fit"
-    if options.engine not in ("best", "shared"):
-        return options, f"{source}: {images}"
     try:
         plan = Planner(traced, (batch_size, *memory.image_shape)).plan(budget)
     except ValueError as exc:

@@ -124,7 +124,7 @@ class Run:
         self.trainer = Trainer(self.model, transform, self.options, context)
         self.environment = f"engine {self._describe_engines()}; {self.context.describe()}"
         self._print_summary()
-        self.position, self.rows = TrainingPosition(), []
+        self.position, self.rows, self.peak = TrainingPosition(), [], 0
         if state and "state" in state:
             self._restore(state, changes)
         if context.is_main_process:
@@ -154,7 +154,7 @@ class Run:
     def _fit_into_memory(self) -> str:
         """Choose what `--memory` leaves open, the same in all processes; returns the expected peak in words."""
         size = self.dataset.image_size
-        options, chosen = fit_into_memory(self.model, size, self.options, self.largest_batch)
+        options, chosen = fit_into_memory(self.model, size, self.options, self.largest_batch, self.resumed)
         micro_batch_size = self.context.from_main_process(options.micro_batch_size or 0) or None
         self.options = replace(self.options, micro_batch_size=micro_batch_size)
         self.record["options"]["micro_batch_size"] = micro_batch_size
@@ -301,6 +301,7 @@ class Run:
 
     def _row(self, valid: tuple[float | str, float | str], seconds: float) -> Row:
         position = self.position
+        self.peak = max(self.peak, self._peak_memory())
         return {
             "epoch": position.epoch,
             "train_loss": position.loss / position.seen,
@@ -378,9 +379,8 @@ class Run:
             self.tensorboard.add(self.rows[-1])
         run_log.append(self.folder, f"finished: test error {test_error:.2%}")
         if self.options.memory is not None or self.context.device.type == "cuda":
-            peak = mib(max(row["peak_memory_mib"] for row in self.rows) * 2**20)
             what = "the process, with Python and PyTorch," if self.context.device.type == "cpu" else "all tensors"
-            say(f"memory: {self.expected_memory} was expected; {what} took {peak}")
+            say(f"memory: {self.expected_memory} was expected; {what} took {mib(self.peak)}")
         which = "the best epoch by validation" if len(self.dataset.valid) else "the last epoch"
         say(
             f"test error {test_error:.2%}; in {self.folder}: {models.WEIGHTS} ({which}), "

@@ -25,7 +25,7 @@ def main(words: list[str] | None = None) -> None:
     options = make_parser().parse_args(words)
     try:
         _report(options)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         raise SystemExit(f"error: {error}") from error
 
 
@@ -46,7 +46,8 @@ def _report(options: argparse.Namespace) -> None:
         plan = Planner(traced, shape).plan(budget)
         keep(model, plan)
         print(f"budget: {plan}")
-        print(f"the largest batch, with no bottleneck saved: {batch_that_fits(traced, image_shape, budget):,} images\n")
+        largest = batch_that_fits(traced, image_shape, budget, with_spare=True)
+        print(f"the largest batch, with no bottleneck saved: {largest:,}\n")
     estimate = predict(model, shape, **settings)
     print(estimate)
     measured: list[int] = []

@@ -10,42 +10,26 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_integer, check_module
+from .._checks import check_module, integer
 from ..engine.choose import as_engine_block
 from ..engine.parts import NoPartsError, is_engine_block, parts_of
 from ..engine.stage.spec import NormConv, decode
 from .meta_copy import unwrapped
+from .order import Recomputed, in_order, kept_layers, merged, work
 from .sizes import at_least, format_bytes, parse_bytes
 from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, StepMemory
-from .trace import MemoryTrace
 
 MARGIN = 0.01
 """The share of a step's peak that a plan leaves free: libraries allocate tensors of their own inside of operations."""
 CUDNN_WORKSPACE = 40 << 20
 """What a plan leaves free for cuDNN, which took up to 37 MiB on an H100."""
 
-MULTIPLICATIONS_A_NUMBER = 64
-"""A processor multiplies about as often in the time in which it reads and writes a number."""
-
 _CONV_WEIGHT = NormConv._fields.index("conv_weight")
-
-
-class Recomputed(NamedTuple):
-    """A layer whose bottleneck is recomputed: its block's name, its position there, the part of the model that has it,
-    the bottleneck's bytes, and the multiplications to compute it. The position is None for a whole block that the
-    shared engine cannot run, and whose layers are recomputed."""
-
-    block: str
-    position: int | None
-    part: str
-    bytes: int
-    work: int
 
 
 @dataclass(frozen=True)
@@ -70,6 +54,10 @@ class BudgetPlan:
     recomputed: int
 
     def __str__(self) -> str:
+        if not self.num_layers and not self.saves_all and not self.recomputed:
+            return (
+                f"{format_bytes(self.total)} of {format_bytes(self.budget)}, with nothing that could be saved instead"
+            )
         count = sum(map(len, self.kept.values()))
         others = f", {', '.join(self.saves_all)} saved whole" if self.saves_all else ""
         return (
@@ -98,7 +86,8 @@ def set_memory_budget(
         input_shape: of a batch; smaller batches need less.
         optimizer, precision, device, loss: as in `predict`.
 
-    A budget in which no step is possible raises ValueError, and leaves the model as it is.
+    A budget in which no step is possible raises ValueError, and leaves the model as it is. A hundredth of the step's
+    peak is left free, and on a GPU what cuDNN may need.
     """
     size = parse_bytes("budget", budget)
     check_module("set_memory_budget", model)
@@ -126,7 +115,7 @@ def largest_batch(
     device: str | torch.device | None = None,
     loss: Loss | None = None,
 ) -> int:
-    """The most images of which a training step fits a budget, for the model as it is.
+    """The most images of which a training step fits a budget, for the model as it is, with nothing left free.
 
     `image_size` is one number for all sides, or a number for each. The other arguments are those of
     `set_memory_budget`. Where not even one image fits, ValueError is raised.
@@ -161,7 +150,7 @@ class Planner:
 
         self.step = traced.training_step(input_shape, observe)
         self.held = traced.persistent.total + traced.input_bytes(input_shape)
-        self.order = list(_order([*layers, *self._whole_blocks(run_by_shared)], self.step))
+        self.order = list(in_order(merged([*layers, *self._whole_blocks(run_by_shared)]), self.step))
         """The layers in the order in which they are taken, each with the step's peak after it."""
 
     @property
@@ -173,18 +162,22 @@ class Planner:
         if budget < self.smallest:
             raise ValueError(self._what_would_fit(budget))
         count = sum(1 for _, peak in self.order if self._with_margin(peak) <= budget)
-        taken = [each for each, _ in self.order[:count]]
-        total = self.held + self._step_with(taken).tensor_peak
+        while True:
+            taken = [each for each, _ in self.order[:count]]
+            total = self.held + self._step_with(taken).tensor_peak
+            if total <= budget or count == 0:
+                break
+            count -= 1  # a block that runs twice in a step saves more than its part of the model shows
         saves_all = tuple(each.block for each in taken if each.position is None)
         num_layers = sum(1 for each, _ in self.order if each.position is not None)
         recomputed = sum(each.work for each, _ in self.order[count:])
-        return BudgetPlan(budget, total, _kept(taken), saves_all, num_layers, recomputed)
+        return BudgetPlan(budget, total, kept_layers(taken), saves_all, num_layers, recomputed)
 
     def _with_margin(self, peak: int) -> int:
         return self.held + peak + spare(self.traced, peak)
 
     def _keep(self, taken: list[Recomputed]) -> None:
-        kept, saves_all = _kept(taken), {each.block for each in taken if each.position is None}
+        kept, saves_all = kept_layers(taken), {each.block for each in taken if each.position is None}
         for name, block in self.blocks:
             as_engine_block(block).keep_bottlenecks(kept.get(name, ()))
             as_engine_block(block).saves_all = name in saves_all
@@ -206,9 +199,9 @@ class Planner:
             whole = Recomputed(name, None, self.traced.parts[next(block.parameters())], 0, 0)
             saving = self._step_with([whole])
             size = saving.features - self.step.features
-            work = _work(self.step.trace) - _work(saving.trace)
-            if size > 0 and work > 0:
-                yield whole._replace(bytes=size, work=work)
+            multiplications = work(self.step.trace) - work(saving.trace)
+            if size > 0 and multiplications > 0:
+                yield whole._replace(bytes=size, work=multiplications)
 
     def _owners(self) -> dict[int, tuple[str, int, str]]:
         """The block, the layer's position there, and the part of the model, by the address of the layer's weight."""
@@ -230,8 +223,8 @@ class Planner:
             if layer.width and owner is not None:
                 block, position, part = owner
                 values = layer.width * pixels
-                work = values * spec.channels_read(i)
-                yield Recomputed(block, position, part, values * spec.torch_dtype.itemsize, work)
+                size, multiplications = values * spec.torch_dtype.itemsize, values * spec.channels_read(i)
+                yield Recomputed(block, position, part, size, multiplications)
 
     def _what_would_fit(self, budget: int) -> str:
         images, *shape = self.input_shape
@@ -242,7 +235,7 @@ class Planner:
         )
         fitting = batch_that_fits(self.traced, shape, budget, images, with_spare=True)
         if fitting:
-            found += f", or at most {fitting} images"
+            found += f", or at most {fitting} image{'s' if fitting > 1 else ''}"
         elif images > 1:
             single = total_memory_of_step(self.traced, (1, *shape), with_spare=True)
             found += f", of which one image needs {at_least(single)}"
@@ -253,63 +246,6 @@ class Planner:
             if peak <= budget:
                 found += f", or precision='bf16', which needs {at_least(peak)}"
         return found
-
-
-def _work(trace: MemoryTrace) -> int:
-    return trace.multiplications + MULTIPLICATIONS_A_NUMBER * trace.allocated // 4
-
-
-def _kept(taken: list[Recomputed]) -> dict[str, tuple[int, ...]]:
-    """The positions of the layers in each block, in order."""
-    kept = dict[str, tuple[int, ...]]()
-    for each in taken:
-        if each.position is not None:
-            kept[each.block] = tuple(sorted((*kept.get(each.block, ()), each.position)))
-    return kept
-
-
-def _order(layers: list[Recomputed], step: StepMemory) -> Iterator[tuple[Recomputed, int]]:
-    """The layers in the order in which they are taken, and the step's peak with all that are taken until then."""
-    parts = list(dict.fromkeys(layer.part for layer in layers))
-    candidates = {
-        part: sorted((each for each in layers if each.part == part), key=lambda each: each.work / each.bytes)
-        for part in parts
-    }
-    peaks, kept = _peaks(step, parts), dict.fromkeys(parts, 0)
-
-    def peak_with(part: str, size: int) -> int:
-        return max(base + sum(kept[each] + (size if each == part else 0) for each in alive) for base, alive in peaks)
-
-    while any(candidates.values()):
-        before = peak_with("", 0)
-
-        def saved_per_byte(part: str, before: int = before) -> tuple[float, float]:
-            layer = candidates[part][-1]
-            growth, work = peak_with(part, layer.bytes) - before, layer.work
-            return (float("inf") if growth == 0 else work / growth), work / layer.bytes
-
-        best = max((part for part in parts if candidates[part]), key=saved_per_byte)
-        layer = candidates[best].pop()
-        kept[best] += layer.bytes
-        yield layer, peak_with("", 0)
-
-
-def _peaks(step: StepMemory, parts: list[str]) -> list[tuple[int, frozenset[str]]]:
-    """The peaks of the step's phases, and the parts whose saved bottlenecks are alive in each: those from the start of
-    a part's forward to the end of its backward."""
-    moments = step.trace.moments
-    first, last = dict[str, int](), dict[str, int]()
-    for i, moment in enumerate(moments):
-        first.setdefault(moment.part, i)
-        last[moment.part] = i
-    ends = sorted({0, len(moments), *(first[part] for part in parts), *(last[part] + 1 for part in parts)})
-    return [
-        (
-            max(moment.bytes for moment in moments[start:stop]),
-            frozenset(part for part in parts if first[part] <= start <= last[part]),
-        )
-        for start, stop in pairwise(ends)
-    ]
 
 
 def batch_that_fits(
@@ -360,12 +296,10 @@ def _image_shape(model: nn.Module, image_size: int | Sequence[int]) -> tuple[int
     if conv is None:
         raise ValueError("found a model without a convolution: its input's shape is not known")
     dims = len(conv.kernel_size)
-    sides = [image_size] * dims if isinstance(image_size, int) else list(image_size)
-    if len(sides) != dims:
-        raise ValueError(f"image_size is {image_size!r}, but must be one number, or {dims}")
-    for side in sides:
-        check_integer("image_size", side, at_least=1)
-    return conv.in_channels, *sides
+    sides: list[Any] = list(image_size) if isinstance(image_size, (list, tuple)) else [image_size] * dims
+    if len(sides) != dims or not all(map(integer(1).accepts, sides)):
+        raise ValueError(f"image_size is {image_size!r}, but must be a whole number of at least 1, or {dims} of them")
+    return conv.in_channels, *map(int, sides)
 
 
 def _address(tensor: Tensor) -> int:

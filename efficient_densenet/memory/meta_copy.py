@@ -15,7 +15,10 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
-    """A copy that allocates no data and calls none of the user's hooks, in training mode if no module is."""
+    """A copy that allocates no data and calls none of the modules' hooks, in training mode if no module is.
+
+    Its modules have the forwards of their classes: one that was set on a module may belong to the original.
+    """
     model = unwrapped(model)
     tensors = [*model.parameters(), *model.buffers()]
     if any(map(is_lazy, tensors)):
@@ -30,6 +33,10 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
             hooks = getattr(module, name)
             memo[id(hooks)] = OrderedDict.fromkeys(hooks, _no_hook)
     copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        forward = vars(module).get("forward")
+        if forward is not None and getattr(forward, "__self__", None) is not module:
+            del module.forward
     return copied if any(module.training for module in copied.modules()) else copied.train()
 
 

@@ -18,9 +18,10 @@ def parse_bytes(name: str, value: int | str) -> int:
         return int(value)
     found = _PATTERN.fullmatch(value) if isinstance(value, str) else None
     unit = found and ("B" if not found[2] else _BY_SPELLING.get(found[2].lower()))
-    if found and unit and (size := round(float(found[1]) * UNITS[unit])) > 0:
-        return size
-    near = re.search(r"\d+(?:\.\d+)?", value) if isinstance(value, str) else None
+    size = float(found[1]) * UNITS[unit] if found and unit else 0
+    if 1 <= size < float("inf"):
+        return round(size)
+    near = re.search(r"\d{1,9}(?:\.\d{1,9})?", value) if isinstance(value, str) else None
     example = f"{near[0]}GiB" if near and float(near[0]) > 0 else "6GiB"
     raise ValueError(f"{name} is {describe(value)}, but must be a number of bytes above 0, such as '{example}'")
 

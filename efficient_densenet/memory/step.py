@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -90,7 +92,8 @@ class StepMemory:
 
 
 class MetaModel:
-    """A model's copy on the meta device, whose steps show their memory.
+    """A model's copy on the meta device, whose steps show their memory. What PyTorch's operations allocate inside
+    themselves is known for those of DenseNets; for other networks it is less exact.
 
     Args:
         model: any module; it is not changed, and need not have data.
@@ -103,6 +106,7 @@ class MetaModel:
             any other output.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -135,8 +139,15 @@ class MetaModel:
         return self._input(input_shape).nbytes
 
     def training_step(self, input_shape: Shape, observe: Observer | None = None) -> StepMemory:
-        """The forward, the loss and the backward of a step."""
-        x = self._input(input_shape)
+        """The forward, the loss and the backward of a step.
+
+        They run in a thread of their own, in which the caller's contexts (autocast, no_grad, hooks of saved tensors, a
+        checkpoint's recomputation) do nothing.
+        """
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._training_step, self._input(input_shape), observe).result()
+
+    def _training_step(self, x: Tensor, observe: Observer | None) -> StepMemory:
         autocast, mode = self._modes(x, observe)
         with _traced(self.device_type, autocast, mode):
             with autocast_on_meta(self.device_type, self.dtype):
@@ -150,7 +161,11 @@ class MetaModel:
 
     def inference(self, input_shape: Shape) -> int:
         """The tensor peak of a forward in evaluation mode without gradients."""
-        x, training = self._input(input_shape), [module for module in self.model.modules() if module.training]
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._inference, self._input(input_shape)).result()
+
+    def _inference(self, x: Tensor) -> int:
+        training = [module for module in self.model.modules() if module.training]
         autocast, mode = self._modes(x, None)
         try:
             self.model.eval()
@@ -168,6 +183,7 @@ class MetaModel:
     def _modes(self, x: Tensor, observe: Observer | None) -> tuple[MetaAutocast, MemoryMode]:
         return MetaAutocast(self.device_type), MemoryMode(self.device_type, [*self.held, x], self.parts, observe)
 
+    @torch.inference_mode(False)
     def _input(self, input_shape: Shape) -> Tensor:
         sizes = [*input_shape] if isinstance(input_shape, Sequence) else []
         if len(sizes) < 2 or not all(integer(1).accepts(size) for size in sizes):
@@ -222,24 +238,45 @@ def _device_type(model: nn.Module, device: str | torch.device | None) -> str:
 
 
 def _optimizer_state(model: nn.Module, meta_model: nn.Module, optimizer: OptimizerLike) -> list[Tensor]:
-    """The tensors of the optimizer's state, found by a step on the meta device."""
+    """The tensors of the optimizer's state: those that it has, or what a step on the meta device makes."""
     if optimizer is None:
         return []
     if isinstance(optimizer, torch.optim.Optimizer):
-        of_copy = dict(zip(map(id, model.parameters()), meta_model.parameters(), strict=True))
-        groups = [
-            group | {"params": [of_copy[id(p)] for p in group["params"] if id(p) in of_copy]}
-            for group in optimizer.param_groups
-        ]
-        made = copy.copy(optimizer)
-        made.state, made.param_groups = optimizer.state.__class__(dict), groups  # type: ignore[assignment]
+        made = _on_meta(optimizer, dict(zip(map(id, model.parameters()), meta_model.parameters(), strict=True)))
     else:
         if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}, or an optimizer")
         make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
         made = make([p for p in meta_model.parameters() if p.requires_grad])
-    made.step()
-    return [value for state in made.state.values() for value in tensors_of([*state.values()]) if value.is_meta]
+    if not made.state:
+        try:
+            made.step()
+        except Exception as error:  # of an optimizer that needs data, a closure or a certain device
+            raise ValueError(
+                f"found a {type(made).__name__}, whose state is not known before its first step ({error}): give the "
+                "optimizer after a step, or another one"
+            ) from error
+    return [value for state in made.state.values() for value in tensors_of([*state.values()]) if value.dim() > 0]
+
+
+def _on_meta(optimizer: torch.optim.Optimizer, of_copy: dict[int, Tensor]) -> torch.optim.Optimizer:
+    """A copy of an optimizer that trains the copies of its parameters. Its state, if there is one, has sizes only."""
+    groups = [group | {"params": [p for p in group["params"] if id(p) in of_copy]} for group in optimizer.param_groups]
+    if not any(group["params"] for group in groups):
+        raise ValueError(f"found a {type(optimizer).__name__} that trains no parameter of this model")
+    made = copy.copy(optimizer)
+    made.state = defaultdict(dict)
+    for parameter in (p for group in groups for p in group["params"] if p in optimizer.state):
+        state = optimizer.state[parameter].items()
+        made.state[of_copy[id(parameter)]] = {
+            key: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value for key, value in state
+        }
+    not_on_meta = {key: False for key in ("fused", "foreach", "capturable") if key in groups[0]}
+    made.param_groups = [
+        group | not_on_meta | {"params": [of_copy[id(p)] for p in group["params"]]} for group in groups
+    ]
+    made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return made
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[Tensor, str]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._tensors import CHANNELS_LAST, memory_format_of
+from .._torch_private import onednn_supports
 
 CUDA_ALLOCATION = 512
 """PyTorch's allocator for CUDA rounds sizes up to a multiple of this."""
@@ -194,7 +195,7 @@ def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any
     grad_output, images, weight = args[:3] if is_backward else (output, *args[:2])
     _, in_channels, *kernel_size = weight.shape
     taps = math.prod(kernel_size)
-    if weight.dtype is torch.float64:  # for which there is no oneDNN
+    if not onednn_supports(weight.dtype):
         return 0 if taps == 1 else grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
     blocked = _in_blocks(images) + _in_blocks(grad_output)
     if not is_backward or weight.itemsize > 2:

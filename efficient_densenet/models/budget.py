@@ -1,11 +1,14 @@
 """A budget that a model has been given before the shape of its inputs is known."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .._compilers import is_exporting
+from .._torch_private import functorch_is_active
+from ..engine.choose import as_engine_block
+from ..engine.parts import is_engine_block
 from ..memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -13,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class MemoryBudget:
-    """Plans for a model when it first trains on inputs of a shape; a plan is good for inputs that are no larger.
+    """Plans for a model when it first trains on inputs of a shape. A plan is good for inputs that are no larger, as
+    long as the same parameters are trained in the same modes by the same engines.
 
     Attributes:
         size: in bytes.
@@ -23,23 +27,28 @@ class MemoryBudget:
     def __init__(self, budget: int | str) -> None:
         self.size = parse_bytes("memory_budget", budget)
         self.plan: BudgetPlan | None = None
-        self._planned: tuple[torch.dtype, tuple[int, ...]] | None = None
+        self._planned: tuple[Any, tuple[int, ...]] | None = None
 
     def prepare(self, model: nn.Module, x: Tensor) -> None:
-        """Plan, if a training step on `x` has no plan. Nothing is planned while a compiler or an exporter traces."""
-        if x.is_meta or not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        """Plan, if a training step on `x` has no plan. A compiler, an exporter or a transform plans nothing."""
+        if x.is_meta or torch.compiler.is_compiling() or functorch_is_active() or is_exporting(model.training):
+            return
+        trained = [parameter.requires_grad for parameter in model.parameters()]
+        if not (model.training and torch.is_grad_enabled() and any(trained)):
             return
         kind, shape = x.device.type, tuple(x.shape)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        if is_exporting(model.training) or self._covers(dtype, shape):
+        blocks = (as_engine_block(each).engine for each in model.modules() if is_engine_block(each))
+        state = dtype, trained, [module.training for module in model.modules()], [*blocks]
+        if self._covers(state, shape):
             return
         from ..memory.budget import set_memory_budget
 
         precision = dtype if dtype is not x.dtype else None
         self.plan = set_memory_budget(model, self.size, shape, precision=precision)
-        self._planned = dtype, shape
+        self._planned = state, shape
 
-    def _covers(self, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-        if self._planned is None or self._planned[0] is not dtype:
+    def _covers(self, state: Any, shape: tuple[int, ...]) -> bool:
+        if self._planned is None or self._planned[0] != state:
             return False
         return all(size <= planned for size, planned in zip(shape, self._planned[1], strict=True))

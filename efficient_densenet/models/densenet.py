@@ -36,7 +36,8 @@ class DenseNet(DenseModel):
         keep_bottleneck: True makes the shared engine save each layer's bottleneck instead of recomputing it: this takes
             twice the memory and less time. A layer's own attribute of this name can be set at any time.
         memory_budget: bytes such as "6GiB" for all tensors of a training step. The first step on inputs of a shape
-            decides which bottlenecks are saved, as by `memory.set_memory_budget`, which also knows the optimizer.
+            decides which bottlenecks are saved, as by `memory.set_memory_budget`, which also knows the optimizer. Call
+            that before `torch.compile`, under which nothing is decided.
         dims: 1 for signals (N, channels, length), 2 for images, 3 for volumes (N, channels, depth, height, width).
         output_stride: the largest stride of the last feature map with respect to the input. Transitions that would
             exceed it do not pool, and the 3×3 convolutions after them are dilated.
@@ -45,6 +46,7 @@ class DenseNet(DenseModel):
     """
 
     weights_report: WeightsReport  # from `create_model` with weights
+    memory_budget: MemoryBudget | None = None  # also of models that were pickled by earlier versions
 
     def __init__(
         self,

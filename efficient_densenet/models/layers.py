@@ -78,6 +78,8 @@ class DenseBlock(nn.Module):
     outputs alone. With `bias` the convolutions have biases.
     """
 
+    saves_all = False
+
     def __init__(
         self,
         num_layers: int,
@@ -93,7 +95,7 @@ class DenseBlock(nn.Module):
         new_features_only: bool = False,
     ) -> None:
         super().__init__()
-        self.engine, self.new_features_only, self.saves_all = choose.parse(efficient), new_features_only, False
+        self.engine, self.new_features_only = choose.parse(efficient), new_features_only
         self.num_output_features = num_layers * growth_rate + (0 if new_features_only else num_input_features)
         for i in range(num_layers):
             channels = num_input_features + i * growth_rate

@@ -350,11 +350,18 @@ def _address(kernel: Kernel, dtype: torch.dtype) -> int:
     return address
 
 
+def _no(tensor: Tensor) -> int:
+    """The address of a tensor without elements. One on the meta device beside others would end the process."""
+    if tensor.is_meta:
+        raise RuntimeError("found tensors on the meta device and on the CPU in one stage: move the model or its input")
+    return 0
+
+
 def _run(kernel: Kernel, like: Tensor, threads: int, record: tuple[typing.Any, ...]) -> None:
     """Launch the kernel for matrices like this one, with its record, `Fields`, which keeps tensors alive until the
     kernel has finished. On the meta device there is nothing to compute."""
     if like.is_meta:
         return
     assert kernel.pack is not None  # it is no subroutine
-    packed = kernel.pack(*[field if type(field) in _INTEGERS else field.data_ptr() for field in record])
+    packed = kernel.pack(*[field if type(field) in _INTEGERS else field.data_ptr() or _no(field) for field in record])
     openmp.run(_address(kernel, like.dtype), threads, packed)
