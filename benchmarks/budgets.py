@@ -24,7 +24,8 @@ from efficient_densenet.memory.step import MetaModel, default_loss
 def compare(
     model: str = "densenet_bc_100_12", batch_size: int = 64, image_size: int = 0, budgets: int = 5, rounds: int = 9
 ) -> None:
-    """Print a table with a line for each budget, from the smallest to one that saves all bottlenecks.
+    """Print a table with a line for each budget, from the smallest to one that saves all bottlenecks. In the first line
+    there is no budget, and nothing is saved.
 
     model: a name of the zoo, or densenet_bc_<depth>_<growth rate>.
     batch_size: number of images.
@@ -44,7 +45,9 @@ def _table(model: str, batch_size: int, image_size: int, budgets: int, rounds: i
     planner = Planner(MetaModel(network, optimizer="sgd"), shape)
     all_saved = planner.plan(1 << 50).total
     step = (1.02 * all_saved - planner.smallest) / (budgets - 1)
-    plans = [planner.plan(round(planner.smallest + i * step)) for i in range(budgets)]
+    total, work = planner.held + planner.step.tensor_peak, sum(each.work for each, _ in planner.order)
+    plans = [BudgetPlan(0, total, {}, (), len(planner.order), work)]
+    plans += [planner.plan(round(planner.smallest + i * step)) for i in range(budgets)]
     images = torch.randn(shape)
     peaks, seconds = [], [list[float]() for _ in plans]
     for plan in plans:
@@ -65,13 +68,13 @@ def _step(network: DenseNet, images: torch.Tensor) -> None:
 
 
 def _lines(plans: list[BudgetPlan], peaks: list[int], seconds: list[float]) -> Iterator[str]:
-    yield "| budget | bottlenecks saved | planned peak | measured peak | multiplications recomputed | time of a step |"
+    yield "| budget | bottlenecks saved | planned peak | measured peak | multiplications to spare | time of a step |"
     yield "| ---: | ---: | ---: | ---: | ---: | ---: |"
     for plan, peak, time_of_step in zip(plans, peaks, seconds, strict=True):
         sizes = " | ".join(f"{size / UNITS['MiB']:,.1f} MiB" for size in (plan.total, peak))
         saved = f"{sum(map(len, plan.kept.values()))} of {plan.num_layers}"
         times = f"{1000 * time_of_step:,.0f} ms ({time_of_step / seconds[0]:.3f}×)"
-        budget = f"{plan.budget / UNITS['MiB']:,.1f} MiB"
+        budget = f"{plan.budget / UNITS['MiB']:,.1f} MiB" if plan.budget else "none"
         yield f"| {budget} | {saved} | {sizes} | {plan.recomputed / 1e9:.1f} billion | {times} |"
 
 

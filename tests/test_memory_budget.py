@@ -35,8 +35,8 @@ def _torchvision() -> nn.Module:
 MODELS = {
     "bc": (partial(DenseNet, 12, (8, 8, 8)), (16, 3, 32, 32)),
     "densenet121": (densenet121, (2, 3, 128, 128)),
-    "volumes": (partial(DenseNet, 16, (4, 4, 4), dims=3), (2, 3, 24, 24, 24)),
-    "signals": (partial(DenseNet, 16, (4, 4, 4), dims=1), (16, 3, 512)),
+    "volumes": (partial(DenseNet, 24, (4, 4, 4), dims=3), (2, 3, 24, 24, 24)),
+    "signals": (partial(DenseNet, 24, (4, 4, 4), dims=1), (16, 3, 512)),
     "torchvision": (_torchvision, (2, 3, 128, 128)),
 }
 
@@ -110,13 +110,14 @@ def test_the_largest_batch_is_right_to_the_image(name):
 
 def test_a_budget_changes_no_number():
     torch.manual_seed(0)
-    model, x = DenseNet(4, (3, 3)).double(), torch.randn(4, 3, 8, 8).double()
+    model, x = DenseNet(24, (3, 3)).double(), torch.randn(4, 3, 8, 8).double()
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
     plan = set_memory_budget(model, "1GiB", x.shape)
-    assert plan.kept == {"features.denseblock1": (0, 1, 2), "features.denseblock2": (0, 1, 2)}
-    assert all(layer.keep_bottleneck for layer in model.modules() if isinstance(layer, DenseLayer))
+    # The first block's layers read 24, 48 and 72 channels: it is faster to recompute than to save a product of few.
+    assert plan.kept == {"features.denseblock1": (2,), "features.denseblock2": (1, 2)}
+    assert sum(layer.keep_bottleneck for layer in model.modules() if isinstance(layer, DenseLayer)) == 3
     model(x).sum().backward()
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-10, atol=1e-12)
@@ -127,7 +128,7 @@ def test_a_budget_of_a_converted_model():
     state = {name: value.clone() for name, value in model.state_dict().items()}
     plan = set_memory_budget(model, "2GiB", (2, 3, 64, 64))
     assert sorted(plan.kept) == [f"features.denseblock{i}" for i in (1, 2, 3, 4)]
-    assert sum(map(len, plan.kept.values())) == 58
+    assert sum(map(len, plan.kept.values())) == 57  # all but the first layer, which reads 64 channels
     assert model.state_dict().keys() == state.keys()
     model.train()(torch.randn(2, 3, 64, 64)).sum().backward()
     restore(model)
@@ -200,14 +201,11 @@ def test_a_plan_is_for_what_is_trained_and_how():
         model.set_engine("plain")(x)
 
 
-@pytest.mark.filterwarnings("ignore:falling back")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # in PyTorch's own forward-mode derivatives
 def test_a_budget_where_a_forward_is_not_a_training_step():
     x = torch.randn(2, 3, 8, 8)
     for run in (
         lambda model: model.requires_grad_(False)(x),
         lambda model: model.eval()(x),
-        lambda model: torch.func.jvp(model, (x,), (x,)),
         lambda model: torch.compile(model, backend="eager")(x),
     ):
         model = DenseNet(4, (2, 2), memory_budget="1GiB")
@@ -250,7 +248,7 @@ def test_a_block_that_runs_twice_stays_in_its_budget():
         keep(model, plan)
         assert planner.held + _measured_peak(model, shape) <= plan.budget
         assert plan.total <= plan.budget
-        assert plan.num_layers == 12
+        assert plan.num_layers == 6  # those that read more than 64 channels
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])

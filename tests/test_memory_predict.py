@@ -116,6 +116,8 @@ FIRST_TIER = {f"bc {engine} None" for engine in ENGINES} | {
     *("channels_last shared", "labels of pixels shared bf16", "fp16 shared"),
 }
 
+LESS_EXACT = {"labels of pixels checkpoint bf16", "labels of pixels plain bf16"}
+
 
 def _measured(setting: Setting, model: nn.Module) -> int:
     x, dtype = torch.randn(setting.shape).to(next(model.parameters()).dtype), autocast_dtype(setting.precision)
@@ -142,16 +144,19 @@ def test_a_step_takes_what_was_predicted(setting):
 
 
 @pytest.mark.exhaustive
-def test_sixty_settings_are_predicted_to_three_percent_and_all_to_five():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ratios = {setting.name: _ratio(setting) for setting in SETTINGS}
-    assert len(ratios) == len(SETTINGS) > 60
-    assert {name: ratio for name, ratio in ratios.items() if not 0.95 <= ratio <= 1.05} == {}
-    assert sum(0.97 <= ratio <= 1.03 for ratio in ratios.values()) >= 60
-    shared = [ratio for name, ratio in ratios.items() if "plain" not in name and "checkpoint" not in name]
-    assert min(shared) > 0.99
-    assert max(shared) < 1.01
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: each.name)
+def test_every_setting_is_predicted_to_three_percent(setting):
+    """oneDNN decides by sizes what it reorders in bfloat16; of `shared` only the stem and the classifier use it."""
+    tolerance = 0.01 if "plain" not in setting.name and "checkpoint" not in setting.name else 0.03
+    assert _ratio(setting) == pytest.approx(1, abs=0.05 if setting.name in LESS_EXACT else tolerance)
+
+
+def test_there_are_sixty_settings():
+    names = {setting.name for setting in SETTINGS}
+    assert len(SETTINGS) == len(names)
+    assert names >= LESS_EXACT | FIRST_TIER
+    assert len(names - LESS_EXACT) >= 60
 
 
 def test_an_estimate_in_parts():

@@ -311,18 +311,18 @@ def test_a_resumed_or_evaluated_run_takes_the_data_set_that_it_was_started_with(
 
 def test_memory_decides_what_is_kept_and_the_size_of_micro_batches(tmp_path):
     """The run is that of the micro-batch that was chosen, which its config has, and goes on with it anywhere."""
-    command = "--depth", "10", "--growth_rate", "4", "--n_epochs", "1", "--batch_size", "256", "--device", "cpu"
-    done = forked_demo("cp_demo.py", *command, "--memory", "4MiB", "--save", "chosen", cwd=tmp_path)
+    command = "--depth", "16", "--growth_rate", "24", "--n_epochs", "1", "--batch_size", "256", "--device", "cpu"
+    done = forked_demo("cp_demo.py", *command, "--memory", "40MiB", "--save", "chosen", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     chosen = re.search(
-        r"memory: --memory 4MiB: (\d+) micro-batches of (\d+) images, as 256 images at once do not fit; [0-9.]+ MiB of "
-        r"4.00 MiB, with the bottlenecks of \d of 3 layers saved",
+        r"memory: --memory 40MiB: (\d+) micro-batches of (\d+) images, as 256 images at once do not fit; "
+        r"[0-9.]+ MiB of 40.0 MiB, with the bottlenecks of \d of \d layers saved",
         done.stdout,
     )
     assert chosen is not None, done.stdout
-    assert re.search(r"memory: about \d\.\d MiB .* was expected; the process, .*, took [0-9,]+ MiB", done.stdout)
+    assert re.search(r"memory: about \d+ MiB .* was expected; the process, .*, took [0-9,]+ MiB", done.stdout)
     options = json.loads((tmp_path / "chosen" / "config.json").read_text())["options"]
-    assert (options["memory"], options["micro_batch_size"]) == ("4MiB", int(chosen[2]))
+    assert (options["memory"], options["micro_batch_size"]) == ("40MiB", int(chosen[2]))
     assert int(chosen[1]) == -(-256 // int(chosen[2]))
     resumed = ("--save", "chosen", "--resume", "--n_epochs", "2", "--memory", "1GiB")
     refused = forked_demo("cp_demo.py", *resumed, cwd=tmp_path)

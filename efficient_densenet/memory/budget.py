@@ -1,9 +1,9 @@
 """Training within a number of bytes: which bottlenecks are saved rather than recomputed, and how large a batch may be.
 
-A bottleneck of w channels costs w · pixels values until its stage's backward is done, and saves recomputing c · w ·
-pixels multiplications, c being the channels that its layer reads. Bottlenecks are taken in one order: next is always
-the one that saves the most for each byte by which the step's peak grows. A budget takes as many as fit, so a larger
-budget takes all that a smaller one does, and is never slower.
+A bottleneck of w channels costs w · pixels values until its stage's backward is done, and spares c · w · pixels
+multiplications, c being the channels that its layer reads, less the time to write and read it. Bottlenecks are taken in
+one order: next is always the one that spares the most for each byte by which the step's peak grows. A budget takes as
+many as fit, so a larger budget takes all that a smaller one does.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from ..engine.choose import as_engine_block
 from ..engine.parts import NoPartsError, is_engine_block, parts_of
 from ..engine.stage.spec import NormConv, decode
 from .meta_copy import unwrapped
-from .order import Recomputed, in_order, kept_layers, merged, work
+from .order import MULTIPLICATIONS_A_NUMBER, Recomputed, in_order, kept_layers, merged, work
 from .sizes import at_least, format_bytes, parse_bytes
 from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, StepMemory
 
@@ -41,9 +41,8 @@ class BudgetPlan:
         total: the most that tensors will hold at once, with all that training holds between steps.
         kept: for each block, the positions of the layers whose bottlenecks are saved.
         saves_all: the blocks that the shared engine cannot run and that save everything.
-        num_layers: how many layers there are whose bottlenecks could be saved.
-        recomputed: the multiplications that are recomputed in each step; where a block is recomputed layer by layer, a
-            number that is written again counts as `MULTIPLICATIONS_A_NUMBER`.
+        num_layers: how many layers there are whose bottlenecks it is faster to save.
+        recomputed: the multiplications that saving all the rest would spare, less the time that it would take.
     """
 
     budget: int
@@ -62,8 +61,8 @@ class BudgetPlan:
         others = f", {', '.join(self.saves_all)} saved whole" if self.saves_all else ""
         return (
             f"{format_bytes(self.total)} of {format_bytes(self.budget)}, with the bottlenecks of {count} of "
-            f"{self.num_layers} layers saved{others}, and {self.recomputed / 1e9:.1f} billion multiplications "
-            "recomputed a step"
+            f"{self.num_layers} layers saved{others}; saving the rest would spare {self.recomputed / 1e9:.1f} "
+            "billion multiplications a step"
         )
 
 
@@ -220,11 +219,11 @@ class Planner:
         spec, pixels = decode(others[-1]), x.numel() // x.shape[1]
         for i, layer in enumerate(spec.layers):
             owner = owners.get(_address(parameters[spec.layer_tensors(i)][_CONV_WEIGHT]))
-            if layer.width and owner is not None:
+            spared = spec.channels_read(i) - MULTIPLICATIONS_A_NUMBER  # of each of the bottleneck's numbers
+            if layer.width and owner is not None and spared > 0:
                 block, position, part = owner
                 values = layer.width * pixels
-                size, multiplications = values * spec.torch_dtype.itemsize, values * spec.channels_read(i)
-                yield Recomputed(block, position, part, size, multiplications)
+                yield Recomputed(block, position, part, values * spec.torch_dtype.itemsize, values * spared)
 
     def _what_would_fit(self, budget: int) -> str:
         images, *shape = self.input_shape

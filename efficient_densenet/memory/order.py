@@ -8,13 +8,14 @@ from .step import StepMemory
 from .trace import MemoryTrace
 
 MULTIPLICATIONS_A_NUMBER = 64
-"""A processor multiplies about as often in the time in which it reads and writes a number."""
+"""A processor multiplies about as often in the time in which it writes and reads a number: what takes fewer
+multiplications than that is faster to recompute. (Measured on CPUs, by `benchmarks/budgets.py`.)"""
 
 
 class Recomputed(NamedTuple):
     """A layer whose bottleneck is recomputed: its block's name, its position there, the part of the model that has it,
-    the bottleneck's bytes, and the multiplications to compute it. The position is None for a whole block that the
-    shared engine cannot run, and whose layers are recomputed."""
+    the bottleneck's bytes, and the multiplications that are spared if it is saved. The position is None for a whole
+    block that the shared engine cannot run, and whose layers are recomputed."""
 
     block: str
     position: int | None

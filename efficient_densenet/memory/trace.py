@@ -195,8 +195,9 @@ def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any
     grad_output, images, weight = args[:3] if is_backward else (output, *args[:2])
     _, in_channels, *kernel_size = weight.shape
     taps = math.prod(kernel_size)
-    if not onednn_supports(weight.dtype):
-        return 0 if taps == 1 else grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
+    if _by_im2col(images, weight):
+        columns = grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
+        return 0 if taps == 1 and weight.dim() < 5 else columns
     blocked = _in_blocks(images) + _in_blocks(grad_output)
     if not is_backward or weight.itemsize > 2:
         return blocked + weight.nbytes
@@ -205,6 +206,14 @@ def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any
     threads, padded = torch.get_num_threads(), _rounded(weight.shape[0], 2 * ONEDNN_BLOCK) * in_channels
     image = images.numel() // len(images) * 4 if taps == 1 and output[0] is not None else 0
     return blocked + weight.nbytes + max(threads * padded * taps * 4, threads * image - images.nbytes)
+
+
+def _by_im2col(images: Tensor, weight: Tensor) -> bool:
+    """Whether PyTorch convolves by im2col: without oneDNN, and few images by a single thread with a 1×1 weight."""
+    is_pointwise = weight[0, 0].numel() == 1
+    return not onednn_supports(weight.dtype) or (
+        is_pointwise and len(images) < 16 and torch.get_num_threads() == 1 and weight.dtype is torch.float32
+    )
 
 
 def _rounded(number: int, multiple: int) -> int:
