@@ -27,8 +27,6 @@ from efficient_densenet.memory.meta_autocast import MetaAutocast, autocast_on_me
 from efficient_densenet.memory.trace import MemoryMode, MemoryTrace
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-DEVICE_LIMITS = {"multiprocessors": 132, "shared_memory": 228 << 10, "shared_memory_of_a_block": 227 << 10}
-"""Of an H200, for which the Triton kernels choose their tiles here."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,8 @@ def trace_step(network: nn.Module, images: Tensor, precision: str = "float32", r
         _tensor_float_32(precision == "tf32"),
         _triton_kernels(),
         _launches_replaced(mode.add_launch, run_kernels),
-        _standing_for_cuda(kind == "meta", autocast),
+        meta_stands_for("cuda"),
+        autocast if kind == "meta" else contextlib.nullcontext(),
         mode,
     ):
         with autocast_on_meta("cuda", dtype) if kind == "meta" else torch.autocast(kind, dtype, enabled=bool(dtype)):
@@ -145,16 +144,15 @@ def triton_modules() -> list[ModuleType]:
 
 @contextlib.contextmanager
 def _triton_kernels() -> Iterator[None]:
-    """Within, the shared engine runs the Triton kernels whatever the device, with the tiles of `DEVICE_LIMITS`."""
+    """Within, the shared engine runs the Triton kernels whatever the device, with the tiles of an H100 or H200."""
 
     def triton_supports(values: Tensor) -> bool:  # a mock would keep its arguments, and their memory
         return values.dtype != torch.double
 
-    tiles: Any = next(module for module in triton_modules() if hasattr(module, "DeviceLimits"))
-    limits = tiles.DeviceLimits(**DEVICE_LIMITS)
+    tiles: Any = next(module for module in triton_modules() if hasattr(module, "OF_H100"))
     with (
         mock.patch.object(kernel_sets, "triton_supports", triton_supports),
-        _replaced("device_limits", lambda function: lambda device: limits),
+        _replaced("device_limits", lambda function: lambda device: tiles.OF_H100),
     ):
         yield
 
@@ -195,10 +193,3 @@ def _tensor_float_32(allowed: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@contextlib.contextmanager
-def _standing_for_cuda(is_meta: bool, autocast: MetaAutocast) -> Iterator[None]:
-    """Within, the meta device does what CUDA would."""
-    with meta_stands_for("cuda"), autocast if is_meta else contextlib.nullcontext():
-        yield

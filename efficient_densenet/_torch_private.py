@@ -3,6 +3,7 @@
 `tests/test_torch_private.py` tests each function, so that a PyTorch release that changes one of them fails there.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -100,6 +101,28 @@ def will_execute(node: torch.autograd.graph.Node) -> bool:
 def queue_backward_callback(callback: Callable[[], Any]) -> None:
     """Call `callback` at the end of the backward that the calling thread executes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def hooks_of(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """Return the dicts of the hooks that run in the forward and the backward of `module`."""
+    kinds = "forward", "forward_pre", "backward", "backward_pre"
+    return [getattr(module, f"_{kind}_hooks") for kind in kinds]
+
+
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer, which may be a shallow copy, empty dicts of hooks for its steps."""
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+
+def run_parts(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation as those that it consists of, if it is one that autograd does not know; else NotImplemented."""
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
+    return operation.decompose(*args, **kwargs) if is_composite else NotImplemented
+
+
+def run_cpu_implementation(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the implementation of an operator for the CPU, whatever its tensors are."""
+    return operation.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
 def onednn_supports(dtype: torch.dtype) -> bool:

@@ -22,8 +22,8 @@ from efficient_densenet.kernels.numba_cpu.host import openmp
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-amx, operations, memory, products, gemm, gemm_amx, processor = kernel_modules(
-    "numba_cpu", "amx", "operations", "memory", "products", "gemm", "gemm_amx", "processor"
+amx, operations, launch, memory, products, gemm, gemm_amx, processor = kernel_modules(
+    "numba_cpu", "amx", "operations", "launch", "memory", "products", "gemm", "gemm_amx", "processor"
 )
 import amx_model  # noqa: E402  (it needs Numba)
 
@@ -49,17 +49,18 @@ def product(request, monkeypatch):
         "avx512_bf16": products.Product(torch.bfloat16, gemm.gemm_bfloat16),
         "amx": products.Product(torch.bfloat16, gemm_amx.gemm_amx),
     }[request.param]
-    monkeypatch.setattr(operations, "product_of", lambda dtype: chosen)
-    for cached in (operations._gemm_of, operations._address):
+    for module in (operations, launch):
+        monkeypatch.setattr(module, "product_of", lambda dtype: chosen)
+    for cached in (launch.gemm_address_for, launch.address):
         cached.cache_clear()
     threads = torch.get_num_threads()
     if request.param == "amx" and not (processor.has("amx") and amx.permitted()):
-        monkeypatch.setattr(operations, "_gemm_of", lambda dtype: _amx_model().address)
+        monkeypatch.setattr(launch, "gemm_address_for", lambda dtype: _amx_model().address)
         torch.set_num_threads(1)
     yield request.param
     monkeypatch.undo()
     torch.set_num_threads(threads)
-    for cached in (operations._gemm_of, operations._address):
+    for cached in (launch.gemm_address_for, launch.address):
         cached.cache_clear()
     assert amx_model.faults() == 0
 

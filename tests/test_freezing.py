@@ -11,7 +11,7 @@ from training.data.augment import Transform, generator_for
 from training.distributed import DistributedContext
 from training.freezing import freeze_parameters, set_training_modes
 from training.loop import Trainer
-from training.memory_estimate import StepMemory
+from training.memory_estimate import RunMemory
 from training.options import parse
 
 from efficient_densenet import DenseNet
@@ -94,9 +94,9 @@ def test_frozen_parts_take_less_memory():
         model = DenseNet(8, (4, 4), num_init_features=16)
         freeze_parameters(model, freeze)
         options = parse({"batch_size": 32, "freeze": freeze, "weights": "any"}, "best")
-        estimates[freeze] = StepMemory(model, 32, options, "plain")
+        estimates[freeze] = RunMemory(model, 32, options, "plain")
     features = sum(p.numel() for p in model.features.parameters())
-    assert estimates[None].persistent - estimates["features"].persistent == 4 * 2 * features
+    assert estimates[None].traced.persistent.total - estimates["features"].traced.persistent.total == 4 * 2 * features
     of_features, of_all = (estimates[each].peak(32) - estimates[each].peak(16) for each in ("features", None))
     assert of_features < 0.5 * of_all
 

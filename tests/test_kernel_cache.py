@@ -29,8 +29,8 @@ from efficient_densenet.kernels.numba_cpu.host import openmp
 pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, compilation, numba_kernels, intrinsics, memory = kernel_modules(
-    "numba_cpu", "operations", "compilation", "kernels", "intrinsics", "memory"
+operations, launch, compilation, numba_kernels, intrinsics, memory = kernel_modules(
+    "numba_cpu", "operations", "launch", "compilation", "kernels", "intrinsics", "memory"
 )
 check = functools.partial(check, operations)
 KERNEL = numba_kernels.batch_norm_grad_input  # the smallest
@@ -41,7 +41,7 @@ def load(dtype=torch.float32, name=NAME):
     """Whether the kernel was found on disk, once it has computed the right numbers."""
     compiled = compilation.load_or_compile.__wrapped__(getattr(numba_kernels, name), dtype, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operations, "_address", lambda kernel, dtype: compiled.address)
+        patch.setattr(launch, "address", lambda kernel, dtype: compiled.address)
         check(name, Case((2, 5, 7), 9, 16) if dtype == torch.float32 else Case((2, 5, 7), 9, 16).in_float64())
     return compiled.from_disk
 
@@ -386,9 +386,9 @@ def training_step():
         return compiled[-1]
 
     compilation.load_or_compile.cache_clear()
-    for cached in (operations._address, operations._gemm_of):
+    for cached in (launch.address, launch.gemm_address_for):
         cached.cache_clear()
-    operations.compile_kernel = compile_kernel
+    launch.compile_kernel = compile_kernel
     plain = small_model("bc", efficient=False)
     assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
     found = {each.from_disk for each in compiled}

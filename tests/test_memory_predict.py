@@ -14,9 +14,9 @@ from torch import nn
 from efficient_densenet import DenseNet, create_model, densenet121, fc_densenet56, kernels, make_efficient
 from efficient_densenet._tensors import device_type, meta_stands_for
 from efficient_densenet.engine import choose
-from efficient_densenet.engine.parts import is_engine_block
 from efficient_densenet.memory import __main__ as command
 from efficient_densenet.memory import predict, tensor_peak
+from efficient_densenet.memory.optimizer_state import OPTIMIZERS
 from efficient_densenet.memory.step import MetaModel, autocast_dtype, default_loss
 
 MIB = 2**20
@@ -31,9 +31,8 @@ class Setting(NamedTuple):
 
 
 def _keep(model: nn.Module, every: int = 1) -> nn.Module:
-    for block in model.modules():
-        if is_engine_block(block):
-            choose.as_engine_block(block).keep_bottlenecks(range(0, 64, every))
+    for _, block in choose.engine_blocks(model):
+        block.keep_bottlenecks(range(0, 64, every))
     return model
 
 
@@ -202,8 +201,6 @@ def test_inference_takes_what_was_predicted():
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "rmsprop"])
 def test_the_state_of_an_optimizer(name):
     """By its name, by a function, and by an optimizer that trains already, whose state is not touched."""
-    from efficient_densenet.memory.step import OPTIMIZERS
-
     model = DenseNet(4, (2,))
     real = OPTIMIZERS[name](model.parameters())
     F.cross_entropy(model(torch.randn(2, 3, 8, 8)), torch.zeros(2, dtype=torch.long)).backward()

@@ -12,7 +12,7 @@ from forks import ForkedDemo, await_file, fork_processes
 from helpers import assert_close
 from samples import DEMOS, TINY, same_content, same_run, tiny_trainer, write_cifar10
 from training.distributed import DistributedContext
-from training.memory_estimate import StepMemory
+from training.memory_estimate import RunMemory
 from training.sharding import stages
 
 SINGLE = DistributedContext(0, 1, torch.device("cpu"))
@@ -141,7 +141,7 @@ def test_the_estimate_of_memory_knows_what_is_sharded(monkeypatch):
     """Of three numbers for each parameter a process has its part, and at times two of the root and of these stages."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     trainers = {name: tiny_trainer("plain", SINGLE, parallel=name) for name in ("ddp", "fsdp")}
-    ddp, fsdp = (StepMemory(each.model, 8, each.options, "plain").persistent for each in trainers.values())
+    ddp, fsdp = (RunMemory(each.model, 8, each.options, "plain").traced.persistent.total for each in trainers.values())
     model = trainers["fsdp"].model
     assert len(stages(model)) == 2
     size = 8 * sum(parameter.numel() for parameter in model.parameters())

@@ -1,5 +1,6 @@
 """The private PyTorch APIs still do what the package expects."""
 
+import copy
 import threading
 
 import pytest
@@ -38,6 +39,7 @@ from efficient_densenet._torch_private import (
     has_hooks_of_fully_shard_only,
     has_torch_dispatch,
     hook_dicts,
+    hooks_of,
     im2col_conv3x3,
     im2col_conv3x3_backward,
     in_backward,
@@ -54,11 +56,14 @@ from efficient_densenet._torch_private import (
     policy_of_fully_shard,
     process_group_named,
     queue_backward_callback,
+    run_cpu_implementation,
+    run_parts,
     saved_tensors_hooks_enabled,
     sharding_of,
     tensor_hooks,
     will_execute,
     without_dispatch_modes,
+    without_step_hooks,
 )
 from efficient_densenet.memory import tensor_peak
 
@@ -467,3 +472,46 @@ def test_onednn_supports(dtype):
     images, weight = torch.zeros(2, 16, 64, 64, dtype=dtype), torch.zeros(16, 16, 3, 3, dtype=dtype)
     peak = tensor_peak(lambda: torch.conv2d(images, weight, padding=1))
     assert onednn_supports(dtype) == (peak < 5 * images.nbytes)
+
+
+def test_hooks_of():
+    module = nn.Linear(1, 1)
+    for register in (
+        module.register_forward_hook,
+        module.register_forward_pre_hook,
+        module.register_full_backward_hook,
+        module.register_full_backward_pre_hook,
+    ):
+        register(lambda *_: None)
+    assert [len(hooks) for hooks in hooks_of(module)] == [1, 1, 1, 1]
+
+
+def test_without_step_hooks():
+    called = []
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    other = copy.copy(optimizer)
+    without_step_hooks(other)
+    other.step()
+    assert called == []
+    optimizer.step()
+    assert called == ["before", "after"]
+
+
+def test_run_parts():
+    x = torch.ones(2, 3)
+    assert torch.equal(run_parts(torch.ops.aten.matmul.default, (x, x.t()), {}), x @ x.t())
+    assert run_parts(torch.ops.aten.mm.default, (x, x.t()), {}) is NotImplemented
+
+
+def test_run_cpu_implementation():
+    """On tensors that are not on a CPU."""
+    seen = []
+    library = torch.library.Library("efficient_densenet_tests", "DEF")
+    library.define("seen(Tensor x) -> Tensor")
+    library.impl("seen", lambda x: seen.append(x.device.type) or x.clone(), "CompositeExplicitAutograd")
+    operation = torch.ops.efficient_densenet_tests.seen.default
+    assert run_cpu_implementation(operation, (torch.empty(2, device="meta"),), {}).is_meta
+    assert seen == ["meta"]

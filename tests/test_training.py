@@ -11,7 +11,7 @@ from training.data import Images, load
 from training.data.augment import transform_for
 from training.distributed import DistributedContext
 from training.loop import Trainer, TrainingPosition, batches
-from training.memory_estimate import StepMemory, out_of_memory_advice
+from training.memory_estimate import RunMemory, out_of_memory_advice
 from training.options import parse
 from training.recipes import one_cycle, step
 
@@ -203,7 +203,7 @@ def test_expected_memory_is_near_the_measured():
     from efficient_densenet.memory import tensor_peak
 
     trainer = _trainer("plain", (4, 4), 8, double=False)
-    estimate = StepMemory(trainer.model, 32, trainer.options, "plain")
+    estimate = RunMemory(trainer.model, 32, trainer.options, "plain")
     images, labels = _few(48).images, _few(48).labels
 
     def one_step() -> None:
@@ -216,7 +216,7 @@ def test_expected_memory_is_near_the_measured():
 
 def test_out_of_memory_names_the_smallest_change_that_fits():
     plain = _trainer("plain", (4, 4), 12, double=False, efficient=False)
-    estimates = {engine: StepMemory(plain.model, 16, plain.options, engine) for engine in ("plain", "best")}
+    estimates = {engine: RunMemory(plain.model, 16, plain.options, engine) for engine in ("plain", "best")}
     between = (estimates["plain"].peak(64) + estimates["best"].peak(64)) // 2
     advice = out_of_memory_advice(plain.model, 16, plain.options, 2**30, between, 64)
     assert advice.startswith("out of memory in a step of 64 images with engine plain: tensors had reached 1,024 MiB")
@@ -230,7 +230,7 @@ def test_out_of_memory_names_the_smallest_change_that_fits():
     for layer in (m for m in keeping.model.modules() if isinstance(m, DenseLayer)):
         layer.keep_bottleneck = True
     options = parse({"engine": "best", "keep_bottleneck": True}, "best")
-    kept = StepMemory(keeping.model, 16, options, "best").peak(64)
+    kept = RunMemory(keeping.model, 16, options, "best").peak(64)
     assert kept > 1.2 * estimates["best"].peak(64)
     advice = out_of_memory_advice(keeping.model, 16, options, 2**30, kept - 1, 64)
     assert "; --keep_bottleneck False would fit" in advice

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from efficient_densenet.memory.budget import Planner, batch_that_fits, keep, total_memory_of_step
 from efficient_densenet.memory.sizes import format_bytes, parse_bytes
-from efficient_densenet.memory.step import MetaModel
+from efficient_densenet.memory.step import MetaModel, PersistentMemory
 from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.models.layers import DenseBlock
 
@@ -22,12 +22,8 @@ _SHARE_OF_FREE = 0.8
 """Of a GPU's free memory: cuDNN's workspaces and the gaps between tensors take some."""
 
 
-class StepMemory:
-    """The bytes of a training step on one device: what is held between steps, the batch, and the step's tensors.
-
-    `persistent` are parameters, gradients, momentum and buffers; where they are sharded, a process's part, and what it
-    gathers at once.
-    """
+class RunMemory:
+    """The memory of a run's steps on one device: `traced`, whose persistent memory is that of a process."""
 
     def __init__(
         self,
@@ -38,27 +34,28 @@ class StepMemory:
         keep_bottlenecks: bool = True,
     ) -> None:
         self.traced = MetaModel(model, optimizer="sgd", precision=options.amp)
-        if options.parallel != "fsdp" and dist.is_initialized() and dist.get_world_size() > 1:
-            held = self.traced.persistent  # DistributedDataParallel's buckets have the gradients once more
-            self.traced.persistent = replace(held, gradients=2 * held.gradients)
+        self.traced.persistent = _of_a_process(self.traced.persistent, model, options)
         engine = engine or options.engine
         cast(DenseNet, self.traced.model).set_engine(True if engine == "best" else engine)
         for block in self.traced.model.modules():
             if isinstance(block, DenseBlock) and not keep_bottlenecks:
                 block.keep_bottlenecks(())
         self.image_shape = model.in_channels, image_size, image_size
-        persistent = self.traced.persistent
-        self.persistent = persistent.total
-        if options.parallel == "fsdp":
-            sharded = -(-(persistent.total - persistent.buffers) // dist.get_world_size())
-            self.persistent = sharded + gathered_bytes(model) + persistent.buffers
         self.peaks: dict[int, int] = {}
 
     def peak(self, batch_size: int) -> int:
         if batch_size not in self.peaks:
-            total = total_memory_of_step(self.traced, (batch_size, *self.image_shape))
-            self.peaks[batch_size] = total - self.traced.persistent.total + self.persistent
+            self.peaks[batch_size] = total_memory_of_step(self.traced, (batch_size, *self.image_shape))
         return self.peaks[batch_size]
+
+
+def _of_a_process(held: PersistentMemory, model: DenseNet, options: RunOptions) -> PersistentMemory:
+    if options.parallel == "fsdp":  # a part of parameters, gradients and momentum, and what is gathered at once
+        part = -(-(held.total - held.buffers) // dist.get_world_size())
+        return PersistentMemory(part + gathered_bytes(model), held.buffers, gradients=0, optimizer_state=0)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return replace(held, gradients=2 * held.gradients)  # DistributedDataParallel's buckets have them once more
+    return held
 
 
 def largest_batch(options: RunOptions, num_images: int, context: DistributedContext) -> int:
@@ -81,7 +78,7 @@ def fit_into_memory(
     budget, source = _budget(options, next(model.parameters()).device)
     if budget is None:
         return options, None
-    memory = StepMemory(model, image_size, options)
+    memory = RunMemory(model, image_size, options)
     traced, images = memory.traced, f"{batch_size} images"
     if not (options.micro_batch_size or options.cuda_graph or is_resumed):
         fitting = batch_that_fits(traced, memory.image_shape, budget, at_most=batch_size, with_spare=True)
@@ -112,7 +109,7 @@ def _budget(options: RunOptions, device: torch.device) -> tuple[int | None, str]
 
 def describe_expected_memory(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
     """The expected peak; an engine or a batch that cannot run here is an error, before anything is written."""
-    peak = StepMemory(model, image_size, options).peak(batch_size)
+    peak = RunMemory(model, image_size, options).peak(batch_size)
     if next(model.parameters()).device.type == "cpu" and peak > total_memory():
         found = f"found that a step of {batch_size} images of {image_size}×{image_size} would take about {mib(peak)}"
         change = _change_that_fits(model, image_size, options, total_memory(), batch_size)
@@ -143,13 +140,13 @@ def out_of_memory_advice(
 
 
 def _change_that_fits(model: DenseNet, image_size: int, options: RunOptions, available: int, batch_size: int) -> str:
-    estimates = {options.engine: StepMemory(model, image_size, options, keep_bottlenecks=False)}
+    estimates = {options.engine: RunMemory(model, image_size, options, keep_bottlenecks=False)}
     peak = estimates[options.engine].peak(batch_size)
     if options.keep_bottleneck and peak <= available:
         return f"--keep_bottleneck False would fit, with about {mib(peak)}"
     without = "--keep_bottleneck False " if options.keep_bottleneck else ""
     if options.engine != "best":
-        estimates["best"] = best = StepMemory(model, image_size, options, "best", keep_bottlenecks=False)
+        estimates["best"] = best = RunMemory(model, image_size, options, "best", keep_bottlenecks=False)
         if best.peak(batch_size) <= available:
             return f"{without}--engine best would fit, with about {mib(best.peak(batch_size))}"
     for engine, estimate in estimates.items():

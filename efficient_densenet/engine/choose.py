@@ -27,7 +27,7 @@ from ..checkpoint.parameters import parameters_of
 from ..norms.sync_batch_norm import sync_group
 from . import layerwise, stem
 from .layerwise import RunFirstHalf
-from .parts import BlockParts, ConsumerParts
+from .parts import BlockParts, ConsumerParts, is_engine_block
 from .refuse import joined_consumer, must_be_called, separate_consumer, shared_parts
 from .sharded import can_run_inside
 from .stage import run as shared
@@ -115,6 +115,12 @@ def describe(engine: Engine | None) -> str:
 def as_engine_block(block: Any) -> EngineBlock:
     """`block` itself, for a type checker: no type is both a module and a protocol."""
     return block
+
+
+def engine_blocks(model: nn.Module) -> list[tuple[str, Any]]:
+    """The dense blocks of this package in a model, and the converted ones, with their names: each an `EngineBlock` and
+    a module."""
+    return [(name, module) for name, module in model.named_modules() if is_engine_block(module)]
 
 
 def may_run_engines(module: nn.Module, x: Tensor) -> bool:

@@ -14,11 +14,12 @@ from torch import nn
 from ..engine.choose import Engine
 from ..models.zoo import FC_VARIANTS, VARIANTS, create_model
 from .budget import Planner, batch_that_fits, keep
+from .optimizer_state import OPTIMIZERS
 from .peaks import allocated_bytes, tensor_peak
 from .picture import draw
 from .predict import predict
 from .sizes import format_bytes, parse_bytes
-from .step import OPTIMIZERS, PRECISIONS, MetaModel, autocast_dtype, default_loss
+from .step import PRECISIONS, MetaModel, autocast_dtype, default_loss
 
 
 def main(words: list[str] | None = None) -> None:

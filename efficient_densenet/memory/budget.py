@@ -8,7 +8,7 @@ many as fit, so a larger budget takes all that a smaller one does.
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_module, integer
-from ..engine.choose import as_engine_block
-from ..engine.parts import NoPartsError, is_engine_block, parts_of
+from .._torch_private import memory_key
+from ..engine.choose import engine_blocks
+from ..engine.parts import NoPartsError, parts_of
 from ..engine.stage.spec import NormConv, decode
 from .meta_copy import unwrapped
-from .order import MULTIPLICATIONS_A_NUMBER, Recomputed, in_order, kept_layers, merged, work
+from .order import MULTIPLICATIONS_A_NUMBER, Recomputed, in_order, kept_layers, merged, whole_blocks, work
 from .sizes import at_least, format_bytes, parse_bytes
 from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, StepMemory
 
@@ -55,7 +56,7 @@ class BudgetPlan:
     def __str__(self) -> str:
         if not self.num_layers and not self.saves_all and not self.recomputed:
             return (
-                f"{format_bytes(self.total)} of {format_bytes(self.budget)}, with nothing that could be saved instead"
+                f"{format_bytes(self.total)} of {format_bytes(self.budget)}, with nothing whose saving would spare time"
             )
         count = sum(map(len, self.kept.values()))
         others = f", {', '.join(self.saves_all)} saved whole" if self.saves_all else ""
@@ -98,10 +99,13 @@ def set_memory_budget(
 
 def keep(model: nn.Module, plan: BudgetPlan) -> None:
     """Let the blocks of `model` save the bottlenecks of a plan."""
-    for name, block in unwrapped(model).named_modules():
-        if is_engine_block(block):
-            as_engine_block(block).keep_bottlenecks(plan.kept.get(name, ()))
-            as_engine_block(block).saves_all = name in plan.saves_all
+    _save(unwrapped(model), plan.kept, plan.saves_all)
+
+
+def _save(model: nn.Module, kept: dict[str, tuple[int, ...]], saves_all: Collection[str]) -> None:
+    for name, block in engine_blocks(model):
+        block.keep_bottlenecks(kept.get(name, ()))
+        block.saves_all = name in saves_all
 
 
 def largest_batch(
@@ -138,14 +142,13 @@ class Planner:
 
     def __init__(self, traced: MetaModel, input_shape: Shape) -> None:
         self.traced, self.input_shape = traced, tuple(input_shape)
-        self.blocks = [(name, block) for name, block in traced.model.named_modules() if is_engine_block(block)]
         self._keep([])
         layers, owners, run_by_shared = list[Recomputed](), self._owners(), set[int]()
 
         def observe(name: str, args: tuple[Any, ...]) -> None:  # keeps no tensor, which would live on
             if name == "stage":
                 layers.extend(self._layers(owners, *args))
-                run_by_shared.update(_address(parameter) for parameter in args[1] if parameter is not None)
+                run_by_shared.update(memory_key(parameter) for parameter in args[1] if parameter is not None)
 
         self.step = traced.training_step(input_shape, observe)
         self.held = traced.persistent.total + traced.input_bytes(input_shape)
@@ -167,19 +170,15 @@ class Planner:
             if total <= budget or count == 0:
                 break
             count -= 1  # a block that runs twice in a step saves more than its part of the model shows
-        saves_all = tuple(each.block for each in taken if each.position is None)
         num_layers = sum(1 for each, _ in self.order if each.position is not None)
         recomputed = sum(each.work for each, _ in self.order[count:])
-        return BudgetPlan(budget, total, kept_layers(taken), saves_all, num_layers, recomputed)
+        return BudgetPlan(budget, total, kept_layers(taken), whole_blocks(taken), num_layers, recomputed)
 
     def _with_margin(self, peak: int) -> int:
         return self.held + peak + spare(self.traced, peak)
 
     def _keep(self, taken: list[Recomputed]) -> None:
-        kept, saves_all = kept_layers(taken), {each.block for each in taken if each.position is None}
-        for name, block in self.blocks:
-            as_engine_block(block).keep_bottlenecks(kept.get(name, ()))
-            as_engine_block(block).saves_all = name in saves_all
+        _save(self.traced.model, kept_layers(taken), whole_blocks(taken))
 
     def _step_with(self, taken: list[Recomputed]) -> StepMemory:
         """A step in which these are saved."""
@@ -191,9 +190,9 @@ class Planner:
 
     def _whole_blocks(self, run_by_shared: set[int]) -> Iterator[Recomputed]:
         """The blocks that are recomputed since the shared engine cannot run them, and no engine is requested."""
-        for name, block in self.blocks:
-            addresses = set(map(_address, block.parameters()))
-            if as_engine_block(block).engine is not None or not addresses or addresses & run_by_shared:
+        for name, block in engine_blocks(self.traced.model):
+            addresses = set(map(memory_key, block.parameters()))
+            if block.engine is not None or not addresses or addresses & run_by_shared:
                 continue
             whole = Recomputed(name, None, self.traced.parts[next(block.parameters())], 0, 0)
             saving = self._step_with([whole])
@@ -205,10 +204,10 @@ class Planner:
     def _owners(self) -> dict[int, tuple[str, int, str]]:
         """The block, the layer's position there, and the part of the model, by the address of the layer's weight."""
         owners = {}
-        for name, block in self.blocks:
+        for name, block in engine_blocks(self.traced.model):
             with contextlib.suppress(NoPartsError):  # which another engine runs
                 for i, layer in enumerate(parts_of(block).layers):
-                    owners[_address(layer.conv1.weight)] = name, i, self.traced.parts[layer.conv1.weight]
+                    owners[memory_key(layer.conv1.weight)] = name, i, self.traced.parts[layer.conv1.weight]
         return owners
 
     @staticmethod
@@ -218,7 +217,7 @@ class Planner:
         """The layers with bottlenecks of a stage, from the arguments of its operator."""
         spec, pixels = decode(others[-1]), x.numel() // x.shape[1]
         for i, layer in enumerate(spec.layers):
-            owner = owners.get(_address(parameters[spec.layer_tensors(i)][_CONV_WEIGHT]))
+            owner = owners.get(memory_key(parameters[spec.layer_tensors(i)][_CONV_WEIGHT]))
             spared = spec.channels_read(i) - MULTIPLICATIONS_A_NUMBER  # of each of the bottleneck's numbers
             if layer.width and owner is not None and spared > 0:
                 block, position, part = owner
@@ -299,7 +298,3 @@ def _image_shape(model: nn.Module, image_size: int | Sequence[int]) -> tuple[int
     if len(sides) != dims or not all(map(integer(1).accepts, sides)):
         raise ValueError(f"image_size is {image_size!r}, but must be a whole number of at least 1, or {dims} of them")
     return conv.in_channels, *map(int, sides)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_private import is_distributed_wrapper, sharding_of
-
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+from .._torch_private import hooks_of, is_distributed_wrapper, sharding_of
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
@@ -29,8 +27,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         )
     memo: dict[int, Any] = {id(tensor): _to_meta(tensor) for tensor in [*tensors, *_other_tensors(model)]}
     for module in model.modules():
-        for name in _HOOKS:
-            hooks = getattr(module, name)
+        for hooks in hooks_of(module):
             memo[id(hooks)] = OrderedDict.fromkeys(hooks, _no_hook)
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():

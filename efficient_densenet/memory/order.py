@@ -49,6 +49,10 @@ def kept_layers(taken: list[Recomputed]) -> dict[str, tuple[int, ...]]:
     return kept
 
 
+def whole_blocks(taken: list[Recomputed]) -> tuple[str, ...]:
+    return tuple(each.block for each in taken if each.position is None)
+
+
 def in_order(layers: list[Recomputed], step: StepMemory) -> Iterator[tuple[Recomputed, int]]:
     """The layers in the order in which they are taken, and the step's peak with all that are taken until then."""
     parts = list(dict.fromkeys(layer.part for layer in layers))

@@ -1,6 +1,5 @@
 """How much memory a training step takes, in numbers, as a table and as a bar."""
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.choose import Engine, as_engine_block, describe
-from ..engine.parts import is_engine_block
+from ..engine.choose import Engine, describe, engine_blocks
 from .sizes import format_bytes
 from .step import Loss, MetaModel, OptimizerLike, PersistentMemory, Precision, Shape, StepMemory
 
@@ -78,15 +76,18 @@ def predict(
     A copy of the model takes the step on the meta device. What PyTorch's libraries allocate outside of tensors, such as
     cuDNN's workspaces, is not in it. The arguments are those of `MetaModel`.
     """
+    from ..adapt import make_efficient  # imports the models, which import this package
+
     traced = MetaModel(model, optimizer=optimizer, precision=precision, device=device, loss=loss)
-    blocks = [module for module in traced.model.modules() if is_engine_block(module)]
-    engine = describe(as_engine_block(blocks[0]).engine) if blocks else "none"
+    blocks = engine_blocks(traced.model)
+    engine = describe(blocks[0][1].engine) if blocks else "none"
     step = traced.training_step(input_shape)
     inference = traced.inference(input_shape)
     by_engine, refused = dict[str, StepMemory](), dict[str, str]()
     for each in ENGINES if blocks else ():
+        make_efficient(traced.model, each.value)
         try:
-            by_engine[each.value] = _with_engine(traced, each).training_step(input_shape)
+            by_engine[each.value] = traced.training_step(input_shape)
         except ValueError as error:
             refused[each.value] = str(error)
     return MemoryEstimate(
@@ -101,15 +102,6 @@ def predict(
         refused,
         inference,
     )
-
-
-def _with_engine(traced: MetaModel, engine: Engine) -> MetaModel:
-    """The same, with another engine in the copy of the model."""
-    from ..adapt import make_efficient
-
-    changed = copy.copy(traced)
-    make_efficient(changed.model, engine.value)
-    return changed
 
 
 def _lines(estimate: MemoryEstimate) -> Iterator[str]:

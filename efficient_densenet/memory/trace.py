@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._tensors import CHANNELS_LAST, memory_format_of
-from .._torch_private import onednn_supports
+from .._torch_private import memory_key, onednn_supports, run_cpu_implementation, run_parts
 
 CUDA_ALLOCATION = 512
 """PyTorch's allocator for CUDA rounds sizes up to a multiple of this."""
@@ -24,19 +24,9 @@ ONEDNN_BLOCK = 16
 """oneDNN may reorder a convolution's operands into blocks of so many channels."""
 
 _aten = torch.ops.aten
-_ELEMENTWISE = {
-    _aten.mul,
-    _aten.mul_,
-    _aten.add,
-    _aten.add_,
-    _aten.sub,
-    _aten.sub_,
-    _aten.div,
-    _aten.addcmul,
-    _aten.addcmul_,
-}
+_ELEMENTWISE = {_aten.mul, _aten.mul_, _aten.add, _aten.add_, _aten.sub, _aten.sub_}
+_ELEMENTWISE |= {_aten.div, _aten.addcmul, _aten.addcmul_}
 _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward}
-
 
 Observer = Callable[[str, tuple[Any, ...]], None]
 """Called with the name of each operator of this package that runs, and its arguments."""
@@ -87,8 +77,8 @@ class MemoryMode(TorchDispatchMode):
         super().__init__()
         self.trace, self.device_type, self.observe = self.new_trace(), device_type, observe
         self.held = list(held)  # keeps their storages alive, so that no other gets their addresses
-        self.known = {_address(tensor) for tensor in self.held}
-        self.parts = {_address(tensor): part for tensor, part in parts.items()}
+        self.known = {memory_key(tensor) for tensor in self.held}
+        self.parts = {memory_key(tensor): part for tensor, part in parts.items()}
         self.part = next(iter(parts.values()), "")
         self.saved_by_part = dict.fromkeys(parts.values(), 0)
         self.current, self.entered_at, self.is_backward = 0, 0, False
@@ -107,17 +97,17 @@ class MemoryMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "efficient_densenet":
             if self.observe is not None:
-                self.observe(func._opname, args)
+                self.observe(func.overloadpacket.__name__, args)
             with self:
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # an operation that consists of others
-                return func.decompose(*args, **kwargs)
+                return run_cpu_implementation(func, args, kwargs)
+        with self:
+            output = run_parts(func, args, kwargs)
+        if output is not NotImplemented:
+            return output
         output = func(*args, **kwargs)
         self._enter_part(args)
         if func.overloadpacket is _aten.convolution:
             output = _in_device_format(output, *args[:2])
-        if func.overloadpacket is _aten.convolution:
             self.trace.multiplications += output.numel() * args[1][0].numel()
         self.has_run(func, args, kwargs, output)
         for tensor in tensors_of(output):
@@ -128,7 +118,7 @@ class MemoryMode(TorchDispatchMode):
 
     def _enter_part(self, args: Iterable[Any]) -> None:
         for tensor in tensors_of(args):
-            part = self.parts.get(_address(tensor))
+            part = self.parts.get(memory_key(tensor))
             if part is not None:
                 self._leave_part()
                 self.part = part
@@ -142,7 +132,7 @@ class MemoryMode(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         if not (tensor.is_meta or (tensor.is_cpu and self.device_type == "cpu")):
             return
-        storage, address = tensor.untyped_storage(), _address(tensor)
+        storage, address = tensor.untyped_storage(), memory_key(tensor)
         if address in self.known:
             return
         size = storage.nbytes()
@@ -241,8 +231,3 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from tensors_of(value)
-
-
-def _address(tensor: Tensor) -> int:
-    """That of the storage, which is valid while it lives."""
-    return tensor.untyped_storage()._cdata

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from .._compilers import is_exporting
 from .._torch_private import functorch_is_active
-from ..engine.choose import as_engine_block
-from ..engine.parts import is_engine_block
+from ..engine.choose import engine_blocks
 from ..memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -38,8 +37,8 @@ class MemoryBudget:
             return
         kind, shape = x.device.type, tuple(x.shape)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        blocks = (as_engine_block(each).engine for each in model.modules() if is_engine_block(each))
-        state = dtype, trained, [module.training for module in model.modules()], [*blocks]
+        engines = [block.engine for _, block in engine_blocks(model)]
+        state = dtype, trained, [module.training for module in model.modules()], engines
         if self._covers(state, shape):
             return
         from ..memory.budget import set_memory_budget

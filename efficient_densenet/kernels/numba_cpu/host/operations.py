@@ -9,7 +9,6 @@ On small inputs an operation takes the time of the Python code here. So everythi
 """
 
 import functools
-import typing
 
 import numpy as np
 import torch
@@ -27,9 +26,10 @@ from ...interface import (
 )
 from ...portable import halved
 from ..compiled import kernels
-from . import arguments, openmp, tiling
+from . import arguments, tiling
 from .arguments import Fields
-from .compilation import ARITHMETIC, Kernel, compile_kernel
+from .compilation import ARITHMETIC
+from .launch import gemm_address, launch, openmp_functions
 from .products import product_of
 from .records import absent
 from .tiling import Tiles
@@ -50,19 +50,16 @@ WEIGHT_BYTES = 3 << 19
 """The largest weight. A larger weight would be evicted from the L1 and L2 caches between tiles; portable has fewer
 tiles."""
 
-_INTEGERS = {int, bool}
-"""The types of fields that are no tensors: a lookup takes half the time of `isinstance`, 40 times for each launch."""
-
 
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     rows, channels = values.shape
     tiles = tiling.for_statistics(*_limits(), rows, channels)
     memory = _scratch(tiles, values)
     record = (
-        *(*_openmp(), rows, tiles.rows, *arguments.Matrix.of(values)),
+        *(*openmp_functions(), rows, tiles.rows, *arguments.Matrix.of(values)),
         *_statistics(statistics, memory, tiles),
     )
-    _run(kernels.batch_statistics, values, tiles.threads, record)
+    launch(kernels.batch_statistics, values, tiles.threads, record)
 
 
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
@@ -72,10 +69,10 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     memory = _scratch(tiles, values)
     vectors = memory.data_ptr() + tiles.grad_vectors
     record = (
-        *(*_openmp(), values.shape[0], *arguments.BatchNormBackwardRecord.of(grad, vectors)),
+        *(*openmp_functions(), values.shape[0], *arguments.BatchNormBackwardRecord.of(grad, vectors)),
         *arguments.Matrix.output(grad_input),
     )
-    _run(kernels.batch_norm_grad_input, values, tiles.threads, record)
+    launch(kernels.batch_norm_grad_input, values, tiles.threads, record)
     return grad_input
 
 
@@ -88,12 +85,12 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     grads, memory = _new_gradients(input, accumulator), _scratch(tiles, values)
     scale = input.norm.scale if input.norm.frozen else 0
     record = (
-        *(*_openmp(), rows, tiles.rows),
+        *(*openmp_functions(), rows, tiles.rows),
         *(*arguments.Matrix.of(grad_output), *arguments.Matrix.of(values)),
         *arguments.GradAccumulatorRecord.of(accumulator, input.norm, scale),
         *arguments.NormGradients.of(grads, accumulator.sums, input.norm, memory.data_ptr() + tiles.partials),
     )
-    _run(kernels.affine_backward, values, tiles.threads, record)
+    launch(kernels.affine_backward, values, tiles.threads, record)
     return grads
 
 
@@ -116,10 +113,10 @@ def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
     tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
     memory = _scratch(tiles, weight)
     record = (
-        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
+        *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride),
         *(*_conv(*conv, memory, tiles), *_statistics(statistics, memory, tiles)),
     )
-    _run(kernels.conv1x1_forward, weight, tiles.threads, record)
+    launch(kernels.conv1x1_forward, weight, tiles.threads, record)
 
 
 def conv1x1_backward(
@@ -137,12 +134,12 @@ def conv1x1_backward(
     memory = _scratch(tiles, weight)
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
     record = (
-        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride),
+        *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride),
         *_conv_backward(input, weight, accumulator, grads, memory, tiles),
         *arguments.BatchNormBackwardRecord.of(grad_output, memory.data_ptr() + tiles.grad_vectors),
         *(next_conv or absent(arguments.ConvForward)),
     )
-    _run(kernels.conv1x1_backward, weight, tiles.threads, record)
+    launch(kernels.conv1x1_backward, weight, tiles.threads, record)
     return grads
 
 
@@ -168,10 +165,19 @@ def _conv3x3(
     tiles, output = tiling.for_forward(*_limits(), *settings), weight.new_empty(rows, weight.shape[0])
     memory = _scratch(tiles, weight)
     record = (
-        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation, halo),
+        *(
+            *openmp_functions(),
+            rows,
+            tiles.rows,
+            memory,
+            tiles.thread_stride,
+            *arguments.Images.of(shape),
+            dilation,
+            halo,
+        ),
         *(*_conv(input, weight, output, memory, tiles), *_statistics(statistics, memory, tiles)),
     )
-    _run(kernels.conv3x3_forward, weight, tiles.threads, record)
+    launch(kernels.conv3x3_forward, weight, tiles.threads, record)
     return output
 
 
@@ -189,10 +195,10 @@ def conv3x3_backward(
     tiles = tiling.for_backward(*_limits(), rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight)
     memory = _scratch(tiles, weight)
     record = (
-        *(*_openmp(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
+        *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
         *(*_conv_backward(input, weight, accumulator, grads, memory, tiles), grad_output.contiguous()),
     )
-    _run(kernels.conv3x3_backward, weight, tiles.threads, record)
+    launch(kernels.conv3x3_backward, weight, tiles.threads, record)
     return grads
 
 
@@ -204,10 +210,18 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
     memory, output = _scratch(tiles, weight), weight.new_empty(pooled_rows, weight.shape[0])
     record = (
-        *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
+        *(
+            *openmp_functions(),
+            pooled_rows,
+            tiles.rows,
+            memory,
+            tiles.thread_stride,
+            *arguments.Images.of(shape),
+            window,
+        ),
         *_conv(input, weight, output, memory, tiles),
     )
-    _run(kernels.pooled_conv1x1_forward, weight, tiles.threads, record)
+    launch(kernels.pooled_conv1x1_forward, weight, tiles.threads, record)
     return output
 
 
@@ -223,11 +237,19 @@ def pooled_conv1x1_backward(
     tiles, grads = tiling.for_backward(*_limits(), *settings), _new_gradients(input, accumulator, weight)
     memory = _scratch(tiles, weight)
     record = (
-        *(*_openmp(), pooled_rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), window),
+        *(
+            *openmp_functions(),
+            pooled_rows,
+            tiles.rows,
+            memory,
+            tiles.thread_stride,
+            *arguments.Images.of(shape),
+            window,
+        ),
         *_conv_backward(input, weight / window, accumulator, grads, memory, tiles),
         grad_output.contiguous(),
     )
-    _run(kernels.pooled_conv1x1_backward, weight, tiles.threads, record)
+    launch(kernels.pooled_conv1x1_backward, weight, tiles.threads, record)
     return grads
 
 
@@ -301,7 +323,7 @@ def _conv(
     vectors, panels = (tiles.next_vectors, tiles.next_panels) if is_next else (tiles.vectors, tiles.panels)
     return (
         *arguments.AffineInputRecord.of(input, start + vectors),
-        *arguments.PackedWeight.of(weight, start + panels, False, _gemm(weight)),
+        *arguments.PackedWeight.of(weight, start + panels, False, gemm_address(weight)),
         *arguments.Matrix.output(output),
     )
 
@@ -317,51 +339,8 @@ def _conv_backward(
     start, grad_weight = memory.data_ptr(), grads.conv_weight
     return (
         *arguments.AffineInputRecord.of(input, start + tiles.vectors),
-        *arguments.PackedWeight.of(weight, start + tiles.panels, True, _gemm(weight)),
+        *arguments.PackedWeight.of(weight, start + tiles.panels, True, gemm_address(weight)),
         *arguments.GradAccumulatorRecord.of(accumulator, input.norm, start + tiles.vectors),
         *arguments.NormGradients.of(grads, accumulator.sums, input.norm, start + tiles.partials),
         *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
     )
-
-
-@functools.cache
-def _openmp() -> Fields:
-    functions = openmp.functions()
-    return tuple(functions[name] for name in typing.get_type_hints(arguments.OpenMP))
-
-
-def _gemm(weight: Tensor) -> int:
-    return 0 if weight.is_meta else _gemm_of(weight.dtype)
-
-
-@functools.cache
-def _gemm_of(dtype: torch.dtype) -> int:
-    """The address of the GEMM for matrices of this dtype."""
-    address = compile_kernel(product_of(dtype).gemm, ARITHMETIC[dtype]).address
-    assert address is not None
-    return address
-
-
-@functools.cache
-def _address(kernel: Kernel, dtype: torch.dtype) -> int:
-    """The address of the compiled kernel."""
-    address = compile_kernel(kernel, dtype, product_of(dtype).operand).address
-    assert address is not None
-    return address
-
-
-def _no(tensor: Tensor) -> int:
-    """The address of a tensor without elements. One on the meta device beside others would end the process."""
-    if tensor.is_meta:
-        raise RuntimeError("found tensors on the meta device and on the CPU in one stage: move the model or its input")
-    return 0
-
-
-def _run(kernel: Kernel, like: Tensor, threads: int, record: tuple[typing.Any, ...]) -> None:
-    """Launch the kernel for matrices like this one, with its record, `Fields`, which keeps tensors alive until the
-    kernel has finished. On the meta device there is nothing to compute."""
-    if like.is_meta:
-        return
-    assert kernel.pack is not None  # it is no subroutine
-    packed = kernel.pack(*[field if type(field) in _INTEGERS else field.data_ptr() or _no(field) for field in record])
-    openmp.run(_address(kernel, like.dtype), threads, packed)

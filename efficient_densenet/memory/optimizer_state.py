@@ -1,0 +1,63 @@
+"""The state that an optimizer has, or will have after its first step, as tensors on the meta device."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_private import without_step_hooks
+from .trace import tensors_of
+
+OptimizerLike = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str | None
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+def optimizer_state(model: nn.Module, meta_model: nn.Module, optimizer: OptimizerLike) -> list[Tensor]:
+    """The tensors of the optimizer's state: those that it has, or what a step on the meta device makes."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, torch.optim.Optimizer):
+        made = _on_meta(optimizer, dict(zip(map(id, model.parameters()), meta_model.parameters(), strict=True)))
+    else:
+        if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}, or an optimizer")
+        make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        made = make([p for p in meta_model.parameters() if p.requires_grad])
+    if not made.state:
+        try:
+            made.step()
+        except Exception as error:  # of an optimizer that needs data, a closure or a certain device
+            raise ValueError(
+                f"found a {type(made).__name__}, whose state is not known before its first step ({error}): give the "
+                "optimizer after a step, or another one"
+            ) from error
+    return [value for state in made.state.values() for value in tensors_of([*state.values()]) if value.dim() > 0]
+
+
+def _on_meta(optimizer: torch.optim.Optimizer, of_copy: dict[int, Tensor]) -> torch.optim.Optimizer:
+    """A copy of an optimizer that trains the copies of its parameters. Its state, if there is one, has sizes only."""
+    groups = [group | {"params": [p for p in group["params"] if id(p) in of_copy]} for group in optimizer.param_groups]
+    if not any(group["params"] for group in groups):
+        raise ValueError(f"found a {type(optimizer).__name__} that trains no parameter of this model")
+    made = copy.copy(optimizer)
+    made.state = defaultdict(dict)
+    for parameter in (p for group in groups for p in group["params"] if p in optimizer.state):
+        state = optimizer.state[parameter].items()
+        made.state[of_copy[id(parameter)]] = {
+            key: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value for key, value in state
+        }
+    not_on_meta = {key: False for key in ("fused", "foreach", "capturable") if key in groups[0]}
+    made.param_groups = [
+        group | not_on_meta | {"params": [of_copy[id(p)] for p in group["params"]]} for group in groups
+    ]
+    without_step_hooks(made)
+    return made
