@@ -132,10 +132,10 @@ def test_a_bottleneck_s_norm_is_applied_by_the_call_that_computes_its_statistics
     matrix = torch.zeros(3, 3, dtype=dtype)
     norm = BatchNormAffine(case.norm_weight[:3], case.norm_bias[:3], matrix[2], matrix[0])
     conv = Conv1x1(case.input, case.weight1x1, case.values.new_empty(len(case.values), 3))
-    input = few_rows.conv1x1_forward_with_statistics(conv, StatisticsOutput(matrix, 1e-3), norm)
+    input = few_rows.conv1x1_forward_with_statistics(conv, StatisticsOutput(matrix, 1e-3), norm, RELU)
     assert input[:2] == (conv.output, norm)
     exact = torch.addcmul(norm.shift.double(), conv.output.double(), norm.scale.double()).relu()
-    torch.testing.assert_close(input.activation, exact, rtol=tolerance, atol=tolerance, check_dtype=False)
+    torch.testing.assert_close(input.output, exact, rtol=tolerance, atol=tolerance, check_dtype=False)
     weight = case.weight3x3[:, :3]
     results = [few_rows.conv3x3_forward(each, weight, case.shape) for each in (input, AffineInput(*input[:2]))]
     torch.testing.assert_close(*results, rtol=tolerance, atol=10 * tolerance)

@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from .._dimensions import classes
 from .._mixins import original_class
 from .._torch_private import class_before_fully_shard
+from ..kernels.activations import spec_of
 from ..norms.batch_norm import (
     CpBatchNorm1d,
     CpBatchNorm2d,
@@ -35,7 +36,7 @@ class NoPartsError(Exception):
 
 
 class LayerParts(NamedTuple):
-    """A dense layer: norm, ReLU, 3×3 convolution; or norm, ReLU, 1×1 convolution, norm, ReLU, 3×3 convolution.
+    """A dense layer: norm, activation, 3×3 convolution; perhaps after norm, activation, 1×1 convolution.
 
     The shared engine is not used where `module` or anything inside has a hook. A reader must raise `NoPartsError` for a
     layer that computes anything else.
@@ -44,7 +45,7 @@ class LayerParts(NamedTuple):
         module: the whole layer.
         norm1, conv1: the first norm and convolution.
         norm2, conv2: the second norm and convolution, in a layer with a bottleneck.
-        activations: the modules for the ReLUs, if there are any; the shared engine needs each to be an nn.ReLU.
+        activations: the activation modules: one for each norm, one for all of them, or none for ReLUs without a module.
         drop_rate: the probability of dropout after the last convolution; 0 for a layer in evaluation mode.
         dropout: the dropout function, called with the features and `drop_rate`.
         keep_bottleneck: True for the shared engine to save the bottleneck for backward, False to recompute it.
@@ -64,6 +65,10 @@ class LayerParts(NamedTuple):
     def last_conv(self) -> _ConvNd:
         """The convolution that computes the new features."""
         return self.conv1 if self.conv2 is None else self.conv2
+
+    def activation(self, i: int) -> nn.Module | None:
+        """The activation after norm i; None for a ReLU without a module."""
+        return self.activations[min(i, len(self.activations) - 1)] if self.activations else None
 
     @property
     def dilation(self) -> int:
@@ -96,12 +101,12 @@ class BlockParts:
 
 @dataclass(frozen=True)
 class ConsumerParts:
-    """The consumer of a block's output: a norm alone, or norm, ReLU, 1×1 convolution and perhaps 2×2 average pooling.
+    """The consumer of a block's output: a norm, or norm, activation, 1×1 convolution and perhaps 2×2 average pooling.
 
     Attributes:
         norm, conv: the norm and, if there is one, the convolution.
         pools: True if average pooling with kernel size and stride 2 follows the convolution.
-        activations: the modules between the norm and the convolution, each of which must be an nn.ReLU.
+        activations: the activation between the norm and the convolution; empty for a ReLU without a module.
         after: a function to apply to the result, such as a ReLU or another pooling; autograd differentiates it.
     """
 
@@ -110,6 +115,11 @@ class ConsumerParts:
     pools: bool = False
     activations: tuple[nn.Module, ...] = ()
     after: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def activation(self) -> nn.Module | None:
+        """The activation before the convolution; None for a ReLU without a module."""
+        return self.activations[0] if self.activations else None
 
 
 BlockReader = Callable[[nn.Module], BlockParts]
@@ -195,7 +205,7 @@ def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
         return None
     norm, *rest = modules
     activations = list(activations_of(norm))
-    if rest and type(rest[0]) is nn.ReLU:
+    if rest and not activations and is_activation(rest[0]):
         activations.append(rest[0])
         rest = rest[1:]
     conv = rest[0] if rest else None
@@ -219,6 +229,11 @@ def is_norm(module: nn.Module) -> bool:
     cls = _class(module)
     from_timm = cls.__name__ in ("BatchNormAct2d", "SyncBatchNormAct") and cls.__module__.startswith("timm.")
     return cls in NORMS or from_timm or isinstance(module, UsesTorchForward) or is_frozen_batch_norm(module)
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether the shared engine has this activation."""
+    return spec_of(module) is not None
 
 
 def activations_of(norm: Norm) -> tuple[nn.Module, ...]:

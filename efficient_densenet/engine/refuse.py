@@ -12,6 +12,7 @@ from .._compilers import constant_to_compilers
 from .._dimensions import DIMENSIONS, classes
 from .._tensors import autocast_enabled, compute_dtype
 from .._torch_private import has_global_module_hooks, has_torch_dispatch
+from ..kernels.activations import TABLE
 from ..norms.batch_norm import torch_class
 from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
@@ -22,13 +23,17 @@ from .parts import (
     NoPartsError,
     Norm,
     consumer_parts,
+    is_activation,
     is_norm,
     parts_of,
     weight_and_bias,
 )
 from .sharded import can_run_inside, casts_parameters, why_sharded
 
-_KNOWN_CLASSES = nn.ReLU, *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name))
+_KNOWN_CLASSES = (
+    *dict.fromkeys(definition.module for definition in TABLE.values()),
+    *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name)),
+)
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -116,8 +121,12 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
         if not _is_norm_of(norm, dims):
             return _wrong_class(norm, DIMENSIONS[dims].BatchNorm)
     for activation in layer.activations:
-        if type(activation) is not nn.ReLU:
+        if not is_activation(activation):
             return _wrong_class(activation, nn.ReLU)
+    for i, norm in enumerate(layer.norms):
+        reason = _wrong_weight(layer.activation(i), norm)
+        if reason is not None:
+            return reason
     for conv in layer.convolutions:
         if type(conv) is not DIMENSIONS[dims].Conv:
             return _wrong_class(conv, DIMENSIONS[dims].Conv)
@@ -259,7 +268,9 @@ def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
     norm, conv = parts.norm, parts.conv
     if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)):
         return False
-    if not all(type(activation) is nn.ReLU for activation in parts.activations):
+    if len(parts.activations) > 1 or not all(map(is_activation, parts.activations)):
+        return False
+    if _wrong_weight(parts.activation, norm) is not None:
         return False
     if conv is None:
         return not _may_widen(norm)
@@ -356,6 +367,17 @@ def _is_norm_of(norm: Norm, dims: int) -> bool:
     """Whether this is a norm of signals, images or volumes that the shared engine can run."""
     of_dims = isinstance(norm, (DIMENSIONS[dims].BatchNorm, nn.SyncBatchNorm))  # the second one is of any dimension
     return is_norm(norm) and (of_dims or (dims == 2 and is_frozen_batch_norm(norm)))
+
+
+def _wrong_weight(activation: nn.Module | None, norm: Norm) -> str | None:
+    """Why the weight of a PReLU does not fit the norm before it, or None."""
+    weight = getattr(activation, "weight", None)
+    if weight is None or (weight.numel() in (1, num_channels(norm)) and weight.dtype == norm.weight.dtype):
+        return None
+    return (
+        f"found a PReLU of {weight.numel()} weights in {weight.dtype} after a norm of {num_channels(norm)} channels in "
+        f"{norm.weight.dtype}"
+    )
 
 
 def _missing_tensors(norm: Norm) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import portable
+from .activations import RELU, TABLE, Activation, ActivationSpec
 from .interface import (
     AffineInput,
     BatchNormAffine,
@@ -25,6 +26,9 @@ Results = Sequence[Tensor]
 AnyCase = TypeVar("AnyCase", bound="_Arguments")
 
 EPS = 1e-3
+
+_CONSTANTS = {"leaky_relu": (0.2,), "elu": (0.7,), "hardtanh": (-0.5, 2.0)}
+"""The constants of a case's activation."""
 
 
 class _Arguments:
@@ -49,7 +53,7 @@ class _Arguments:
 class Case(_Arguments):
     """Random arguments for every operation. Each matrix is a slice of the channels of one that is wider by `padding`.
 
-    `centered` values have no mean to subtract, and so has a centered bottleneck, which is by default as the values.
+    An `activation` has a name in `activations.TABLE`. `centered` values have no mean to subtract, and so has a centered bottleneck, which is by default as the values.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Case(_Arguments):
         dilation: int = 1,
         padding: int = 3,
         centered_bottleneck: bool | None = None,
+        activation: str = "relu",
     ) -> None:
         self.centered_bottleneck = centered if centered_bottleneck is None else centered_bottleneck
         self.device, self.frozen, self.padding = device, frozen, padding
@@ -75,6 +80,10 @@ class Case(_Arguments):
         self.norm_weight, self.norm_bias, mean = (torch.randn(channels, device=self.device) for _ in range(3))
         self.inv_std, self.mean = torch.rand(channels, device=self.device) + 0.5, None if centered else mean
         self.sums = torch.randn(2, channels + 4, device=self.device)[:, 3 : channels + 3]
+        spec = ActivationSpec(activation, *_CONSTANTS.get(activation, ()))
+        has_weight = TABLE[activation].weight_derivative is not None
+        self.activation_spec = spec
+        self.activation_weight = torch.rand(channels, device=self.device) - 0.3 if has_weight else None
         self.weight1x1, self.pooled_weight = self._matrix(width, channels), self._matrix(channels // 2 + 1, channels)
         self.weight3x3 = torch.randn(width, channels, *[3] * (len(shape) - 1), device=self.device).to(dtype)
         self.grad_output, self.grad_affine = self._matrix(num_rows, width), self._matrix(num_rows, channels)
@@ -89,9 +98,14 @@ class Case(_Arguments):
         weight, bias, inv_std = (vector[:channels] for vector in (self.norm_weight, self.norm_bias, self.inv_std))
         return BatchNormAffine(weight, bias, inv_std, mean, self.frozen)
 
+    def activation(self, channels: int | None = None) -> Activation:
+        """The activation of all channels, or of the first."""
+        weight = self.activation_weight
+        return Activation(self.activation_spec, None if weight is None else weight[:channels])
+
     @property
     def input(self) -> AffineInput:
-        return AffineInput(self.values, self.norm())
+        return AffineInput(self.values, self.norm(), self.activation())
 
     def accumulator(self, grad_accum: Tensor, overwrite: bool = False) -> GradAccumulator:
         """Under a frozen norm there are no sums."""
@@ -102,7 +116,8 @@ class Case(_Arguments):
         """What a backward kernel has returned and written."""
         conv_weight = [] if grads.conv_weight is None else [grads.conv_weight]
         sums = [] if accumulator.sums is None else [accumulator.sums]
-        return *conv_weight, grads.norm_bias, grads.norm_weight, *sums, accumulator.grad_accum
+        weights = [*conv_weight, *([] if grads.activation_weight is None else [grads.activation_weight])]
+        return *weights, grads.norm_bias, grads.norm_weight, *sums, accumulator.grad_accum
 
     def batch_norm_backward(
         self, values: Tensor, grad_accum: Tensor, channels: int, centered: bool | None = None
@@ -138,7 +153,7 @@ class Case(_Arguments):
         def function(statistics: StatisticsOutput) -> Tensor:
             mean, _, inv_std = statistics.rows
             norm = BatchNormAffine(torch.ones_like(mean), torch.zeros_like(mean), inv_std, mean)
-            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics, norm))
+            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics, norm, RELU))
 
         return self.with_statistics(function, len(self.weight1x1))
 
@@ -157,7 +172,7 @@ class Case(_Arguments):
     def next_bottleneck_in_place(self, kernels: Any) -> Results:
         """As the engine calls it: with fewer channels, and in place of the values behind grad_output."""
         fewer, output = max(1, self.values.shape[1] - 2), self.grad_output.clone(memory_format=torch.contiguous_format)
-        input = AffineInput(self.values[:, :fewer], self.norm(fewer))
+        input = AffineInput(self.values[:, :fewer], self.norm(fewer), self.activation(fewer))
         grad_output, accumulator = self.grad_bottleneck(output), self.accumulator(self.grad_accum.clone())
         conv = Conv1x1(input, self.weight1x1[:, :fewer], output)
         grads = kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)

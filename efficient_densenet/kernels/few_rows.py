@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._tensors import as_dtype
 from . import convolution, portable
+from .activations import Activation
 from .interface import (
     AffineInput,
     BatchNormAffine,
@@ -60,11 +61,15 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     return _native_backward(grad.grad_accum, grad.values, *vectors, True, 0.0, [True, False, False])[0]
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine) -> AffineInput:
+def conv1x1_forward_with_statistics(
+    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
+) -> AffineInput:
     if conv.output.dtype is not conv.input.dtype:
-        return portable.conv1x1_forward_with_statistics(conv, statistics, norm)
+        return portable.conv1x1_forward_with_statistics(conv, statistics, norm, activation)
     conv1x1_forward(conv)
-    return AffineInput(conv.output, norm, _batch_norm(conv.output, statistics, norm).relu_())
+    normalized = _batch_norm(conv.output, statistics, norm)
+    output = normalized.relu_() if activation.is_relu else activation.forward(normalized)
+    return AffineInput(conv.output, norm, activation, output)
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -96,10 +101,14 @@ def conv3x3_backward(
     grad, grad_conv_weight = convolution.conv3x3_backward(
         grad_images, to_spatial(activation, shape), weight, dilation, accumulator.needs_grad_weight
     )
-    grad = portable.mask_inactive(to_pixel_matrix(grad), activation)
+    grad, grad_activation_weight = to_pixel_matrix(grad), None
+    if input.activation.is_relu:
+        grad = portable.mask_inactive(grad, activation)
+    else:
+        grad, grad_activation_weight = portable.grad_before_activation(grad, input.values, input)
     vectors = as_dtype(norm.weight, input.dtype), None, None, norm.mean, norm.inv_std
     grad_values, grad_weight, grad_bias = _native_backward(grad, input.values, *vectors, True, 0.0, [True, True, True])
-    return Gradients(grad_weight, grad_bias, grad_conv_weight, grad_values)
+    return Gradients(grad_weight, grad_bias, grad_conv_weight, grad_values, grad_activation_weight)
 
 
 @functools.lru_cache(maxsize=64)
@@ -108,9 +117,7 @@ def _zeros(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _activation(input: AffineInput) -> Tensor:
-    if input.activation is not None:
-        return input.activation
-    return torch.addcmul(input.norm.shift, input.values, input.norm.scale).relu_()
+    return portable.activated(input.values, input, input.dtype)[0] if input.output is None else input.output
 
 
 def _batch_norm(values: Tensor, statistics: StatisticsOutput, norm: BatchNormAffine | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import as_dtype
+from .activations import RELU, Activation
 from .max_pooling import MaxPool
 
 MEAN, VARIANCE, INV_STD = range(3)
@@ -72,14 +73,15 @@ class BatchNormAffine(_BatchNorm):
 
 
 class AffineInput(NamedTuple):
-    """A convolution's input y = relu(scale · values + shift): a batch norm and its ReLU, applied on the fly.
+    """A convolution's input y = f(scale · values + shift): a batch norm and its activation f, applied on the fly.
 
-    `activation` is y where a kernel has computed it already.
+    `output` is y where a kernel has computed it already.
     """
 
     values: Tensor  # (pixels, channels)
     norm: BatchNormAffine
-    activation: Tensor | None = None
+    activation: Activation = RELU
+    output: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,7 +89,7 @@ class AffineInput(NamedTuple):
         return self.norm.inv_std.dtype
 
     def tile(self, rows: slice) -> "AffineInput":
-        return AffineInput(self.values[rows], self.norm)
+        return self._replace(values=self.values[rows], output=None)
 
 
 class GradAccumulator(NamedTuple):
@@ -119,6 +121,7 @@ class Gradients(NamedTuple):
     norm_bias: Tensor
     conv_weight: Tensor | None = None
     values: Tensor | None = None
+    activation_weight: Tensor | None = None
 
 
 class StatisticsOutput:
@@ -132,7 +135,7 @@ class StatisticsOutput:
 
 
 class Conv1x1(NamedTuple):
-    """output = relu(scale · values + shift) @ weight.T"""
+    """output = f(scale · values + shift) @ weight.T"""
 
     input: AffineInput
     weight: Tensor  # (out_channels, in_channels)
@@ -169,8 +172,9 @@ class BatchNormBackward(NamedTuple):
 class Kernels(Protocol):
     """A set of kernels, which a module implements. `portable` shows each of them in a few lines of PyTorch.
 
-    `*_forward` reads an `AffineInput` y. `*_backward` computes g, the gradient of y, masks it by the ReLU, accumulates
-    it in `accumulator`, and returns the gradients of the norm and, where it is needed, of the convolution's weight.
+    `*_forward` reads an `AffineInput` y. `*_backward` computes the gradient of y, multiplies it by the activation's
+    derivative, accumulates the product g in `accumulator`, and returns the gradients of the norm, of the activation's
+    weight and, where it is needed, of the convolution's weight.
     """
 
     @property
@@ -193,7 +197,7 @@ class Kernels(Protocol):
         ...
 
     def affine_forward(self, input: AffineInput) -> Tensor:
-        """scale · values + shift without ReLU, (pixels, channels): a norm whose output leaves the stage."""
+        """scale · values + shift without activation, (pixels, channels): a norm whose output leaves the stage."""
         ...
 
     def affine_backward(self, grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
@@ -205,11 +209,11 @@ class Kernels(Protocol):
         ...
 
     def conv1x1_forward_with_statistics(
-        self, conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine
+        self, conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
     ) -> AffineInput:
         """Writes conv.output and its statistics. The mean and inv_std of `norm` are rows of these statistics.
 
-        Returns the input of the convolution after `norm`.
+        Returns the input of the convolution after `norm` and `activation`.
         """
         ...
 

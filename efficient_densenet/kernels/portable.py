@@ -1,12 +1,12 @@
 """The shared engine's kernels in plain PyTorch, for any device: the reference implementation. Read it first.
 
-A batch norm and its ReLU are applied as an affine map, y = relu(scale · x + shift), to the pixel matrix x of shape
-(pixels, channels), which is a view of images in channels_last memory. The activation y is never stored in full: it is
+A batch norm and its activation f are applied on the fly, y = f(z) with z = scale · x + shift, to the pixel matrix x of
+shape (pixels, channels), which is a view of images in channels_last memory. The activation y is never stored in full: it is
 computed for a tile of rows at a time, in scratch memory that stays in the processor's cache, and used there by the
 convolution. The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
 
 1. g = the gradient of y: grad_output @ weight for a 1×1 convolution, `convolution_backward` for a larger one
-2. g = 0 where the ReLU was inactive (y ≤ 0)
+2. g *= f'(z), for which z is computed again; a ReLU takes y: g = 0 where y ≤ 0
 3. grad_accum += grad_scale · g
 4. Σ g and Σ g · x over the rows, from which the norm's grad_bias and grad_weight follow
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, as_dtype, device_type
 from . import convolution, scratch
+from .activations import Activation
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .interface import (
     AffineInput,
@@ -45,9 +46,9 @@ from .stem import (  # noqa: F401 (the stem's operations in this set)
 
 needs_sums = True
 
-Sums = tuple[Tensor | None, Tensor, Tensor]
-"""grad_weight of a convolution, None where it is not needed; Σ grad and Σ grad · values over the rows, (channels,)
-each. grad is the gradient of the norm's output, after the mask of a ReLU."""
+Sums = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+"""grad_weight of a convolution and of an activation, None where there is none; Σ grad and Σ grad · values over the rows,
+(channels,) each. grad is the gradient of the norm's output."""
 
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
@@ -97,7 +98,7 @@ def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def affine_forward(input: AffineInput) -> Tensor:
-    """scale · values + shift, without ReLU."""
+    """scale · values + shift, without activation."""
     out = torch.empty_like(input.values, memory_format=torch.contiguous_format)
     scale, shift = input.norm.scale, input.norm.shift
     return in_tiles(lambda values, out: torch.addcmul(shift, values, scale, out=out), input.values, out, shift.dtype)
@@ -109,21 +110,23 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     for tile in tiles(input.values, input.dtype):
         grad = rows(grad_output, tile)
         buffer = scratch.take("accumulation_tile", grad.shape, input.dtype, grad.device)
-        sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
+        sums = _add_partial_sums(sums, (None, None, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
     return _finish(sums, input.norm, accumulator)
 
 
 def conv1x1_forward(conv: Conv1x1) -> None:
-    """output = relu(scale · values + shift) @ weight.T"""
+    """output = f(scale · values + shift) @ weight.T"""
     for tile in tiles(conv.input.values, conv.input.dtype):
         _conv1x1_tile(conv, tile)
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine) -> AffineInput:
+def conv1x1_forward_with_statistics(
+    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
+) -> AffineInput:
     """The convolution and its output's statistics."""
     conv1x1_forward(conv)
     batch_statistics(conv.output, statistics)
-    return AffineInput(conv.output, norm)
+    return AffineInput(conv.output, norm, activation)
 
 
 def conv1x1_backward(
@@ -144,8 +147,9 @@ def conv1x1_backward(
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
         grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.dtype)
         grad = torch.mm(grad_output_tile, weight, out=tile_scratch("grad_activation_tile", activation, weight.dtype))
-        grad = mask_inactive(grad, activation)
-        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
+        sums = _add_partial_sums(
+            sums, (grad_weight, *_activation_backward(grad, activation, input, accumulator, tile, buffer))
+        )
         if next_bottleneck is not None:
             _conv1x1_tile(next_bottleneck, tile)
     return _finish(sums, input.norm, accumulator)
@@ -185,8 +189,10 @@ def conv3x3_backward(
             grad_images, images, weight, dilation, accumulator.needs_grad_weight
         )
         grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
-        grad = mask_inactive(to_pixel_matrix(grad), activation)
-        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
+        grad = to_pixel_matrix(grad)
+        sums = _add_partial_sums(
+            sums, (grad_weight, *_activation_backward(grad, activation, input, accumulator, tile, buffer))
+        )
     return _finish(sums, input.norm, accumulator)
 
 
@@ -218,8 +224,10 @@ def pooled_conv1x1_backward(
         pooled = to_pixel_matrix(average_pool(images))
         grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.dtype)
         grad_pooled = _to_images(torch.mm(grad_output_tile, weight), tile, halved(shape))
-        grad = mask_inactive(to_pixel_matrix(average_pool_backward(grad_pooled, images)), activation)
-        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
+        grad = to_pixel_matrix(average_pool_backward(grad_pooled, images))
+        sums = _add_partial_sums(
+            sums, (grad_weight, *_activation_backward(grad, activation, input, accumulator, tile, buffer))
+        )
     return _finish(sums, input.norm, accumulator)
 
 
@@ -243,29 +251,34 @@ def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
 def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `_affine_relu`."""
+    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `activated`."""
     for tile in tiles(input.values, input.dtype, multiple_of):
-        yield tile, *_affine_relu(rows(input.values, tile), input.norm, dtype)
+        yield tile, *activated(rows(input.values, tile), input, dtype)
 
 
-def _affine_relu(values: Tensor, norm: BatchNormAffine, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """relu(scale · values + shift) of a tile's values in `dtype`, and a buffer in the accumulation dtype.
+def activated(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """f(scale · values + shift) of a tile's values in `dtype`, and a buffer in the accumulation dtype.
 
     The activation is in this buffer unless its dtype differs, so the buffer is free only after the activation's last
     use.
     """
-    scale, accumulation_dtype = norm.scale, norm.inv_std.dtype
-    out = tile_scratch("accumulation_tile", values, accumulation_dtype)
-    buffer = torch.addcmul(norm.shift, values, scale, out=out).relu_()
-    if dtype is accumulation_dtype:
+    buffer = _affine(values, input.norm)
+    buffer = buffer.relu_() if input.activation.is_relu else buffer.copy_(input.activation.forward(buffer))
+    if dtype is buffer.dtype:
         return buffer, buffer
     out = tile_scratch("activation_tile", values, dtype)
     return buffer.to(dtype) if out is None else out.copy_(buffer), buffer
 
 
+def _affine(values: Tensor, norm: BatchNormAffine) -> Tensor:
+    """z = scale · values + shift of a tile's values."""
+    out = tile_scratch("accumulation_tile", values, norm.inv_std.dtype)
+    return torch.addcmul(norm.shift, values, norm.scale, out=out)
+
+
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
     input, weight, output = conv
-    activation, _ = _affine_relu(rows(input.values, tile), input.norm, weight.dtype)
+    activation, _ = activated(rows(input.values, tile), input, weight.dtype)
     torch.mm(activation, weight.t(), out=rows(output, tile))
 
 
@@ -299,6 +312,25 @@ def mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
     return _relu_backward(grad, activation, 0, grad_input=grad)
 
 
+def _activation_backward(
+    grad: Tensor, activation: Tensor, input: AffineInput, accumulator: GradAccumulator, tile: slice, buffer: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Steps 2 to 4 for a tile: the gradient of the activation's weight, and the sums of `_accumulate_grad`. `buffer` is
+    free, or has the activation."""
+    if input.activation.is_relu:
+        return None, *_accumulate_grad(mask_inactive(grad, activation), input, accumulator, tile, buffer)
+    grad, grad_weight = grad_before_activation(grad, rows(input.values, tile), input)
+    return grad_weight, *_accumulate_grad(grad, input, accumulator, tile, buffer)
+
+
+def grad_before_activation(grad: Tensor, values: Tensor, input: AffineInput) -> tuple[Tensor, Tensor | None]:
+    """The gradient of z in the dtype of `grad`, the gradient of y = f(z), and the gradient of the activation's
+    weight."""
+    z = _affine(values, input.norm)
+    grad_z, grad_weight = input.activation.backward(as_dtype(grad, z.dtype), z)
+    return as_dtype(grad_z, grad.dtype), None if grad_weight is None else grad_weight.sum(0)
+
+
 def _accumulate_grad(
     grad: Tensor, input: AffineInput, accumulator: GradAccumulator, tile: slice, buffer: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -326,11 +358,11 @@ def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
 def _finish(sums: Sums | None, norm: BatchNormAffine, accumulator: GradAccumulator) -> Gradients:
     """After the last tile: the gradients of the norm and of the convolution's weight."""
     assert sums is not None  # there is a tile
-    conv_weight, grad_bias, product_sum = sums
+    conv_weight, activation_weight, grad_bias, product_sum = sums
     grad_weight = norm.grad_weight(grad_bias, product_sum)
     if accumulator.sums is not None:
         accumulator.sums.addcmul_(norm.grad_scale, torch.stack([grad_bias, grad_weight]))
-    return Gradients(grad_weight, grad_bias, conv_weight)
+    return Gradients(grad_weight, grad_bias, conv_weight, activation_weight=activation_weight)
 
 
 def _to_images(matrix: Tensor, tile: slice, shape: torch.Size) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._checks import check_between, check_choice, check_integer
 from ..weights.load import WeightsReport
+from .activations import MakeActivation
 from .base import DenseModel
 from .budget import MemoryBudget
 from .dimensions import CONVOLUTIONS, modules_for
@@ -43,6 +44,9 @@ class DenseNet(DenseModel):
             exceed it do not pool, and the 3×3 convolutions after them are dilated.
         features_only: True for a backbone: the model returns a tuple of feature maps, and has no classifier.
         out_indices, maps: which maps, as in `features`.
+        activation: a name, "relu", "relu6", "leaky_relu", "prelu", "elu", "silu", "gelu" or "mish", or a class or
+            function that makes a module: `activation=lambda: nn.LeakyReLU(0.2)`. Modules keep the names `relu0` to
+            `relu5`, under which a PReLU's weights are in the state dict.
     """
 
     weights_report: WeightsReport  # from `create_model` with weights
@@ -70,6 +74,7 @@ class DenseNet(DenseModel):
         features_only: bool = False,
         out_indices: int | Sequence[int] | None = None,
         maps: str = "timm",
+        activation: str | MakeActivation = "relu",
     ) -> None:
         super().__init__()
         bn_size, init = bn_size or 0, init or ("fan_out" if small_inputs else "fan_in")
@@ -84,12 +89,13 @@ class DenseNet(DenseModel):
         self.memory_budget = None if memory_budget is None else MemoryBudget(memory_budget)
 
         def make_block(num_layers: int, channels: int) -> DenseBlock:
-            return DenseBlock(num_layers, channels, growth_rate, bn_size, drop_rate, efficient, keep_bottleneck, dims)
+            settings = growth_rate, bn_size, drop_rate, efficient, keep_bottleneck, dims
+            return DenseBlock(num_layers, channels, *settings, activation=activation)
 
         strides = block_strides(len(block_config), small_inputs, output_stride)
         structure = block_config, num_init_features, compression, strides, make_block
         self.features, self.feature_info = build_features(
-            *structure, in_channels=in_channels, small_inputs=small_inputs, dims=dims
+            *structure, in_channels=in_channels, small_inputs=small_inputs, dims=dims, activation=activation
         )
         self.num_features = self.feature_info.channels(-1)
         self.classifier = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
@@ -123,8 +129,8 @@ class DenseNet(DenseModel):
         return x if pre_logits else self.classifier(x)
 
     def _rectified_features(self, x: Tensor) -> Tensor:
-        # Not in place: a backward hook on the last norm (Grad-CAM) makes its output a view that must not be written.
-        return F.relu(self.features(x))
+        # It is not in place: a backward hook on the last norm (Grad-CAM) makes its output a view that must not be written.
+        return self.features.last_activation(self.features(x))
 
     @property
     def features_only(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .._checks import check_choice
 from ..engine.network import run_sequence
 from ..engine.parts import Norm
+from .activations import RELU, MakeActivation, activation_maker
 from .backbone import FeatureInfo
 from .dimensions import CONVOLUTIONS, NORMS, modules_for
 from .layers import DenseBlock, Transition
@@ -29,10 +30,17 @@ class Features(nn.Sequential):
         self.taps = tuple(taps)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        x, outputs = run_sequence(list(self._modules.items()), x, _is_block, self.taps)
+        modules = [(name, module) for name, module in self._modules.items() if name != "relu5"]
+        x, outputs = run_sequence(modules, x, _is_block, self.taps)
         if "norm5" in outputs:
-            outputs["norm5"] = F.relu(outputs["norm5"])
+            outputs["norm5"] = self.last_activation(outputs["norm5"])
         return tuple(outputs[name] for name in self.taps) if self.taps else x
+
+    @property
+    def last_activation(self) -> Callable[[Tensor], Tensor]:
+        """The activation after the last norm. `forward` does not apply it, as in torchvision; another activation than
+        ReLU is a module here, `relu5`, which may have a weight."""
+        return cast("dict[str, Any]", self._modules).get("relu5", F.relu)
 
     def tapped(self, info: FeatureInfo) -> "Features":
         """The same modules, up to the last module that `info` names; the result returns the outputs that `info`
@@ -40,6 +48,8 @@ class Features(nn.Sequential):
         names = [name.removeprefix("features.") for name in info.module_name()]
         last, *inside = info.module_name(max(info.out_indices)).removeprefix("features.").split(".")
         modules = OrderedDict(list(self._modules.items())[: list(self._modules).index(last) + 1])
+        if last == "norm5" and "relu5" in self._modules:
+            modules["relu5"] = self._modules["relu5"]
         if inside:
             transition = cast(Transition, modules[last])
             modules[last] = nn.Sequential(OrderedDict(norm=transition.norm, relu=transition.relu))
@@ -63,9 +73,11 @@ def build_features(
     in_channels: int,
     small_inputs: bool,
     dims: int,
+    activation: str | MakeActivation = "relu",
 ) -> tuple[Features, FeatureInfo]:
     """The modules and a description of the feature maps; `make_block` takes a number of layers and of channels."""
-    features = Features(_stem(in_channels, num_init_features, small_inputs, dims))
+    make_activation = activation_maker(activation)
+    features = Features(_stem(in_channels, num_init_features, small_inputs, dims, make_activation))
     channels = num_init_features
     info = [_map_info(channels, 1 if small_inputs else 2, "conv0" if small_inputs else "relu0")]
     for i, num_layers in enumerate(block_config, start=1):
@@ -75,9 +87,11 @@ def build_features(
         info.append(_map_info(channels, strides[i - 1], f"denseblock{i}"))
         if i < len(block_config):
             compressed = max(int(channels * compression), 1)
-            features.add_module(f"transition{i}", Transition(channels, compressed, dims))
+            features.add_module(f"transition{i}", Transition(channels, compressed, dims, activation=activation))
             channels = compressed
     features.add_module("norm5", NORMS[dims](channels))
+    if make_activation is not RELU:
+        features.add_module("relu5", _not_in_place(make_activation()))
     info[-1] = _map_info(channels, strides[-1], "norm5")
     return features, FeatureInfo(info, range(len(info)))
 
@@ -104,16 +118,24 @@ def dilate(features: Features, strides: Sequence[int]) -> None:
                 module.dilation = module.padding = (dilation,) * len(module.kernel_size)
 
 
-def _stem(in_channels: int, num_init_features: int, small_inputs: bool, dims: int) -> OrderedDict[str, nn.Module]:
+def _stem(
+    in_channels: int, num_init_features: int, small_inputs: bool, dims: int, make_activation: MakeActivation
+) -> OrderedDict[str, nn.Module]:
     modules = modules_for(dims)
     if small_inputs:
         return OrderedDict(conv0=modules.Conv(in_channels, num_init_features, kernel_size=3, padding=1, bias=False))
     return OrderedDict(
         conv0=modules.Conv(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False),
         norm0=NORMS[dims](num_init_features),
-        relu0=nn.ReLU(inplace=True),
+        relu0=make_activation(),
         pool0=modules.MaxPool(kernel_size=3, stride=2, padding=1),
     )
+
+
+def _not_in_place(activation: nn.Module) -> nn.Module:
+    if hasattr(activation, "inplace"):
+        activation.inplace = False
+    return activation
 
 
 def _map_info(channels: int, reduction: int, module: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..engine.parts import (
     register_consumer,
 )
 from ..engine.sharded import why_sharded
+from .activations import MakeActivation, activation_maker
 from .dimensions import NORMS, modules_for
 
 
@@ -27,6 +28,7 @@ class DenseLayer(nn.Module):
     """Computes `growth_rate` new channels from all channels before them.
 
     BN-ReLU-1×1-BN-ReLU-3×3 with a bottleneck of `bn_size * growth_rate` channels; BN-ReLU-3×3 where `bn_size` is 0.
+    Another `activation` than ReLU has the names `relu1` and `relu2` too.
     """
 
     def __init__(
@@ -39,19 +41,20 @@ class DenseLayer(nn.Module):
         dims: int = 2,
         *,
         bias: bool = False,
+        activation: str | MakeActivation = "relu",
     ) -> None:
         super().__init__()
-        modules = modules_for(dims)
+        modules, make_activation = modules_for(dims), activation_maker(activation)
         self.drop_rate, self.keep_bottleneck = drop_rate, keep_bottleneck
         self.has_bottleneck = bn_size > 0
         width = bn_size * growth_rate if self.has_bottleneck else growth_rate
         kernel_size = 1 if self.has_bottleneck else 3
         self.norm1 = NORMS[dims](num_input_features)
-        self.relu1 = nn.ReLU(inplace=True)
+        self.relu1 = make_activation()
         self.conv1 = modules.Conv(num_input_features, width, kernel_size, padding=kernel_size // 2, bias=bias)
         if self.has_bottleneck:
             self.norm2 = NORMS[dims](width)
-            self.relu2 = nn.ReLU(inplace=True)
+            self.relu2 = make_activation()
             self.conv2 = modules.Conv(width, growth_rate, 3, padding=1, bias=bias)
 
     def forward(
@@ -75,7 +78,7 @@ class DenseBlock(nn.Module):
     """`num_layers` dense layers, each of which reads the block's input and the outputs of all layers before it.
 
     The output is the concatenation of the input and the layers' outputs; with `new_features_only`, of the layers'
-    outputs alone. With `bias` the convolutions have biases.
+    outputs alone. With `bias` the convolutions have biases. `activation` is as in `DenseNet`.
     """
 
     saves_all = False
@@ -93,13 +96,15 @@ class DenseBlock(nn.Module):
         *,
         bias: bool = False,
         new_features_only: bool = False,
+        activation: str | MakeActivation = "relu",
     ) -> None:
         super().__init__()
         self.engine, self.new_features_only = choose.parse(efficient), new_features_only
         self.num_output_features = num_layers * growth_rate + (0 if new_features_only else num_input_features)
         for i in range(num_layers):
             channels = num_input_features + i * growth_rate
-            layer = DenseLayer(channels, growth_rate, bn_size, drop_rate, keep_bottleneck, dims, bias=bias)
+            settings = growth_rate, bn_size, drop_rate, keep_bottleneck, dims
+            layer = DenseLayer(channels, *settings, bias=bias, activation=activation)
             self.add_module(f"denselayer{i + 1}", layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,11 +136,18 @@ class DenseBlock(nn.Module):
 class Transition(nn.Sequential):
     """Between two blocks: a 1×1 convolution reduces the channels, average pooling halves the height and width."""
 
-    def __init__(self, num_input_features: int, num_output_features: int, dims: int = 2) -> None:
+    def __init__(
+        self,
+        num_input_features: int,
+        num_output_features: int,
+        dims: int = 2,
+        *,
+        activation: str | MakeActivation = "relu",
+    ) -> None:
         super().__init__()
         modules = modules_for(dims)
         self.norm = NORMS[dims](num_input_features)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = activation_maker(activation)()
         self.conv = modules.Conv(num_input_features, num_output_features, kernel_size=1, bias=False)
         self.pool = modules.AvgPool(kernel_size=2, stride=2)
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..._tensors import as_dtype
 from ...kernels import kernels_for, scratch
+from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ...kernels.portable import to_pixel_matrix, to_spatial
 from .forward import bottleneck_conv
 from .groups import LayerGroup
-from .spec import ConsumerSpec, NormConv, SavedStage, StageSpec, columns_of, norm_convs
+from .spec import ConsumerSpec, LayerSpec, NormConv, SavedStage, StageSpec, columns_of, norm_convs
 from .statistics import BackwardStatistics
 from .weights import converted_weights
 
@@ -125,18 +126,20 @@ class Backward:
         if self.needs_grads[last].conv_bias:
             self._store_bias(last, grad_output.sum(0, dtype=self.statistics.dtype))
         if not layer.width:
-            arguments = grad_output, self._input(first), self._weight(first), self._accumulator(first), self.shape
+            input = self._input(first, layer.activation1)
+            arguments = grad_output, input, self._weight(first), self._accumulator(first), self.shape
             self._store(first, self.kernels.conv3x3_backward(*arguments, layer.dilation))
             return
         conv = self._bottleneck(i)
-        grad_bottleneck = self._grad_bottleneck(layer.dilation, last, conv.output, grad_output)
+        grad_bottleneck = self._grad_bottleneck(layer, last, conv.output, grad_output)
         self.next_bottleneck = self._next_bottleneck(i - 1, layer.width)
         arguments = grad_bottleneck, conv.input, conv.weight, self._accumulator(first)
         self._store(first, self.kernels.conv1x1_backward(*arguments, self.next_bottleneck))
 
-    def _input(self, number: int) -> AffineInput:
-        """The input of the convolution after norm `number`, a norm of the features."""
-        return self.statistics.input(number, self.statistics.norm(number, self.tensors[number]))
+    def _input(self, number: int, activation: ActivationSpec) -> AffineInput:
+        """The input of the convolution after norm `number`, a norm of the features, and its activation."""
+        tensors = self.tensors[number]
+        return self.statistics.input(number, self.statistics.norm(number, tensors), tensors.activation(activation))
 
     def _bottleneck(self, i: int) -> Conv1x1:
         """Layer i's 1×1 convolution. Its output is saved, or was computed in the backward of layer i + 1, or is
@@ -144,9 +147,9 @@ class Backward:
         conv, self.next_bottleneck = self.next_bottleneck, None
         if conv is not None:
             return conv
-        number = self.spec.layer_norms[i].start
-        input, weight = self._input(number), self._weight(number).flatten(1)
-        if self.spec.layers[i].keep_bottleneck:
+        number, layer = self.spec.layer_norms[i].start, self.spec.layers[i]
+        input, weight = self._input(number, layer.activation1), self._weight(number).flatten(1)
+        if layer.keep_bottleneck:
             return Conv1x1(input, weight, self.saved.bottlenecks[self.spec.bottleneck_position(i)])
         conv = bottleneck_conv(input, weight)
         self.kernels.conv1x1_forward(conv)
@@ -159,18 +162,19 @@ class Backward:
             return None
         if self.spec.layers[i].width != width:
             return None
-        number = self.spec.layer_norms[i].start
-        return bottleneck_conv(self._input(number), self._weight(number).flatten(1))
+        number, activation = self.spec.layer_norms[i].start, self.spec.layers[i].activation1
+        return bottleneck_conv(self._input(number, activation), self._weight(number).flatten(1))
 
-    def _grad_bottleneck(self, dilation: int, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
+    def _grad_bottleneck(self, layer: LayerSpec, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
         """The gradient of the bottleneck, from the gradient of the layer's output; `number` is the norm between."""
         norm = self.statistics.own_norm(number)
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
         sums = None if norm.frozen else self.statistics.own_sums(number)
         needs_grad_weight = self.needs_grads[number].conv_weight
         accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, is_only_consumer=True)
-        arguments = grad_output, AffineInput(output, norm), self._weight(number), accumulator, self.shape
-        grads = self.kernels.conv3x3_backward(*arguments, dilation)
+        input = AffineInput(output, norm, self.tensors[number].activation(layer.activation2))
+        arguments = grad_output, input, self._weight(number), accumulator, self.shape
+        grads = self.kernels.conv3x3_backward(*arguments, layer.dilation)
         if self.needs_grads[number - 1].conv_bias:
             self._store_bias(number - 1, norm.grad_conv_bias(grads.norm_bias))
         self._store(number, grads)
@@ -181,7 +185,7 @@ class Backward:
 
     def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:
         number = self.spec.consumer_norm
-        grad, input = to_pixel_matrix(grad_output), self._input(number)
+        grad, input = to_pixel_matrix(grad_output), self._input(number, consumer.activation)
         accumulator = self._accumulator(number, overwrite=True)
         if not consumer.has_conv:
             grads = self.kernels.affine_backward(grad, input, accumulator)
@@ -196,11 +200,13 @@ class Backward:
         self._store(number, grads)
 
     def _store(self, number: int, grads: Gradients) -> None:
-        """Store the gradients of norm `number`, and of the weight of the convolution after it."""
-        start, weight, conv_weight = number * len(NormConv._fields), self.tensors[number].conv_weight, grads.conv_weight
-        if conv_weight is not None and conv_weight.dim() != weight.dim():
-            conv_weight = conv_weight.view_as(weight)
+        """Store the gradients of norm `number`, and of the weights of the activation and the convolution after it."""
+        start, tensors, conv_weight = number * len(NormConv._fields), self.tensors[number], grads.conv_weight
+        if conv_weight is not None and conv_weight.dim() != tensors.conv_weight.dim():
+            conv_weight = conv_weight.view_as(tensors.conv_weight)
         self.grads[start : start + 3] = grads.norm_weight, grads.norm_bias, conv_weight
+        if grads.activation_weight is not None and tensors.activation_weight is not None:
+            self.grads[start + 4] = grads.activation_weight.sum_to_size(tensors.activation_weight.shape)
 
     def _store_bias(self, number: int, grad: Tensor) -> None:
         """Store the gradient of the bias of the convolution after norm `number`."""

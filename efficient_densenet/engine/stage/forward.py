@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..._tensors import as_dtype
 from ...kernels import kernels_for, scratch
+from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, Conv1x1, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
 from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec, columns_of, norm_convs
@@ -20,7 +21,7 @@ class StageInputs(NamedTuple):
 
     Attributes:
         x: the stage's input.
-        parameters: four for each norm, as in `NormConv`.
+        parameters: five for each norm, as in `NormConv`.
         running_statistics: running_mean and running_var of each frozen norm.
         dropout_masks: True where a layer's output is kept, (N, growth_rate, *spatial), for each layer with dropout.
         stored: x as the features of an earlier stage and, unless the norms are frozen, their statistics; else empty.
@@ -77,13 +78,15 @@ class Forward:
             columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
             columns_of(self.block_output, columns).copy_(to_spatial(output, self.shape))
 
-    def _norm(self, number: int) -> AffineInput:
-        """The input of the convolution after norm `number`, a norm of the features."""
+    def _norm(self, number: int, activation: ActivationSpec) -> AffineInput:
+        """The input of the convolution after norm `number`, a norm of the features, and its activation."""
         tensors = self.tensors[number]
-        if not self.spec.frozen:
-            return self.statistics.input(number, self.statistics.affine(number, tensors))
-        output = self.statistics.output(number, self.spec.eps)
-        return self.statistics.input(number, self.statistics.frozen_norm(tensors, output, self._running(number)))
+        if self.spec.frozen:
+            output = self.statistics.output(number, self.spec.eps)
+            norm = self.statistics.frozen_norm(tensors, output, self._running(number))
+        else:
+            norm = self.statistics.affine(number, tensors)
+        return self.statistics.input(number, norm, tensors.activation(activation))
 
     def _running(self, number: int) -> Sequence[Tensor]:
         """running_mean and running_var of a frozen norm."""
@@ -93,7 +96,7 @@ class Forward:
     def _layer(self, i: int) -> tuple[Tensor, StatisticsOutput | None, Tensor | None]:
         """A layer's output, its statistics if a kernel has computed them, and the bias that is not added to it yet."""
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
-        last, input = self.tensors[norms.stop - 1], self._norm(norms.start)
+        last, input = self.tensors[norms.stop - 1], self._norm(norms.start, layer.activation1)
         if layer.width:
             input = self._bottleneck(layer, norms.start, input)
         arguments = input, self._weight(last), self.shape, layer.dilation
@@ -118,19 +121,19 @@ class Forward:
         conv = bottleneck_conv(input, self._weight(first).flatten(1), layer.keep_bottleneck)
         if layer.keep_bottleneck:
             self.bottlenecks.append(conv.output)
-        output = self.statistics.output(number + 1, layer.norm2_eps)
+        output, activation = self.statistics.output(number + 1, layer.norm2_eps), second.activation(layer.activation2)
         if layer.norm2_frozen:
             self.kernels.conv1x1_forward(conv)
             norm = self.statistics.frozen_norm(second, output, self._running(number + 1), first.conv_bias)
-            return AffineInput(conv.output, norm)
+            return AffineInput(conv.output, norm, activation)
         norm = self.statistics.own_norm(second, output)
-        normalized = self.kernels.conv1x1_forward_with_statistics(conv, output, norm)
+        normalized = self.kernels.conv1x1_forward_with_statistics(conv, output, norm, activation)
         self.statistics.synchronize(output)
         return normalized
 
     def _consumer(self, consumer: ConsumerSpec) -> Tensor:
         number, shape = self.spec.consumer_norm, self.shape
-        input, tensors = self._norm(number), self.tensors[number]
+        input, tensors = self._norm(number, consumer.activation), self.tensors[number]
         if not consumer.has_conv:
             output = self.kernels.affine_forward(input)
         elif consumer.pools:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._compilers import specialized
 from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
+from ...kernels.activations import ActivationSpec, spec_of
 from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
@@ -61,7 +62,7 @@ class StagePlan:
 
     Attributes:
         spec: the settings of the modules.
-        tensors: the parameters of the modules, four for each norm, as in `NormConv`.
+        tensors: the parameters of the modules, five for each norm, as in `NormConv`.
         running_statistics: running_mean and running_var of each frozen norm.
         updates: the norms with batch statistics.
     """
@@ -79,10 +80,16 @@ class StagePlan:
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
-        units = [pair for layer in self.layers for pair in zip(layer.norms, layer.convolutions, strict=True)]
-        units += [] if consumer is None else [(consumer.norm, consumer.conv)]
+        units = [
+            (norm, conv, layer.activation(i))
+            for layer in self.layers
+            for i, (norm, conv) in enumerate(zip(layer.norms, layer.convolutions, strict=True))
+        ]
+        units += [] if consumer is None else [(consumer.norm, consumer.conv, consumer.activation)]
         bias = None
-        for (norm, conv), columns, frozen in zip(units, self.spec.norm_columns, self.spec.norms_frozen, strict=True):
+        for (norm, conv, activation), columns, frozen in zip(
+            units, self.spec.norm_columns, self.spec.norms_frozen, strict=True
+        ):
             weight, norm_bias = weight_and_bias(norm)
             if frozen:
                 self.running_statistics += [norm.running_mean, norm.running_var]
@@ -91,7 +98,7 @@ class StagePlan:
             else:
                 self.updates.append(NormUpdate(norm, columns, bias))
             conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
-            self.tensors += [weight, norm_bias, conv_weight, bias]
+            self.tensors += [weight, norm_bias, conv_weight, bias, getattr(activation, "weight", None)]
 
     def apply(self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """The consumer's output, the block's output, or both, with `tensors` as the plan's parameters.
@@ -155,15 +162,27 @@ def _read_spec(
         eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,
         layers=tuple(map(_read_layer, block.layers)),
-        consumer=None if consumer is None else ConsumerSpec(consumer.conv is not None, consumer.pools),
+        consumer=None if consumer is None else _read_consumer(consumer),
     )
+
+
+def _read_consumer(consumer: ConsumerParts) -> ConsumerSpec:
+    return ConsumerSpec(consumer.conv is not None, consumer.pools, _read_activation(consumer.activation))
+
+
+def _read_activation(module: nn.Module | None) -> ActivationSpec:
+    """The settings of an activation, which is a ReLU where there is no module."""
+    spec = ActivationSpec() if module is None else spec_of(module)
+    assert spec is not None  # or the block would have been refused
+    return spec
 
 
 def _read_layer(layer: LayerParts) -> LayerSpec:
     """Python's numbers: modules accept NumPy's too, which are equal, but operators do not."""
     norm2, dilation, drop_rate = layer.norm2, int(layer.dilation), specialized(float(layer.drop_rate))
+    activations = _read_activation(layer.activation(0)), _read_activation(layer.activation(1))
     if norm2 is None:
-        return LayerSpec(0, dilation, drop_rate, False, False, 0.0)
+        return LayerSpec(0, dilation, drop_rate, False, False, 0.0, *activations)
     eps, keep_bottleneck = specialized(float(eps_of(norm2))), bool(layer.keep_bottleneck)
     width = int(layer.conv1.out_channels)
-    return LayerSpec(width, dilation, drop_rate, keep_bottleneck, uses_running_statistics(norm2), eps)
+    return LayerSpec(width, dilation, drop_rate, keep_bottleneck, uses_running_statistics(norm2), eps, *activations)

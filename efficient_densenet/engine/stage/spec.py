@@ -14,10 +14,14 @@ from torch import Tensor
 
 from ..._compilers import cached_in_eager_mode, constant_to_compilers
 from ..._tensors import CHANNELS_LAST
+from ...kernels.activations import Activation, ActivationSpec
 
 
 class LayerSpec(NamedTuple):
-    """The settings of a dense layer. `width` is the bottleneck's number of channels, 0 in a layer without one."""
+    """The settings of a dense layer. `width` is the bottleneck's number of channels, 0 in a layer without one.
+
+    `activation1` and `activation2` follow its norms.
+    """
 
     width: int
     dilation: int
@@ -25,6 +29,8 @@ class LayerSpec(NamedTuple):
     keep_bottleneck: bool
     norm2_frozen: bool
     norm2_eps: float
+    activation1: ActivationSpec = ActivationSpec()
+    activation2: ActivationSpec = ActivationSpec()
 
 
 class ConsumerSpec(NamedTuple):
@@ -32,6 +38,7 @@ class ConsumerSpec(NamedTuple):
 
     has_conv: bool
     pools: bool
+    activation: ActivationSpec = ActivationSpec()
 
 
 class ChannelOrder(NamedTuple):
@@ -57,12 +64,21 @@ def columns_of(matrix: Tensor, columns: slice) -> Tensor:
 
 
 class NormConv(NamedTuple):
-    """The tensors of a norm and of the convolution after it, whose bias may be None; a norm alone has both None."""
+    """The tensors of a norm, of the convolution after it and of the activation between them.
+
+    The convolution's bias may be None; a norm alone has no convolution either. Only a PReLU has a weight.
+    """
 
     norm_weight: Tensor
     norm_bias: Tensor
     conv_weight: Any
     conv_bias: Tensor | None
+    activation_weight: Tensor | None
+
+    def activation(self, spec: ActivationSpec) -> Activation:
+        """The activation with these settings; a PReLU with a single weight applies it to every channel."""
+        weight, norm_weight = self.activation_weight, self.norm_weight
+        return Activation(spec, None if weight is None else weight.expand(norm_weight.shape[0]))
 
 
 @dataclass
@@ -181,7 +197,7 @@ class StageSpec:
         return views
 
     def layer_tensors(self, i: int) -> slice:
-        """The slice of the stage's parameters that layer i has: four for each norm, as in `NormConv`."""
+        """The slice of the stage's parameters that layer i has: five for each norm, as in `NormConv`."""
         return _tensors(self.layer_norms[i])
 
     @property
@@ -233,8 +249,13 @@ def shared_spec(**settings: Any) -> StageSpec:
 def decode(text: str) -> StageSpec:
     """The specification whose `encoded` is `text`."""
     *settings, layers, consumer = json.loads(text)
-    layers = tuple(LayerSpec(*layer) for layer in layers)
-    return StageSpec(*settings, layers=layers, consumer=None if consumer is None else ConsumerSpec(*consumer))
+    layers = tuple(_decoded(LayerSpec, layer) for layer in layers)
+    return StageSpec(*settings, layers=layers, consumer=None if consumer is None else _decoded(ConsumerSpec, consumer))
+
+
+def _decoded(cls: Any, values: Sequence[Any]) -> Any:
+    """The named tuple with these values, of which lists are activations."""
+    return cls(*(ActivationSpec(*value) if isinstance(value, list) else value for value in values))
 
 
 class SavedStage(NamedTuple):

@@ -106,7 +106,7 @@ class AffineInputRecord:
     @staticmethod
     def of(input: interface.AffineInput, vectors: Address) -> Fields:
         """`vectors` is the address of scratch for scale and shift."""
-        values, norm, _ = input
+        values, norm, *_ = input
         channels = values.shape[1]
         return *Matrix.of(values), channels, *Norm.of(norm), vectors, vectors + channels * norm.inv_std.itemsize
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import portable, scratch
+from ...activations import Activation
 from ...interface import (
     AffineInput,
     BatchNormAffine,
@@ -100,11 +101,13 @@ def conv1x1_forward(conv: Conv1x1) -> None:
     return _conv1x1(conv, None)
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine) -> AffineInput:
+def conv1x1_forward_with_statistics(
+    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
+) -> AffineInput:
     if not _supported(conv.input, conv.weight):
-        return portable.conv1x1_forward_with_statistics(conv, statistics, norm)
+        return portable.conv1x1_forward_with_statistics(conv, statistics, norm, activation)
     _conv1x1(conv, statistics)
-    return AffineInput(conv.output, norm)
+    return AffineInput(conv.output, norm, activation)
 
 
 def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
@@ -126,7 +129,7 @@ def conv1x1_backward(
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
 ) -> Gradients:
-    if not _supported(input, weight):
+    if not (_supported(input, weight) and (next_bottleneck is None or _supported(*next_bottleneck[:2]))):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
@@ -259,7 +262,12 @@ def _supported(input: AffineInput, weight: Tensor) -> bool:
     The gradient of a single channel is a product with a vector, for which PyTorch's routine is more accurate.
     """
     one_dtype = weight.dtype == input.values.dtype and _has_arithmetic(input, weight.dtype)
-    return one_dtype and weight.numel() * input.dtype.itemsize <= WEIGHT_BYTES and weight.shape[1] > 1
+    return (
+        input.activation.is_relu
+        and one_dtype
+        and weight.numel() * input.dtype.itemsize <= WEIGHT_BYTES
+        and weight.shape[1] > 1
+    )
 
 
 def _has_arithmetic(input: AffineInput, dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...._dimensions import DIMENSIONS
 from ... import portable, row_tiles
+from ...activations import Activation
 from ...interface import (
     AffineInput,
     BatchNormAffine,
@@ -118,10 +119,12 @@ def conv1x1_forward(conv: Conv1x1) -> None:
     conv1x1.forward(conv, with_statistics=False)
 
 
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine) -> AffineInput:
+def conv1x1_forward_with_statistics(
+    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
+) -> AffineInput:
     stats, block_rows = conv1x1.forward(conv, with_statistics=True)
     combine_statistics(stats, block_rows, conv.output.shape[0], statistics)
-    return AffineInput(conv.output, norm)
+    return AffineInput(conv.output, norm, activation)
 
 
 def conv1x1_backward(

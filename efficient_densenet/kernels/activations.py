@@ -1,0 +1,260 @@
+"""The activations between a norm and a convolution: the one table that all kernels read.
+
+Each is a function y = f(z) and its derivative, written once, as formulas of z, of a channel's `weight` (of a PReLU
+alone) and of up to two constants a and b. Compiled kernels bind the formulas to functions of their own for `exp`,
+`erf`, `sigmoid` and `where` (`bound`). `portable` and second derivatives use PyTorch's function and its backward.
+
+The kernels have a ReLU of their own, which takes no derivative: its mask is y > 0.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._compilers import specialized
+from .._tensors import as_dtype
+
+math: Any = torch
+"""Where formulas find their functions; `bound` replaces it."""
+
+
+class ActivationSpec(NamedTuple):
+    """An activation's settings as plain data: its name in the table and its constants."""
+
+    name: str = "relu"
+    a: float = 0.0
+    b: float = 0.0
+
+
+class Activation(NamedTuple):
+    """An activation as kernels take it. `weight` is (channels,), and None unless the activation has one."""
+
+    spec: ActivationSpec = ActivationSpec()
+    weight: Tensor | None = None
+
+    @property
+    def is_relu(self) -> bool:
+        return self.spec.name == "relu"
+
+    def forward(self, z: Tensor) -> Tensor:
+        """y of a pixel matrix z (pixels, channels), by PyTorch."""
+        return TABLE[self.spec.name].function(z, self._weight(z), *self.spec[1:])
+
+    def backward(self, grad: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """grad · f'(z), by PyTorch; and the gradient of the weight, where there is one, before the sum over pixels."""
+        grads = TABLE[self.spec.name].backward(grad, z, self._weight(z), *self.spec[1:])
+        return grads if isinstance(grads, tuple) else (grads, None)
+
+    def _weight(self, z: Tensor) -> Tensor | None:
+        return None if self.weight is None else as_dtype(self.weight, z.dtype)
+
+
+RELU, IDENTITY = Activation(), Activation(ActivationSpec("identity"))
+
+
+def spec_of(module: nn.Module) -> ActivationSpec | None:
+    """The settings of an activation module of exactly PyTorch's class; None for other modules."""
+    name = _NAMES.get(type(module), "")
+    if name == "gelu" and cast(nn.GELU, module).approximate == "tanh":
+        name = "gelu_tanh"
+    if not name:
+        return None
+    return ActivationSpec(name, *(specialized(float(each)) for each in TABLE[name].constants(module)))
+
+
+class Definition(NamedTuple):
+    """One activation.
+
+    Attributes:
+        formula, derivative: f(z) and f'(z), of (z, weight, a, b).
+        function, backward: PyTorch's function of (z, weight, a, b), and its backward of (grad, z, weight, a, b).
+        module: PyTorch's class.
+        constants: a and b, from a module.
+        weight_derivative: the derivative of f(z) by the weight, where there is one.
+    """
+
+    formula: Callable[..., Any]
+    derivative: Callable[..., Any]
+    function: Callable[..., Tensor]
+    backward: Callable[..., Any]
+    module: type[nn.Module]
+    constants: Callable[[Any], tuple[float, ...]] = lambda module: ()
+    weight_derivative: Callable[..., Any] | None = None
+
+
+def bound(formula: Callable[..., Any], functions: Any) -> Callable[..., Any]:
+    """The formula with the functions of this module, such as Triton's language."""
+    assert isinstance(formula, FunctionType)
+    return FunctionType(formula.__code__, formula.__globals__ | {"math": functions}, formula.__name__)
+
+
+def _identity(z, weight, a, b):
+    return z
+
+
+def _identity_derivative(z, weight, a, b):
+    return z * 0.0 + 1.0
+
+
+def _relu(z, weight, a, b):
+    return math.where(z <= 0.0, 0.0, z)  # NaN stays NaN
+
+
+def _relu_derivative(z, weight, a, b):
+    return math.where(z <= 0.0, 0.0, 1.0)
+
+
+def _leaky_relu(z, weight, a, b):
+    return math.where(z > 0.0, z, z * a)
+
+
+def _leaky_relu_derivative(z, weight, a, b):
+    return math.where(z > 0.0, 1.0, a)
+
+
+def _prelu(z, weight, a, b):
+    return math.where(z > 0.0, z, z * weight)
+
+
+def _prelu_derivative(z, weight, a, b):
+    return math.where(z > 0.0, 1.0, weight)
+
+
+def _prelu_weight_derivative(z, weight, a, b):
+    return math.where(z > 0.0, 0.0, z)
+
+
+def _elu(z, weight, a, b):
+    return math.where(z > 0.0, z, a * (math.exp(z) - 1.0))
+
+
+def _elu_derivative(z, weight, a, b):
+    return math.where(z > 0.0, 1.0, a * math.exp(z))
+
+
+def _silu(z, weight, a, b):
+    return z * math.sigmoid(z)
+
+
+def _silu_derivative(z, weight, a, b):
+    s = math.sigmoid(z)
+    return s * (1.0 + z * (1.0 - s))
+
+
+def _gelu(z, weight, a, b):
+    return 0.5 * z * (1.0 + math.erf(z * 0.7071067811865476))
+
+
+def _gelu_derivative(z, weight, a, b):
+    return 0.5 * (1.0 + math.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * math.exp(-0.5 * z * z)
+
+
+def _gelu_tanh(z, weight, a, b):
+    return z * math.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))  # tanh(u) = 2 · sigmoid(2u) − 1
+
+
+def _gelu_tanh_derivative(z, weight, a, b):
+    s = math.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    return s + z * s * (1.0 - s) * (1.5957691216057308 * (1.0 + 0.134145 * z * z))
+
+
+def _hardtanh(z, weight, a, b):
+    return math.where(z < a, a, math.where(z > b, b, z))
+
+
+def _hardtanh_derivative(z, weight, a, b):
+    return math.where((z <= a) | (z >= b), 0.0, 1.0)
+
+
+def _mish(z, weight, a, b):
+    e = math.exp(math.where(z < 20.0, z, 20.0))  # tanh(softplus(z)) = n / (n + 2) with n = e · (e + 2)
+    n = e * (e + 2.0)
+    return z * (n / (n + 2.0))
+
+
+def _mish_derivative(z, weight, a, b):
+    e = math.exp(math.where(z < 20.0, z, 20.0))
+    n = e * (e + 2.0)
+    t = n / (n + 2.0)
+    return t + z * (1.0 - t) * (1.0 + t) * (e / (e + 1.0))
+
+
+_aten = torch.ops.aten
+
+TABLE = {
+    "identity": Definition(_identity, _identity_derivative, lambda z, w, a, b: z, lambda g, z, w, a, b: g, nn.Identity),
+    "relu": Definition(
+        _relu,
+        _relu_derivative,
+        lambda z, w, a, b: F.relu(z),
+        lambda g, z, w, a, b: _aten.threshold_backward(g, z, 0),
+        nn.ReLU,
+    ),
+    "leaky_relu": Definition(
+        _leaky_relu,
+        _leaky_relu_derivative,
+        lambda z, w, a, b: F.leaky_relu(z, a),
+        lambda g, z, w, a, b: _aten.leaky_relu_backward(g, z, a, False),
+        nn.LeakyReLU,
+        lambda module: (module.negative_slope,),
+    ),
+    "prelu": Definition(
+        _prelu,
+        _prelu_derivative,
+        lambda z, w, a, b: F.prelu(z, w),
+        lambda g, z, w, a, b: _aten._prelu_kernel_backward(g, z, w),
+        nn.PReLU,
+        weight_derivative=_prelu_weight_derivative,
+    ),
+    "elu": Definition(
+        _elu,
+        _elu_derivative,
+        lambda z, w, a, b: F.elu(z, a),
+        lambda g, z, w, a, b: _aten.elu_backward(g, a, 1, 1, False, z),
+        nn.ELU,
+        lambda module: (module.alpha,),
+    ),
+    "silu": Definition(
+        _silu,
+        _silu_derivative,
+        lambda z, w, a, b: F.silu(z),
+        lambda g, z, w, a, b: _aten.silu_backward(g, z),
+        nn.SiLU,
+    ),
+    "gelu": Definition(
+        _gelu,
+        _gelu_derivative,
+        lambda z, w, a, b: F.gelu(z),
+        lambda g, z, w, a, b: _aten.gelu_backward(g, z),
+        nn.GELU,  # with approximate="none"
+    ),
+    "gelu_tanh": Definition(
+        _gelu_tanh,
+        _gelu_tanh_derivative,
+        lambda z, w, a, b: F.gelu(z, approximate="tanh"),
+        lambda g, z, w, a, b: _aten.gelu_backward(g, z, approximate="tanh"),
+        nn.GELU,
+    ),
+    "hardtanh": Definition(
+        _hardtanh,
+        _hardtanh_derivative,
+        lambda z, w, a, b: F.hardtanh(z, a, b),
+        lambda g, z, w, a, b: _aten.hardtanh_backward(g, z, a, b),
+        nn.Hardtanh,
+        lambda module: (module.min_val, module.max_val),
+    ),
+    "mish": Definition(
+        _mish,
+        _mish_derivative,
+        lambda z, w, a, b: F.mish(z),
+        lambda g, z, w, a, b: _aten.mish_backward(g, z),
+        nn.Mish,
+    ),
+}
+
+_NAMES = {definition.module: name for name, definition in reversed(TABLE.items())} | {nn.ReLU6: "hardtanh"}
+"""The name of the activation of each class: "gelu" for nn.GELU, whatever it approximates."""
