@@ -325,6 +325,7 @@ def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):
     package = Path(compilation.__file__).parents[1]
     for side in ("compiled", "host"):
         shutil.copytree(package / side, tmp_path / side, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(package.parent / "activations.py", tmp_path)
     copied = sorted(tmp_path.rglob("*.py"))
     monkeypatch.setattr(compilation.importlib.resources, "files", lambda package: tmp_path)
     hashes = [compilation._hash_of_sources.__wrapped__()]

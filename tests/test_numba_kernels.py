@@ -24,7 +24,7 @@ from kernel_operations import (
 
 from efficient_densenet import DenseBlock, kernels
 from efficient_densenet.engine import choose
-from efficient_densenet.kernels import few_rows, portable
+from efficient_densenet.kernels import activations, few_rows, portable
 from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case, is_valid
 from efficient_densenet.kernels.interface import Conv1x1, StatisticsOutput
 from efficient_densenet.kernels.numba_cpu.host import openmp
@@ -33,8 +33,8 @@ from efficient_densenet.memory import tensor_peak
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, compilation, numba_kernels, gemm, micro_kernel, memory = kernel_modules(
-    "numba_cpu", "operations", "compilation", "kernels", "gemm", "micro_kernel", "memory"
+operations, compilation, numba_kernels, gemm, micro_kernel, memory, vector_math = kernel_modules(
+    "numba_cpu", "operations", "compilation", "kernels", "gemm", "micro_kernel", "memory", "vector_math"
 )
 check = functools.partial(check, operations)
 
@@ -68,6 +68,40 @@ def test_operations_match_portable(operation, shape, channels, width, dtype, set
     results, reference = (OPERATIONS[operation](each, case.in_float64()) for each in (operations, portable))
     for actual, expected in zip(results, reference, strict=True):
         assert_close(actual, expected, 1e-13)
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("setting", [{}, {"frozen": True}, {"centered": True, "overwrite": True}])
+@pytest.mark.parametrize("activation", [name for name in activations.TABLE if name != "relu"])
+def test_operations_with_other_activations_match_portable(activation, setting):
+    for operation in (name for name in OPERATIONS if name.startswith(("conv", "pooled"))):
+        for shape, channels, width in [((2, 5, 13), 5, 48), ((1, 9, 7), 300, 16)]:
+            case = Case(shape, channels, width, activation=activation, **setting)
+            check(operation, case)
+            results, reference = (OPERATIONS[operation](each, case.in_float64()) for each in (operations, portable))
+            for actual, expected in zip(results, reference, strict=True):
+                assert_close(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize(("function", "units"), [("exp", 2), ("erf", 4), ("sigmoid", 4)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_functions_of_activations(function, units, dtype):
+    """Their errors in units of the last place, and their limits."""
+    scalar = getattr(vector_math.functions_for(np.dtype(dtype)), function)
+    values = np.concatenate([np.linspace(-80, 80, 20001), np.linspace(-5, 5, 20001)]).astype(dtype)
+    vectorized = numba.vectorize(lambda x: scalar(x))
+
+    def apply(x):
+        with np.errstate(all="ignore"):
+            return vectorized(x)
+
+    exact = getattr(torch, function)(torch.from_numpy(values).double()).numpy()
+    assert apply(values).dtype == dtype
+    assert (np.abs(apply(values) - exact) <= units * np.finfo(dtype).eps * np.abs(exact) + np.finfo(dtype).tiny).all()
+    assert np.isnan(apply(dtype(math.nan)))
+    lowest, highest = {"exp": (0, 1e38), "erf": (-1, 1), "sigmoid": (0, 1)}[function]
+    assert abs(apply(dtype(-math.inf)) - lowest) <= 2 * np.finfo(dtype).tiny
+    assert apply(dtype(math.inf)) >= highest
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

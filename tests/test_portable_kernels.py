@@ -9,6 +9,7 @@ from kernel_operations import check, check_is_portable
 
 from efficient_densenet import kernels
 from efficient_densenet.kernels import convolution, few_rows, portable, row_tiles
+from efficient_densenet.kernels.activations import RELU
 from efficient_densenet.kernels.comparison import OPERATIONS, Case
 from efficient_densenet.kernels.interface import (
     AffineInput,
@@ -161,7 +162,7 @@ def bottleneck_gradients(kernel_set, case, is_only_consumer=True):
     sums, grad_accum = torch.zeros_like(case.sums), torch.full_like(values, torch.nan)
     accumulator = GradAccumulator(grad_accum, True, True, sums, is_only_consumer)
     arguments = case.grad_output, case.input, case.weight3x3, accumulator, case.shape, 1
-    *grads, grad_values = kernel_set.conv3x3_backward(*arguments)
+    *grads, grad_values, _ = kernel_set.conv3x3_backward(*arguments)
     at_once = grad_values is not None
     if grad_values is None:
         norm = case.norm()

@@ -197,7 +197,7 @@ UNSUPPORTED = {
     ),
     "subclass": (lambda layer: setattr(layer, "__class__", Doubled), "found a layer of class Doubled"),
     "group norm": (_other("norm1", lambda width: nn.GroupNorm(1, width)), "found a GroupNorm inside a layer"),
-    "PReLU": (_other("relu1", lambda _: nn.PReLU()), "found a PReLU inside a layer"),
+    "Tanh": (_other("relu1", lambda _: nn.Tanh()), "found a Tanh inside a layer, which is no activation"),
     "hook": (_hook, "found a hook on, or a new forward of, a Conv2d inside a layer"),
     "hook on the layer": (_hook_on_the_layer, "found a hook on, or a new forward of, a DenseLayer"),
     "parametrization": (_parametrization, "found a .*Conv2d inside a layer|found a parametrization"),

@@ -122,7 +122,7 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
             return _wrong_class(norm, DIMENSIONS[dims].BatchNorm)
     for activation in layer.activations:
         if not is_activation(activation):
-            return _wrong_class(activation, nn.ReLU)
+            return f"found a {type(activation).__name__} inside a layer, which is no activation of the shared engine"
     for i, norm in enumerate(layer.norms):
         reason = _wrong_weight(layer.activation(i), norm)
         if reason is not None:
@@ -372,12 +372,9 @@ def _is_norm_of(norm: Norm, dims: int) -> bool:
 def _wrong_weight(activation: nn.Module | None, norm: Norm) -> str | None:
     """Why the weight of a PReLU does not fit the norm before it, or None."""
     weight = getattr(activation, "weight", None)
-    if weight is None or (weight.numel() in (1, num_channels(norm)) and weight.dtype == norm.weight.dtype):
+    if weight is None or weight.numel() in (1, num_channels(norm)):
         return None
-    return (
-        f"found a PReLU of {weight.numel()} weights in {weight.dtype} after a norm of {num_channels(norm)} channels in "
-        f"{norm.weight.dtype}"
-    )
+    return f"found a PReLU of {weight.numel()} weights after a norm of {num_channels(norm)} channels"
 
 
 def _missing_tensors(norm: Norm) -> str | None:

@@ -53,7 +53,8 @@ class _Arguments:
 class Case(_Arguments):
     """Random arguments for every operation. Each matrix is a slice of the channels of one that is wider by `padding`.
 
-    An `activation` has a name in `activations.TABLE`. `centered` values have no mean to subtract, and so has a centered bottleneck, which is by default as the values.
+    `activation` is a name in `activations.TABLE`. `centered` values have no mean to subtract, and so has a centered
+    bottleneck, which is by default as the values.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The shared engine's kernels in plain PyTorch, for any device: the reference implementation. Read it first.
 
 A batch norm and its activation f are applied on the fly, y = f(z) with z = scale · x + shift, to the pixel matrix x of
-shape (pixels, channels), which is a view of images in channels_last memory. The activation y is never stored in full: it is
-computed for a tile of rows at a time, in scratch memory that stays in the processor's cache, and used there by the
-convolution. The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
+shape (pixels, channels), which is a view of images in channels_last memory. y is never stored in full: it is computed
+for a tile of rows at a time, in scratch memory that stays in the processor's cache, and used there by the convolution.
+The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
 
 1. g = the gradient of y: grad_output @ weight for a 1×1 convolution, `convolution_backward` for a larger one
 2. g *= f'(z), for which z is computed again; a ReLU takes y: g = 0 where y ≤ 0
@@ -47,8 +47,8 @@ from .stem import (  # noqa: F401 (the stem's operations in this set)
 needs_sums = True
 
 Sums = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
-"""grad_weight of a convolution and of an activation, None where there is none; Σ grad and Σ grad · values over the rows,
-(channels,) each. grad is the gradient of the norm's output."""
+"""grad_weight of a convolution and of an activation, None where there is none; Σ grad and Σ grad · values over the
+rows, (channels,) each. grad is the gradient of the norm's output."""
 
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 

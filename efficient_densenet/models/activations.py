@@ -28,5 +28,5 @@ def activation_maker(activation: str | MakeActivation) -> MakeActivation:
     """The function that makes the activations of a model, from a name or the function itself."""
     if not isinstance(activation, str) and callable(activation):
         return activation
-    check_choice("activation", activation, _NAMED)
+    check_choice("activation", activation, tuple(_NAMED))
     return _NAMED[activation]

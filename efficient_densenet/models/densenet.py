@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_between, check_choice, check_integer
@@ -129,7 +128,7 @@ class DenseNet(DenseModel):
         return x if pre_logits else self.classifier(x)
 
     def _rectified_features(self, x: Tensor) -> Tensor:
-        # It is not in place: a backward hook on the last norm (Grad-CAM) makes its output a view that must not be written.
+        # Not in place: a backward hook on the last norm (Grad-CAM) makes its output a view that must not be written.
         return self.features.last_activation(self.features(x))
 
     @property

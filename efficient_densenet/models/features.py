@@ -134,7 +134,7 @@ def _stem(
 
 def _not_in_place(activation: nn.Module) -> nn.Module:
     if hasattr(activation, "inplace"):
-        activation.inplace = False
+        vars(activation)["inplace"] = False
     return activation
 
 

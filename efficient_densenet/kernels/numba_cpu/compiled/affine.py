@@ -1,5 +1,6 @@
-"""Affine maps on a tile of rows: a batch norm and its ReLU before a convolution, and a batch norm's backward."""
+"""Affine maps on a tile of rows: a batch norm and its activation before a convolution, and a batch norm's backward."""
 
+from .activations import ROW, apply_formula, normalized_row, row_buffer
 from .intrinsics import compiled
 from .memory import elements, pad_cells, prefetch_row, row_of, stride_of
 from .threads import partition
@@ -42,9 +43,33 @@ def batch_norm_grad_vectors(grad, thread, threads, zero):
 
 
 @compiled
-def affine_relu(input, start, stop, activation, operand, zero):
-    """activation = relu(scale · values + shift) of rows start to stop, (rows, channels) operands with a padded
-    stride."""
+def affine_activation(input, start, stop, activation, operand, zero):
+    """activation = f(scale · values + shift) of rows start to stop, (rows, channels) operands with a padded stride."""
+    if input.activation.formula:
+        _affine_formula(input, start, stop, activation, operand, zero)
+    else:
+        _affine_relu(input, start, stop, activation, operand, zero)
+    channels = input.channels
+    pad_cells(activation, stop - start, stride_of(channels, operand), channels, operand, zero)
+
+
+@compiled
+def _affine_formula(input, start, stop, activation, operand, zero):
+    channels, buffer = input.channels, row_buffer(zero)
+    stride = stride_of(channels, operand)
+    for row in range(start, stop):
+        prefetch_row(input.values, row, channels)
+        for left in range(0, channels, ROW):
+            width = min(ROW, channels - left)
+            y = normalized_row(input, row, left, width, buffer, zero)
+            apply_formula(input.activation.formula, input.activation, left, width, buffer, zero)
+            output = elements(activation, (row - start) * stride + left, width, operand)
+            for j in range(width):
+                output[j] = y[j]
+
+
+@compiled
+def _affine_relu(input, start, stop, activation, operand, zero):
     channels = input.channels
     stride = stride_of(channels, operand)
     scale, shift = elements(input.scale, 0, channels, zero), elements(input.shift, 0, channels, zero)
@@ -55,7 +80,6 @@ def affine_relu(input, start, stop, activation, operand, zero):
         for j in range(channels):
             x = values[j] * scale[j] + shift[j]
             output[j] = x if not x <= zero else zero  # NaN stays NaN
-    pad_cells(activation, stop - start, stride, channels, operand, zero)
 
 
 @compiled

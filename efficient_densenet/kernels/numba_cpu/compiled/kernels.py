@@ -12,13 +12,15 @@ from ..host import arguments
 from ..host.compilation import compile_kernel, kernel
 from .accumulation import (
     accumulate_affine_grad,
-    accumulate_pooled_relu_grad,
-    accumulate_relu_grad,
+    accumulate_grad,
+    accumulate_pooled_grad,
     clear_sums,
+    clear_weight_sums,
     reduce_sums,
+    reduce_weight_sums,
     sum_run,
 )
-from .affine import affine_relu, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
+from .affine import affine_activation, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
 from .convolution import (
     add_grad_weight,
     clear_grad_weight,
@@ -32,7 +34,7 @@ from .gemm import gemm, pack_weight
 from .im2col import col2im, im2col
 from .intrinsics import compiled
 from .memory import buffer_stride_of, convert, copy, offset, pad_cells, stride_of
-from .pooling import pooled_affine_relu
+from .pooling import pooled_affine_activation
 from .statistics import clear_statistics, reduce_statistics, update_statistics
 from .threads import barrier, partition, this_thread
 
@@ -81,9 +83,9 @@ def affine_backward(record):
 
 @kernel(arguments.Conv1x1ForwardArguments)
 def conv1x1_forward(record):
-    """output (pixels, out_channels) = relu(scale · values + shift) @ weight.T, and optionally its statistics.
+    """output (pixels, out_channels) = f(scale · values + shift) @ weight.T, and optionally its statistics.
 
-    The affine map and ReLU are the product's prologue, the statistics its epilogue, a tile at a time.
+    The affine map and the activation f are the product's prologue, the statistics its epilogue, a tile at a time.
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
@@ -98,7 +100,7 @@ def conv1x1_forward(record):
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        affine_relu(conv.input, start, stop, activation, conv.weight.operand, zero)
+        affine_activation(conv.input, start, stop, activation, conv.weight.operand, zero)
         conv1x1_product(conv, start, stop, activation, product, zero)
         if args.statistics.channels:
             update_statistics(args.statistics, conv.output, thread, start, stop)
@@ -108,7 +110,7 @@ def conv1x1_forward(record):
 
 @kernel(arguments.PooledConv1x1ForwardArguments)
 def pooled_conv1x1_forward(record):
-    """output (pooled pixels, out_channels) = average_pool(relu(scale · values + shift)) @ weight.T."""
+    """output (pooled pixels, out_channels) = average_pool(f(scale · values + shift)) @ weight.T."""
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
@@ -121,13 +123,13 @@ def pooled_conv1x1_forward(record):
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
+        pooled_affine_activation(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
         conv1x1_product(conv, start, stop, activation, product, zero)
 
 
 @kernel(arguments.Conv3x3ForwardArguments)
 def conv3x3_forward(record):
-    """output (pixels, out_channels) = conv3x3(relu(scale · values + shift)), and optionally its statistics.
+    """output (pixels, out_channels) = conv3x3(f(scale · values + shift)), and optionally its statistics.
 
     The products (pixels, taps · out_channels) run `halo` rows ahead of the outputs that col2im sums from them; the last
     products are kept for the next tile. A thread computes the halo around its rows itself.
@@ -155,7 +157,7 @@ def conv3x3_forward(record):
         end = min(args.rows, stop + halo)
         while done < end:
             rows, output = min(tile, end - done), offset(products, (done - origin) * columns, zero)
-            affine_relu(conv.input, done, done + rows, activation, conv.weight.operand, zero)
+            affine_activation(conv.input, done, done + rows, activation, conv.weight.operand, zero)
             conv3x3_product(conv.weight, rows, activation, output, columns, zero)
             done += rows
         width = conv.weight.out_channels
@@ -170,8 +172,8 @@ def conv3x3_forward(record):
 def conv1x1_backward(record):
     """The backward of a bottleneck's batch norm and of the 1×1 convolution before it.
 
-    grad = grad_input of `batch_norm_grad_input` (pixels, out_channels), grad_weight = grad.T @ relu(scale · values +
-    shift) and grad_accum += grad_scale · relu'(scale · values + shift) · (grad @ weight). While the tile is in cache,
+    grad = grad_input of `batch_norm_grad_input` (pixels, out_channels), grad_weight = grad.T @ f(scale · values +
+    shift) and grad_accum += grad_scale · f'(scale · values + shift) · (grad @ weight). While the tile is in cache,
     `next_bottleneck` is computed too; its output may overwrite the values from which grad is computed.
     """
     args = carray(record, 1)[0]
@@ -183,6 +185,7 @@ def conv1x1_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
+    clear_weight_sums(conv, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     if following.output.data:
@@ -194,15 +197,16 @@ def conv1x1_backward(record):
         batch_norm_grad_rows(args.grad_output, start, stop, grad, stride, conv.weight.operand, zero)
         pad_cells(grad, stop - start, stride, args.grad_output.channels, conv.weight.operand, zero)
         if conv.grad_weight.result:
-            affine_relu(conv.input, start, stop, activation, conv.weight.operand, zero)
+            affine_activation(conv.input, start, stop, activation, conv.weight.operand, zero)
             add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
-        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero, zero)
+        accumulate_grad(conv, thread, start, stop, activation, grad_stride, zero)
         if following.output.data:
-            affine_relu(following.input, start, stop, activation, following.weight.operand, zero)
+            affine_activation(following.input, start, stop, activation, following.weight.operand, zero)
             conv1x1_product(following, start, stop, activation, grad, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
+    reduce_weight_sums(conv, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
@@ -211,8 +215,8 @@ def conv1x1_backward(record):
 def conv3x3_backward(record):
     """The gradient of a 3×3 convolution's weight and input, from grad_output (pixels, out_channels).
 
-    With columns = im2col(grad_output), (pixels, taps · out_channels): grad_weight = columns.T @ relu(scale · values +
-    shift), its taps in reverse, and grad_accum += grad_scale · relu'(…) · (columns @ transposed weight).
+    With columns = im2col(grad_output), (pixels, taps · out_channels): grad_weight = columns.T @ f(scale · values +
+    shift), its taps in reverse, and grad_accum += grad_scale · f'(…) · (columns @ transposed weight).
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
@@ -222,6 +226,7 @@ def conv3x3_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
+    clear_weight_sums(conv, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
@@ -230,12 +235,13 @@ def conv3x3_backward(record):
         width, operand = conv.weight.out_channels, conv.weight.operand
         im2col(args.images, args.dilation, args.grad_output, width, start, stop, columns, stride, operand, zero)
         if conv.grad_weight.result:
-            affine_relu(conv.input, start, stop, activation, conv.weight.operand, zero)
+            affine_activation(conv.input, start, stop, activation, conv.weight.operand, zero)
             add_grad_weight(conv, thread, args.tile, stop - start, activation, columns, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, columns, stride, activation, zero)
-        accumulate_relu_grad(conv, conv.gradients, sum_run(1), thread, start, stop, activation, grad_stride, zero, zero)
+        accumulate_grad(conv, thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
+    reduce_weight_sums(conv, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
@@ -245,7 +251,7 @@ def pooled_conv1x1_backward(record):
     """The gradient of a pooled 1×1 convolution's weight and input, from grad_output (pooled pixels, out_channels).
 
     The weight is divided by the number of pixels in a window. The gradient of each pixel is grad @ weight: grad_accum
-    += grad_scale · relu'(scale · values + shift) · (grad @ weight). grad_weight = grad.T @ average_pool(relu(…)).
+    += grad_scale · f'(scale · values + shift) · (grad @ weight). grad_weight = grad.T @ average_pool(f(…)).
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
@@ -256,6 +262,7 @@ def pooled_conv1x1_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
+    clear_weight_sums(conv, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
@@ -267,13 +274,13 @@ def pooled_conv1x1_backward(record):
             convert(given, args.grad_output.element, offset(grad, (row - start) * stride, operand), operand, width)
         pad_cells(grad, stop - start, stride, width, operand, zero)
         if conv.grad_weight.result:
-            pooled_affine_relu(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
+            pooled_affine_activation(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
             add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
-        rows, run = stop - start, sum_run(args.window)
-        grad_stride = grad_activation(conv.weight, rows, grad, stride, activation, zero)
-        accumulate_pooled_relu_grad(args, conv.gradients, run, thread, start, stop, activation, grad_stride, zero, zero)
+        grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
+        accumulate_pooled_grad(args, thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
+    reduce_weight_sums(conv, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 

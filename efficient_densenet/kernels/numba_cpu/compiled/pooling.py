@@ -1,5 +1,6 @@
 """Average pooling of 2×2 pixels (2 or 2×2×2 in other dimensions) on a tile of output rows."""
 
+from .activations import ROW, apply_formula, normalized_row, row_buffer
 from .intrinsics import compiled
 from .memory import convert, elements, is_narrow, offset, pad_cells, row_of, stride_of
 
@@ -15,8 +16,8 @@ def first_pixel(row, images):
 
 
 @compiled
-def pooled_affine_relu(input, images, window, start, stop, activation, buffer, operand, zero):
-    """activation = average of relu(scale · values + shift) over each window, (rows, channels) operands with a padded
+def pooled_affine_activation(input, images, window, start, stop, activation, buffer, operand, zero):
+    """activation = average of f(scale · values + shift) over each window, (rows, channels) operands with a padded
     stride. If operands are narrow, a row is summed in `buffer`."""
     channels = input.channels
     scale, shift = elements(input.scale, 0, channels, zero), elements(input.shift, 0, channels, zero)
@@ -31,10 +32,25 @@ def pooled_affine_relu(input, images, window, start, stop, activation, buffer, o
             for k in range(images.has_height + 1):
                 for pixel in range(2):
                     pixel += first + (i * images.height + k) * images.width
-                    values = row_of(input.values, pixel, 0, channels)
-                    for j in range(channels):
-                        x = values[j] * scale[j] + shift[j]
-                        output[j] += x * fraction if not x <= zero else zero
+                    if input.activation.formula:
+                        _add_formula(input, pixel, channels, output, fraction, zero)
+                    else:
+                        values = row_of(input.values, pixel, 0, channels)
+                        for j in range(channels):
+                            x = values[j] * scale[j] + shift[j]
+                            output[j] += x * fraction if not x <= zero else zero
         if is_narrow(operand, zero):
             convert(sums, zero, place, operand, channels)
     pad_cells(activation, stop - start, stride, channels, operand, zero)
+
+
+@compiled
+def _add_formula(input, row, channels, output, fraction, zero):
+    """output += fraction · f(scale · values + shift) of one pixel."""
+    buffer = row_buffer(zero)
+    for left in range(0, channels, ROW):
+        width = min(ROW, channels - left)
+        y = normalized_row(input, row, left, width, buffer, zero)
+        apply_formula(input.activation.formula, input.activation, left, width, buffer, zero)
+        for j in range(width):
+            output[left + j] += y[j] * fraction

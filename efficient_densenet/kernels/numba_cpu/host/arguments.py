@@ -93,8 +93,19 @@ class Norm:
         return *parameters, norm.inv_std.contiguous(), mean
 
 
+class ActivationRecord:
+    """Addresses of the subroutines with the activation's formulas, of its weight (channels,) and of its two constants,
+    all in the dtype of the arithmetic. It is absent for a ReLU."""
+
+    formula: Address
+    derivative: Address
+    weight_derivative: Address | None
+    weight: Address | None
+    constants: Address
+
+
 class AffineInputRecord:
-    """relu(scale · values + shift) of values (pixels, channels). The kernel computes scale and shift, (channels,) each,
+    """f(scale · values + shift) of values (pixels, channels). The kernel computes scale and shift, (channels,) each,
     into scratch."""
 
     values: Matrix
@@ -102,13 +113,15 @@ class AffineInputRecord:
     norm: Norm
     scale: Address
     shift: Address
+    activation: ActivationRecord | None
 
     @staticmethod
-    def of(input: interface.AffineInput, vectors: Address) -> Fields:
+    def of(input: interface.AffineInput, vectors: Address, activation: Fields) -> Fields:
         """`vectors` is the address of scratch for scale and shift."""
         values, norm, *_ = input
         channels = values.shape[1]
-        return *Matrix.of(values), channels, *Norm.of(norm), vectors, vectors + channels * norm.inv_std.itemsize
+        scratch = vectors, vectors + channels * norm.inv_std.itemsize
+        return *Matrix.of(values), channels, *Norm.of(norm), *scratch, *activation
 
 
 class PackedWeight:
@@ -169,6 +182,14 @@ class NormGradients:
 
 class GradWeight:
     """grad_weight, and each thread's split-K partial sums of its transpose (threads, in_channels, padded columns)."""
+
+    partials: Address
+    result: Address
+
+
+class WeightSums:
+    """The gradient of the activation's weight (channels,), and each thread's partial sums (threads, channels) in
+    float64."""
 
     partials: Address
     result: Address
@@ -235,13 +256,15 @@ class Images:
 
 
 class ConvBackward:
-    """The arguments of the backward of every convolution. `grad_weight` is absent where it is not needed."""
+    """The arguments of the backward of every convolution. `grad_weight` is absent where it is not needed, and
+    `activation_weight` where the activation has no weight."""
 
     input: AffineInputRecord
     weight: PackedWeight
     accumulator: GradAccumulatorRecord
     gradients: NormGradients
     grad_weight: GradWeight | None
+    activation_weight: WeightSums | None
 
 
 class BatchStatisticsArguments:

@@ -26,7 +26,7 @@ from numba.core.registry import cpu_target
 from numba.core.typing.ctypes_utils import to_ctypes
 from numba.core.typing.templates import Signature
 
-from ... import disk_cache
+from ... import activations, disk_cache
 from ..compiled.intrinsics import COMPILE_OPTIONS
 from .processor import features
 from .records import packer, record_dtype
@@ -153,9 +153,11 @@ def _target() -> Any:
 
 @functools.cache
 def _hash_of_sources() -> str:
-    """A hash of all files in both folders: a kernel calls functions from many files, on records that the host packs."""
+    """A hash of all files in both folders, and of activations' formulas: a kernel calls functions from many files, on
+    records that the host packs."""
     package = importlib.resources.files(__name__.rpartition(".host.")[0])
     files = [(side, file) for side in ("compiled", "host") for file in (package / side).iterdir()]
+    files.append(("", importlib.resources.files(activations.__package__) / "activations.py"))
     sources = sorted((side, file.name, file.read_bytes()) for side, file in files if file.name.endswith(".py"))
     return hashlib.sha256(repr(sources).encode()).hexdigest()
 

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...._tensors import as_dtype
 from ... import portable, scratch
-from ...activations import Activation
+from ...activations import TABLE, Activation
 from ...interface import (
     AffineInput,
     BatchNormAffine,
@@ -27,6 +28,7 @@ from ...interface import (
 )
 from ...portable import halved
 from ..compiled import kernels
+from ..compiled.activations import FORMULAS, compiled_formula
 from . import arguments, tiling
 from .arguments import Fields
 from .compilation import ARITHMETIC
@@ -133,6 +135,7 @@ def conv1x1_backward(
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
+    settings = *settings, input.activation.weight is not None
     tiles, grads = tiling.for_backward(*_limits(), *settings), _new_gradients(input, accumulator, weight)
     memory = _scratch(tiles, weight)
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
@@ -195,7 +198,8 @@ def conv3x3_backward(
     if not _supported(input, weight):
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
     rows, grads = input.values.shape[0], _new_gradients(input, accumulator, weight)
-    tiles = tiling.for_backward(*_limits(), rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight)
+    settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight
+    tiles = tiling.for_backward(*_limits(), *settings, has_weight_sums=input.activation.weight is not None)
     memory = _scratch(tiles, weight)
     record = (
         *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
@@ -237,7 +241,8 @@ def pooled_conv1x1_backward(
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
     rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window
-    tiles, grads = tiling.for_backward(*_limits(), *settings), _new_gradients(input, accumulator, weight)
+    tiles = tiling.for_backward(*_limits(), *settings, has_weight_sums=input.activation.weight is not None)
+    grads = _new_gradients(input, accumulator, weight)
     memory = _scratch(tiles, weight)
     record = (
         *(
@@ -262,12 +267,7 @@ def _supported(input: AffineInput, weight: Tensor) -> bool:
     The gradient of a single channel is a product with a vector, for which PyTorch's routine is more accurate.
     """
     one_dtype = weight.dtype == input.values.dtype and _has_arithmetic(input, weight.dtype)
-    return (
-        input.activation.is_relu
-        and one_dtype
-        and weight.numel() * input.dtype.itemsize <= WEIGHT_BYTES
-        and weight.shape[1] > 1
-    )
+    return one_dtype and weight.numel() * input.dtype.itemsize <= WEIGHT_BYTES and weight.shape[1] > 1
 
 
 def _has_arithmetic(input: AffineInput, dtype: torch.dtype) -> bool:
@@ -303,24 +303,26 @@ def _scratch(tiles: Tiles, like: Tensor) -> Tensor:
 def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Tensor | None = None) -> Gradients:
     """Uninitialized gradients; the convolution's grad_weight is in the dtype of the arithmetic, as in portable."""
     norm_weight, norm_bias = torch.empty_like(input.norm.inv_std), torch.empty_like(input.norm.inv_std)
-    if weight is None or not accumulator.needs_grad_weight:
+    if weight is None:
         return Gradients(norm_weight, norm_bias)
-    dtype = ARITHMETIC[weight.dtype]
-    conv_weight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-    return Gradients(norm_weight, norm_bias, conv_weight)
+    conv_weight, dtype = None, ARITHMETIC[weight.dtype]
+    if accumulator.needs_grad_weight:
+        conv_weight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    activation_weight = None if input.activation.weight is None else torch.empty_like(norm_bias)
+    return Gradients(norm_weight, norm_bias, conv_weight, activation_weight=activation_weight)
 
 
 def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tiles) -> Fields:
     if statistics is None:
         return absent(arguments.Statistics)
     matrix, eps = statistics.matrix, statistics.eps
-    return memory.data_ptr() + tiles.partials, *arguments.Matrix.output(matrix), matrix.shape[1], _float64(eps)[0]
+    return memory.data_ptr() + tiles.partials, *arguments.Matrix.output(matrix), matrix.shape[1], _numbers((eps,))[0]
 
 
 @functools.cache
-def _float64(number: float) -> tuple[int, np.ndarray]:
-    """The address from which a kernel reads a floating-point number, and the array there, which must be kept alive."""
-    memory = np.array([number], np.float64)  # float64 even for an integer
+def _numbers(numbers: tuple[float, ...], dtype: torch.dtype = torch.float64) -> tuple[int, np.ndarray]:
+    """The address from which a kernel reads floating-point numbers, and the array there, which must be kept alive."""
+    memory = np.array(numbers, str(dtype).removeprefix("torch."))
     return memory.ctypes.data, memory
 
 
@@ -330,7 +332,7 @@ def _conv(
     start = memory.data_ptr()
     vectors, panels = (tiles.next_vectors, tiles.next_panels) if is_next else (tiles.vectors, tiles.panels)
     return (
-        *arguments.AffineInputRecord.of(input, start + vectors),
+        *arguments.AffineInputRecord.of(input, start + vectors, _activation(input, weight.dtype)),
         *arguments.PackedWeight.of(weight, start + panels, False, gemm_address(weight)),
         *arguments.Matrix.output(output),
     )
@@ -346,9 +348,33 @@ def _conv_backward(
 ) -> Fields:
     start, grad_weight = memory.data_ptr(), grads.conv_weight
     return (
-        *arguments.AffineInputRecord.of(input, start + tiles.vectors),
+        *arguments.AffineInputRecord.of(input, start + tiles.vectors, _activation(input, weight.dtype)),
         *arguments.PackedWeight.of(weight, start + tiles.panels, True, gemm_address(weight)),
         *arguments.GradAccumulatorRecord.of(accumulator, input.norm, start + tiles.vectors),
         *arguments.NormGradients.of(grads, accumulator.sums, input.norm, start + tiles.partials),
         *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
+        *_weight_sums(input, grads, start + tiles.partials, tiles),
     )
+
+
+def _weight_sums(input: AffineInput, grads: Gradients, partials: int, tiles: Tiles) -> Fields:
+    """Their partials come after the two sums for the norm."""
+    if grads.activation_weight is None:
+        return absent(arguments.WeightSums)
+    return partials + 2 * 8 * tiles.threads * input.values.shape[1], grads.activation_weight
+
+
+def _activation(input: AffineInput, dtype: torch.dtype) -> Fields:
+    activation = input.activation
+    if activation.is_relu or input.values.is_meta:
+        return absent(arguments.ActivationRecord)
+    weight = 0 if activation.weight is None else as_dtype(activation.weight, input.dtype).contiguous()
+    return *_formulas(activation.spec.name, dtype), weight, _numbers(activation.spec[1:], input.dtype)[0]
+
+
+@functools.cache
+def _formulas(name: str, dtype: torch.dtype) -> Fields:
+    """The addresses of the activation's formula, its derivative and the derivative by its weight, if it has one."""
+    formulas = [each for each in FORMULAS if getattr(TABLE[name], each) is not None]
+    addresses = [compiled_formula(name, each, dtype).address for each in formulas]
+    return *addresses, *(0,) * (len(FORMULAS) - len(formulas))

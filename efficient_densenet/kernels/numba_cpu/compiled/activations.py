@@ -1,0 +1,64 @@
+"""The activations of `activations.TABLE` on a row of channels, in place, as subroutines that kernels call by address.
+
+Kernels are thus compiled once for all activations, and an activation when it is first used. They have a ReLU of their
+own, for which they call nothing.
+"""
+
+import functools
+
+import numpy as np
+import torch
+
+from ...activations import TABLE, bound
+from ..host.compilation import ARITHMETIC, CompiledKernel, Kernel, compile_kernel, subroutine
+from .intrinsics import call_subroutine, inlined, stack_bytes
+from .memory import elements, offset, row_of
+from .vector_math import functions_for, in_dtype
+
+ROW = 256
+"""The most channels of a row that are computed at once, on the stack."""
+
+FORMULAS = "formula", "derivative", "weight_derivative"
+"""The subroutines of an activation; the last is for its weight."""
+
+row_buffer = stack_bytes(ROW * 8)
+
+
+@functools.cache
+def compiled_formula(name: str, formula: str, dtype: torch.dtype) -> CompiledKernel:
+    """One of `FORMULAS` of the activation, for matrices of this dtype."""
+    return compile_kernel(_subroutine(name, formula, ARITHMETIC[dtype]), ARITHMETIC[dtype])
+
+
+@functools.cache
+def _subroutine(name: str, formula: str, dtype: torch.dtype) -> Kernel:
+    numpy_dtype, definition = np.dtype(str(dtype).removeprefix("torch.")), TABLE[name]
+    function = in_dtype(bound(getattr(definition, formula), functions_for(numpy_dtype)), numpy_dtype)
+    has_weight = definition.weight_derivative is not None
+
+    def apply(row, count, weight, constants, zero):
+        """row = formula(row) of `count` channels."""
+        values, weights = elements(row, 0, count, zero), elements(weight, 0, count, zero)
+        a, b = elements(constants, 0, 1, zero)[0], elements(constants, 1, 1, zero)[0]
+        for j in range(count):
+            values[j] = function(values[j], weights[j] if has_weight else zero, a, b)
+
+    apply.__name__ = apply.__qualname__ = f"{name}_{formula}"
+    return subroutine(integers=4)(apply)
+
+
+@inlined
+def normalized_row(input, row, left, width, buffer, zero):
+    """z = scale · values + shift of `width` channels from `left` on, in the buffer, whose elements are returned."""
+    values, z = row_of(input.values, row, left, width), elements(buffer, 0, width, zero)
+    scale, shift = elements(input.scale, left, width, zero), elements(input.shift, left, width, zero)
+    for j in range(width):
+        z[j] = values[j] * scale[j] + shift[j]
+    return z
+
+
+@inlined
+def apply_formula(formula, activation, left, width, buffer, zero):
+    """Apply a formula of the activation, its address, to the buffer."""
+    weight = offset(activation.weight, left, zero)
+    call_subroutine(formula, (buffer, width, weight, activation.constants, zero))

@@ -1,0 +1,106 @@
+"""exp, erf, sigmoid and where for the formulas of `activations`, which LLVM can vectorize: it cannot vectorize calls.
+
+Numba takes Python's constants as float64, and an operation of float32 and float64 as float64. So functions are made for
+a dtype, with their constants in it.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .intrinsics import compiled
+
+
+def in_dtype(function: Callable[..., Any], dtype: np.dtype, **functions: Any) -> Callable[..., Any]:
+    """The function with its constants in the dtype, and with other global variables."""
+    assert isinstance(function, FunctionType)
+    constants = tuple(dtype.type(each) if isinstance(each, float) else each for each in function.__code__.co_consts)
+    code = function.__code__.replace(co_consts=constants)
+    return compiled(FunctionType(code, function.__globals__ | functions, function.__name__))
+
+
+@functools.cache
+def functions_for(dtype: np.dtype) -> ModuleType:
+    """A module of the functions for a dtype: Numba looks up functions in modules only."""
+    functions: Any = ModuleType("vector_math")
+    is_single = dtype == np.float32
+    functions.where = compiled(_where)
+    functions.exp = in_dtype(_exp_of_float32 if is_single else _exp_of_float64, dtype)
+    functions.erf = in_dtype(_erf_of_float32, dtype, exp=functions.exp) if is_single else compiled(_erf_of_float64)
+    functions.sigmoid = in_dtype(_sigmoid, dtype, exp=functions.exp)
+    return functions
+
+
+@intrinsic
+def power_of_two(typingctx, exponent):
+    """2 to the power of an integer in a floating-point number, which must be normal: its bits are put together."""
+    bits, mantissa, bias = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}[exponent]
+
+    def codegen(context, builder, signature, args):
+        integer = ir.IntType(bits)
+        biased = builder.add(builder.fptosi(args[0], integer), integer(bias))
+        return builder.bitcast(builder.shl(biased, integer(mantissa)), args[0].type)
+
+    return exponent(exponent), codegen
+
+
+def _where(condition, x, y):
+    return x if condition else y
+
+
+def _sigmoid(x):
+    return 1.0 / (1.0 + exp(-x))  # noqa: F821 (`functions_for` binds it)
+
+
+def _exp_of_float32(x):
+    """exp(r) · 2ⁿ with |r| ≤ ln(2) / 2, and Taylor's polynomial for exp(r). Large x give 2.4e38 and small ones 1.2e-38,
+    where exp is infinite, zero or denormal; NaN stays NaN."""
+    x = -87.3 if x < -87.3 else x
+    x = 88.3 if x > 88.3 else x
+    n = (x * 1.44269504 + 12582912.0) - 12582912.0  # 1.5 · 2²³: the sum is rounded to an integer
+    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    p = 1.0 / 720.0 + r * (1.0 / 5040.0)
+    p = 1.0 / 24.0 + r * (1.0 / 120.0 + r * p)
+    p = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * p)))
+    return p * power_of_two(n)
+
+
+def _exp_of_float64(x):
+    """As `_exp_of_float32`."""
+    x = -708.0 if x < -708.0 else x
+    x = 709.0 if x > 709.0 else x
+    n = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0  # 1.5 · 2⁵²
+    r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6
+    p = 1.0 / 479001600.0 + r * (1.0 / 6227020800.0)
+    p = 1.0 / 3628800.0 + r * (1.0 / 39916800.0 + r * p)
+    p = 1.0 / 40320.0 + r * (1.0 / 362880.0 + r * p)
+    p = 1.0 / 720.0 + r * (1.0 / 5040.0 + r * p)
+    p = 1.0 / 24.0 + r * (1.0 / 120.0 + r * p)
+    p = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * p)))
+    return p * power_of_two(n)
+
+
+def _erf_of_float32(x):
+    """x · P(x²) for |x| < 1, else ±(1 − exp(−x²) · Q(1 / (1 + |x| / 2))): polynomials fitted to erf(x) / x and to
+    exp(x²) · erfc(x) for |x| ≤ 4, beyond which erf is ±1 in float32."""
+    y = abs(x)
+    y = 4.0 if y > 4.0 else y
+    s, t = y * y, 1.0 / (1.0 + 0.5 * y)
+    p = 0.005220922 + s * (-0.00084831769 + s * (0.00011263541 + s * -9.6701478e-06))
+    p = 1.12837923 + s * (-0.376126379 + s * (0.112837806 + s * (-0.0268653687 + s * p)))
+    q = -0.10694798 + t * (0.56731367 + t * (-0.47389007 + t * 0.12010629))
+    q = -0.00015916962 + t * (0.28498706 + t * (0.25921682 + t * (0.34943205 + t * q)))
+    far = 1.0 if y > 1.0 else 0.0  # multiplied: LLVM would make a branch of a choice, and not vectorize it
+    sign = -1.0 if x < 0.0 else 1.0
+    return sign * (far * (1.0 - exp(-s) * q) + (1.0 - far) * (y * p))  # noqa: F821 (`functions_for` binds it)
+
+
+def _erf_of_float64(x):
+    return math.erf(x)

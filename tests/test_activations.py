@@ -1,0 +1,156 @@
+"""Activations other than ReLU: their formulas, and models that have them, in every engine and set of kernels."""
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_close, assert_same_buffers, assert_same_step, freeze_norms, random_images, small_model
+from torch import nn
+
+from efficient_densenet import DenseNet, kernels, memory
+from efficient_densenet.kernels.activations import TABLE, ActivationSpec, spec_of
+
+MODULES = {
+    "identity": nn.Identity,
+    "relu": nn.ReLU,
+    "leaky_relu": lambda: nn.LeakyReLU(0.2),
+    "prelu": nn.PReLU,
+    "elu": lambda: nn.ELU(0.7),
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+    "hardtanh": nn.ReLU6,
+    "mish": nn.Mish,
+}
+NAMES = ["relu", "relu6", "leaky_relu", "prelu", "elu", "silu", "gelu", "mish"]
+OTHERS = [name for name in MODULES if name != "relu"]
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)  # for the scalars in formulas
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", TABLE)
+def test_formulas_are_pytorchs_functions_and_their_derivatives(name):
+    module, definition = MODULES[name](), TABLE[name]
+    weight = torch.tensor([0.3, -0.2, 1.5], requires_grad=True) if name == "prelu" else None
+    z = torch.linspace(-30, 30, 30000).view(-1, 3).requires_grad_()
+    spec, grad = spec_of(module), torch.randn(10000, 3)
+    assert spec.name == name
+    y = module(z) if weight is None else torch.nn.functional.prelu(z, weight)
+    constants = spec.a, spec.b
+    assert_close(definition.formula(z, weight, *constants), y, 1e-13)
+    assert_close(definition.function(z, weight, *constants), y, 0)
+    grad_z, *grad_weight = torch.autograd.grad(y, [z, *([] if weight is None else [weight])], grad)
+    assert_close(grad * definition.derivative(z, weight, *constants), grad_z, 1e-13)
+    grads = definition.backward(grad, z.detach(), weight, *constants)
+    for result, expected in zip(grads if weight is not None else [grads], [grad_z, *grad_weight], strict=True):
+        assert_close(result if result.shape == expected.shape else result.sum(0), expected, 1e-12)
+    if grad_weight:
+        assert_close((grad * definition.weight_derivative(z, weight, *constants)).sum(0), grad_weight[0], 1e-12)
+
+
+def test_settings_are_read_from_modules_of_exactly_pytorchs_classes():
+    assert spec_of(nn.LeakyReLU(0.3)) == ActivationSpec("leaky_relu", 0.3)
+    assert spec_of(nn.ReLU6()) == spec_of(nn.Hardtanh(0, 6)) == ActivationSpec("hardtanh", 0, 6)
+    assert spec_of(type("Mish", (nn.Mish,), {})()) is None
+    assert spec_of(nn.Tanh()) is None
+
+
+@pytest.mark.parametrize("kernel_set", ["chosen", "portable"])
+@pytest.mark.parametrize("family", ["basic", "bc", "imagenet"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_step_is_plains(name, family, kernel_set, monkeypatch):
+    if kernel_set == "portable":
+        monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
+    plain = small_model(family, activation=MODULES[name], efficient=False)
+    frozen = copy.deepcopy(plain)
+    freeze_norms(frozen, "norm1")
+    for model in (plain, frozen):
+        shared = copy.deepcopy(model).set_engine("shared")
+        assert_same_step(shared, model, random_images(family))
+        assert_same_buffers(shared, model)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_second_derivatives(name):
+    plain = small_model("bc", activation=MODULES[name], efficient=False)
+    results = []
+    for model in (plain, copy.deepcopy(plain).set_engine("shared")):
+        x = random_images("bc").requires_grad_()
+        x.data.copy_(torch.linspace(-2, 2, x.numel()).view_as(x).sin())
+        inputs = [x, *model.parameters()]
+        grads = torch.autograd.grad(model(x).square().sum(), inputs, create_graph=True)
+        results.append(torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs, allow_unused=True))
+    largest = max(each.abs().max() for each in results[0] if each is not None)
+    for expected, actual in zip(*results, strict=True):
+        assert (expected is None) == (actual is None)
+        if expected is not None:
+            assert (expected - actual).abs().max() <= 1e-10 * largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_error_is_at_most_twice_plains(name, dtype):
+    exact = small_model("bc", activation=MODULES[name], efficient=False)
+    x = random_images("bc", 8)
+    results = []
+    for model, engine in ((exact, "plain"), (exact, "plain"), (exact, "shared")):
+        model = copy.deepcopy(model).set_engine(engine)
+        in_low_precision = len(results) > 0
+        model, images = (model.float(), x.float()) if in_low_precision else (model, x)
+        with torch.autocast("cpu", dtype, enabled=in_low_precision and dtype is torch.bfloat16):
+            output = model(images)
+        output.double().square().sum().backward()
+        results.append([output.detach().double(), *(each.grad.double() for each in model.parameters())])
+    exact_results, *others = (torch.cat([each.flatten() for each in result]) for result in results)
+    errors = [(each - exact_results).norm() for each in others]
+    assert errors[1] <= 2 * errors[0] + 4 * torch.finfo(torch.float32).eps * exact_results.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dicts_are_relus_but_for_the_weights_of_prelus(name):
+    keys = DenseNet(block_config=(1, 1), small_inputs=False).state_dict().keys()
+    own = DenseNet(block_config=(1, 1), small_inputs=False, activation=name).state_dict().keys()
+    activations = "relu0", "denseblock1.denselayer1.relu1", "denseblock1.denselayer1.relu2", "transition1.relu"
+    last = "denseblock2.denselayer1.relu1", "denseblock2.denselayer1.relu2", "relu5"
+    weights = {f"features.{each}.weight" for each in (*activations, *last)} if name == "prelu" else set()
+    assert own - keys == weights
+    assert keys <= own
+
+
+def test_a_backbone_applies_its_last_activation():
+    model = DenseNet(block_config=(1, 1), features_only=True, activation="elu")
+    x = torch.randn(2, 3, 8, 8)
+    maps = model(x)
+    assert maps[-1].min() < 0  # a ReLU's are not
+    whole = DenseNet(block_config=(1, 1), activation="elu")
+    whole.load_state_dict(model.state_dict(), strict=False)
+    assert_close(whole.forward_features(x), maps[-1], 1e-5)
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match=r"activation .*'swish'"):
+        DenseNet(activation="swish")
+
+
+@pytest.mark.parametrize("name", ["elu", "prelu", "mish"])
+def test_the_peak_is_that_of_relu(name):
+    x = torch.randn(16, 3, 32, 32)
+    peaks = {}
+    for activation in ("relu", name):
+        model = DenseNet(12, (6, 6), activation=activation, efficient="shared")
+        model(x).sum().backward()
+        peaks[activation] = memory.tensor_peak(lambda model=model: model(x).sum().backward())
+    assert peaks[name] <= 1.02 * peaks["relu"]
+
+
+def test_a_compiled_model_has_the_activation():
+    model = small_model("bc", activation="silu", efficient="shared")
+    x = random_images("bc")
+    expected = model(x)
+    assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected, 1e-10)
