@@ -172,14 +172,19 @@ def test_other_norms_run_through_the_checkpoint_engine(norm):
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
-def test_another_activation_runs_through_the_checkpoint_engine():
+@pytest.mark.parametrize("activation", ["prelu", "leakyrelu", "elu", "relu6", "gelu", "tanh"])
+def test_other_activations(activation):
     model = pytest.importorskip("monai.networks.nets").DenseNet(
-        2, 3, 5, init_features=START, growth_rate=GROWTH, block_config=(2, 1), act="prelu"
+        2, 3, 5, init_features=START, growth_rate=GROWTH, block_config=(2, 1), act=activation
     )
     plain = copy.deepcopy(model.double())
     report = make_efficient(model)
-    assert report.changed[0].engine.startswith("checkpoint (found a PReLU inside a layer")
-    assert not report.joined
+    if activation == "tanh":
+        assert report.changed[0].engine.startswith("checkpoint (found a Tanh inside a layer")
+        assert not report.joined
+    else:
+        assert [each.engine for each in report.changed] == ["shared", "shared"]
+        assert report.joined == ["features"]
     assert_same_training(model, plain, image_batch("monai"))
 
 

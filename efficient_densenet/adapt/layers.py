@@ -119,11 +119,7 @@ def skips_a_hook(block: BlockParts) -> bool:
 
 def _activation_after_norm(layer: LayerParts, index: int) -> nn.Module:
     """The module to apply after the layer's norm number `index`; the identity if the norm has an activation inside."""
-    fused = [activations_of(norm) for norm in layer.norms]
-    if fused[index]:
-        return _IDENTITY
-    separate = [module for module in layer.activations if not any(module in activations for activations in fused)]
-    return separate[min(index, len(separate) - 1)] if separate else _RELU
+    return _IDENTITY if activations_of(layer.norms[index]) else layer.activation(index) or _RELU
 
 
 _IDENTITY, _RELU = nn.Identity(), nn.ReLU()

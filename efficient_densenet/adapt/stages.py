@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..engine.choose import Engine
 from ..engine.layerwise import RunFirstHalf
-from ..engine.parts import BlockParts, LayerParts, NoPartsError, halves, is_norm
+from ..engine.parts import BlockParts, LayerParts, NoPartsError, halves, is_activation, is_norm
 from ..engine.refuse import must_be_called, normalize_alike
 from .converted import ConvertedBlock
 
@@ -102,17 +102,13 @@ def _continues(first: BlockParts, layers: Sequence[LayerParts], following: Block
 
 
 def _transition(modules: Sequence[nn.Module]) -> Sequence[nn.Module]:
-    """The first of `modules` that may form a transition: norm, ReLU, 1×1 convolution, average pooling."""
+    """The first of `modules` that may form a transition: norm, activation, 1×1 convolution, average pooling."""
     count = 0
-    for is_expected, module in zip((is_norm, _is_relu, _is_conv1x1, halves), modules, strict=False):
+    for is_expected, module in zip((is_norm, is_activation, _is_conv1x1, halves), modules, strict=False):
         if must_be_called(module) or not is_expected(module):
             break
         count += 1
     return modules[: max(1, count)]
-
-
-def _is_relu(module: nn.Module) -> bool:
-    return type(module) is nn.ReLU
 
 
 def _is_conv1x1(module: nn.Module) -> bool:

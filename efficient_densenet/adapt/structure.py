@@ -29,6 +29,9 @@ _DROPOUTS = {
 }
 _BY_STRUCTURE = ConnectionPattern()
 _BATCH_NORMS = classes("BatchNorm")
+_RELU = nn.ReLU()
+"""An activation without a module, as in most forwards."""
+
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -196,15 +199,27 @@ def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> 
         )
     drop_rate, dropout = _dropout(layer, *dropouts)
     (norm1, *norm2), (conv1, *conv2) = norms, convolutions
-    fused = [module for norm in norms for module in activations_of(norm)]
     return LayerParts(
         layer,
         *(norm1, conv1, *norm2, *conv2),
-        activations=(*fused, *activations),
+        activations=_activations(norms, activations),
         drop_rate=drop_rate,
         dropout=dropout,
         keep_bottleneck=bool(getattr(layer, "keep_bottleneck", False)),
     )
+
+
+def _activations(norms: Sequence[nn.Module], separate: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """The activation after each norm: inside it, or separate, of which the last may be used twice, or else a ReLU."""
+    activations, rest = [], list(separate)
+    for norm in norms:
+        fused = activations_of(norm)
+        if len(fused) > 1:
+            raise NoPartsError(f"found a {type(norm).__name__} with several activations")
+        activations += fused or rest[:1] or [_RELU]
+        if not fused and len(rest) > 1:
+            del rest[0]
+    return tuple(activations)
 
 
 def leaf_modules(module: nn.Module) -> Iterator[nn.Module]:

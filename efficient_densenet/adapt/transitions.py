@@ -18,7 +18,7 @@ from .._compilers import may_read_converted_modules
 from .._dimensions import classes, dimensions_of
 from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
-from ..engine.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
+from ..engine.parts import ConsumerParts, NoPartsError, activations_of, composed, halves, is_activation, is_norm
 from .fingerprint import fingerprint
 from .structure import leaf_modules, read_layer
 from .trial import VerificationError, trial
@@ -94,7 +94,10 @@ def _find_pool(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> str | 
 def _run(module: nn.Module, pool: str, x: Tensor) -> Tensor:
     """The transition's output, from its parts."""
     parts = cast(ConsumerParts, _read(module, pool))
-    output = cast(_ConvNd, parts.conv)(F.relu(parts.norm(x)))
+    output = parts.norm(x)
+    if not activations_of(parts.norm):
+        output = F.relu(output) if parts.activation is None else parts.activation(output)
+    output = cast(_ConvNd, parts.conv)(output)
     if parts.pools:
         output = _avg_pool(output)
     return output if parts.after is None else parts.after(output)
@@ -110,7 +113,7 @@ def _read(module: nn.Module, pool: str) -> ConsumerParts | None:
         return None
     if layer.conv2 is not None or not is_norm(layer.norm1) or set(layer.conv1.kernel_size) != {1} or len(pools) > 1:
         return None
-    if any(type(activation) is not nn.ReLU for activation in layer.activations):
+    if not all(map(is_activation, layer.activations)):
         return None
     steps: list[Callable[[Tensor], Tensor]] = [*pools, *([_POOL_FUNCTIONS[pool]] if pool else [])]
     if layer.drop_rate:

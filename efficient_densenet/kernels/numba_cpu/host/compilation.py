@@ -157,7 +157,7 @@ def _hash_of_sources() -> str:
     records that the host packs."""
     package = importlib.resources.files(__name__.rpartition(".host.")[0])
     files = [(side, file) for side in ("compiled", "host") for file in (package / side).iterdir()]
-    files.append(("", importlib.resources.files(activations.__package__) / "activations.py"))
+    files.append(("", importlib.resources.files(activations.__name__.rpartition(".")[0]) / "activations.py"))
     sources = sorted((side, file.name, file.read_bytes()) for side, file in files if file.name.endswith(".py"))
     return hashlib.sha256(repr(sources).encode()).hexdigest()
 
