@@ -7,7 +7,7 @@ import torch
 from helpers import assert_close, assert_same_buffers, assert_same_step, freeze_norms, random_images, small_model
 from torch import nn
 
-from efficient_densenet import DenseNet, kernels, memory
+from efficient_densenet import DenseNet, FCDenseNet, kernels, memory
 from efficient_densenet.kernels.activations import TABLE, ActivationSpec, spec_of
 
 MODULES = {
@@ -74,6 +74,15 @@ def test_a_step_is_plains(name, family, kernel_set, monkeypatch):
         shared = copy.deepcopy(model).set_engine("shared")
         assert_same_step(shared, model, random_images(family))
         assert_same_buffers(shared, model)
+
+
+@pytest.mark.parametrize("name", ["prelu", "silu"])
+def test_an_fc_densenet_s_step_is_plains(name):
+    plain = FCDenseNet(3, (1, 2, 1), 4, drop_rate=0, num_classes=3, activation=name, efficient="plain").double()
+    x = torch.randn(2, 3, 9, 7, dtype=torch.double)
+    shared = copy.deepcopy(plain).set_engine("shared")
+    assert_same_step(shared, plain, x)
+    assert_same_buffers(shared, plain)
 
 
 @pytest.mark.parametrize("name", OTHERS)

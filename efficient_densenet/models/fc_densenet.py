@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .._checks import check_between, check_integer
 from ..engine import choose
+from .activations import MakeActivation, activation_maker
 from .base import DenseModel
 from .dimensions import CONVOLUTIONS, NORMS, TRANSPOSED_CONVOLUTIONS, modules_for
 from .layers import DenseBlock
@@ -27,6 +28,7 @@ class FCDenseNet(DenseModel):
         in_channels: channels of the input images.
         memory_efficient: torchvision's and timm's name for `efficient`, which it replaces if given.
         dims: 1 for signals (N, channels, length), 2 for images, 3 for volumes (N, channels, depth, height, width).
+        activation: as in `DenseNet`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class FCDenseNet(DenseModel):
         in_channels: int = 3,
         memory_efficient: bool | str | None = None,
         dims: int = 2,
+        activation: str | MakeActivation = "relu",
     ) -> None:
         super().__init__()
         _check_architecture(growth_rate, block_config, num_init_features)
@@ -50,7 +53,7 @@ class FCDenseNet(DenseModel):
         efficient = efficient if memory_efficient is None else memory_efficient
         self.in_channels, self.num_classes, self.dims = in_channels, num_classes, dims
         self.features = FCFeatures(
-            growth_rate, block_config, num_init_features, drop_rate, efficient, in_channels, dims
+            growth_rate, block_config, num_init_features, drop_rate, efficient, in_channels, dims, activation
         )
         self.num_features = self.features.num_output_features
         conv = modules_for(dims).Conv
@@ -92,6 +95,7 @@ class FCFeatures(nn.Module):
         efficient: bool | str,
         in_channels: int,
         dims: int,
+        activation: str | MakeActivation = "relu",
     ) -> None:
         super().__init__()
         self.depth, last = len(block_config) // 2, len(block_config)
@@ -100,12 +104,13 @@ class FCFeatures(nn.Module):
         for i, num_layers in enumerate(block_config, start=1):
             goes_down = i <= self.depth
             settings = growth_rate, 0, drop_rate, efficient, False, dims
-            block = DenseBlock(num_layers, channels, *settings, bias=True, new_features_only=not goes_down and i < last)
+            options = {"new_features_only": not goes_down and i < last, "activation": activation}
+            block = DenseBlock(num_layers, channels, *settings, bias=True, **options)
             self.add_module(f"denseblock{i}", block)
             channels = block.num_output_features
             if goes_down:
                 skipped.append(channels)
-                self.add_module(f"transition{i}", TransitionDown(channels, drop_rate, dims))
+                self.add_module(f"transition{i}", TransitionDown(channels, drop_rate, dims, activation))
             elif i < last:
                 self.add_module(f"transition{i}", TransitionUp(channels, dims))
                 channels += skipped.pop()
@@ -126,13 +131,15 @@ class FCFeatures(nn.Module):
 
 
 class TransitionDown(nn.Sequential):
-    """Norm, ReLU, a 1×1 convolution that keeps the channels, dropout, and max pooling that halves height and width."""
+    """Norm, activation, a 1×1 convolution to as many channels, dropout, max pooling that halves height and width."""
 
-    def __init__(self, channels: int, drop_rate: float, dims: int = 2) -> None:
+    def __init__(
+        self, channels: int, drop_rate: float, dims: int = 2, activation: str | MakeActivation = "relu"
+    ) -> None:
         super().__init__()
         modules = modules_for(dims)
         self.norm = NORMS[dims](channels)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = activation_maker(activation)()
         self.conv = modules.Conv(channels, channels, kernel_size=1)
         self.drop = nn.Dropout(drop_rate)
         self.pool = modules.MaxPool(2)
