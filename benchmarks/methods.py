@@ -70,7 +70,11 @@ def as_list(value: Any) -> list[Any]:
 
 
 def architecture(model: str) -> dict[str, Any]:
-    """Return the arguments of `DenseNet` for a zoo model, or for any densenet_bc_<depth>_<growth rate>."""
+    """Return the arguments of `DenseNet` for a zoo model, or for any densenet_bc_<depth>_<growth rate>, each perhaps
+    with another activation: densenet121+silu."""
+    model, _, activation = model.partition("+")
+    if activation:
+        return architecture(model) | {"activation": activation}
     if model in VARIANTS:
         return VARIANTS[model]
     match = re.fullmatch(r"densenet_bc_(\d+)_(\d+)", model)
