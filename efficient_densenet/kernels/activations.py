@@ -29,12 +29,24 @@ class ActivationSpec(NamedTuple):
     a: float = 0.0
     b: float = 0.0
 
+    @property
+    def is_known_from_output(self) -> bool:
+        """Whether y = f(z) determines f'(z)."""
+        has_backward = TABLE[self.name].backward_from_output is not None
+        return has_backward and (self.a >= 0 or self.name == "hardtanh")
+
 
 class Activation(NamedTuple):
     """An activation as kernels take it. `weight` is (channels,), and None unless the activation has one."""
 
     spec: ActivationSpec = ActivationSpec()
     weight: Tensor | None = None
+
+    def backward_from_output(self, grad: Tensor, y: Tensor) -> Tensor:
+        """grad · f'(z) from y = f(z), by PyTorch."""
+        backward = TABLE[self.spec.name].backward_from_output
+        assert backward is not None  # `is_known_from_output`
+        return backward(grad, y, *self.spec[1:])
 
     @property
     def is_relu(self) -> bool:
@@ -75,6 +87,7 @@ class Definition(NamedTuple):
         module: PyTorch's class.
         constants: a and b, from a module.
         weight_derivative: the derivative of f(z) by the weight, where there is one.
+        backward_from_output: PyTorch's backward of (grad, y, a, b), where y determines f'(z) if a is not negative.
     """
 
     formula: Callable[..., Any]
@@ -84,6 +97,7 @@ class Definition(NamedTuple):
     module: type[nn.Module]
     constants: Callable[[Any], tuple[float, ...]] = lambda module: ()
     weight_derivative: Callable[..., Any] | None = None
+    backward_from_output: Callable[..., Tensor] | None = None
 
 
 def bound(formula: Callable[..., Any], functions: Any) -> Callable[..., Any]:
@@ -186,13 +200,21 @@ def _mish_derivative(z, weight, a, b):
 _aten = torch.ops.aten
 
 TABLE = {
-    "identity": Definition(_identity, _identity_derivative, lambda z, w, a, b: z, lambda g, z, w, a, b: g, nn.Identity),
+    "identity": Definition(
+        _identity,
+        _identity_derivative,
+        lambda z, w, a, b: z,
+        lambda g, z, w, a, b: g,
+        nn.Identity,
+        backward_from_output=lambda g, y, a, b: g,
+    ),
     "relu": Definition(
         _relu,
         _relu_derivative,
         lambda z, w, a, b: F.relu(z),
         lambda g, z, w, a, b: _aten.threshold_backward(g, z, 0),
         nn.ReLU,
+        backward_from_output=lambda g, y, a, b: _aten.threshold_backward(g, y, 0),
     ),
     "leaky_relu": Definition(
         _leaky_relu,
@@ -201,6 +223,7 @@ TABLE = {
         lambda g, z, w, a, b: _aten.leaky_relu_backward(g, z, a, False),
         nn.LeakyReLU,
         lambda module: (module.negative_slope,),
+        backward_from_output=lambda g, y, a, b: _aten.leaky_relu_backward(g, y, a, True),
     ),
     "prelu": Definition(
         _prelu,
@@ -217,6 +240,7 @@ TABLE = {
         lambda g, z, w, a, b: _aten.elu_backward(g, a, 1, 1, False, z),
         nn.ELU,
         lambda module: (module.alpha,),
+        backward_from_output=lambda g, y, a, b: _aten.elu_backward(g, a, 1, 1, True, y),
     ),
     "silu": Definition(
         _silu,
@@ -246,6 +270,7 @@ TABLE = {
         lambda g, z, w, a, b: _aten.hardtanh_backward(g, z, a, b),
         nn.Hardtanh,
         lambda module: (module.min_val, module.max_val),
+        backward_from_output=lambda g, y, a, b: _aten.hardtanh_backward(g, y, a, b),
     ),
     "mish": Definition(
         _mish,

@@ -1,0 +1,75 @@
+"""Runs a dense block without norms: reads its specification from its modules."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from ..._tensors import compute_dtype, memory_format_of
+from ...kernels.activations import ActivationSpec, spec_of
+from ..library import run_operator
+from ..parts import weight_and_bias
+from .autograd import conv_block
+from .spec import ConvBlockSpec, ConvSpec
+
+
+class ConvLayer(NamedTuple):
+    """A convolution, and the activation after it, if there is one."""
+
+    conv: _ConvNd
+    activation: nn.Module | None = None
+
+
+class ConvBlock(NamedTuple):
+    """The parts of a dense block without norms.
+
+    Attributes:
+        layers: each reads the block's input and the outputs of all layers before it.
+        last: a convolution that reads all features, without an activation.
+        newest_first, returns_features: as in `ConvBlockSpec`.
+    """
+
+    layers: tuple[ConvLayer, ...]
+    last: _ConvNd | None = None
+    newest_first: bool = False
+    returns_features: bool = True
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        modules = [module for layer in self.layers for module in layer if module is not None]
+        return modules if self.last is None else [*modules, self.last]
+
+    @property
+    def convolutions(self) -> list[_ConvNd]:
+        return [layer.conv for layer in self.layers] + ([] if self.last is None else [self.last])
+
+
+def run(block: ConvBlock, x: Tensor) -> Sequence[Tensor]:
+    """The output of the last convolution, if there is one, and the features, if they are returned."""
+    last = () if block.last is None else (ConvLayer(block.last),)
+    parameters: list[Tensor | None] = []
+    for conv, activation in (*block.layers, *last):
+        parameters += [*weight_and_bias(conv), getattr(activation, "weight", None)]
+    spec = _read_spec(block, x)
+    return run_operator("conv_block", conv_block, spec, (x, parameters))[: spec.num_outputs]
+
+
+def _read_spec(block: ConvBlock, x: Tensor) -> ConvBlockSpec:
+    return ConvBlockSpec(
+        dtype=str(compute_dtype(x)).removeprefix("torch."),
+        channels_last=memory_format_of(x) is not torch.contiguous_format,
+        in_channels=x.shape[1],
+        newest_first=block.newest_first,
+        returns_features=block.returns_features,
+        layers=tuple(map(_read_layer, block.layers)),
+        last=None if block.last is None else _read_layer(ConvLayer(block.last)),
+    )
+
+
+def _read_layer(layer: ConvLayer) -> ConvSpec:
+    conv, activation = layer
+    spec = ActivationSpec("identity") if activation is None else spec_of(activation)
+    assert spec is not None  # or the block would have been refused
+    return ConvSpec(int(conv.out_channels), int(conv.kernel_size[0]), int(conv.dilation[0]), spec)

@@ -1,0 +1,104 @@
+"""The specification of a dense block without norms: its settings as plain data, and the order of its tensors."""
+
+import json
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.activations import Activation, ActivationSpec
+from ..stage.spec import ChannelOrder, encode
+
+
+class ConvTensors(NamedTuple):
+    """The tensors of a convolution, whose bias may be None, and of the activation after it: only a PReLU has one."""
+
+    weight: Tensor
+    bias: Tensor | None
+    activation_weight: Tensor | None
+
+
+class ConvSpec(NamedTuple):
+    """The settings of a convolution and of the activation after it."""
+
+    out_channels: int
+    kernel_size: int
+    dilation: int
+    activation: ActivationSpec
+
+    def activation_of(self, tensors: ConvTensors) -> Activation:
+        weight = tensors.activation_weight
+        return Activation(self.activation, None if weight is None else weight.expand(self.out_channels))
+
+
+class ConvBlockSpec(NamedTuple):
+    """The settings of a block.
+
+    Attributes:
+        dtype: the dtype of the convolutions and of the stored features, such as "float32".
+        channels_last: the memory format of the outputs.
+        in_channels: how many channels the block's input has.
+        newest_first: a layer's output is concatenated before the features that it read, not after them.
+        returns_features: the block returns all features; after the output of the last convolution, if there is one.
+        layers: the settings of the layers.
+        last: the settings of a convolution that reads all features.
+    """
+
+    dtype: str
+    channels_last: bool
+    in_channels: int
+    newest_first: bool
+    returns_features: bool
+    layers: tuple[ConvSpec, ...]
+    last: ConvSpec | None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def convolutions(self) -> tuple[ConvSpec, ...]:
+        return self.layers if self.last is None else (*self.layers, self.last)
+
+    @property
+    def num_outputs(self) -> int:
+        return (self.last is not None) + self.returns_features
+
+    def channels_read(self, i: int) -> int:
+        """How many channels convolution i reads; after the last layer, how many features there are."""
+        return self.in_channels + sum(layer.out_channels for layer in self.layers[:i])
+
+    @property
+    def order(self) -> ChannelOrder:
+        return ChannelOrder(self.channels_read(len(self.layers)), self.newest_first)
+
+    def columns_read(self, i: int) -> slice:
+        """The columns of the features that convolution i reads."""
+        return self.order.slice(0, self.channels_read(i))
+
+    def columns_written(self, i: int) -> slice:
+        """The columns of the features that layer i writes."""
+        return self.order.slice(self.channels_read(i), self.channels_read(i + 1))
+
+    @property
+    def encoded(self) -> str:
+        """The specification as the string that the operators take."""
+        return encode(*self)
+
+
+@lru_cache(maxsize=4096)
+def decode(text: str) -> ConvBlockSpec:
+    """The specification whose `encoded` is `text`."""
+    *settings, layers, last = json.loads(text)
+    return ConvBlockSpec(*settings, layers=tuple(map(_conv, layers)), last=None if last is None else _conv(last))
+
+
+def _conv(values: Any) -> ConvSpec:
+    *settings, activation = values
+    return ConvSpec(*settings, ActivationSpec(*activation))
+
+
+def conv_tensors(tensors: Any) -> list[ConvTensors]:
+    """A block's parameters, or one value for each of them, grouped by convolution."""
+    return list(map(ConvTensors._make, zip(*[iter(tensors)] * len(ConvTensors._fields), strict=True)))
