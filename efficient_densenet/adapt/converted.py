@@ -1,7 +1,8 @@
 """Converted dense blocks: a mixin for the classes of other libraries' modules, and the trial that finds a block's
 pattern."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -22,11 +23,30 @@ from ..engine.parts import BlockParts, NoPartsError
 from ..engine.refuse import must_be_called
 from ..engine.sharded import why_sharded
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
-from .connection_pattern import ConnectionPattern
-from .fingerprint import fingerprint
+from .connection_pattern import ALONE, ConnectionPattern
+from .fingerprint import drop_rates, fingerprint
 from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
-from .structure import custom_norms_in, in_channels_of, layers_in, patterns_by_calls, patterns_by_parts, read_block
-from .trial import MAIN_MODES, SideEffectError, Trial, VerificationError, trial
+from .structure import (
+    channels_read,
+    custom_norms_in,
+    is_composed,
+    layers_in,
+    patterns_by_calls,
+    patterns_by_parts,
+    read_block,
+)
+from .trial import (
+    MAIN_MODES,
+    NotRunError,
+    Sample,
+    SideEffectError,
+    Trial,
+    VerificationError,
+    describe_modes,
+    modes_of,
+    samples,
+    trial,
+)
 from .verified import Verified, VerifiedModule
 from .verify import Results, describe_difference
 
@@ -39,6 +59,8 @@ class Conversion(Verified):
         engine: the requested engine.
         exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
         pattern: how the block's forward uses its layers; None if a trial did not find a pattern.
+        whole_layers: how to call whole layers where the parts describe them too, if engines that recompute should.
+        sample: the input of the trial, if there was one.
         reason: why the parts of the layers do not describe the block, or None if they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
         kept_bottlenecks, saves_all: what a budget of memory has decided, as in `EngineBlock`.
@@ -48,6 +70,8 @@ class Conversion(Verified):
     engine: Engine | None = None
     exactly_once_norms: tuple[str, ...] | None = None
     pattern: ConnectionPattern | None = None
+    whole_layers: ConnectionPattern | None = None
+    sample: Sample | None = None
     reason: str | None = None
     recomputes: bool = False
     as_a_whole: bool = True
@@ -142,7 +166,7 @@ class ConvertedBlock(VerifiedModule):
         recomputes = run_first_half is not layerwise.run_first_half_plain
         if recomputes and not torch.compiler.is_compiling():  # a compiler recomputes without side effects
             _update_norms_once(self)
-        by_layers = _run_by_layers(self, super().forward, self._conversion.pattern)
+        by_layers = _run_by_layers(self, super().forward, self._pattern(recomputes))
         if by_layers is not None:
             return by_layers(x, run_first_half)
         if not (recomputes and self._conversion.as_a_whole):
@@ -151,6 +175,46 @@ class ConvertedBlock(VerifiedModule):
         if run_first_half is layerwise.run_first_half_official:
             return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
         return checkpoint_call(super().forward, (x,), {})
+
+    @property
+    def recomputes(self) -> str:
+        """What engines that recompute do of each layer, for a report."""
+        pattern = self._pattern(recomputes=True)
+        if pattern is None or pattern.layer_call is None:
+            return "the first half of each layer"
+        return "each layer whole, where the author's forward calls it" if pattern == ALONE else "each layer whole"
+
+    @property
+    def _sample(self) -> Sample:
+        return cast(Sample, self._conversion.sample)  # not None: a trial has found a pattern
+
+    def _pattern(self, recomputes: bool) -> ConnectionPattern | None:
+        whole_layers = self._conversion.whole_layers if recomputes else None
+        return whole_layers or self._conversion.pattern
+
+    def recompute_whole_layers(self) -> None:
+        """Let engines that recompute the first halves of layers recompute whole layers, if a trial finds out how.
+
+        The layers' outputs are all they save then. So do first halves of layers with one convolution and no dropout.
+        """
+        pattern, parts = self._conversion.pattern, self._conversion.whole_layers
+        if pattern is None or pattern.layer_call is not None or parts is not None:
+            return
+        layers = read_block(self, pattern).layers
+        if all(layer.conv2 is None and layer.drop_rate == 0 for layer in layers):
+            return
+        with suppress(NoPartsError, VerificationError):
+            calls = patterns_by_calls(self, may_be_layer=pattern.is_layer)
+            found = _find_by_trial(self, super().forward, calls, None, [self._sample])
+            self._conversion = replace(self._conversion, whole_layers=found.pattern)
+
+    def saved_values_per_pixel(self, engine: Engine) -> int:
+        """The values per pixel that an engine layer by layer saves for backward, measured in a trial."""
+        forward, pattern = super().forward, self._pattern(recomputes=True)
+        if engine is not Engine.PLAIN:
+            forward = partial(_run_pattern, self, forward, cast(ConnectionPattern, pattern), True)
+        with trial(self, self._sample) as run:
+            return run.saved_values_per_pixel(forward)
 
     def _check_not_quantized(self, *args: Any) -> None:
         """Raise RuntimeError for the tracer of FX quantization, which would not find norms under the exactly-once rule.
@@ -178,7 +242,8 @@ def _run_by_layers(
     if pattern is None:
         return None
     if pattern.layer_call is not None:
-        inside = () if pattern.is_layer else set(block.children()) - set(layers_in(block))
+        called = {module for layer in layers_in(block) for module in layer.modules()}
+        inside = () if pattern.is_layer else set(block.children()) - called
         return None if any(map(must_be_called, inside)) else partial(run_whole_layers, block, forward, pattern)
     try:
         parts = block.dense_parts()
@@ -193,11 +258,37 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
     With `may_be_layer`, a module of any kind is tried as a layer that concatenates its input and its output.
     If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
     """
+    _convert(block, engine, lambda: _find_pattern(block, block.forward, may_be_layer))
+
+
+def convert_layer(layer: nn.Module, engine: Engine | None, reason: str) -> None:
+    """Let `engine` recompute `layer` wherever its author's code calls it with one tensor, in a block that is not
+    converted for `reason`. If that would compute something else, raise `VerificationError`."""
+    _convert(layer, engine, lambda: _find_by_trial(layer, layer.forward, [ALONE], reason))
+
+
+def layers_called_alone(block: nn.Module, reason: Exception) -> list[nn.Module]:
+    """The layers of `block`, which is not converted for `reason`, if they may be recomputed wherever they are called:
+    if the author's forward calls them with one tensor each. If it takes something else itself, such as images in
+    several sizes, any modules inside may be.
+    """
+    if isinstance(reason, NotRunError):
+        return [child for child in block.children() if is_composed(child)] if reason.takes_something_else else []
+    if isinstance(reason, SideEffectError) or not isinstance(reason, VerificationError):
+        return []
+    layers = [layer for layer in layers_in(block) if is_composed(layer)]
+    for sample in samples(block, channels_read(block)):
+        with suppress(VerificationError), trial(block, sample) as run:
+            return layers if run.calls_with_one_tensor(block.forward, layers) else []
+    return []
+
+
+def _convert(block: nn.Module, engine: Engine | None, find: Callable[[], Conversion]) -> None:
     clash = next((name for name in _NAMES_OF_CONVERTED_BLOCKS if hasattr(block, name)), None)
     if clash is not None:
         raise NoPartsError(f"found {clash} in a {type(block).__name__}, a name that converted blocks need themselves")
     exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
-    conversion = _find_pattern(block, block.forward, may_be_layer)
+    conversion = find()
     add_mixin(block, ConvertedBlock)
     cast(ConvertedBlock, block)._conversion = replace(
         conversion, engine=engine, exactly_once_norms=exactly_once, verified=fingerprint(block)
@@ -205,33 +296,54 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
 
 
 def _find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
-    """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do not.
+    """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do
+    not."""
+    reason, by_parts, asked = None, [], modes_of(block)
+    try:
+        by_parts = patterns_by_parts(block)
+    except NoPartsError as failure:
+        reason = str(failure)
+    if asked and reason is None:
+        by_parts, reason = [], f"found that it {describe_modes(asked)}"
+    by_calls = patterns_by_calls(block, may_be_layer)
+    if reason is not None and not by_calls:
+        raise NoPartsError(reason)
+    return _find_by_trial(block, forward, [*by_parts, *by_calls], reason)
+
+
+def _find_by_trial(
+    block: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    patterns: Sequence[ConnectionPattern],
+    reason: str | None,
+    tried: Sequence[Sample] = (),
+) -> Conversion:
+    """The pattern by which `forward`, the author's, uses the layers of `block`, of those given. The trial's input is
+    the first of `tried`, by default of all samples that fit the modules, on which `forward` runs.
 
     Torch's norms are under the exactly-once rule in the trial, so that a library's checkpointing, which updates them
     twice, does not count as a difference. Norms with a forward of their own run this forward in the trial of the
     block's own forward, and torch's forward afterwards.
     """
-    reason, by_parts = None, []
-    try:
-        by_parts = patterns_by_parts(block)
-    except NoPartsError as failure:
-        reason = str(failure)
-    by_calls = patterns_by_calls(block, may_be_layer)
-    if reason is not None and not by_calls:
-        raise NoPartsError(reason)
     custom_norms = custom_norms_in(block)
     for module in custom_norms:
         _check_has_torch_state(module)
     before = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
-    found = None
+    found = first_failure = None
     try:
         _update_norms_once(block)
-        with trial(block, in_channels_of(block)) as run:
-            block_results = list(run.run(forward))
-            for module in custom_norms:
-                add_mixin(module, UsesTorchForward, innermost=True)
-            found = _match(block, forward, block_results, run, [*by_parts, *by_calls], reason)
-            return found
+        for sample in tried or samples(block, channels_read(block)):
+            with trial(block, sample) as run:
+                try:
+                    block_results = list(run.run(forward))
+                except NotRunError as failure:
+                    first_failure = first_failure or failure
+                    continue
+                for module in custom_norms:
+                    add_mixin(module, UsesTorchForward, innermost=True)
+                found = replace(_match(block, forward, block_results, run, patterns, reason), sample=sample)
+                return found
+        raise cast(NotRunError, first_failure)
     finally:
         _restore_norms(block, before, keep_torch_forward=found is not None)
 
@@ -275,8 +387,15 @@ def _match(
             called = partial(_run_pattern, block, forward, pattern, False)
             if describe_difference(block_results, run, called) is None:
                 raise SideEffectError(f"has layers that must not be recomputed: it {found}")
-        difference = difference or found
+        difference = difference or f"{found}{_about_dropout(block, found)}"
     raise VerificationError(reason or difference)
+
+
+def _about_dropout(block: nn.Module, difference: str) -> str:
+    """What to say after a difference that evaluation mode, in which there is no dropout, does not have."""
+    if "training mode" not in difference or not any(drop_rates(module) for module in block.modules()):
+        return ""
+    return ", perhaps because its dropout is not after the last convolution of each layer"
 
 
 def _run_pattern(
