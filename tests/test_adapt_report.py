@@ -53,7 +53,11 @@ def test_a_block_is_listed_once_though_its_container_looks_like_one_too():
                 x = torch.cat([x, layer(x) * 0.5], 1)
             return x
 
-    assert list(make_efficient(nn.Sequential(Outer())).unchanged) == ["0"]
+    report = make_efficient(nn.Sequential(Outer()))
+    assert [change.name for change in report.changed] == ["0"]
+    assert not report.unchanged
+    report = make_efficient(nn.Sequential(Outer()), "shared")
+    assert list(report.unchanged) == ["0"]
 
 
 def test_a_list_of_layers_that_the_author_s_forward_calls_is_said_to_be_one():

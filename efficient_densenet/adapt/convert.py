@@ -15,7 +15,7 @@ from ..models.layers import DenseBlock
 from .connection_pattern import ALONE
 from .converted import ConvertedBlock, convert_block, convert_layer, layers_called_alone, restore_block
 from .report import Changed, Report, saved_values_per_pixel
-from .sequences import ConvertedSequence, has_converted_blocks, stages_of
+from .sequences import ConvertedSequence, has_converted_blocks, holds_converted_blocks, stages_of
 from .stages import BlocksInARow, is_block
 from .structure import dense_lines_in, first_conv, has_forward, layers_in, layers_in_a_row, looks_dense
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
@@ -40,6 +40,8 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
     for module in [*model.modules()][::-1]:  # inner sequences first
         if has_converted_blocks(module):
             add_mixin(module, ConvertedSequence)
+        elif isinstance(module, ConvertedSequence) and not holds_converted_blocks(module):
+            remove_mixin(module, ConvertedSequence)
     report.transitions = _convert_transitions(model, parsed)
     _report_lines(model, report)
     _report_stages(model, report, parsed)

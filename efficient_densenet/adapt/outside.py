@@ -114,6 +114,7 @@ def is_of_a_library(value: Any) -> bool:
 
 
 _LIBRARIES = {"torch", "numpy", "math", "functools", "typing", "collections", "warnings", "logging"}
+_LIBRARIES |= {"abc", "copy", "copyreg", "dataclasses", "enum", "inspect", "numbers", "operator", "textwrap"}
 MODES_RESTORED = {name for name in dir(torch) if "autocast" in name and name.startswith(("get_", "is_"))}
 """The modes in which a recomputation runs as the forward did."""
 _MODES = {name for name in dir(torch) if name.startswith(("get_", "is_")) and not hasattr(torch.Tensor, name)}

@@ -51,8 +51,8 @@ class Report:
         transitions: the names of the transitions that were converted; each is a stage of its own where it is called.
         unchanged: the names of modules that look like a dense block but were not converted, each with the reason.
         recomputable: the names in `unchanged` of modules that `checkpoint_wrapper` can recompute as a whole.
-        lines: for each dense block that is lines of a network's own forward, the names of the modules that they use, and
-            the network's name.
+        lines: for each dense block that is lines of a network's own forward, the names of the modules that they use,
+            and the network's name.
     """
 
     changed: list[Changed] = field(default_factory=list)

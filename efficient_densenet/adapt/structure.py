@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,7 +132,7 @@ def _numbered_layers(block: nn.Module) -> list[nn.Module]:
         number = name[len(name.rstrip("0123456789")) :]
         if number:
             groups.setdefault(number, []).append(child)
-    layers = [nn.Sequential(*group) for group in groups.values()]
+    layers: list[Any] = [nn.Sequential(*group) for group in groups.values()]
     if len(layers) < 2 or any(sum(isinstance(module, _ConvNd) for module in layer) != 1 for layer in layers):
         return []
     return layers if all(map(is_composed, layers)) and _grow_densely(list(map(_widths, layers))) else []

@@ -20,8 +20,9 @@ from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
 from .fingerprint import fingerprint
+from .sample import Sample
 from .structure import leaf_modules, read_layer
-from .trial import Sample, VerificationError, trial
+from .trial import VerificationError, trial
 from .verified import Verified, VerifiedModule
 from .verify import describe_difference
 

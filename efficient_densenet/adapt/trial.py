@@ -7,7 +7,6 @@ other rates of dropout.
 """
 
 import gc
-import math
 import random
 import sys
 import warnings
@@ -15,7 +14,6 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +28,10 @@ from .fingerprint import buffers_taken_as_given, change_since, class_as_written,
 from .operations import Recorder
 from .outside import MODES_RESTORED, is_known, modes_asked_for
 from .randomness import Generators, generators_of, without_state
+from .sample import IMAGES, Sample, dimensions
 from .structure import custom_norms_in, first_conv
 
 Forward = Callable[[Tensor], Tensor]
-_IMAGES = 2
-_LARGER_SIZE = 16
-"""Pixels a side where few are not enough, as for padding by reflection."""
-_SMALLEST_COUNTED, _STEP = 4, 2
-"""The sizes of images whose saved values are counted: even, to be halved once."""
 
 
 class VerificationError(Exception):
@@ -47,7 +41,7 @@ class VerificationError(Exception):
 class NotRunError(VerificationError):
     """Raised for a block whose forward raises an error on our trial input, which says nothing against the block."""
 
-    def __init__(self, sample: "Sample", error: Exception) -> None:
+    def __init__(self, sample: Sample, error: Exception) -> None:
         first_line = (str(error).strip().splitlines() or [""])[0]
         self.error = f"{type(error).__name__}: {first_line}"
         self.takes_something_else = isinstance(error, (TypeError, ValueError, IndexError, AttributeError))
@@ -59,43 +53,6 @@ class NotRunError(VerificationError):
 
 class SideEffectError(VerificationError):
     """Raised for a block whose forward has side effects, so that it must not be recomputed either."""
-
-
-class Sample(NamedTuple):
-    """The input of a trial.
-
-    Attributes:
-        channels, size: the channels, and the pixels a side.
-        fixed_sides: the last sides, where a layer takes no others, such as an nn.LayerNorm over the rows of an image.
-        dtype: the dtype of inputs and parameters; None for double precision, where the device has it.
-    """
-
-    channels: int
-    size: int = 3
-    fixed_sides: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-
-    def shape(self, images: int, dims: int, extra_size: int = 0) -> tuple[int, ...]:
-        free = dims - len(self.fixed_sides)
-        return (images + extra_size, self.channels, *[self.size + extra_size] * free, *self.fixed_sides)
-
-    def __str__(self) -> str:
-        precision = "double precision" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        return f"one tensor of {self.channels} channels and {self.size} pixels a side in {precision}"
-
-
-def samples(module: nn.Module, channels: Iterable[int]) -> list[Sample]:
-    """The inputs on which `module` may run, the usual one first."""
-    norms = [each.normalized_shape for each in module.modules() if type(each) is nn.LayerNorm]
-    sides: list[tuple[int, tuple[int, ...]]] = [(3, ()), (_LARGER_SIZE, ())]
-    if norms and len(norms[0]) <= _dims(module):
-        sides.append((_LARGER_SIZE, norms[0]))
-    return [
-        Sample(each, size, fixed, dtype)
-        for dtype in (None, torch.float32)
-        for each in channels
-        for size, fixed in sides
-    ]
 
 
 class Mode(NamedTuple):
@@ -163,22 +120,7 @@ class Trial:
 
     def run(self, forward: Forward, modes: Iterable[Mode] = MODES) -> Iterator[Result]:
         """The results of `forward` and its backward in each mode, one after another."""
-        return (self._run(forward, mode) for mode in modes)
-
-    def saved_values_per_pixel(self, forward: Forward) -> int:
-        """The values per pixel that training by `forward` saves for backward, in the dtype of the trial.
-
-        They are the leading coefficient of a polynomial in the size of the images: what is padded, and what does not
-        depend on the size (parameters, statistics), is in the others. Differences of values at equal steps show it.
-        """
-        free, saved = _dims(self.module) - len(self.sample.fixed_sides), []
-        for size in range(_SMALLEST_COUNTED, _SMALLEST_COUNTED + _STEP * (free + 1), _STEP):
-            counted = _CountsSaved(forward)
-            Trial(self.module, self.sample._replace(size=size), self.own_dtype)._run(counted, MAIN_MODES[1])
-            saved.append(counted.values)
-        for _ in range(free):
-            saved = [after - before for before, after in pairwise(saved)]
-        return round(saved[0] / (math.factorial(free) * _STEP**free * _IMAGES * math.prod(self.sample.fixed_sides)))
+        return (self.run_once(forward, mode) for mode in modes)
 
     def calls_with_one_tensor(self, forward: Forward, modules: Sequence[nn.Module]) -> bool:
         """Whether `forward` calls each of `modules` with a single tensor, and never otherwise."""
@@ -190,13 +132,13 @@ class Trial:
 
         handles = [module.register_forward_pre_hook(see, with_kwargs=True) for module in modules]
         try:
-            self._run(forward, MAIN_MODES[0])
+            self.run_once(forward, MAIN_MODES[0])
         finally:
             for handle in handles:
                 handle.remove()
         return len(with_one) == len(modules) and all(with_one.values())
 
-    def _run(self, forward: Forward, mode: Mode) -> Result:
+    def run_once(self, forward: Forward, mode: Mode) -> Result:
         """Run `forward` from a fixed seed, and undo all changes of the modules and of all generators."""
         before = [(module, dict(vars(module))) for module in self.module.modules()]
         _seed()
@@ -243,7 +185,7 @@ class Trial:
 
     def _input(self, mode: Mode) -> Tensor:
         parameter = next(self.module.parameters())
-        x = torch.randn(self.sample.shape(_IMAGES, _dims(self.module), mode.extra_size), device="cpu")
+        x = torch.randn(self.sample.shape(IMAGES, dimensions(self.module), mode.extra_size), device="cpu")
         return x.to(parameter.device, parameter.dtype).requires_grad_(mode.input_requires_grad)
 
 
@@ -315,26 +257,6 @@ class _TrialTensors:
         return [buffer for each in modules for buffer in each._buffers.values()]
 
 
-class _CountsSaved:
-    """A forward that counts the values it saves for backward, and has none. A storage that holds several tensors counts
-    once."""
-
-    def __init__(self, forward: Forward) -> None:
-        self.forward, self.values = forward, 0.0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storages[memory_key(tensor)] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = self.forward(x)
-        self.values = sum(storage.nbytes() for storage in storages.values()) / x.itemsize
-        return output.detach()
-
-
 @contextmanager
 def trial(module: nn.Module, sample: Sample) -> Iterator[Trial]:
     """Prepare `module` for a trial on `sample`."""
@@ -350,10 +272,6 @@ def trial(module: nn.Module, sample: Sample) -> Iterator[Trial]:
     own_dtype = next(first_conv(module).parameters()).dtype  # not conv.weight, which a parametrization would compute
     with _isolated(module), _random_tensors(module, sample.dtype), local_statistics(module):
         yield Trial(module, sample, own_dtype)
-
-
-def _dims(module: nn.Module) -> int:
-    return len(first_conv(module).kernel_size)
 
 
 def _check_repeatable(module: nn.Module) -> None:
