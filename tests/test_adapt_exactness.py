@@ -218,6 +218,7 @@ class ClampsTheBlock(Block):
         return super().forward(x).clamp(-100, 100)
 
 
+@pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize("layer", [tiramisu, SqueezeAndExcite])
 def test_a_clamp_of_the_block_s_own_forward_stays(layer):
     block = ClampsTheBlock(layer).double()

@@ -12,7 +12,7 @@ from ..engine.choose import Engine
 from ..engine.parts import BlockParts, NoPartsError, parts_of
 from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
-from .connection_pattern import ALONE
+from .connection_pattern import ALONE, LayerCall
 from .converted import ConvertedBlock, convert_block, convert_layer, layers_called_alone, restore_block
 from .report import Changed, Report, saved_values_per_pixel
 from .sequences import ConvertedSequence, has_converted_blocks, holds_converted_blocks, stages_of
@@ -219,12 +219,17 @@ def _layers_changed(
     changes = [_changed("", layer, engine) for layer in layers]
     kept_before = 0 if in_several_sizes else sum(each.kept_before for each in changes)
     kept = 0 if in_several_sizes else sum(each.kept for each in changes)
-    return Changed(name, len(layers_in(block)), changes[0].engine, kept_before, kept, changes[0].recomputes)
+    return Changed(
+        name, min(len(layers), len(layers_in(block))), changes[0].engine, kept_before, kept, changes[0].recomputes
+    )
 
 
 def _count_layers(block: nn.Module) -> int:
     pattern = block._conversion.pattern if isinstance(block, ConvertedBlock) else None
-    return 1 if pattern is not None and pattern.is_layer else len(layers_in(block))
+    if pattern is not None and pattern.is_layer:
+        return 1
+    ended = pattern is not None and pattern.last_only and pattern.layer_call == LayerCall(returns_input=True)
+    return len(layers_in(block)) - ended
 
 
 def _why_not(engine: Engine, block: nn.Module) -> str | None:

@@ -175,12 +175,13 @@ class ConvertedBlock(VerifiedModule):
             self._conversion = replace(self._conversion, whole_layers=found.pattern)
 
     def saved_values_per_pixel(self, engine: Engine) -> int:
-        """The values per pixel that an engine layer by layer saves for backward, measured in a trial."""
+        """The values per pixel that an engine layer by layer saves for backward, measured in a trial; 0 if it fails."""
         forward, pattern = super().forward, self._pattern(recomputes=True)
         if engine is not Engine.PLAIN:
             forward = partial(run_pattern, self, forward, cast(ConnectionPattern, pattern), True)
-        with trial(self, self._sample) as run:
+        with suppress(VerificationError), trial(self, self._sample) as run:
             return saved_values_per_pixel(run, forward)
+        return 0
 
     def _check_not_quantized(self, *args: Any) -> None:
         """Raise RuntimeError for the tracer of FX quantization, which would not find norms under the exactly-once rule.

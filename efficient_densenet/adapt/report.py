@@ -1,7 +1,7 @@
 """The report of a conversion."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch.nn.functional as F
 
@@ -84,7 +84,7 @@ class Report:
         if not (self.changed or self.unchanged or self.lines):
             return "nothing to convert: found no dense block"
         lines = [f"{_count(self.changed, 'dense block')} changed" if self.changed else "nothing was changed"]
-        lines += [f"  {change}" for change in self.changed]
+        lines += [f"  {text}" for text in self._changes()]
         lines += [
             f"  {name or 'the model'}: where it is called itself, blocks run together with the module after them"
             for name in self.joined
@@ -96,19 +96,28 @@ class Report:
             lines.append("not changed")
             for reason in dict.fromkeys(self.unchanged.values()):
                 names = [name or "the model" for name, other in self.unchanged.items() if other == reason]
-                lines.append(f"  {listed(names)}: {reason}")
+                lines.append(f"  {_listed(names)}: {reason}")
         for names, network in self.lines.items():
             lines += [f"dense lines in the forward of {network or 'the model'}", f"  {_advice(names)}"]
         if self.recomputable:
             lines += ["to recompute such a block as a whole (efficient_densenet.checkpoint)", f"  {self._snippet()}"]
         return "\n".join(lines)
 
+    def _changes(self) -> Iterator[str]:
+        """The entries of `changed`, each reason once."""
+        seen = set[str]()
+        for change in self.changed:
+            name, has_reason, _ = change.engine.partition(" (")
+            again = has_reason and change.engine in seen
+            yield str(replace(change, engine=f"{name} (for the same reason)") if again else change)
+            seen.add(change.engine)
+
     def _snippet(self) -> str:
         name = self.recomputable[0]
         return f"checkpoint_wrapper(model.get_submodule({name!r}))" if name else "checkpoint_wrapper(model)"
 
 
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """Some names, such as "blocks.0.layer1, blocks.0.layer2, … and 25 more"."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 

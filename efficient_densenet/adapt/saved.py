@@ -11,7 +11,7 @@ from .sample import IMAGES, dimensions
 from .trial import MAIN_MODES, Forward, Trial
 
 _SMALLEST, _STEP = 4, 2
-"""The sizes of images whose saved values are counted: even, to be halved once."""
+"""The smallest size of images whose saved values are counted, and the next: even, to be halved once."""
 
 
 def saved_values_per_pixel(trial: Trial, forward: Forward) -> int:
@@ -21,7 +21,8 @@ def saved_values_per_pixel(trial: Trial, forward: Forward) -> int:
     depend on the size (parameters, statistics), is in the others. Differences of values at equal steps show it.
     """
     free, saved = dimensions(trial.module) - len(trial.sample.fixed_sides), []
-    for size in range(_SMALLEST, _SMALLEST + _STEP * (free + 1), _STEP):
+    smallest = max(_SMALLEST, trial.sample.size)
+    for size in range(smallest, smallest + _STEP * (free + 1), _STEP):
         counted = _CountsSaved(forward)
         Trial(trial.module, trial.sample._replace(size=size), trial.own_dtype).run_once(counted, MAIN_MODES[1])
         saved.append(counted.values)
