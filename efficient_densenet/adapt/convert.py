@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from ..engine.parts import BlockParts, NoPartsError, parts_of
 from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
 from .connection_pattern import ALONE, LayerCall
+from .conv_blocks import ConvertedConvBlock, convert_conv_block, report_conv_block, restore_conv_block
 from .converted import ConvertedBlock, convert_block, convert_layer, layers_called_alone, restore_block
 from .report import Changed, Report, saved_values_per_pixel
 from .sequences import ConvertedSequence, has_converted_blocks, holds_converted_blocks, stages_of
@@ -57,6 +59,8 @@ def restore(model: nn.Module) -> nn.Module:
             restore_transition(module)
         if isinstance(module, ConvertedBlock):
             restore_block(module)
+        if isinstance(module, ConvertedConvBlock):
+            restore_conv_block(module)
         if isinstance(module, DenseBlock) and "_original_engine" in vars(module):
             module.engine = vars(module).pop("_original_engine")
     return model
@@ -74,6 +78,9 @@ def _convert_tree(
     if module in visited:
         return False
     visited.add(module)
+    if convert_conv_block(module, engine):
+        report.changed.append(report_conv_block(name, cast(ConvertedConvBlock, module)))
+        return True
     reason = _convert(module, engine, may_be_layer)
     if reason is None:
         report.changed.append(_changed(name, module, engine))
@@ -241,7 +248,7 @@ def _why_not(engine: Engine, block: nn.Module) -> str | None:
 
 def _report_lines(model: nn.Module, report: Report) -> None:
     """Report the dense lines in forwards of networks, as far as the modules that they use are not changed."""
-    blocks = set(_blocks(model))
+    blocks = {each for each in model.modules() if isinstance(each, (ConvertedBlock, ConvertedConvBlock))}
     for name, module in model.named_modules():
         if blocks.isdisjoint(module.modules()) and name not in report.unchanged:
             prefix = f"{name}." if name else ""

@@ -263,7 +263,7 @@ def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPl
     if as_engine_block(block).saves_all:
         return BlockPlan(Engine.PLAIN)
     plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
-    _warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
+    warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan
 
 
@@ -283,7 +283,7 @@ def _plan_by(
     return (BlockPlan(engine, parts), None) if reason is None else (None, reason)
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         frame, stacklevel = sys._getframe(), 1  # the first frame outside these packages, which calls the model

@@ -60,7 +60,7 @@ class PartsOrReason(NamedTuple):
 
 def shared_parts(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> PartsOrReason:
     """The parts with which the shared engine can run `block` on `x`; `parts` if they have been read already."""
-    reason = _why_not_global_changes()
+    reason = why_not_global_changes()
     if reason is not None:
         return PartsOrReason(None, reason)
     try:
@@ -75,7 +75,7 @@ def shared_parts(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -
     return PartsOrReason(replace(parts, sharded=sharded) if sharded else parts, None)
 
 
-def _why_not_global_changes() -> str | None:
+def why_not_global_changes() -> str | None:
     """A hook on all modules, or a patch of one of torch's classes, that the shared engine would not call."""
     if has_global_module_hooks():
         return "found a hook on all modules, which the shared engine does not call inside a layer"
@@ -106,11 +106,11 @@ def _why_not_layers(
         if reason is not None:
             return reason
     units = [(layer.norms, layer.convolutions) for layer in layers]
-    return _why_not_widths(layers, x) or _why_not_precision(units, x, casts) or _why_not_norms(layers, x)
+    return _why_not_widths(layers, x) or why_not_precision(units, x, casts) or _why_not_norms(layers, x)
 
 
 def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module]) -> str | None:
-    for module in _modules_inside(layer.module):
+    for module in modules_inside(layer.module):
         if must_be_called(module) and module not in sharded:
             name = type(module).__name__
             hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which the engine would not call"
@@ -131,7 +131,7 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
         if type(conv) is not DIMENSIONS[dims].Conv:
             return _wrong_class(conv, DIMENSIONS[dims].Conv)
     for conv, size in zip(layer.convolutions[::-1], (3, 1), strict=False):
-        reason = _unusual_setting(conv, size)
+        reason = unusual_setting(conv, size)
         if reason is not None:
             return reason
     for norm in layer.norms:
@@ -141,7 +141,7 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
     return None
 
 
-def _modules_inside(module: nn.Module) -> list[nn.Module]:
+def modules_inside(module: nn.Module) -> list[nn.Module]:
     """Like `module.modules()`, but several times as fast."""
     modules, children = [module], list(module._modules.values())
     while children:
@@ -199,7 +199,7 @@ def _is_single_value(norm: Norm, count: int) -> bool:
     return count == 1 and (group is None or group.size == 1)
 
 
-def _why_not_precision(
+def why_not_precision(
     units: Sequence[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor, casts: bool = False
 ) -> str | None:
     """`units` are the norms and the convolutions of a layer, a consumer or a stem.
@@ -253,14 +253,14 @@ def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
     dims, parts = x.dim() - 2, consumer_parts(consumer)
     if parts is None or dims not in DIMENSIONS or not _can_share_consumer(parts, dims):
         return None
-    if _why_not_global_changes() is not None or any(map(must_be_called, consumer.modules())):
+    if why_not_global_changes() is not None or any(map(must_be_called, consumer.modules())):
         return None
     norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
     if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
         return None
     if not uses_running_statistics(norm) and _is_single_value(norm, x.shape[0] * x.shape[2:].numel()):
         return None  # the norm itself raises: a single value has no variance
-    return parts if _why_not_precision([([norm], convolutions)], x) is None else None
+    return parts if why_not_precision([([norm], convolutions)], x) is None else None
 
 
 def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
@@ -274,7 +274,7 @@ def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
         return False
     if conv is None:
         return not _may_widen(norm)
-    return type(conv) is DIMENSIONS[dims].Conv and not _unusual_setting(conv, 1)
+    return type(conv) is DIMENSIONS[dims].Conv and not unusual_setting(conv, 1)
 
 
 def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor) -> bool:
@@ -295,7 +295,7 @@ def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor)
         return False  # the convolution itself raises where it has no output pixel
     if not uses_running_statistics(norm) and _is_single_value(norm, x.shape[0] * size.numel()):
         return False  # the norm itself raises: a single value has no variance
-    return num_channels(norm) == conv.out_channels and _why_not_precision([([norm], [conv])], x) is None
+    return num_channels(norm) == conv.out_channels and why_not_precision([([norm], [conv])], x) is None
 
 
 def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Sequence[int]) -> torch.Size:
@@ -311,7 +311,7 @@ def _dims(conv: _ConvNd) -> int:
     return len(conv.kernel_size)
 
 
-def _unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
+def unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
     """A setting in which `conv` is not a DenseNet's convolution, which keeps the spatial size and may have a bias."""
     dims, dilation = _dims(conv), conv.dilation[0]
     padding = (kernel_size // 2 * dilation,) * dims

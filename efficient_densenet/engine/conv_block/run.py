@@ -1,49 +1,17 @@
 """Runs a dense block without norms: reads its specification from its modules."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch import Tensor
 
 from ..._tensors import compute_dtype, memory_format_of
 from ...kernels.activations import ActivationSpec, spec_of
 from ..library import run_operator
 from ..parts import weight_and_bias
 from .autograd import conv_block
+from .parts import ConvBlock, ConvLayer
 from .spec import ConvBlockSpec, ConvSpec
-
-
-class ConvLayer(NamedTuple):
-    """A convolution, and the activation after it, if there is one."""
-
-    conv: _ConvNd
-    activation: nn.Module | None = None
-
-
-class ConvBlock(NamedTuple):
-    """The parts of a dense block without norms.
-
-    Attributes:
-        layers: each reads the block's input and the outputs of all layers before it.
-        last: a convolution that reads all features, without an activation.
-        newest_first, returns_features: as in `ConvBlockSpec`.
-    """
-
-    layers: tuple[ConvLayer, ...]
-    last: _ConvNd | None = None
-    newest_first: bool = False
-    returns_features: bool = True
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        modules = [module for layer in self.layers for module in layer if module is not None]
-        return modules if self.last is None else [*modules, self.last]
-
-    @property
-    def convolutions(self) -> list[_ConvNd]:
-        return [layer.conv for layer in self.layers] + ([] if self.last is None else [self.last])
 
 
 def run(block: ConvBlock, x: Tensor) -> Sequence[Tensor]:

@@ -1,0 +1,41 @@
+"""Why the engine cannot run a dense block without norms: a pure function."""
+
+from itertools import accumulate
+
+from torch import Tensor, nn
+
+from ..._dimensions import DIMENSIONS
+from ..parts import is_activation
+from ..refuse import modules_inside, must_be_called, unusual_setting, why_not_global_changes, why_not_precision
+from .parts import ConvBlock
+
+
+def why_not(block: nn.Module, parts: ConvBlock, x: Tensor) -> str | None:
+    """Why the parts of `block` cannot run on `x`, or None."""
+    dims = x.dim() - 2
+    if dims not in DIMENSIONS:
+        return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
+    for module in modules_inside(block):
+        if module is not block and must_be_called(module):
+            return f"found a hook on, or a new forward of, a {type(module).__name__}, which the engine would not call"
+        if "parametrizations" in module._modules:
+            return f"found a parametrization of a {type(module).__name__} inside a layer"
+    for conv in parts.convolutions:
+        if type(conv) is not DIMENSIONS[dims].Conv:
+            return f"found a {type(conv).__name__}, where the shared engine takes {DIMENSIONS[dims].Conv.__name__}"
+        reason = unusual_setting(conv, 1 if conv.kernel_size[0] == 1 else 3)
+        if reason is not None:
+            return reason
+    for layer in parts.layers:
+        if layer.activation is not None and not is_activation(layer.activation):
+            return f"found a {type(layer.activation).__name__}, which is no activation of the shared engine"
+    return _why_not_widths(parts, x) or why_not_precision([((), parts.convolutions)], x) or why_not_global_changes()
+
+
+def _why_not_widths(parts: ConvBlock, x: Tensor) -> str | None:
+    """Each convolution must read all channels before it."""
+    widths = accumulate((layer.conv.out_channels for layer in parts.layers), initial=x.shape[1])
+    for conv, expected in zip(parts.convolutions, widths, strict=False):
+        if conv.in_channels != expected:
+            return f"found a convolution of {conv.in_channels} channels, where there are {expected} features"
+    return None
