@@ -10,10 +10,12 @@ class LayerCall(NamedTuple):
     Attributes:
         separately: True to pass the features as arguments, `layer(*features)`, False to pass their concatenation.
         returns_input: True if the layer returns the concatenation of its input and output, in the block's order.
+        as_list: True to pass the features as one list, `layer(features)`.
     """
 
     separately: bool = False
     returns_input: bool = False
+    as_list: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,15 @@ class ConnectionPattern:
         newest_first, new_features_only: as in `BlockParts`.
         is_layer: True for a single layer that concatenates its input and its output, and so is a block by itself.
         layer_call: how to call whole layers, if their parts do not describe them; None if they do.
+        last_only: True if the block returns the output of its last layer alone, such as a convolution after the others.
     """
 
     newest_first: bool = False
     new_features_only: bool = False
     is_layer: bool = False
     layer_call: LayerCall | None = None
+    last_only: bool = False
+
+
+ALONE = ConnectionPattern(is_layer=True, layer_call=LayerCall(separately=True), last_only=True)
+"""A layer that is recomputed wherever its author's code calls it, in a block that is no growing concatenation."""

@@ -1,5 +1,6 @@
 """Convert every dense block of a model in place, and restore the blocks."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import nn
@@ -11,13 +12,14 @@ from ..engine.choose import Engine
 from ..engine.parts import BlockParts, NoPartsError, parts_of
 from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
-from .converted import ConvertedBlock, convert_block, restore_block
+from .connection_pattern import ALONE, LayerCall
+from .converted import ConvertedBlock, convert_block, convert_layer, layers_called_alone, restore_block
 from .report import Changed, Report, saved_values_per_pixel
-from .sequences import ConvertedSequence, has_converted_blocks, stages_of
+from .sequences import ConvertedSequence, has_converted_blocks, holds_converted_blocks, stages_of
 from .stages import BlocksInARow, is_block
-from .structure import first_conv, has_forward, layers_in, layers_in_a_row, looks_dense
+from .structure import dense_lines_in, first_conv, has_forward, layers_in, layers_in_a_row, looks_dense
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
-from .trial import SideEffectError, VerificationError
+from .trial import NotRunError, SideEffectError, VerificationError
 
 
 def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
@@ -31,11 +33,17 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
     """
     check_module("make_efficient", model)
     parsed, report = choose.parse(engine), Report()
+    for module in _blocks(model):
+        if module._conversion.pattern == ALONE:  # the block around it may be another now
+            restore_block(module)
     _convert_tree("", model, parsed, report, set())
     for module in [*model.modules()][::-1]:  # inner sequences first
         if has_converted_blocks(module):
             add_mixin(module, ConvertedSequence)
+        elif isinstance(module, ConvertedSequence) and not holds_converted_blocks(module):
+            remove_mixin(module, ConvertedSequence)
     report.transitions = _convert_transitions(model, parsed)
+    _report_lines(model, report)
     _report_stages(model, report, parsed)
     return report
 
@@ -73,14 +81,44 @@ def _convert_tree(
     children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
     layers = layers_in_a_row(module)
     converted = [_convert_tree(key, child, engine, report, visited, child in layers) for key, child in children.items()]
-    if looks_dense(module) and not any(converted):
-        for key, child in children.items():
-            if layers_in(child) == layers_in(module):
-                report.forget(key)  # a container of this block's layers
-        report.unchanged[name] = str(reason)
-        if has_forward(module) and not isinstance(reason, SideEffectError):
-            report.recomputable.append(name)
-    return any(converted)
+    if not looks_dense(module) or any(converted):
+        return any(converted)
+    for key, child in children.items():
+        if layers_in(child) == layers_in(module):
+            report.forget(key)  # a container of this block's layers
+    alone = _convert_layers(module, engine, reason)
+    if alone:
+        report.forget(*(inner for inner in report.unchanged if inner.startswith(f"{name}." if name else "")))
+        report.changed.append(_layers_changed(name, module, alone, engine, isinstance(reason, NotRunError)))
+        return True
+    report.unchanged[name] = str(reason)
+    if has_forward(module) and not isinstance(reason, SideEffectError):
+        report.recomputable.append(name)
+    return False
+
+
+def _convert_layers(module: nn.Module, engine: Engine | None, reason: Exception) -> list[ConvertedBlock]:
+    """Let `engine` recompute the layers of a block, which is not converted for `reason`, where its forward calls them;
+    return these layers."""
+    if engine in (Engine.PLAIN, Engine.SHARED):
+        return []
+    converted = []
+    for layer in layers_called_alone(module, reason):
+        try:
+            if has_forward(layer):
+                convert_layer(layer, engine, _as_found(reason))
+                converted.append(layer)
+            else:
+                converted += _convert_layers(layer, engine, reason)
+        except NotRunError as layers_reason:
+            converted += _convert_layers(layer, engine, layers_reason)
+        except (NoPartsError, VerificationError):
+            pass
+    return converted
+
+
+def _as_found(reason: Exception) -> str:
+    return str(reason) if str(reason).startswith("found") else f"found that it {reason}"
 
 
 def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Exception | None:
@@ -114,7 +152,7 @@ def _convert_transitions(model: nn.Module, engine: Engine | None) -> list[str]:
             if isinstance(module, ConvertedTransition):
                 restore_transition(module)
         return []
-    blocks = [module for module in model.modules() if isinstance(module, ConvertedBlock)]
+    blocks = _blocks(model)
     widths = {_out_channels(parts) for parts in map(_parts, blocks) if parts is not None}
     inside = {module for block in blocks for module in block.modules()}
     names = []
@@ -125,6 +163,10 @@ def _convert_transitions(model: nn.Module, engine: Engine | None) -> list[str]:
             names.append(name)
             inside.update(module.modules())
     return names
+
+
+def _blocks(model: nn.Module) -> list[ConvertedBlock]:
+    return [module for module in model.modules() if isinstance(module, ConvertedBlock)]
 
 
 def _parts(block: ConvertedBlock) -> BlockParts | None:
@@ -145,22 +187,48 @@ def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
     used = engine or Engine.SHARED
     if engine is None and reason is not None:
         used = Engine.CHECKPOINT if _why_not(Engine.CHECKPOINT, block) is None else Engine.PLAIN
-    if isinstance(block, ConvertedBlock):
-        block.update_norms_once(used)
     text = used.value
     if reason is not None:
         text += f" ({reason})" if engine is None else f", which will raise: {reason}"
+    if isinstance(block, ConvertedBlock):
+        block.update_norms_once(used)
+        if used is not Engine.SHARED and block.why_not_recompute() is None:
+            return _changed_by_layers(name, block, text, used)
     try:
         parts = parts_of(block)
     except NoPartsError:
         return Changed(name, _count_layers(block), text, 0, 0)
-    saved_by_plain, saved = (saved_values_per_pixel(parts, each) for each in (Engine.PLAIN, used))
+    saved_by_plain, saved = (round(saved_values_per_pixel(parts, each)) for each in (Engine.PLAIN, used))
     return Changed(name, len(parts.layers), text, saved_by_plain, saved)
+
+
+def _changed_by_layers(name: str, block: ConvertedBlock, text: str, used: Engine) -> Changed:
+    """The report's entry for a converted block that an engine runs layer by layer."""
+    if used is not Engine.PLAIN:
+        block.recompute_whole_layers()
+    kept_before, kept = (block.saved_values_per_pixel(each) for each in (Engine.PLAIN, used))
+    recomputes = "" if used is Engine.PLAIN else block.recomputes
+    return Changed(name, _count_layers(block), text, kept_before, kept, recomputes)
+
+
+def _layers_changed(
+    name: str, block: nn.Module, layers: Sequence[ConvertedBlock], engine: Engine | None, in_several_sizes: bool
+) -> Changed:
+    """The report's entry for a block whose layers are recomputed where its author's forward calls them. What they save
+    adds up where their images are not `in_several_sizes`."""
+    changes = [_changed("", layer, engine) for layer in layers]
+    kept_before = 0 if in_several_sizes else sum(each.kept_before for each in changes)
+    kept = 0 if in_several_sizes else sum(each.kept for each in changes)
+    num_layers = min(len(layers), len(layers_in(block)))
+    return Changed(name, num_layers, changes[0].engine, kept_before, kept, changes[0].recomputes)
 
 
 def _count_layers(block: nn.Module) -> int:
     pattern = block._conversion.pattern if isinstance(block, ConvertedBlock) else None
-    return 1 if pattern is not None and pattern.is_layer else len(layers_in(block))
+    if pattern is not None and pattern.is_layer:
+        return 1
+    ended = pattern is not None and pattern.last_only and pattern.layer_call == LayerCall(returns_input=True)
+    return len(layers_in(block)) - ended
 
 
 def _why_not(engine: Engine, block: nn.Module) -> str | None:
@@ -168,6 +236,16 @@ def _why_not(engine: Engine, block: nn.Module) -> str | None:
     conv = first_conv(block)
     parameter = next(conv.parameters())  # not conv.weight, which a parametrization would compute
     return choose.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size))))
+
+
+def _report_lines(model: nn.Module, report: Report) -> None:
+    """Report the dense lines in forwards of networks, as far as the modules that they use are not changed."""
+    blocks = set(_blocks(model))
+    for name, module in model.named_modules():
+        if blocks.isdisjoint(module.modules()) and name not in report.unchanged:
+            prefix = f"{name}." if name else ""
+            for row in dense_lines_in(module):
+                report.lines[tuple(f"{prefix}{child}" for child in row)] = name
 
 
 def _report_stages(model: nn.Module, report: Report, engine: Engine | None) -> None:

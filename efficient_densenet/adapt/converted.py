@@ -1,14 +1,13 @@
-"""Converted dense blocks: a mixin for the classes of other libraries' modules, and the trial that finds a block's
-pattern."""
+"""Converted dense blocks: a mixin for the classes of other libraries' modules."""
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import may_read_converted_modules
@@ -21,38 +20,36 @@ from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, NoPartsError
 from ..engine.refuse import must_be_called
 from ..engine.sharded import why_sharded
-from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
-from .connection_pattern import ConnectionPattern
+from ..norms.batch_norm import UpdatesOnce
+from .connection_pattern import ALONE, ConnectionPattern
+from .find import (
+    Conversion,
+    find_by_trial,
+    find_pair,
+    find_pattern,
+    of_one_tensor,
+    restore_norms,
+    run_pattern,
+    update_norms_once,
+)
 from .fingerprint import fingerprint
 from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
-from .structure import custom_norms_in, in_channels_of, layers_in, patterns_by_calls, patterns_by_parts, read_block
-from .trial import MAIN_MODES, SideEffectError, Trial, VerificationError, trial
-from .verified import Verified, VerifiedModule
-from .verify import Results, describe_difference
-
-
-@dataclass
-class Conversion(Verified):
-    """The state of a converted block.
-
-    Attributes:
-        engine: the requested engine.
-        exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
-        pattern: how the block's forward uses its layers; None if a trial did not find a pattern.
-        reason: why the parts of the layers do not describe the block, or None if they do.
-        recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
-        kept_bottlenecks, saves_all: what a budget of memory has decided, as in `EngineBlock`.
-        as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
-    """
-
-    engine: Engine | None = None
-    exactly_once_norms: tuple[str, ...] | None = None
-    pattern: ConnectionPattern | None = None
-    reason: str | None = None
-    recomputes: bool = False
-    as_a_whole: bool = True
-    kept_bottlenecks: frozenset[int] = frozenset()
-    saves_all: bool = False
+from .sample import Sample, samples
+from .saved import saved_values_per_pixel
+from .structure import (
+    channels_read,
+    is_composed,
+    layers_in,
+    patterns_by_calls,
+    read_block,
+)
+from .trial import (
+    NotRunError,
+    SideEffectError,
+    VerificationError,
+    trial,
+)
+from .verified import VerifiedModule
 
 
 class ConvertedBlock(VerifiedModule):
@@ -63,6 +60,8 @@ class ConvertedBlock(VerifiedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Tracers, which may pass a proxy instead of a tensor, trace the author's forward.
+        if not kwargs and len(args) == 1 and self._conversion.pair and _is_pair(args[0]):
+            return self._run_pair(args[0])
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             self._check_not_quantized(*args)
             return super().forward(*args, **kwargs)
@@ -97,9 +96,9 @@ class ConvertedBlock(VerifiedModule):
         """
         if self.why_not_recompute() is None:
             return
-        _restore_norms(self, self._conversion.exactly_once_norms or ())
+        restore_norms(self, self._conversion.exactly_once_norms or ())
         try:
-            found = _find_pattern(self, super().forward, may_be_layer=True)
+            found = find_pattern(self, super().forward, may_be_layer=True)
         except (NoPartsError, VerificationError) as failure:
             found = Conversion(reason=f"found another block than was converted: {failure}")
         kept = {"engine": self._conversion.engine, "exactly_once_norms": self._conversion.exactly_once_norms}
@@ -109,9 +108,9 @@ class ConvertedBlock(VerifiedModule):
         """Put the norms inside under the exactly-once rule where `engine` or the author's forward recomputes them. The
         shared engine does not need it, and so keeps torch's classes, which tools such as quantization look for."""
         if engine in (Engine.CHECKPOINT, Engine.OFFICIAL) or self._conversion.recomputes:
-            _update_norms_once(self)
+            update_norms_once(self)
         elif self._conversion.exactly_once_norms is not None:
-            _restore_norms(self, self._conversion.exactly_once_norms, keep_torch_forward=True)
+            restore_norms(self, self._conversion.exactly_once_norms, keep_torch_forward=True)
 
     def why_not_recompute(self) -> str | None:
         """Why no engine may run the block, or None: the forward of an unverified block may have side effects that must
@@ -137,12 +136,23 @@ class ConvertedBlock(VerifiedModule):
                 raise NoPartsError(f"found a hook on, or a new forward of, a {type(child).__name__} around the layers")
         return parts
 
+    def _run_pair(self, pair: Any) -> Any:
+        """The layer's output for two tensors, recomputed if an engine may."""
+        engine = choose.plan_block(self, pair[0]).engine
+        if engine is Engine.PLAIN:
+            return super().forward(pair)
+        if not torch.compiler.is_compiling():
+            update_norms_once(self)
+        if engine is Engine.OFFICIAL:
+            return torch_checkpoint(super().forward, pair, use_reentrant=False)
+        return checkpoint_call(super().forward, (pair,), {})
+
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
         recomputes = run_first_half is not layerwise.run_first_half_plain
         if recomputes and not torch.compiler.is_compiling():  # a compiler recomputes without side effects
-            _update_norms_once(self)
-        by_layers = _run_by_layers(self, super().forward, self._conversion.pattern)
+            update_norms_once(self)
+        by_layers = _run_by_layers(self, super().forward, self._pattern(recomputes))
         if by_layers is not None:
             return by_layers(x, run_first_half)
         if not (recomputes and self._conversion.as_a_whole):
@@ -151,6 +161,51 @@ class ConvertedBlock(VerifiedModule):
         if run_first_half is layerwise.run_first_half_official:
             return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
         return checkpoint_call(super().forward, (x,), {})
+
+    @property
+    def recomputes(self) -> str:
+        """What engines that recompute do of each layer, for a report."""
+        pattern = self._pattern(recomputes=True)
+        if pattern == ALONE:
+            return "each layer whole, where the author's forward calls it"
+        if pattern is None or pattern.layer_call is not None or read_block(self, pattern).layers[0].conv2 is None:
+            return "each layer whole"
+        return "the first half of each layer"
+
+    @property
+    def _sample(self) -> Sample:
+        return cast(Sample, self._conversion.sample)  # not None: a trial has found a pattern
+
+    def _pattern(self, recomputes: bool) -> ConnectionPattern | None:
+        whole_layers = self._conversion.whole_layers if recomputes else None
+        return whole_layers or self._conversion.pattern
+
+    def recompute_whole_layers(self) -> None:
+        """Let engines that recompute the first halves of layers recompute whole layers, if a trial finds out how.
+
+        The layers' outputs are all they save then. So do first halves of layers with one convolution and no dropout.
+        """
+        pattern, parts = self._conversion.pattern, self._conversion.whole_layers
+        if pattern is None or pattern.layer_call is not None or parts is not None:
+            return
+        layers = read_block(self, pattern).layers
+        if all(layer.conv2 is None and layer.drop_rate == 0 for layer in layers):
+            return
+        with suppress(NoPartsError, VerificationError):
+            calls = patterns_by_calls(self, may_be_layer=pattern.is_layer)
+            found = find_by_trial(self, super().forward, calls, None, [self._sample])
+            self._conversion = replace(self._conversion, whole_layers=found.pattern)
+
+    def saved_values_per_pixel(self, engine: Engine) -> int:
+        """The values per pixel that an engine layer by layer saves for backward, measured in a trial; 0 if it fails."""
+        forward, pattern = super().forward, self._pattern(recomputes=True)
+        if self._conversion.pair:
+            forward = of_one_tensor(forward, self._conversion.pair)
+        if engine is not Engine.PLAIN:
+            forward = partial(run_pattern, self, forward, cast(ConnectionPattern, pattern), True)
+        with suppress(VerificationError), trial(self, self._sample) as run:
+            return saved_values_per_pixel(run, forward)
+        return 0
 
     def _check_not_quantized(self, *args: Any) -> None:
         """Raise RuntimeError for the tracer of FX quantization, which would not find norms under the exactly-once rule.
@@ -171,6 +226,10 @@ class ConvertedBlock(VerifiedModule):
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, Tensor) for each in value)
+
+
 def _run_by_layers(
     block: ConvertedBlock, forward: Callable, pattern: ConnectionPattern | None
 ) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
@@ -178,7 +237,8 @@ def _run_by_layers(
     if pattern is None:
         return None
     if pattern.layer_call is not None:
-        inside = () if pattern.is_layer else set(block.children()) - set(layers_in(block))
+        called = {module for layer in layers_in(block) for module in layer.modules()}
+        inside = () if pattern.is_layer else set(block.children()) - called
         return None if any(map(must_be_called, inside)) else partial(run_whole_layers, block, forward, pattern)
     try:
         parts = block.dense_parts()
@@ -193,106 +253,47 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
     With `may_be_layer`, a module of any kind is tried as a layer that concatenates its input and its output.
     If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
     """
+    _convert(block, engine, lambda: find_pattern(block, block.forward, may_be_layer))
+
+
+def convert_layer(layer: nn.Module, engine: Engine | None, reason: str) -> None:
+    """Let `engine` recompute `layer` wherever its author's code calls it with one tensor, in a block that is not
+    converted for `reason`. If that would compute something else, raise `VerificationError`."""
+    try:
+        _convert(layer, engine, lambda: find_by_trial(layer, layer.forward, [ALONE], reason))
+    except NotRunError as failure:
+        try:
+            _convert(layer, engine, lambda: find_pair(layer, layer.forward, reason))
+        except VerificationError:
+            raise failure from None
+
+
+def layers_called_alone(block: nn.Module, reason: Exception) -> list[nn.Module]:
+    """The layers of `block`, which is not converted for `reason`, if they may be recomputed wherever they are called:
+    if the author's forward calls them with one tensor each. If it takes something else itself, such as images in
+    several sizes, any modules inside may be.
+    """
+    if isinstance(reason, NotRunError):
+        return [child for child in block.children() if is_composed(child)] if reason.takes_something_else else []
+    if isinstance(reason, SideEffectError) or not isinstance(reason, VerificationError):
+        return []
+    layers = [layer for layer in layers_in(block) if is_composed(layer)]
+    for sample in samples(block, channels_read(block)):
+        with suppress(VerificationError), trial(block, sample) as run:
+            return layers if run.calls_with_one_tensor(block.forward, layers) else []
+    return []
+
+
+def _convert(block: nn.Module, engine: Engine | None, find: Callable[[], Conversion]) -> None:
     clash = next((name for name in _NAMES_OF_CONVERTED_BLOCKS if hasattr(block, name)), None)
     if clash is not None:
         raise NoPartsError(f"found {clash} in a {type(block).__name__}, a name that converted blocks need themselves")
     exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
-    conversion = _find_pattern(block, block.forward, may_be_layer)
+    conversion = find()
     add_mixin(block, ConvertedBlock)
     cast(ConvertedBlock, block)._conversion = replace(
         conversion, engine=engine, exactly_once_norms=exactly_once, verified=fingerprint(block)
     )
-
-
-def _find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
-    """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do not.
-
-    Torch's norms are under the exactly-once rule in the trial, so that a library's checkpointing, which updates them
-    twice, does not count as a difference. Norms with a forward of their own run this forward in the trial of the
-    block's own forward, and torch's forward afterwards.
-    """
-    reason, by_parts = None, []
-    try:
-        by_parts = patterns_by_parts(block)
-    except NoPartsError as failure:
-        reason = str(failure)
-    by_calls = patterns_by_calls(block, may_be_layer)
-    if reason is not None and not by_calls:
-        raise NoPartsError(reason)
-    custom_norms = custom_norms_in(block)
-    for module in custom_norms:
-        _check_has_torch_state(module)
-    before = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
-    found = None
-    try:
-        _update_norms_once(block)
-        with trial(block, in_channels_of(block)) as run:
-            block_results = list(run.run(forward))
-            for module in custom_norms:
-                add_mixin(module, UsesTorchForward, innermost=True)
-            found = _match(block, forward, block_results, run, [*by_parts, *by_calls], reason)
-            return found
-    finally:
-        _restore_norms(block, before, keep_torch_forward=found is not None)
-
-
-def _check_has_torch_state(norm: nn.Module) -> None:
-    """Raise `VerificationError` for a norm with a forward of its own that may read attributes torch's norms do not
-    have."""
-    tensors = norm._parameters.keys() | norm._buffers.keys() | norm._modules.keys()
-    own = (vars(norm).keys() | tensors) - _OF_EVERY_BATCH_NORM
-    if own:
-        raise VerificationError(f"holds a {type(norm).__name__} with attributes of its own: {', '.join(sorted(own))}")
-
-
-def _update_norms_once(block: nn.Module) -> None:
-    """Put the norms in `block` under the exactly-once rule. (`update_once` would change the names of their classes.)"""
-    for module in block.modules():
-        is_torch_s = isinstance(module, _NormBase) and not isinstance(module, (UpdatesOnce, _LazyNormBase))
-        if is_torch_s and not custom_norms_in(module):
-            add_mixin(module, UpdatesOnce, innermost=True)
-
-
-def _match(
-    block: nn.Module,
-    forward: Callable[[Tensor], Tensor],
-    block_results: Results,
-    run: Trial,
-    patterns: Iterable[ConnectionPattern],
-    reason: str | None,
-) -> Conversion:
-    """The pattern by which an engine reproduces the block's results; and why not by the parts of its layers, if so."""
-    difference, recomputes = None, any(result.recomputes for result in block_results)
-    for pattern in patterns:
-        by_parts = pattern.layer_call is None
-        found = describe_difference(block_results, run, partial(_run_pattern, block, forward, pattern, True))
-        if found is None:
-            found_reason = None if by_parts else reason or f"found that by the parts of its layers it {difference}"
-            trained = [result for result in block_results if result.mode is MAIN_MODES[1]]
-            as_a_whole = describe_difference(trained, run, partial(_recompute_whole, block, forward)) is None
-            return Conversion(pattern=pattern, reason=found_reason, recomputes=recomputes, as_a_whole=as_a_whole)
-        if not by_parts:
-            called = partial(_run_pattern, block, forward, pattern, False)
-            if describe_difference(block_results, run, called) is None:
-                raise SideEffectError(f"has layers that must not be recomputed: it {found}")
-        difference = difference or found
-    raise VerificationError(reason or difference)
-
-
-def _run_pattern(
-    block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: ConnectionPattern, recomputed: bool, x: Tensor
-) -> Tensor:
-    """The output of `block` by `pattern`. If `recomputed`, layers are recomputed for gradients, where engines would."""
-    recomputed = recomputed and torch.is_grad_enabled() and layerwise.why_not_recompute(block) is None
-    run_first_half = layerwise.run_first_half_checkpoint if recomputed else layerwise.run_first_half_plain
-    if pattern.layer_call is None:
-        return run_layers(read_block(block, pattern), x, run_first_half)
-    return run_whole_layers(block, forward, pattern, x, run_first_half)
-
-
-def _recompute_whole(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The output of `forward`, the author's, recomputed where engines would."""
-    return forward(x) if layerwise.why_not_recompute(block) is not None else checkpoint_call(forward, (x,), {})
 
 
 def restore_block(block: ConvertedBlock) -> None:
@@ -302,28 +303,10 @@ def restore_block(block: ConvertedBlock) -> None:
     for module in block.modules():
         undo_fire_once(module)
     if exactly_once is not None:
-        _restore_norms(block, exactly_once)
+        restore_norms(block, exactly_once)
     vars(block).pop("_conversion", None)
-
-
-def _restore_norms(block: nn.Module, exactly_once: tuple[str, ...], keep_torch_forward: bool = False) -> None:
-    """Give the norms in `block` their classes back, except those named in `exactly_once`."""
-    for name, module in block.named_modules():
-        if isinstance(module, UsesTorchForward):
-            if not keep_torch_forward:
-                remove_mixin(module, UsesTorchForward)
-        elif isinstance(module, UpdatesOnce) and name not in exactly_once:
-            undo_update_once(module)
 
 
 _NAMES_OF_CONVERTED_BLOCKS = tuple(
     name for name in vars(ConvertedBlock) if not name.startswith("_") and name != "forward"
 )
-_OF_EVERY_BATCH_NORM = {
-    *vars(nn.BatchNorm2d(1)),
-    "weight",
-    "bias",
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-}

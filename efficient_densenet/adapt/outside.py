@@ -50,13 +50,12 @@ def names_read(cls: type) -> frozenset[str]:
     return frozenset(name for function in functions for name in names_in(function.__code__))
 
 
-def mode_asked_for(cls: type) -> str | None:
-    """A mode of torch that the methods of `cls` may ask for, such as "is_grad_enabled", or None."""
+def modes_asked_for(cls: type) -> set[str]:
+    """The modes of torch that the methods of `cls` may ask for, such as "is_grad_enabled"."""
     if is_of_a_library(cls):
-        return None
+        return set()
     places = (place for each in filterfalse(is_known, cls.__mro__) for place in places_outside(each))
-    names = names_read(cls).union(*(place.names for place in places))
-    return min(filter(_MODES.__contains__, names), default=None)
+    return _MODES.intersection(names_read(cls).union(*(place.names for place in places)))
 
 
 def values_outside(cls: type) -> list[Any]:
@@ -115,5 +114,8 @@ def is_of_a_library(value: Any) -> bool:
 
 
 _LIBRARIES = {"torch", "numpy", "math", "functools", "typing", "collections", "warnings", "logging"}
+_LIBRARIES |= {"abc", "copy", "copyreg", "dataclasses", "enum", "inspect", "numbers", "operator", "textwrap"}
+MODES_RESTORED = {name for name in dir(torch) if "autocast" in name and name.startswith(("get_", "is_"))}
+"""The modes in which a recomputation runs as the forward did."""
 _MODES = {name for name in dir(torch) if name.startswith(("get_", "is_")) and not hasattr(torch.Tensor, name)}
 _MODES -= {"is_tensor", "is_storage"}

@@ -49,4 +49,8 @@ def has_converted_blocks(module: nn.Module) -> bool:
         return False
     if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
         return False
-    return any(isinstance(child, (ConvertedBlock, ConvertedSequence)) for child in module)
+    return holds_converted_blocks(module)
+
+
+def holds_converted_blocks(sequence: nn.Sequential) -> bool:
+    return any(isinstance(child, (ConvertedBlock, ConvertedSequence)) for child in sequence)

@@ -2,9 +2,11 @@
 names."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,12 +65,11 @@ def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPa
     if not any(isinstance(module, _ConvNd) for module in block.modules()):
         return patterns
     if looks_dense(block) and layers_in(block):
-        calls = LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True)
-        patterns += [
-            ConnectionPattern(new_features_only=new_features_only, layer_call=call)
-            for call in calls
-            for new_features_only in (False, True)
-        ]
+        calls = LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True), LayerCall(as_list=True)
+        returns = {}, {"new_features_only": True}, {"last_only": True}
+        patterns += [ConnectionPattern(layer_call=call, **returned) for call in calls for returned in returns]
+        if any(map(is_dense_layer, layers_in(block)[:-1])):  # a row by itself, with a transition after it
+            patterns.remove(ConnectionPattern(layer_call=LayerCall(returns_input=True), last_only=True))
     if may_be_layer:
         patterns.append(ConnectionPattern(is_layer=True, layer_call=LayerCall(returns_input=True)))
     return [replace(pattern, newest_first=newest_first) for pattern in patterns for newest_first in (False, True)]
@@ -118,20 +119,43 @@ def layers_in(block: nn.Module) -> list[nn.Module]:
     children = list(block.children())
     if len(children) == 1 and isinstance(children[0], _CONTAINERS) and not is_dense_layer(children[0]):
         return list(children[0].children())
-    return children
+    return _numbered_layers(block) or children
 
 
-def in_channels_of(block: nn.Module) -> int:
-    """The channels that a block reads."""
-    try:
-        return read_block(block).layers[0].conv1.in_channels
-    except NoPartsError:
-        return first_conv(block).in_channels
+def _numbered_layers(block: nn.Module) -> list[nn.Module]:
+    """The layers of a block that has no modules for them, but conv1, norm1, prelu1, conv2, norm2, …: the modules of the
+    same number, if these layers grow densely. The sequences that are created here exist for one forward only."""
+    groups: dict[str, list[nn.Module]] = {}
+    for name, child in block.named_children():
+        if any(True for _ in child.children()):
+            return []
+        number = name[len(name.rstrip("0123456789")) :]
+        if number:
+            groups.setdefault(number, []).append(child)
+    layers: list[Any] = [nn.Sequential(*group) for group in groups.values()]
+    if len(layers) < 2 or any(sum(isinstance(module, _ConvNd) for module in layer) != 1 for layer in layers):
+        return []
+    return layers if all(map(is_composed, layers)) and _grow_densely(list(map(_widths, layers))) else []
+
+
+def channels_read(block: nn.Module) -> list[int]:
+    """The channels that a block may read: those of its first convolution or, if it selects channels after a norm, those
+    of this norm."""
+    channels = [first_conv(block).in_channels]
+    with suppress(NoPartsError):
+        channels.insert(0, read_block(block).layers[0].conv1.in_channels)
+    norm = next((module for module in block.modules() if isinstance(module, _NormBase)), None)
+    return list(dict.fromkeys([*channels, *([] if norm is None else [norm.num_features])]))
 
 
 def first_conv(module: nn.Module) -> _ConvNd:
     """The first convolution inside `module`."""
     return next(each for each in module.modules() if isinstance(each, _ConvNd))
+
+
+def last_conv(module: nn.Module) -> _ConvNd:
+    """The last convolution inside `module`."""
+    return [each for each in module.modules() if isinstance(each, _ConvNd)][-1]
 
 
 def custom_norms_in(block: nn.Module) -> set[nn.Module]:
@@ -152,14 +176,48 @@ def looks_dense(block: nn.Module) -> bool:
     """
     if "denseblock" in type(block).__name__.lower().replace("_", "") or block_reader(block) is not None:
         return True
-    all_widths = list(map(_widths, layers_in(block)))
+    layers = layers_in(block)
+    return any(_look_dense(list(map(widths, layers))) for widths in (_widths, _widths_by_norm))
+
+
+def dense_lines_in(network: nn.Module) -> list[list[str]]:
+    """The names of children that look like the layers of a dense block among other modules, for each such block: at
+    least three alike in a row. The forward of `network` concatenates in lines of its own."""
+    if type(network).forward is nn.Sequential.forward or not has_forward(network):
+        return []
+    rows, layers = list[list[str]](), list[nn.Module]()
+    for name, child in network.named_children():
+        if not (layers and _alike(layers[0], child) and _grow_densely(list(map(_widths, [*layers, child])))):
+            rows.append([])
+            layers = []
+        if _widths(child):
+            rows[-1].append(name)
+            layers.append(child)
+    return [row for row in rows if len(row) > 2]
+
+
+def _alike(first: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have the same classes inside."""
+    return [*map(type, first.modules())] == [*map(type, other.modules())]
+
+
+def _look_dense(all_widths: Sequence[tuple[int, ...]]) -> bool:
     widths = list(filter(None, all_widths))
     if len(widths) < (2 if len(widths) == len(all_widths) else 3):  # a child may be no layer
         return False
     steps = {after[0] - layer[0] for layer, after in pairwise(widths)}
-    return all(sum(layer) == after[0] for layer, after in pairwise(widths)) or (
-        len(widths) > 2 and len(steps) == 1 and min(steps) > 0
+    return (
+        _grow_densely(widths)
+        or (len(widths) > 3 and _grow_densely(widths[:-1]))  # the last may be another
+        or (len(widths) > 2 and len(steps) == 1 and min(steps) > 0)
     )
+
+
+def _grow_densely(widths: Sequence[tuple[int, ...]]) -> bool:
+    """Whether each layer reads the input and the output of the one before it. If all return as many channels as they
+    read, they are branches for images of several sizes."""
+    are_branches = len(widths) > 1 and all(read == written for read, written in widths)
+    return not are_branches and all(sum(layer) == after[0] for layer, after in pairwise(widths))
 
 
 def _widths(layer: nn.Module) -> tuple[int, ...]:
@@ -167,6 +225,14 @@ def _widths(layer: nn.Module) -> tuple[int, ...]:
     convolutions."""
     convolutions = [module for module in layer.modules() if isinstance(module, _ConvNd)]
     return (convolutions[0].in_channels, convolutions[-1].out_channels) if convolutions else ()
+
+
+def _widths_by_norm(layer: nn.Module) -> tuple[int, ...]:
+    """The same for a layer that begins with a norm, which may read more channels than are selected for the
+    convolution."""
+    first = next((module for module in layer.modules() if isinstance(module, (_NormBase, _ConvNd))), None)
+    widths = _widths(layer)
+    return (first.num_features, *widths[1:]) if widths and isinstance(first, _NormBase) else ()
 
 
 def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> LayerParts:
@@ -187,7 +253,12 @@ def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> 
             dropouts.append(module)
         elif not isinstance(module, nn.Identity):
             activations.append(module)
-    if not (1 <= len(norms) == len(convolutions) <= 2 and len(activations) <= len(norms) and len(dropouts) <= 1):
+    if len(dropouts) > 1:
+        raise NoPartsError(
+            f"found {len(dropouts)} dropouts in a {type(layer).__name__}, where a dense layer has at most one, after "
+            "its last convolution"
+        )
+    if not (1 <= len(norms) == len(convolutions) <= 2 and len(activations) <= len(norms)):
         names = ", ".join(type(module).__name__ for module in modules[:8]) + (", …" if len(modules) > 8 else "")
         found = f"{type(layer).__name__} of {names}" if names else type(layer).__name__
         raise NoPartsError(
@@ -214,6 +285,12 @@ def leaf_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from leaf_modules(child)
+
+
+def is_composed(module: nn.Module) -> bool:
+    """Whether `module` computes something with a convolution and other modules."""
+    leaves = list(leaf_modules(module))
+    return len(leaves) > 1 and any(isinstance(leaf, _ConvNd) for leaf in leaves)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, composed, halves, is_norm
 from .fingerprint import fingerprint
+from .sample import Sample
 from .structure import leaf_modules, read_layer
 from .trial import VerificationError, trial
 from .verified import Verified, VerifiedModule
@@ -81,7 +82,7 @@ def _find_pool(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> str | 
     if parts is None or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         return None
     try:
-        with trial(module, cast(_ConvNd, parts.conv).in_channels, TRIAL_SIZE) as run:
+        with trial(module, Sample(cast(_ConvNd, parts.conv).in_channels, TRIAL_SIZE)) as run:
             results = list(run.run(forward))
             for pool in ("", *_POOL_FUNCTIONS):
                 if describe_difference(results, run, partial(_run, module, pool)) is None:

@@ -11,8 +11,8 @@ import random
 import sys
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -26,8 +26,9 @@ from ..engine.refuse import HOOKS
 from ..norms.sync_batch_norm import local_statistics
 from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint
 from .operations import Recorder
-from .outside import mode_asked_for
+from .outside import MODES_RESTORED, is_known, modes_asked_for
 from .randomness import Generators, generators_of, without_state
+from .sample import IMAGES, Sample, dimensions
 from .structure import custom_norms_in, first_conv
 
 Forward = Callable[[Tensor], Tensor]
@@ -35,6 +36,19 @@ Forward = Callable[[Tensor], Tensor]
 
 class VerificationError(Exception):
     """Raised for a block that is not a dense block; the message says how it differs from a dense block."""
+
+
+class NotRunError(VerificationError):
+    """Raised for a block whose forward raises an error on our trial input, which says nothing against the block."""
+
+    def __init__(self, sample: Sample, error: Exception) -> None:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        self.error = f"{type(error).__name__}: {first_line}"
+        self.takes_something_else = isinstance(error, (TypeError, ValueError, IndexError, AttributeError))
+        super().__init__(
+            f"could not be tried: our trial calls it with {sample}, and its forward seems to take something else (it "
+            f"raises {self.error})"
+        )
 
 
 class SideEffectError(VerificationError):
@@ -99,16 +113,32 @@ class Result(NamedTuple):
 class Trial:
     """Runs forwards in a module that `trial` has prepared."""
 
-    def __init__(self, module: nn.Module, shape: tuple[int, ...], own_dtype: torch.dtype) -> None:
-        self.module, self.shape = module, shape
+    def __init__(self, module: nn.Module, sample: Sample, own_dtype: torch.dtype) -> None:
+        self.module, self.sample = module, sample
         self.own_dtype = torch.float32 if own_dtype == torch.float64 else own_dtype
         self.custom_norms, self.generators = custom_norms_in(module), generators_of(module)
 
     def run(self, forward: Forward, modes: Iterable[Mode] = MODES) -> Iterator[Result]:
         """The results of `forward` and its backward in each mode, one after another."""
-        return (self._run(forward, mode) for mode in modes)
+        return (self.run_once(forward, mode) for mode in modes)
 
-    def _run(self, forward: Forward, mode: Mode) -> Result:
+    def calls_with_one_tensor(self, forward: Forward, modules: Sequence[nn.Module]) -> bool:
+        """Whether `forward` calls each of `modules` with a single tensor, and never otherwise."""
+        with_one: dict[nn.Module, bool] = {}
+
+        def see(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            is_one = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+            with_one[module] = is_one and with_one.get(module, True)
+
+        handles = [module.register_forward_pre_hook(see, with_kwargs=True) for module in modules]
+        try:
+            self.run_once(forward, MAIN_MODES[0])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return len(with_one) == len(modules) and all(with_one.values())
+
+    def run_once(self, forward: Forward, mode: Mode) -> Result:
         """Run `forward` from a fixed seed, and undo all changes of the modules and of all generators."""
         before = [(module, dict(vars(module))) for module in self.module.modules()]
         _seed()
@@ -122,8 +152,7 @@ class Trial:
         except Exception as exc:
             if mode not in MAIN_MODES:  # if the author's forward fails, other forwards must fail too
                 return Result(mode, [type(exc)], [], [], Counter(), False)
-            lines = str(exc).strip().splitlines() or [""]
-            raise VerificationError(f"could not be run on a trial input: {type(exc).__name__}: {lines[0]}") from exc
+            raise NotRunError(self.sample, exc) from exc
         finally:
             for module, values in before:
                 vars(module).clear()
@@ -156,8 +185,7 @@ class Trial:
 
     def _input(self, mode: Mode) -> Tensor:
         parameter = next(self.module.parameters())
-        images, channels, *sides = self.shape
-        x = torch.randn(images + mode.extra_size, channels, *(side + mode.extra_size for side in sides), device="cpu")
+        x = torch.randn(self.sample.shape(IMAGES, dimensions(self.module), mode.extra_size), device="cpu")
         return x.to(parameter.device, parameter.dtype).requires_grad_(mode.input_requires_grad)
 
 
@@ -230,8 +258,8 @@ class _TrialTensors:
 
 
 @contextmanager
-def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]:
-    """Prepare `module` for a trial on an input of `in_channels` channels and of `size` pixels a side."""
+def trial(module: nn.Module, sample: Sample) -> Iterator[Trial]:
+    """Prepare `module` for a trial on `sample`."""
     if any(map(_has_computed_weights, module.modules())):
         raise VerificationError(
             "holds weights that are no parameters, as after torch.nn.utils.weight_norm, spectral_norm or prune"
@@ -241,10 +269,9 @@ def trial(module: nn.Module, in_channels: int, size: int = 3) -> Iterator[Trial]
             "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
         )
     _check_repeatable(module)
-    conv = first_conv(module)
-    own_dtype = next(conv.parameters()).dtype  # not conv.weight, which a parametrization would compute
-    with _isolated(module), _random_tensors(module), local_statistics(module):
-        yield Trial(module, (2, in_channels, *([size] * len(conv.kernel_size))), own_dtype)
+    own_dtype = next(first_conv(module).parameters()).dtype  # not conv.weight, which a parametrization would compute
+    with _isolated(module), _random_tensors(module, sample.dtype), local_statistics(module):
+        yield Trial(module, sample, own_dtype)
 
 
 def _check_repeatable(module: nn.Module) -> None:
@@ -253,9 +280,18 @@ def _check_repeatable(module: nn.Module) -> None:
     name = without_state(module)
     if name is not None:
         raise SideEffectError(f"may draw from a {name}, which gives other values each time")
-    asked = next(filter(None, map(mode_asked_for, {class_as_written(each) for each in module.modules()})), None)
-    if asked is not None:
-        raise SideEffectError(f"asks PyTorch in its forward for {asked}, of which a trial cannot try every value")
+    asked = modes_of(module) - MODES_RESTORED
+    if asked:
+        raise SideEffectError(describe_modes(asked))
+
+
+def modes_of(module: nn.Module) -> set[str]:
+    """The modes of torch that the modules in `module` may ask for in their forwards."""
+    return set[str]().union(*map(modes_asked_for, {class_as_written(each) for each in module.modules()}))
+
+
+def describe_modes(asked: set[str]) -> str:
+    return f"asks PyTorch in its forward for {min(asked)}, of which a trial cannot try every value"
 
 
 def _has_computed_weights(module: nn.Module) -> bool:
@@ -288,7 +324,7 @@ def _isolated(block: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.autocast(device, enabled=False))
         try:
             for module in modules:
-                vars(module).update({name: {} for name in HOOKS})
+                vars(module).update({name: OrderedDict() for name in HOOKS})
             yield
         finally:
             generators.restore()
@@ -297,9 +333,9 @@ def _isolated(block: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _random_tensors(block: nn.Module) -> Iterator[None]:
+def _random_tensors(block: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Replace the parameters, and the buffers of norms, by random tensors, shared where the originals are shared. Other
-    buffers keep their values, on which the branches of a forward may depend."""
+    buffers keep their values, on which the branches of a forward may depend, and so do parameters that are masks."""
     _seed()
     replacements: dict[int, Tensor] = {}
     before = [(module, module._parameters, module._buffers) for module in block.modules()]
@@ -308,13 +344,15 @@ def _random_tensors(block: nn.Module) -> Iterator[None]:
         if tensor is None:
             return None
         if id(tensor) not in replacements:
-            replacements[id(tensor)] = random_like(tensor)
+            values = random_like(tensor)
+            replacements[id(tensor)] = values.to(dtype) if dtype and values.is_floating_point() else values
         return replacements[id(tensor)]
 
     try:
         for module, parameters, buffers in before:
             given = {name for name, _ in buffers_taken_as_given(module)}
-            vars(module)["_parameters"] = {name: replacement(value, _random_like) for name, value in parameters.items()}
+            as_parameter = _random_like if is_known(class_as_written(module)) else _random_unless_mask
+            vars(module)["_parameters"] = {name: replacement(value, as_parameter) for name, value in parameters.items()}
             vars(module)["_buffers"] = {
                 name: replacement(value, _same_values if name in given else _positive_like)
                 for name, value in buffers.items()
@@ -323,6 +361,16 @@ def _random_tensors(block: nn.Module) -> Iterator[None]:
     finally:
         for module, parameters, buffers in before:
             vars(module).update(_parameters=parameters, _buffers=buffers)
+
+
+def _random_unless_mask(tensor: Tensor) -> Tensor:
+    return _same_values(tensor) if not tensor.is_meta and _is_mask(tensor) else _random_like(tensor)
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether this has both zeros and ones, and nothing else, as what selects the channels of a pruned network."""
+    values = tensor.detach()
+    return tensor.dim() == 1 and bool(((values == 0) | (values == 1)).all() and values.any() and not values.all())
 
 
 def _random_like(tensor: Tensor) -> Tensor:

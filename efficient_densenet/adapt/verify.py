@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .trial import Forward, Result, Trial, VerificationError
+from .trial import Forward, NotRunError, Result, Trial, VerificationError
 
 Results = Sequence[Result]
 """The results of a block's own forward in each mode."""
@@ -25,6 +25,11 @@ def describe_difference(block_results: Results, trial: Trial, forward: Forward) 
             difference = _difference(actual, expected)
             if difference is not None:
                 return difference
+    except NotRunError as failure:
+        return (
+            "has layers that cannot run as norm, activation and convolution in turn on a growing concatenation "
+            f"({failure.error})"
+        )
     except VerificationError as failure:
         return f"has layers that {failure}, as norm, activation and convolution in turn on a growing concatenation"
     return None

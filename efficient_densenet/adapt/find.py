@@ -1,0 +1,230 @@
+"""Find out by a trial how a block's forward uses its layers."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
+
+from .._mixins import add_mixin, remove_mixin
+from ..checkpoint.call import checkpoint_call
+from ..engine import layerwise
+from ..engine.choose import Engine
+from ..engine.parts import NoPartsError
+from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
+from .connection_pattern import ALONE, ConnectionPattern
+from .fingerprint import drop_rates
+from .layers import run_layers, run_whole_layers
+from .sample import Sample, samples
+from .structure import (
+    channels_read,
+    custom_norms_in,
+    first_conv,
+    last_conv,
+    patterns_by_calls,
+    patterns_by_parts,
+    read_block,
+)
+from .trial import (
+    MAIN_MODES,
+    NotRunError,
+    SideEffectError,
+    Trial,
+    VerificationError,
+    describe_modes,
+    modes_of,
+    trial,
+)
+from .verified import Verified
+from .verify import Results, describe_difference
+
+
+@dataclass
+class Conversion(Verified):
+    """The state of a converted block.
+
+    Attributes:
+        engine: the requested engine.
+        exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
+        pattern: how the block's forward uses its layers; None if a trial did not find a pattern.
+        whole_layers: how to call whole layers where the parts describe them too, if engines that recompute should.
+        sample: the input of the trial, if there was one.
+        pair: the channels of the first of the two tensors that a layer takes as one argument; 0 if it takes a tensor.
+        reason: why the parts of the layers do not describe the block, or None if they do.
+        recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
+        kept_bottlenecks, saves_all: what a budget of memory has decided, as in `EngineBlock`.
+        as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
+    """
+
+    engine: Engine | None = None
+    exactly_once_norms: tuple[str, ...] | None = None
+    pattern: ConnectionPattern | None = None
+    whole_layers: ConnectionPattern | None = None
+    sample: Sample | None = None
+    pair: int = 0
+    reason: str | None = None
+    recomputes: bool = False
+    as_a_whole: bool = True
+    kept_bottlenecks: frozenset[int] = frozenset()
+    saves_all: bool = False
+
+
+def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
+    """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do
+    not."""
+    reason, by_parts, asked = None, [], modes_of(block)
+    try:
+        by_parts = patterns_by_parts(block)
+    except NoPartsError as failure:
+        reason = str(failure)
+    if asked and reason is None:
+        by_parts, reason = [], f"found that it {describe_modes(asked)}"
+    by_calls = patterns_by_calls(block, may_be_layer)
+    if reason is not None and not by_calls:
+        raise NoPartsError(reason)
+    return find_by_trial(block, forward, [*by_parts, *by_calls], reason)
+
+
+def find_by_trial(
+    block: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    patterns: Sequence[ConnectionPattern],
+    reason: str | None,
+    tried: Sequence[Sample] = (),
+) -> Conversion:
+    """The pattern by which `forward`, the author's, uses the layers of `block`, of those given. The trial's input is
+    the first of `tried`, by default of all samples that fit the modules, on which `forward` runs.
+
+    Torch's norms are under the exactly-once rule in the trial, so that a library's checkpointing, which updates them
+    twice, does not count as a difference. Norms with a forward of their own run this forward in the trial of the
+    block's own forward, and torch's forward afterwards.
+    """
+    custom_norms = custom_norms_in(block)
+    for module in custom_norms:
+        _check_has_torch_state(module)
+    before = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
+    found = first_failure = None
+    try:
+        update_norms_once(block)
+        for sample in tried or samples(block, channels_read(block)):
+            with trial(block, sample) as run:
+                try:
+                    block_results = list(run.run(forward))
+                except NotRunError as failure:
+                    first_failure = first_failure or failure
+                    continue
+                for module in custom_norms:
+                    add_mixin(module, UsesTorchForward, innermost=True)
+                found = replace(_match(block, forward, block_results, run, patterns, reason), sample=sample)
+                return found
+        raise cast(NotRunError, first_failure)
+    finally:
+        restore_norms(block, before, keep_torch_forward=found is not None)
+
+
+def find_pair(layer: nn.Module, forward: Callable, reason: str) -> Conversion:
+    """A pattern for a layer that takes two tensors of one size as one argument, as many channels as its first
+    convolution reads and its last one writes, and is recomputed where it is called."""
+    first, second = first_conv(layer).in_channels, last_conv(layer).out_channels
+    found = find_by_trial(layer, of_one_tensor(forward, first), [ALONE], reason, [Sample(first + second)])
+    return replace(found, pair=first)
+
+
+def of_one_tensor(forward: Callable, pair: int) -> Callable[[Tensor], Tensor]:
+    """A forward that takes the concatenation of two tensors, the first of `pair` channels, and returns that of its
+    outputs."""
+
+    def concatenated(x: Tensor) -> Tensor:
+        output = forward((x[:, :pair], x[:, pair:]))
+        return output if isinstance(output, Tensor) else torch.cat(output, 1)
+
+    return concatenated
+
+
+def _check_has_torch_state(norm: nn.Module) -> None:
+    """Raise `VerificationError` for a norm with a forward of its own that may read attributes torch's norms do not
+    have."""
+    tensors = norm._parameters.keys() | norm._buffers.keys() | norm._modules.keys()
+    own = (vars(norm).keys() | tensors) - _OF_EVERY_BATCH_NORM
+    if own:
+        raise VerificationError(f"holds a {type(norm).__name__} with attributes of its own: {', '.join(sorted(own))}")
+
+
+def update_norms_once(block: nn.Module) -> None:
+    """Put the norms in `block` under the exactly-once rule. (`update_once` would change the names of their classes.)"""
+    for module in block.modules():
+        is_torch_s = isinstance(module, _NormBase) and not isinstance(module, (UpdatesOnce, _LazyNormBase))
+        if is_torch_s and not custom_norms_in(module):
+            add_mixin(module, UpdatesOnce, innermost=True)
+
+
+def _match(
+    block: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    block_results: Results,
+    run: Trial,
+    patterns: Iterable[ConnectionPattern],
+    reason: str | None,
+) -> Conversion:
+    """The pattern by which an engine reproduces the block's results; and why not by the parts of its layers, if so."""
+    difference, recomputes = None, any(result.recomputes for result in block_results)
+    for pattern in patterns:
+        by_parts = pattern.layer_call is None
+        found = describe_difference(block_results, run, partial(run_pattern, block, forward, pattern, True))
+        if found is None:
+            found_reason = None if by_parts else reason or f"found that by the parts of its layers it {difference}"
+            trained = [result for result in block_results if result.mode is MAIN_MODES[1]]
+            as_a_whole = describe_difference(trained, run, partial(_recompute_whole, block, forward)) is None
+            return Conversion(pattern=pattern, reason=found_reason, recomputes=recomputes, as_a_whole=as_a_whole)
+        if not by_parts:
+            called = partial(run_pattern, block, forward, pattern, False)
+            if describe_difference(block_results, run, called) is None:
+                raise SideEffectError(f"has layers that must not be recomputed: it {found}")
+        difference = difference or f"{found}{_about_dropout(block, found)}"
+    raise VerificationError(reason or difference)
+
+
+def _about_dropout(block: nn.Module, difference: str) -> str:
+    """What to say after a difference that evaluation mode, in which there is no dropout, does not have."""
+    if "training mode" not in difference or not any(drop_rates(module) for module in block.modules()):
+        return ""
+    return ", perhaps because its dropout is not after the last convolution of each layer"
+
+
+def run_pattern(
+    block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: ConnectionPattern, recomputed: bool, x: Tensor
+) -> Tensor:
+    """The output of `block` by `pattern`. If `recomputed`, layers are recomputed for gradients, where engines would."""
+    recomputed = recomputed and torch.is_grad_enabled() and layerwise.why_not_recompute(block) is None
+    run_first_half = layerwise.run_first_half_checkpoint if recomputed else layerwise.run_first_half_plain
+    if pattern.layer_call is None:
+        return run_layers(read_block(block, pattern), x, run_first_half)
+    return run_whole_layers(block, forward, pattern, x, run_first_half)
+
+
+def _recompute_whole(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The output of `forward`, the author's, recomputed where engines would."""
+    return forward(x) if layerwise.why_not_recompute(block) is not None else checkpoint_call(forward, (x,), {})
+
+
+def restore_norms(block: nn.Module, exactly_once: tuple[str, ...], keep_torch_forward: bool = False) -> None:
+    """Give the norms in `block` their classes back, except those named in `exactly_once`."""
+    for name, module in block.named_modules():
+        if isinstance(module, UsesTorchForward):
+            if not keep_torch_forward:
+                remove_mixin(module, UsesTorchForward)
+        elif isinstance(module, UpdatesOnce) and name not in exactly_once:
+            undo_update_once(module)
+
+
+_OF_EVERY_BATCH_NORM = {
+    *vars(nn.BatchNorm2d(1)),
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+}

@@ -1,0 +1,51 @@
+"""Measure in a trial what a forward saves for the backward."""
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .._torch_private import memory_key
+from .sample import IMAGES, dimensions
+from .trial import MAIN_MODES, Forward, Trial
+
+_SMALLEST, _STEP = 4, 2
+"""The smallest size of images whose saved values are counted, and the next: even, to be halved once."""
+
+
+def saved_values_per_pixel(trial: Trial, forward: Forward) -> int:
+    """The values per pixel that training by `forward` saves for backward, in the dtype of the trial.
+
+    They are the leading coefficient of a polynomial in the size of the images: what is padded, and what does not
+    depend on the size (parameters, statistics), is in the others. Differences of values at equal steps show it.
+    """
+    free, saved = dimensions(trial.module) - len(trial.sample.fixed_sides), []
+    smallest = max(_SMALLEST, trial.sample.size)
+    for size in range(smallest, smallest + _STEP * (free + 1), _STEP):
+        counted = _CountsSaved(forward)
+        Trial(trial.module, trial.sample._replace(size=size), trial.own_dtype).run_once(counted, MAIN_MODES[1])
+        saved.append(counted.values)
+    for _ in range(free):
+        saved = [after - before for before, after in pairwise(saved)]
+    return round(saved[0] / (math.factorial(free) * _STEP**free * IMAGES * math.prod(trial.sample.fixed_sides)))
+
+
+class _CountsSaved:
+    """A forward that counts the values it saves for backward, and has none. A storage that holds several tensors counts
+    once."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward, self.values = forward, 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storages[memory_key(tensor)] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self.forward(x)
+        self.values = sum(storage.nbytes() for storage in storages.values()) / x.itemsize
+        return output.detach()
