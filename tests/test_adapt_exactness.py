@@ -218,11 +218,20 @@ class ClampsTheBlock(Block):
         return super().forward(x).clamp(-100, 100)
 
 
+@pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize("layer", [tiramisu, SqueezeAndExcite])
 def test_a_clamp_of_the_block_s_own_forward_stays(layer):
-    report = make_efficient(ClampsTheBlock(layer))
-    assert not report.changed
-    assert layer is not tiramisu or "runs other operations (clamp)" in report.unchanged[""]
+    block = ClampsTheBlock(layer).double()
+    plain = copy.deepcopy(block)
+    assert not make_efficient(copy.deepcopy(block), "shared")
+    (changed,) = make_efficient(block).changed
+    assert changed.recomputes == "each layer whole, where the author's forward calls it"
+    assert layer is not tiramisu or "runs other operations (clamp)" in changed.engine
+    with torch.no_grad():
+        for each in (*block.parameters(), *plain.parameters()):
+            each *= 30  # beyond the range
+    assert [each(x_of()).abs().max() for each in (block, plain)] == [100, 100]
+    assert_same_steps(block, plain)
 
 
 class CountsByHand(LayerHalves):

@@ -2,10 +2,12 @@
 
 import copy
 
+import dense_families as families
 import pytest
 import torch
-from test_adapt_families import tiramisu
-from third_party_models import GROWTH, START, assert_same_training, block_batch, build, features_block
+import torch.nn.functional as F
+from test_adapt_families import Block, TwoDropouts, tiramisu
+from third_party_models import GROWTH, START, LayerHalves, assert_same_training, block_batch, build, features_block
 from torch import Tensor, nn
 
 from efficient_densenet import densenet121, make_efficient
@@ -53,7 +55,11 @@ def test_a_block_is_listed_once_though_its_container_looks_like_one_too():
                 x = torch.cat([x, layer(x) * 0.5], 1)
             return x
 
-    assert list(make_efficient(nn.Sequential(Outer())).unchanged) == ["0"]
+    report = make_efficient(nn.Sequential(Outer()))
+    assert [change.name for change in report.changed] == ["0"]
+    assert not report.unchanged
+    report = make_efficient(nn.Sequential(Outer()), "shared")
+    assert list(report.unchanged) == ["0"]
 
 
 def test_a_list_of_layers_that_the_author_s_forward_calls_is_said_to_be_one():
@@ -64,6 +70,99 @@ def test_a_list_of_layers_that_the_author_s_forward_calls_is_said_to_be_one():
     assert reason.startswith(
         "found a ModuleList, whose layers the author's forward calls one by one; a module is needed"
     )
+
+
+class _TakesMask(Block):
+    """Its forward takes more than one tensor, and so do its layers."""
+
+    class Masked(LayerHalves):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.second_half(self.first_half(x)) * mask
+
+    def __init__(self) -> None:
+        super().__init__(self.Masked)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.cat([x, layer(x, mask)], 1)
+        return x
+
+
+def test_what_our_trial_cannot_call_is_said_as_the_trial_s_trouble_and_once():
+    report = make_efficient(nn.ModuleList(_TakesMask() for _ in range(6)))
+    assert len(report.unchanged) == 6
+    (line,) = (line for line in str(report).splitlines() if "our trial" in line)
+    assert line.startswith("  0, 1, 2 and 3 more: could not be tried: our trial calls it with one tensor of 6 channels")
+    assert "its forward seems to take something else (it raises TypeError: " in line
+
+
+class _InSinglePrecision(LayerHalves):
+    """Makes a constant in the default dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(self.second_half(self.first_half(x)), torch.ones(GROWTH, GROWTH, 1, 1))
+
+
+class _PadsByReflection(nn.Sequential):
+    """Needs more pixels than the trial's first input has."""
+
+    def __init__(self, channels: int) -> None:
+        conv = nn.Conv2d(channels, GROWTH, 9, padding=4, padding_mode="reflect")
+        super().__init__(nn.BatchNorm2d(channels), nn.ReLU(), conv)
+
+
+@pytest.mark.parametrize("layer", [_InSinglePrecision, _PadsByReflection])
+@pytest.mark.filterwarnings("ignore:falling back")
+def test_a_block_that_needs_another_trial_input_gets_it(layer):
+    block, x = Block(layer), block_batch().float().repeat(1, 1, 2, 2)
+    plain = copy.deepcopy(block)
+    (changed,) = make_efficient(block).changed
+    assert changed.recomputes == "each layer whole"
+    assert 0 < changed.kept < changed.kept_before
+    block(x).sum().backward()
+    plain(x).sum().backward()
+    for actual, expected in zip(block.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-3, atol=1e-3)
+
+
+class _DropoutBetween(LayerHalves):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second_half(self.dropout(self.first_half(x)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "found"),
+    [
+        (_DropoutBetween, "perhaps because its dropout is not after the last convolution of each layer"),
+        (TwoDropouts, "found 2 dropouts in a TwoDropouts, where a dense layer has at most one"),
+    ],
+)
+def test_dropout_is_named_where_it_is_the_reason(layer, found):
+    (changed,) = make_efficient(Block(layer)).changed
+    assert changed.engine.startswith("checkpoint (found")
+    assert found in changed.engine
+
+
+def test_a_reason_is_said_once():
+    report = make_efficient(nn.ModuleList(Block(TwoDropouts) for _ in range(3)))
+    lines = str(report).splitlines()
+    assert [("2 dropouts" in line, "(for the same reason)" in line) for line in lines[1:]] == [
+        (True, False),
+        (False, True),
+        (False, True),
+    ]
+
+
+def test_dense_lines_in_a_network_s_own_forward_get_a_hint():
+    model = nn.Sequential(families.FlowDecoder())
+    report = make_efficient(model)
+    assert report.lines == {("0.conv6_0", "0.conv6_1", "0.conv6_2"): "0"}
+    assert "dense lines in the forward of 0\n  0.conv6_0 to 0.conv6_2 look like the 3 layers" in str(report)
+    assert not make_efficient(build("torchvision")).lines
 
 
 def _conv(size: int = 3, **options) -> nn.Module:
