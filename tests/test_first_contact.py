@@ -29,7 +29,7 @@ launch, operations, tiles, conv3x3 = kernel_modules("triton_gpu", "launch", "ope
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 GPU = torch.device("cuda", 0)
 KERNELS = [
-    *("tile_statistics", "combine_statistics", "affine_relu_pool_forward", "affine_relu_pool_backward"),
+    *("tile_statistics", "combine_statistics", "affine_activation_pool_forward", "affine_activation_pool_backward"),
     *("batch_norm_grad_input", "finish_backward", "conv1x1_forward", "conv1x1_backward"),
     *("conv3x3_forward", "conv3x3_grad_input", "conv3x3_grad_weight"),
     *("image_statistics", "norm_relu_max_pool_forward", "norm_relu_max_pool_backward_reduce"),

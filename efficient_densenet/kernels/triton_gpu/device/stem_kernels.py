@@ -11,7 +11,8 @@ may vectorize.
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, VECTORS, divisible, relu, store_pair
+from .activations import relu
+from .device_functions import SIZES, VECTORS, divisible, store_pair
 from .image_tiles import (
     by_row,
     gathered_gradient,
