@@ -210,12 +210,12 @@ KERNELS: dict[str, dict[str, Access]] = {
     "tile_statistics": {"stats": WRITE, "values": READ},
     "combine_statistics": {"result": WRITE, "stats": Access(reads=2)},
     "image_statistics": {"stats": WRITE, "values": READ},
-    "norm_relu_max_pool_forward": {"output": WRITE, "values": READ},
-    "norm_relu_max_pool_backward_reduce": {
+    "norm_activation_max_pool_forward": {"output": WRITE, "values": READ},
+    "norm_activation_max_pool_backward_reduce": {
         "indices": WRITE,
         "partial_sums": WRITE,
         "grad_output": READ,
         "values": READ,
     },
-    "norm_relu_max_pool_backward": {"grad_values": WRITE, "indices": READ, "grad_output": READ, "values": READ},
+    "norm_activation_max_pool_backward": {"grad_values": WRITE, "indices": READ, "grad_output": READ, "values": READ},
 }

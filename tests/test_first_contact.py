@@ -32,8 +32,8 @@ KERNELS = [
     *("tile_statistics", "combine_statistics", "affine_activation_pool_forward", "affine_activation_pool_backward"),
     *("batch_norm_grad_input", "finish_backward", "conv1x1_forward", "conv1x1_backward"),
     *("conv3x3_forward", "conv3x3_grad_input", "conv3x3_grad_weight"),
-    *("image_statistics", "norm_relu_max_pool_forward", "norm_relu_max_pool_backward_reduce"),
-    "norm_relu_max_pool_backward",
+    *("image_statistics", "norm_activation_max_pool_forward", "norm_activation_max_pool_backward_reduce"),
+    "norm_activation_max_pool_backward",
 ]
 
 
