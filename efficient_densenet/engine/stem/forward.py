@@ -20,7 +20,7 @@ class Convolved:
     def __init__(self, spec: StemSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         dtype = spec.torch_dtype
         self.spec, self.x, self.weight = spec, x.to(dtype), weight.to(dtype)
-        self.kernels = kernels_for(self.x)
+        self.kernels = kernels_for(self.x, activations=[spec.activation.name])
         size = convolved_size(x.shape[2:], weight.shape[2:], *spec.conv[:3])
         shape = torch.Size([len(x), len(weight), *size])
         self.image_tiles = list(slices(len(x), self.kernels.images_at_once(self.x, shape)))
