@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from ..engine.conv_block.parts import ConvBlock, ConvLayer
 from ..engine.parts import NoPartsError, is_activation
 from ..engine.refuse import must_be_called
-from ..kernels.activations import TABLE, ActivationSpec, spec_of
+from ..kernels.activations import ActivationSpec, module_of, spec_of
 
 FEWEST_LAYERS = 3
 """A block of fewer convolutions saves little."""
@@ -268,14 +267,4 @@ def _conv(block: nn.Module, name: str) -> _ConvNd:
 def _activation(block: nn.Module, activation: ActivationName) -> nn.Module | None:
     if activation is None or isinstance(activation, str):
         return None if activation is None else block.get_submodule(activation)
-    return _module_of(activation)
-
-
-@lru_cache(maxsize=256)
-def _module_of(spec: ActivationSpec) -> nn.Module:
-    """A module with these settings, for a function."""
-    if spec.name == "gelu_tanh":
-        return nn.GELU("tanh")
-    module: Any = TABLE[spec.name].module()
-    constants = TABLE[spec.name].constants(module)
-    return TABLE[spec.name].module(*spec[1:][: len(constants)])
+    return module_of(activation)
