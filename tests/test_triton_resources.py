@@ -12,8 +12,8 @@ import torch
 from helpers import kernel_modules
 from triton_resources import ARCHITECTURES, LIMITS, Compilation, compile_all
 
-from efficient_densenet.kernels.activations import RELU
-from efficient_densenet.kernels.comparison import Case
+from efficient_densenet.kernels.activations import RELU, TABLE
+from efficient_densenet.kernels.comparison import Case, StemCase
 from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,
@@ -68,6 +68,11 @@ class Job(NamedTuple):
     """At least so many blocks on a multiprocessor."""
 
 
+def activation_of(name, channels):
+    """As a case has it."""
+    return StemCase(channels, torch.float32, activation=name).on("meta").activation
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """Launches, (kernel, arguments, constants), which run nothing."""
@@ -101,7 +106,7 @@ def on_device(monkeypatch):
 def conv1x1_jobs(launched, on_device):
     """A forward with statistics and a backward."""
 
-    def jobs(model, precision, arch):
+    def jobs(model, precision, arch, activation="relu"):
         limits, dtype, (_, width, channels), rows = (
             on_device(arch, precision),
             PRECISIONS[precision],
@@ -109,7 +114,8 @@ def conv1x1_jobs(launched, on_device):
             12544,
         )
         norm, weight = BatchNormAffine(*empty(4, channels)), empty(width, channels, dtype=dtype)
-        input, output = AffineInput(empty(rows, channels, dtype=dtype), norm), empty(rows, width, dtype=dtype)
+        input = AffineInput(empty(rows, channels, dtype=dtype), norm, activation_of(activation, channels))
+        output = empty(rows, width, dtype=dtype)
         mean, inv_std = empty(2, width)
         launched.clear()
         conv1x1.forward(Conv1x1(input, weight, output), with_statistics=True)
@@ -123,7 +129,7 @@ def conv1x1_jobs(launched, on_device):
             "conv1x1_forward": (forward, forward.forward_shared_memory(products)),
             "conv1x1_backward": (backward, backward.backward_shared_memory(products)),
         }
-        vectors = ("norm_weight", "norm_bias", "mean", "inv_std", "out_mean", "out_inv_std", "out_sums")
+        vectors = (*device_functions.VECTORS, "out_mean", "out_inv_std", "out_sums")
         for kernel, arguments, constants in launched:
             name = kernel.fn.__name__
             if name in chosen:
@@ -140,12 +146,13 @@ def conv1x1_jobs(launched, on_device):
 def conv3x3_jobs(launched, on_device):
     """A backward and a forward with statistics, where they are not cuDNN's."""
 
-    def jobs(model, precision, arch, overwrite):
+    def jobs(model, precision, arch, overwrite, activation="relu"):
         on_device(arch, precision)
         width, channels, _ = MODELS[model]
         case = Case((2, 32, 32), channels, width, PRECISIONS[precision], overwrite)
         vars(case).update({name: x.to("meta") for name, x in vars(case).items() if isinstance(x, torch.Tensor)})
-        input, grad_output = AffineInput(case.values.contiguous(), case.norm()), case.grad_output.contiguous()
+        input = AffineInput(case.values.contiguous(), case.norm(), activation_of(activation, channels))
+        grad_output = case.grad_output.contiguous()
         launched.clear()
         if conv3x3.is_for_triton(case.weight3x3, case.shape):
             accumulator = case.accumulator(case.grad_accum.contiguous(), overwrite)
@@ -233,6 +240,30 @@ def test_every_conv3x3_kernel(precision, models, arch, conv3x3_jobs):
         for job in conv3x3_jobs(model, precision, arch, overwrite)
     ]
     check_all(jobs, 6 * len(models))
+
+
+@pytest.mark.parametrize(
+    ("activation", "arch", "models"),
+    [
+        ("prelu", 90, ["densenet121"]),
+        *(pytest.param(name, 80, MODELS, marks=pytest.mark.exhaustive) for name in TABLE if name != "relu"),
+    ],
+)
+def test_other_activations_spill_little(activation, arch, models, conv1x1_jobs, conv3x3_jobs):
+    """At most 8 bytes of a thread: those of a PReLU's third sum on 9.0, of an identity and a GELU on 8.0."""
+    jobs = [
+        job.compilation
+        for model, precision in itertools.product(models, ["tf32", "bfloat16"])
+        for job in (
+            *conv1x1_jobs(model, precision, arch, activation),
+            *conv3x3_jobs(model, precision, arch, True, activation),
+        )
+    ]
+    assert len(jobs) == 2 * 5 * len(models)
+    for job, resources in zip(jobs, compile_all(jobs), strict=True):
+        assert job.constants["ACTIVATION"] == activation
+        assert resources.fits, (job, resources)
+        assert resources.spills <= 8, (job, resources)
 
 
 @pytest.mark.exhaustive
