@@ -54,6 +54,7 @@ BENCHMARKS = {
     "communication.py": communication.communication,
     "replicas.py": replicas.overlap,
     "budgets.py": budgets.compare,
+    "conv_blocks.py": conv_blocks.compare,
 }
 
 
