@@ -3,8 +3,6 @@
 Written for these tests from what the models compute. Every block takes `CHANNELS` channels, unless it says otherwise.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -199,6 +197,27 @@ class DilatedDense(nn.Module):
         return output
 
 
+class Numbered(nn.Module):
+    """Layers of a usual kind, which are modules of the block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(DEPTH):
+            channels = CHANNELS + i * GROWTH
+            self.add_module(f"norm{i}", nn.BatchNorm2d(channels))
+            self.add_module(f"relu{i}", nn.ReLU(inplace=True))
+            self.add_module(f"conv{i}", nn.Conv2d(channels, GROWTH, 3, padding=1))
+            self.add_module(f"dropout{i}", nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(DEPTH):
+            output = x
+            for name in ("norm", "relu", "conv", "dropout"):
+                output = getattr(self, f"{name}{i}")(output)
+            x = torch.cat([x, output], 1)
+        return x
+
+
 class RowsOfOneLength(DilatedDense):
     """As in TSTNN: a norm over the rows of images, which are of one length."""
 
@@ -318,7 +337,23 @@ class TakesPair(nn.Sequential):
         return 0.5 * (super().forward(F.relu(first)) + second), second
 
 
-def pairs() -> Iterator[nn.Module]:
-    for channels in (CHANNELS, 2 * CHANNELS):
-        layer = nn.Conv2d(channels, 2 * CHANNELS, 3, padding=1), nn.BatchNorm2d(2 * CHANNELS)
-        yield TakesPair(*layer)
+class DenseBlockOfPairs(nn.Sequential):
+    def __init__(self) -> None:
+        width, layers = 2 * CHANNELS, []
+        for channels in (CHANNELS, width):
+            convs = [nn.Conv2d(channels, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)]
+            norms = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+            layers.append(TakesPair(convs[0], norms[0], nn.ReLU(inplace=True), convs[1], norms[1]))
+        super().__init__(*layers)
+
+
+class Edges(nn.Module):
+    """A network that uses such a block, and adds in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.dense = nn.Conv2d(CHANNELS, 2 * CHANNELS, 1), DenseBlockOfPairs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, side = self.dense([x, self.side(x)])
+        return output + side

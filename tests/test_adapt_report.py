@@ -96,15 +96,6 @@ def test_what_our_trial_cannot_call_is_said_as_the_trial_s_trouble_and_once():
     assert "its forward seems to take something else (it raises TypeError: " in line
 
 
-def test_a_block_of_pairs_is_said_to_take_something_else_than_our_trial_gives():
-    class DenseBlock(nn.Sequential):
-        pass
-
-    report = make_efficient(nn.Sequential(DenseBlock(*families.pairs())))
-    assert "our trial calls it with one tensor of 8 channels" in report.unchanged["0"]
-    assert report.recomputable == ["0"]
-
-
 class _InSinglePrecision(LayerHalves):
     """Makes a constant in the default dtype."""
 

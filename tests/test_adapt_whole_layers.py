@@ -143,6 +143,19 @@ def test_what_the_shared_engine_saves_is_true_masks_included(drop_rate):
         assert said == pytest.approx(saved_bytes(lambda model=model: model(x)) / x[:, 0].nbytes, rel=0.1)
 
 
+def test_layers_that_are_modules_of_the_block_itself_run_by_the_shared_engine():
+    block, plain = _pair(families.Numbered)
+    (changed,) = make_efficient(block).changed
+    assert (changed.layers, changed.engine) == (DEPTH, "shared")
+    assert_same_training(block, plain, _batch(block, 2))
+    assert_same_training(block.eval(), plain.eval(), _batch(block, 2))
+    counts = [0, 0]
+    for i, each in enumerate((block.train(), plain.train())):
+        each.conv2.register_forward_hook(lambda *_, i=i: counts.__setitem__(i, counts[i] + 1))
+    assert_same_training(block, plain, _batch(block, 2))
+    assert counts == [3, 3]
+
+
 def test_a_hook_in_a_layer_that_is_recomputed_whole_is_called_once():
     block, plain = _pair(families.BottleneckBlock)
     make_efficient(block, "checkpoint")
@@ -162,6 +175,21 @@ def test_layers_for_images_of_several_sizes_are_recomputed_where_they_are_called
     assert_same_training(model, plain, _batch(model, 2))
     x = _batch(model, 2, 16)
     assert saved_bytes(lambda: model(x)) < 0.45 * saved_bytes(lambda: plain(x))
+    restore(model)
+    assert list(map(type, model.modules())) == list(map(type, plain.modules()))
+
+
+def test_layers_that_take_two_tensors_are_recomputed_where_they_are_called():
+    model, plain = _pair(families.Edges)
+    (changed,) = make_efficient(model).changed
+    assert (changed.name, changed.layers) == ("dense", 2)
+    assert_same_training(model, plain, _batch(model, 2))
+    assert_same_training(model.eval(), plain.eval(), _batch(model, 2))
+    model.train(), plain.train()
+    x = _batch(model, 2, 16)
+    assert saved_bytes(lambda: copy.deepcopy(model)(x)) < 0.6 * saved_bytes(lambda: copy.deepcopy(plain)(x))
+    make_efficient(model, "official")
+    assert_same_training(model, plain, _batch(model, 2))
     restore(model)
     assert list(map(type, model.modules())) == list(map(type, plain.modules()))
 

@@ -95,8 +95,8 @@ def report_conv_block(name: str, block: ConvertedConvBlock) -> Changed:
     engines = partial(_run_engine, block, recipe)
     with trial(block, _sample(block)) as run:
         plain = super(ConvertedConvBlock, block).forward
-        saved = [saved_values_per_pixel(run, _joined(forward)) for forward in (plain, engines)]
-    return Changed(name, len(recipe.layers), Engine.SHARED.value, *saved)
+        kept_before, kept = (saved_values_per_pixel(run, _joined(forward)) for forward in (plain, engines))
+    return Changed(name, len(recipe.layers), Engine.SHARED.value, kept_before, kept)
 
 
 def _verify(block: nn.Module, recipe: Recipe) -> None:

@@ -91,14 +91,15 @@ class Recipe:
 def looks_like_conv_block(block: nn.Module) -> bool:
     """Whether the convolutions in `block`, in their order, may read a growing concatenation, with only activations
     between them."""
-    if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule) or must_be_called(block):
+    if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
         return False
-    leaves = [module for module in block.modules() if not any(True for _ in module.children())]
+    inside = [module for module in block.modules() if module is not block]
+    leaves = [module for module in inside if not any(True for _ in module.children())]
     convolutions = [module for module in leaves if isinstance(module, _ConvNd)]
     others = [module for module in leaves if module not in convolutions]
     if len(convolutions) < FEWEST_LAYERS or any(isinstance(each, _ConvTransposeNd) for each in convolutions):
         return False
-    if any(True for module in others for _ in module.buffers()) or any(map(must_be_called, block.modules())):
+    if any(True for module in others for _ in module.buffers()) or any(map(must_be_called, inside)):
         return False
     widths = accumulate((each.out_channels for each in convolutions), initial=convolutions[0].in_channels)
     return all(each.in_channels == width for each, width in zip(convolutions, widths, strict=False))

@@ -226,9 +226,8 @@ def _layers_changed(
     changes = [_changed("", layer, engine) for layer in layers]
     kept_before = 0 if in_several_sizes else sum(each.kept_before for each in changes)
     kept = 0 if in_several_sizes else sum(each.kept for each in changes)
-    return Changed(
-        name, min(len(layers), len(layers_in(block))), changes[0].engine, kept_before, kept, changes[0].recomputes
-    )
+    num_layers = min(len(layers), len(layers_in(block)))
+    return Changed(name, num_layers, changes[0].engine, kept_before, kept, changes[0].recomputes)
 
 
 def _count_layers(block: nn.Module) -> int:

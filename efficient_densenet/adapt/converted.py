@@ -22,7 +22,16 @@ from ..engine.refuse import must_be_called
 from ..engine.sharded import why_sharded
 from ..norms.batch_norm import UpdatesOnce
 from .connection_pattern import ALONE, ConnectionPattern
-from .find import Conversion, find_by_trial, find_pattern, restore_norms, run_pattern, update_norms_once
+from .find import (
+    Conversion,
+    find_by_trial,
+    find_pair,
+    find_pattern,
+    of_one_tensor,
+    restore_norms,
+    run_pattern,
+    update_norms_once,
+)
 from .fingerprint import fingerprint
 from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
 from .sample import Sample, samples
@@ -51,6 +60,8 @@ class ConvertedBlock(VerifiedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Tracers, which may pass a proxy instead of a tensor, trace the author's forward.
+        if not kwargs and len(args) == 1 and self._conversion.pair and _is_pair(args[0]):
+            return self._run_pair(args[0])
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             self._check_not_quantized(*args)
             return super().forward(*args, **kwargs)
@@ -125,6 +136,17 @@ class ConvertedBlock(VerifiedModule):
                 raise NoPartsError(f"found a hook on, or a new forward of, a {type(child).__name__} around the layers")
         return parts
 
+    def _run_pair(self, pair: Any) -> Any:
+        """The layer's output for two tensors, recomputed if an engine may."""
+        engine = choose.plan_block(self, pair[0]).engine
+        if engine is Engine.PLAIN:
+            return super().forward(pair)
+        if not torch.compiler.is_compiling():
+            update_norms_once(self)
+        if engine is Engine.OFFICIAL:
+            return torch_checkpoint(super().forward, pair, use_reentrant=False)
+        return checkpoint_call(super().forward, (pair,), {})
+
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
         recomputes = run_first_half is not layerwise.run_first_half_plain
@@ -177,6 +199,8 @@ class ConvertedBlock(VerifiedModule):
     def saved_values_per_pixel(self, engine: Engine) -> int:
         """The values per pixel that an engine layer by layer saves for backward, measured in a trial; 0 if it fails."""
         forward, pattern = super().forward, self._pattern(recomputes=True)
+        if self._conversion.pair:
+            forward = of_one_tensor(forward, self._conversion.pair)
         if engine is not Engine.PLAIN:
             forward = partial(run_pattern, self, forward, cast(ConnectionPattern, pattern), True)
         with suppress(VerificationError), trial(self, self._sample) as run:
@@ -200,6 +224,10 @@ class ConvertedBlock(VerifiedModule):
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls this first
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, Tensor) for each in value)
 
 
 def _run_by_layers(
@@ -231,7 +259,13 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
 def convert_layer(layer: nn.Module, engine: Engine | None, reason: str) -> None:
     """Let `engine` recompute `layer` wherever its author's code calls it with one tensor, in a block that is not
     converted for `reason`. If that would compute something else, raise `VerificationError`."""
-    _convert(layer, engine, lambda: find_by_trial(layer, layer.forward, [ALONE], reason))
+    try:
+        _convert(layer, engine, lambda: find_by_trial(layer, layer.forward, [ALONE], reason))
+    except NotRunError as failure:
+        try:
+            _convert(layer, engine, lambda: find_pair(layer, layer.forward, reason))
+        except VerificationError:
+            raise failure from None
 
 
 def layers_called_alone(block: nn.Module, reason: Exception) -> list[nn.Module]:

@@ -15,13 +15,15 @@ from ..engine import layerwise
 from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
-from .connection_pattern import ConnectionPattern
+from .connection_pattern import ALONE, ConnectionPattern
 from .fingerprint import drop_rates
 from .layers import run_layers, run_whole_layers
 from .sample import Sample, samples
 from .structure import (
     channels_read,
     custom_norms_in,
+    first_conv,
+    last_conv,
     patterns_by_calls,
     patterns_by_parts,
     read_block,
@@ -50,6 +52,7 @@ class Conversion(Verified):
         pattern: how the block's forward uses its layers; None if a trial did not find a pattern.
         whole_layers: how to call whole layers where the parts describe them too, if engines that recompute should.
         sample: the input of the trial, if there was one.
+        pair: the channels of the first of the two tensors that a layer takes as one argument; 0 if it takes a tensor.
         reason: why the parts of the layers do not describe the block, or None if they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
         kept_bottlenecks, saves_all: what a budget of memory has decided, as in `EngineBlock`.
@@ -61,6 +64,7 @@ class Conversion(Verified):
     pattern: ConnectionPattern | None = None
     whole_layers: ConnectionPattern | None = None
     sample: Sample | None = None
+    pair: int = 0
     reason: str | None = None
     recomputes: bool = False
     as_a_whole: bool = True
@@ -119,6 +123,25 @@ def find_by_trial(
         raise cast(NotRunError, first_failure)
     finally:
         restore_norms(block, before, keep_torch_forward=found is not None)
+
+
+def find_pair(layer: nn.Module, forward: Callable, reason: str) -> Conversion:
+    """A pattern for a layer that takes two tensors of one size as one argument, as many channels as its first
+    convolution reads and its last one writes, and is recomputed where it is called."""
+    first, second = first_conv(layer).in_channels, last_conv(layer).out_channels
+    found = find_by_trial(layer, of_one_tensor(forward, first), [ALONE], reason, [Sample(first + second)])
+    return replace(found, pair=first)
+
+
+def of_one_tensor(forward: Callable, pair: int) -> Callable[[Tensor], Tensor]:
+    """A forward that takes the concatenation of two tensors, the first of `pair` channels, and returns that of its
+    outputs."""
+
+    def concatenated(x: Tensor) -> Tensor:
+        output = forward((x[:, :pair], x[:, pair:]))
+        return output if isinstance(output, Tensor) else torch.cat(output, 1)
+
+    return concatenated
 
 
 def _check_has_torch_state(norm: nn.Module) -> None:

@@ -156,6 +156,11 @@ def first_conv(module: nn.Module) -> _ConvNd:
     return next(each for each in module.modules() if isinstance(each, _ConvNd))
 
 
+def last_conv(module: nn.Module) -> _ConvNd:
+    """The last convolution inside `module`."""
+    return [each for each in module.modules() if isinstance(each, _ConvNd)][-1]
+
+
 def custom_norms_in(block: nn.Module) -> set[nn.Module]:
     """The batch norms in `block` with a forward of their author."""
     return {module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)}

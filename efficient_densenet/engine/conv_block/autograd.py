@@ -66,14 +66,16 @@ class SharedConvBlock(torch.autograd.Function):
         if torch.is_grad_enabled():
             grad, *grads = _differentiable_gradients(ctx, anchor, saved, grad_outputs)
         else:
-            both = grad_outputs if spec.num_outputs == 2 else _last_and_features(spec, *grad_outputs)
+            both = _last_and_features(spec, list(grad_outputs))
             grad, *grads = operator.conv_block_backward(spec, both, ctx.shape, saved, ctx.needs_input_grad[2:])
             grad = None if grad is None else grad.to(ctx.dtype)
         return None, None, add(grad, other_grad_input), *grads
 
 
-def _last_and_features(spec: ConvBlockSpec, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, grad) if spec.last is None else (grad, None)
+def _last_and_features(spec: ConvBlockSpec, grads: list[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the last convolution's output and of the features."""
+    grad_last = None if spec.last is None else grads.pop(0)
+    return grad_last, grads.pop() if grads else None
 
 
 def _differentiable_gradients(

@@ -84,19 +84,24 @@ class ConvBlockSpec(NamedTuple):
     @property
     def encoded(self) -> str:
         """The specification as the string that the operators take."""
-        return encode(*self)
+        *settings, layers, last = self
+        return encode(*settings, tuple(map(_encoded, layers)), None if last is None else _encoded(last))
 
 
 @lru_cache(maxsize=4096)
 def decode(text: str) -> ConvBlockSpec:
     """The specification whose `encoded` is `text`."""
     *settings, layers, last = json.loads(text)
-    return ConvBlockSpec(*settings, layers=tuple(map(_conv, layers)), last=None if last is None else _conv(last))
+    return ConvBlockSpec(*settings, layers=tuple(map(_decoded, layers)), last=None if last is None else _decoded(last))
 
 
-def _conv(values: Any) -> ConvSpec:
-    *settings, activation = values
-    return ConvSpec(*settings, ActivationSpec(*activation))
+def _encoded(conv: ConvSpec) -> tuple[Any, ...]:
+    return conv.out_channels, conv.kernel_size, conv.dilation, tuple(conv.activation)
+
+
+def _decoded(values: Any) -> ConvSpec:
+    out_channels, kernel_size, dilation, activation = values
+    return ConvSpec(out_channels, kernel_size, dilation, ActivationSpec(*activation))
 
 
 def conv_tensors(tensors: Any) -> list[ConvTensors]:
