@@ -75,23 +75,26 @@ class SuperResolution(nn.Module):
 class Concatenating(nn.Module):
     """As in RDN: a layer that returns its input and its output."""
 
-    def __init__(self, channels: int, by_function: bool = False, newest_first: bool = False) -> None:
+    def __init__(self, channels: int, by_function: bool = False, growth: int | None = None) -> None:
         super().__init__()
-        self.by_function, self.newest_first = by_function, newest_first
-        self.conv = conv(channels, GROWTH) if by_function else nn.Sequential(conv(channels, GROWTH), nn.ReLU())
+        self.by_function, self.conv = by_function, conv(channels, growth or GROWTH)
+        if not by_function:
+            self.conv = nn.Sequential(self.conv, nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.conv(x)) if self.by_function else self.conv(x)
-        return torch.cat([y, x] if self.newest_first else [x, y], 1)
+        return torch.cat([x, F.relu(self.conv(x)) if self.by_function else self.conv(x)], 1)
 
 
 class LocalFusion(nn.Module):
     """As in RDN: layers that concatenate themselves, and a 1×1 convolution of all features."""
 
-    def __init__(self, by_function: bool = False) -> None:
+    def __init__(
+        self, by_function: bool = False, channels: int | None = None, growth: int | None = None, layers: int = 4
+    ) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Concatenating(CHANNELS + i * GROWTH, by_function) for i in range(4)))
-        self.fusion = conv(CHANNELS + 4 * GROWTH, CHANNELS, 1)
+        channels, growth = channels or CHANNELS, growth or GROWTH
+        self.layers = nn.Sequential(*(Concatenating(channels + i * growth, by_function, growth) for i in range(layers)))
+        self.fusion = conv(channels + layers * growth, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fusion(self.layers(x)) + x

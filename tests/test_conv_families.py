@@ -10,11 +10,10 @@ import conv_families as families
 import pytest
 import torch
 from conv_families import CHANNELS, GROWTH
-from helpers import assert_all_close, assert_close, assert_same_gradients, nodes_of
+from helpers import assert_all_close, assert_same_gradients, nodes_of, relative_error
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
-from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -203,20 +202,18 @@ def test_outputs_and_input_may_be_changed_in_place(family):
 
 @pytest.mark.parametrize("family", ["ESRGAN", "RDN", "DenseFuse", "new features only", "PWC-Net", "PReLU"])
 def test_autocast(family):
-    """The error of bfloat16, of ours at most twice plain's."""
+    """The error of bfloat16, of ours at most 1.5 times plain's."""
     block, plain = _pair(FAMILIES[family])
-    torch.manual_seed(0)
-    x = torch.randn(2, CHANNELS, 12, 12)
+    x = torch.randn(4, CHANNELS, 16, 16)
     truth = [*_train(plain, x.double()), *(each.grad.clone() for each in plain.parameters())]
     errors, dtypes = [], []
     for model in (block.float(), plain.float()):
         with torch.autocast("cpu", torch.bfloat16):
             results = [*_train(model, x), *(each.grad for each in model.parameters())]
-        errors.append([(a.double() - b).norm() / b.norm() for a, b in zip(results, truth, strict=True)])
+        errors.append(relative_error(results, truth))
         dtypes.append([each.dtype for each in results])
     assert dtypes[0] == dtypes[1]
-    ours, plains = map(torch.tensor, errors)
-    assert (ours < 2 * plains + 1e-5).all(), (ours / plains).max()
+    assert errors[0] < 1.5 * errors[1]
 
 
 def test_low_precision_throughout():
@@ -234,7 +231,7 @@ def test_a_network_of_blocks():
     assert [change.name for change in report.changed] == [
         f"trunk.{i}.blocks.{j}" for i in range(2) for j in range(3)
     ]
-    assert {(change.layers, change.engine) for change in report.changed} == {(5, "shared")}, str(report)
+    assert {(change.layers, change.engine) for change in report.changed} == {(4, "shared")}, str(report)
     assert list(model.state_dict()) == list(plain.state_dict())
     _assert_same_training(model, plain, torch.randn(2, 3, 8, 9, dtype=torch.double))
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
