@@ -159,8 +159,13 @@ def launch_bytes(name: str, grid: tuple[int, ...], arguments: Mapping[str, Any])
 
 
 KERNELS: dict[str, dict[str, Access]] = {
-    "affine_relu_pool_forward": {"output": WRITE, "values": READ},
-    "affine_relu_pool_backward": {"partial_sums": WRITE, "grad_accum": ACCUMULATE, "grad_output": READ, "values": READ},
+    "affine_activation_pool_forward": {"output": WRITE, "values": READ},
+    "affine_activation_pool_backward": {
+        "partial_sums": WRITE,
+        "grad_accum": ACCUMULATE,
+        "grad_output": READ,
+        "values": READ,
+    },
     "batch_norm_grad_input": {"output": WRITE, "grad_accum": READ, "values": READ, "sums": READ},
     "conv1x1_forward": {
         "output": WRITE,
@@ -196,6 +201,7 @@ KERNELS: dict[str, dict[str, Access]] = {
     "finish_backward": {
         "grad_norm_bias": WRITE,
         "grad_norm_weight": WRITE,
+        "grad_activation_weight": WRITE,
         "grad_weight": Access(writes=1, only_with="HAS_GRAD_WEIGHT"),
         "sums": Access(reads=1, writes=1, only_with="HAS_SUMS"),
         "partial_sums": READ,
@@ -204,12 +210,12 @@ KERNELS: dict[str, dict[str, Access]] = {
     "tile_statistics": {"stats": WRITE, "values": READ},
     "combine_statistics": {"result": WRITE, "stats": Access(reads=2)},
     "image_statistics": {"stats": WRITE, "values": READ},
-    "norm_relu_max_pool_forward": {"output": WRITE, "values": READ},
-    "norm_relu_max_pool_backward_reduce": {
+    "norm_activation_max_pool_forward": {"output": WRITE, "values": READ},
+    "norm_activation_max_pool_backward_reduce": {
         "indices": WRITE,
         "partial_sums": WRITE,
         "grad_output": READ,
         "values": READ,
     },
-    "norm_relu_max_pool_backward": {"grad_values": WRITE, "indices": READ, "grad_output": READ, "values": READ},
+    "norm_activation_max_pool_backward": {"grad_values": WRITE, "indices": READ, "grad_output": READ, "values": READ},
 }

@@ -59,10 +59,10 @@ def _triton(compare: bool) -> Iterator[str]:
             cause = "Triton is not installed or too old for this GPU, or the GPU is too old (needed is 8.0 or higher)"
             yield f"  PyTorch's operations: {cause}"
             continue
-        find = first_contact.verdict if compare else first_contact.stored_verdict
+        find = partial(first_contact.verdict if compare else first_contact.stored_verdict, index, activation="relu")
         at_once = max(1, (os.cpu_count() or 1) // 8)  # each comparison is in a process of its own, and compiles
         with ThreadPoolExecutor(at_once) as pool:
-            verdicts = pool.map(partial(find, index), *zip(*KERNELS, strict=True)) if mode == "check" else KERNELS
+            verdicts = pool.map(find, *zip(*KERNELS, strict=True)) if mode == "check" else KERNELS
             for (dtype, precision), verdict in zip(KERNELS, verdicts, strict=True):
                 name = str(dtype).removeprefix("torch.") + (f", {precision}" if dtype is torch.float32 else "")
                 yield f"  {name}: {_kernels(mode, verdict)}"

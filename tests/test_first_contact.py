@@ -23,17 +23,18 @@ from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixt
 
 from efficient_densenet import DenseNet, create_model, doctor, kernels
 from efficient_densenet.kernels import check_on_device, disk_cache, first_contact
+from efficient_densenet.kernels.activations import TABLE
 
 pytest.importorskip("triton", reason="needs Triton")
 launch, operations, tiles, conv3x3 = kernel_modules("triton_gpu", "launch", "operations", "tiles", "conv3x3")
 pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 GPU = torch.device("cuda", 0)
 KERNELS = [
-    *("tile_statistics", "combine_statistics", "affine_relu_pool_forward", "affine_relu_pool_backward"),
+    *("tile_statistics", "combine_statistics", "affine_activation_pool_forward", "affine_activation_pool_backward"),
     *("batch_norm_grad_input", "finish_backward", "conv1x1_forward", "conv1x1_backward"),
     *("conv3x3_forward", "conv3x3_grad_input", "conv3x3_grad_weight"),
-    *("image_statistics", "norm_relu_max_pool_forward", "norm_relu_max_pool_backward_reduce"),
-    "norm_relu_max_pool_backward",
+    *("image_statistics", "norm_activation_max_pool_forward", "norm_activation_max_pool_backward_reduce"),
+    "norm_activation_max_pool_backward",
 ]
 
 
@@ -163,6 +164,55 @@ def test_what_was_compared_is_not_compared_again(contact):
     assert contact.starts == 1
     assert first_contact.may_run(GPU, torch.bfloat16)
     assert contact.starts == 2
+
+
+def test_other_activations_are_compared_when_they_are_first_used(contact):
+    assert first_contact.may_run(GPU, torch.float32)
+    assert first_contact.may_run(GPU, torch.float32, "relu")
+    assert contact.starts == 1
+    for _ in range(2):
+        assert first_contact.may_run(GPU, torch.float32, "silu")
+        assert contact.starts == 2
+        first_contact.verdict.cache_clear()
+    contact.stdout = _verdict("conv1x1_forward differs by 1")
+    with pytest.warns(UserWarning, match="the Triton kernels for float32 and mish on a GPU"):
+        assert not first_contact.may_run(GPU, torch.float32, "mish")
+    assert first_contact.may_run(GPU, torch.float32)
+    assert first_contact.may_run(GPU, torch.float32, "silu")
+    assert contact.starts == 3
+
+
+@pytest.mark.parametrize("activations", [[], ["relu"], ["relu", "mish"]])
+def test_kernels_are_chosen_by_their_activations(activations, monkeypatch):
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
+    asked = []
+    monkeypatch.setattr(first_contact, "may_run", lambda *arguments: asked.append(arguments))
+    values = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.float32)
+    allowed = all(kernels._triton_applies(each, values) for each in activations)
+    assert asked == [(GPU, torch.float32, "mish")] * ("mish" in activations)
+    assert allowed is ("mish" not in activations)
+
+
+APPLYING = [name for name in KERNELS if name.startswith(("conv", "affine", "norm", "finish"))]
+
+
+@pytest.mark.usefixtures("few_sizes")
+@pytest.mark.parametrize(
+    "activation",
+    ["prelu", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TABLE if name not in ("relu", "prelu"))],
+)
+def test_every_kernel_that_applies_an_activation_is_compared(activation, monkeypatch):
+    launched, original = set(), launch.launch
+
+    def recording(prepared, *tensors):
+        if "ACTIVATION" in prepared.constants:
+            assert prepared.constants["ACTIVATION"] == activation
+        launched.add(_name(prepared.kernel))
+        return original(prepared, *tensors)
+
+    monkeypatch.setattr(launch, "launch", recording)
+    assert check_on_device.find_fault("cpu", torch.float32, "ieee", activation, num_threads=1) is None
+    assert launched >= set(APPLYING)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +359,7 @@ def test_the_process_has_the_paths_of_this_one_and_says_what_it_lacks(tmp_path, 
     (tmp_path / "dataclasses.py").write_text("raise SystemExit('imported from the working directory')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    done = first_contact._run(0, torch.float32, "ieee")
+    done = first_contact._run(0, torch.float32, "ieee", "relu")
     verdict = first_contact._verdict_of(done, "a GPU")
     assert not verdict.certain
     assert "NVIDIA" in verdict.fault or "CUDA" in verdict.fault, done

@@ -18,7 +18,9 @@ from helpers import (
     small_model,
     with_engine,
 )
+from test_activations import MODULES
 from test_stem import _step
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 
@@ -28,6 +30,7 @@ from efficient_densenet.engine.stem import backward as stem_backward
 from efficient_densenet.engine.stem import forward
 from efficient_densenet.engine.stem.spec import Conv, StemSpec
 from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.activations import RELU
 from efficient_densenet.kernels.interface import INV_STD, MEAN, BatchNormAffine, StatisticsOutput
 from efficient_densenet.kernels.max_pooling import MaxPool
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
@@ -40,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [torch.contiguous_format, torch.channels_last]
 POOL = MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)
-SPEC = StemSpec("float32", "float32", False, 1e-5, None, Conv([2, 2], [3, 3], [1, 1], 1), POOL)
+SPEC = StemSpec("float32", "float32", False, 1e-5, None, RELU.spec, Conv([2, 2], [3, 3], [1, 1], 1), POOL)
 
 
 @pytest.fixture
@@ -79,10 +82,13 @@ def exact_products(monkeypatch):
         frozen=[False, True],
         bias=[False, True],
         autocast=[False, True],
+        activation=["relu", "prelu", "silu", "hardtanh"],
     )
 )
-def test_errors_are_at_most_twice_plain_s(size, batch, memory_format, frozen, bias, autocast, fused_stems):
-    exact = small_model("imagenet", efficient=False, block_config=(2,)).to(DEVICE, memory_format=memory_format)
+def test_errors_are_at_most_twice_plain_s(size, batch, memory_format, frozen, bias, autocast, activation, fused_stems):
+    exact = small_model("imagenet", efficient=False, block_config=(2,))
+    exact.features.relu0 = nn.PReLU(6).double() if activation == "prelu" else MODULES[activation]()
+    exact.to(DEVICE, memory_format=memory_format)
     if bias:
         add_conv_biases(exact, "conv0").to(DEVICE)
     if frozen:
@@ -97,9 +103,11 @@ def test_errors_are_at_most_twice_plain_s(size, batch, memory_format, frozen, bi
     assert fused_stems == [True, True]
     assert found[0].dtype == expected[0].dtype
     assert found[0].stride() == expected[0].stride()
+    # The gradient of a PReLU's weight is a sum over few maxima, and plain's error in it may be tiny by chance.
+    slack = 4 * torch.finfo(torch.bfloat16 if autocast else torch.float32).eps if activation == "prelu" else 0
     for ours_value, theirs, right in zip(found, expected, reference, strict=True):
         error, allowed = ((tensor.double() - right).norm() for tensor in (ours_value, theirs))
-        assert error <= 2 * allowed + 1e-6 * right.norm()
+        assert error <= 2 * allowed + (1e-6 + slack) * right.norm()
     assert_same_buffers(ours, plain, 1e-5)
 
 
@@ -199,7 +207,7 @@ def test_launches_and_bytes_of_densenet121_s_stem(monkeypatch):
     bytes_of_launches = []
 
     def record(prepared, *tensors):
-        bytes_of_launches.append(sum(each.nbytes for each in tensors))
+        bytes_of_launches.append(sum(each.nbytes for each in tensors if each is not None))
 
     monkeypatch.setattr(triton_stem.launch, "launch", record)
     monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
@@ -208,7 +216,7 @@ def test_launches_and_bytes_of_densenet121_s_stem(monkeypatch):
     convolved = forward.Convolved(SPEC, x, weight, None)
     assert convolved.values.nbytes == z
     with _Operations() as operations:
-        output, statistics = forward.forward(convolved, *norm, None, None)
+        output, statistics = forward.forward(convolved, *norm, None, None, None)
     assert operations.names == ["mul_"]  # the variance that running statistics take
     assert len(bytes_of_launches) == 3
     assert sum(bytes_of_launches) <= 1.01 * (2 * z + pooled)
@@ -216,7 +224,8 @@ def test_launches_and_bytes_of_densenet121_s_stem(monkeypatch):
     grad_output = torch.empty_like(output)
     with _Operations() as operations:
         affine = convolved.norm(*norm, statistics)
-        stem_backward.backward(convolved, grad_output, affine, None, [False, True, True, True])
+        needs_grad = [False, True, True, True, False, False]
+        stem_backward.backward(convolved, grad_output, affine, RELU, None, needs_grad)
     assert operations.names == ["convolution_backward"]
     assert len(bytes_of_launches) == 3
     assert sum(bytes_of_launches) <= 1.01 * (3 * z + 2 * pooled + 2 * pooled / 4)
@@ -250,11 +259,11 @@ def test_other_stems_take_portable_s_operations(refused):
         kernel_set.image_statistics(values, StatisticsOutput(matrix, 1e-5))
         weight, bias = torch.ones_like(matrix[0]), torch.zeros_like(matrix[0])
         norm = BatchNormAffine(weight, bias, matrix[INV_STD], matrix[MEAN])
-        output = kernel_set.norm_relu_max_pool(values, norm, pool, torch.float32)
-        arguments = torch.ones_like(output), values, norm, pool
-        indices, grads = kernel_set.norm_relu_max_pool_reduce(*arguments)
+        output = kernel_set.norm_activation_max_pool(values, norm, RELU, pool, torch.float32)
+        arguments = torch.ones_like(output), values, norm, RELU, pool
+        indices, grads = kernel_set.norm_activation_max_pool_reduce(*arguments)
         count = values[:, 0].numel()
-        kernel_set.norm_relu_max_pool_backward(arguments[0], indices, values, norm, pool, grads, count)
+        kernel_set.norm_activation_max_pool_backward(arguments[0], indices, values, norm, RELU, pool, grads, count)
         results.append([output, *grads[:2], values])
     for found, expected in zip(*results, strict=True):
         assert_close(found, expected, 1e-5)

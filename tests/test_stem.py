@@ -1,12 +1,11 @@
 """The ImageNet stem as one autograd node agrees with its four modules to 1e-10, and saves only its input."""
 
 import copy
-import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from grids import grid
+from grids import grid, pairwise
 from helpers import (
     assert_all_close,
     assert_close,
@@ -17,11 +16,13 @@ from helpers import (
     small_model,
     with_engine,
 )
+from test_activations import MODULES as ACTIVATIONS
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model
 from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.engine import choose
+from efficient_densenet.engine.refuse import can_share_stem
 from efficient_densenet.engine.stem import Stem
 from efficient_densenet.engine.stem import autograd as stem_function
 from efficient_densenet.engine.stem.spec import read_spec
@@ -83,6 +84,67 @@ def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, chan
     assert_same_buffers(ours, plain)
     output, expected = _run_stem(ours, x)[0], plain.features[:4](x)
     assert output.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    *grid(
+        _of_some_layout,
+        activation=[name for name in ACTIVATIONS if name != "relu"],
+        dims__size=CASES,
+        last=[False, True],
+        tile_bytes=[1, 3000, 1 << 22],
+        frozen=[False, True],
+        channels=FEW_AND_MANY,
+    )
+)
+def test_every_activation(activation, dims, size, last, tile_bytes, frozen, channels, monkeypatch):
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile_bytes)
+    layout = CHANNELS_LAST[dims] if last else torch.contiguous_format
+    plain = _with_activation(activation, channels, dims, num_init_features=channels).to(memory_format=layout)
+    if frozen:
+        freeze_norms(plain, "norm0")
+    ours = with_engine(plain, "shared")
+    x = _input(*size).to(memory_format=layout)
+    assert _stem_is_one(ours, x)
+    assert_same_step(ours, plain, x)
+    assert_same_buffers(ours, plain)
+
+
+def _with_activation(activation: str, num_weights: int = 1, dims: int = 2, **overrides) -> DenseNet:
+    plain = _plain(dims, **overrides)
+    plain.features.relu0 = ACTIVATIONS[activation]()
+    if activation == "prelu":
+        plain.features.relu0 = nn.PReLU(num_weights)
+        nn.init.normal_(plain.features.relu0.weight)
+    return plain.double()
+
+
+def test_a_prelu_with_a_single_weight_and_a_frozen_convolution():
+    plain = _with_activation("prelu")
+    plain.features.conv0.weight.requires_grad_(False)
+    assert_same_step(with_engine(plain, "shared"), plain, _input(13, 12))
+
+
+@pytest.mark.parametrize(("num_weights", "fits"), [(1, True), (6, True), (3, False)])
+def test_a_prelu_must_fit(num_weights, fits):
+    assert can_share_stem(*_with_activation("prelu", num_weights).features[:4], _input(13, 12)) is fits
+
+
+@pytest.mark.parametrize(*pairwise(activation=["prelu", "silu", "elu"], dims=[1, 2, 3], frozen=[False, True]))
+def test_second_derivatives_of_activations(activation, dims, frozen):
+    plain = _with_activation(activation, 6, dims)
+    if frozen:
+        freeze_norms(plain, "norm0")
+    ours = with_engine(plain, "shared")
+    x, grads = _input(*(9, 7, 8)[:dims], batch=2).requires_grad_(), []
+    assert _stem_is_one(ours, x)
+    for model in (ours, plain):
+        output = _run_stem(ours, x)[0] if model is ours else model.features[:4](x)
+        inputs = [x, *model.features[:4].parameters()]
+        first = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+        loss = torch.stack([each.square().sum() for each in first]).sum()
+        grads.append([*first, *torch.autograd.grad(loss, inputs)])
+    assert_all_close(*grads)
 
 
 @pytest.mark.parametrize(*grid(bias=[False, True], frozen=[False, True], alone=[True, False]))
@@ -223,7 +285,7 @@ def _parametrized(model: DenseNet) -> DenseNet:
 
 OTHERS = {
     "no affine": lambda: _with("norm0", nn.BatchNorm2d(6, affine=False)),
-    "another activation": lambda: _with("relu0", nn.ELU()),
+    "another activation": lambda: _with("relu0", nn.Softplus()),
     "another pooling": lambda: _with("pool0", nn.AvgPool2d(3, 2, 1)),
     "padding by name": lambda: _with("conv0", nn.Conv2d(3, 6, 3, padding="same", bias=False)),
     "padding by reflection": lambda: _with("conv0", nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect")),
@@ -284,10 +346,18 @@ def test_a_convolution_without_an_output_pixel_raises_plain_s_error(frozen):
     assert errors[0] == errors[1]
 
 
-@pytest.mark.parametrize(("dims", "channels"), [(1, 6), *itertools.product([2, 3], FEW_AND_MANY)])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_errors_are_at_most_twice_plain_s(dims, autocast, channels):
-    exact = _plain(dims, num_init_features=channels)
+@pytest.mark.parametrize(
+    *grid(
+        lambda dims, channels, **_: dims > 1 or channels == 6,
+        dims=[1, 2, 3],
+        channels=FEW_AND_MANY,
+        autocast=[False, True],
+        activation=["relu", "prelu", "elu", "gelu", "hardtanh"],
+        strength=3,
+    )
+)
+def test_errors_are_at_most_twice_plain_s(dims, channels, autocast, activation):
+    exact = _with_activation(activation, channels, dims, num_init_features=channels)
     plain = copy.deepcopy(exact).float()
     x = _input(*(31, 17, 12)[:dims]) + 5  # a mean that is large beside the deviation
     reference = _step(exact, x)

@@ -76,12 +76,12 @@ def test_operands_are_rounded_to_tf32(operation, channels, width, centered, monk
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_slices_of_the_output_channels(dtype, overwrite, monkeypatch):
+@pytest.mark.parametrize(("overwrite", "activation"), [(False, "relu"), (True, "relu"), (True, "prelu")])
+def test_slices_of_the_output_channels(dtype, overwrite, activation, monkeypatch):
     """Three slices of 16, 16 and 13, rather than of hundreds."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(tiles, "MAX_OUT_CHANNELS", 16)
-    case = Case((2, 5, 7), 9, 45, dtype, overwrite, DEVICE)
+    case = Case((2, 5, 7), 9, 45, dtype, overwrite, DEVICE, activation=activation)
     for operation in [*CONVOLUTIONS, "conv1x1_forward_with_statistics"]:
         if operation != "conv1x1_backward" or dtype == torch.float32:
             check(operations, operation, case)

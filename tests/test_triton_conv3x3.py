@@ -65,10 +65,11 @@ def test_every_shape(operation, shape, channels, width, dilation, dtype, setting
     assert any("conv3x3" in name for name in launched)
 
 
+@pytest.mark.parametrize("activation", ["relu", "prelu", "hardtanh"])
 @pytest.mark.parametrize("operation", CONV3X3[1:])
-def test_tiles_and_splits_that_loop(operation, monkeypatch):
+def test_tiles_and_splits_that_loop(operation, activation, monkeypatch):
     monkeypatch.setattr(conv3x3, "num_splits", lambda *_, **__: 2)
-    check(operation, Case((2, 11, 13), 20, 12))
+    check(operation, Case((2, 11, 13), 20, 12, activation=activation))
 
 
 def test_splits_are_as_many_as_programs_or_tiles_allow():
@@ -138,13 +139,13 @@ def test_tf32_operands_are_rounded(operation, monkeypatch):
     rounded = case.in_float64()
     rounded.weight3x3 = rounded_to_tf32(case.weight3x3)
     rounded.grad_output = rounded_to_tf32(case.grad_output)
-    monkeypatch.setattr(portable, "_affine_relu", functools.partial(_rounded_affine_relu, portable._affine_relu))
+    monkeypatch.setattr(portable, "activated", functools.partial(_rounded, portable.activated))
     for result, expected in zip(results, OPERATIONS[operation](portable, rounded), strict=True):
         assert (result - expected).norm() <= 1e-5 * expected.norm()
 
 
-def _rounded_affine_relu(affine_relu, *arguments):
-    activation, buffer = affine_relu(*arguments)
+def _rounded(activated, *arguments):
+    activation, buffer = activated(*arguments)
     return rounded_to_tf32(activation.float()), buffer
 
 

@@ -19,6 +19,7 @@ from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixt
 
 from efficient_densenet import kernels
 from efficient_densenet.kernels import portable, row_tiles
+from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case, is_valid
 
 triton = pytest.importorskip("triton", reason="needs Triton")
@@ -61,6 +62,20 @@ def test_every_operation_on_every_size(operation, shape, channels, width, dtype)
     check(operation, Case(shape, channels, width, dtype))
 
 
+@pytest.mark.parametrize(
+    *grid(
+        lambda operation, setting, **_: is_valid(operation, shape=(9, 9), setting=setting),
+        operation=[name for name in OPERATIONS if name.startswith(("conv", "pooled"))],
+        activation=[name for name in TABLE if name != "relu"],
+        dtype=[torch.float32, torch.bfloat16],
+        channels__width=[(9, 16), (5, 20)],  # exact 3×3 convolutions by Triton and by cuDNN
+        setting=SETTINGS,
+    )
+)
+def test_every_activation(operation, activation, dtype, channels, width, setting):
+    check(operation, Case((2, 5, 13), channels, width, dtype, activation=activation, **SETTINGS[setting]))
+
+
 @pytest.mark.parametrize(("channels", "in_place"), [(8, True), (6, False)])
 def test_the_gradient_of_whole_sectors_is_written_in_place(channels, in_place):
     case = Case((2, 5, 7), channels, 16)
@@ -80,11 +95,14 @@ def test_norm_parameters_in_half_precision(operation):
     check(operation, case)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_program_instances_that_loop_and_tiles_of_one_image(operation, monkeypatch):
+@pytest.mark.parametrize(
+    ("operation", "activation"),
+    [*((name, "relu") for name in OPERATIONS), *((name, "prelu") for name in OPERATIONS if name.endswith("backward"))],
+)
+def test_program_instances_that_loop_and_tiles_of_one_image(operation, activation, monkeypatch):
     monkeypatch.setattr(triton_kernels, "MAX_PROGRAM_INSTANCES", 2)
     monkeypatch.setitem(row_tiles.TILE_BYTES, "cuda", 1)
-    check(operation, Case((3, 9, 15), 33, 20))
+    check(operation, Case((3, 9, 15), 33, 20, activation=activation))
 
 
 @pytest.mark.parametrize(
@@ -126,10 +144,16 @@ def test_statistics_of_many_tiles_of_rows():
     check_variance_far_from_zero(triton_kernels, "batch_statistics", (3, 80, 80), DEVICE)
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_non_finite_values_propagate_as_in_portable(operation):
-    check_non_finite(triton_kernels, operation, Case((1, 8, 8), 6, 16))
+@pytest.mark.parametrize(
+    ("operation", "activation"),
+    [
+        *((name, "relu") for name in OPERATIONS if name != "batch_statistics"),
+        *product(["conv1x1_forward", "conv1x1_backward"], [name for name in TABLE if name != "relu"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+def test_non_finite_values_propagate_as_in_portable(operation, activation):
+    check_non_finite(triton_kernels, operation, Case((1, 8, 8), 6, 16, activation=activation))
 
 
 @pytest.fixture

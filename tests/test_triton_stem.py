@@ -10,6 +10,8 @@ from grids import grid
 from torch import Tensor
 from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
 
+from efficient_densenet.kernels.activations import TABLE
+from efficient_densenet.kernels.comparison import StemCase
 from efficient_densenet.kernels.interface import BatchNormAffine, Gradients, StatisticsOutput
 from efficient_densenet.kernels.max_pooling import MaxPool
 
@@ -43,6 +45,7 @@ class Case:
         shape: tuple[int, ...],
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
+        activation: str = "relu",
     ) -> None:
         self.pool, channels, self.dtype = pool, shape[1], dtype
         self.pooled_size = pool.pooled_size(shape[2:])
@@ -53,6 +56,7 @@ class Case:
         vectors = (vector.repeat(-(-channels // 4))[:channels].to(DEVICE) for vector in (weight, bias, mean, inv_std))
         weight, bias, mean, inv_std = vectors
         self.norm = BatchNormAffine(weight, bias, inv_std, mean)
+        self.activation = StemCase(channels, dtype, activation=activation).on(DEVICE).activation
         grad = torch.randint(-4, 5, (*shape[:2], *self.pooled_size)).double()
         self.grad_output = grad.to(dtype).contiguous(memory_format=memory_format).to(DEVICE)
 
@@ -70,7 +74,8 @@ class Case:
 
     def norm_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """The places of the maxima, and the norm's grad_weight and grad_bias."""
-        places, grads = triton_stem.norm_relu_max_pool_reduce(self.grad_output, self.values, self.norm, self.pool)
+        settings = self.norm, self.activation, self.pool
+        places, grads = triton_stem.norm_activation_max_pool_reduce(self.grad_output, self.values, *settings)
         return places, grads.norm_weight, grads.norm_bias
 
     def maxima(self) -> tuple[Tensor, Tensor]:
@@ -98,7 +103,7 @@ class Case:
 def test_the_pooling_and_its_indices_are_pytorch_s(pool, shape, dtype, memory_format):
     case = Case(pool, shape, dtype, memory_format)
     maxima, expected = case.maxima()
-    output = triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, dtype)
+    output = triton_stem.norm_activation_max_pool(case.values, case.norm, case.activation, case.pool, dtype)
     assert torch.equal(output, maxima)
     assert output.is_contiguous(memory_format=memory_format)
     places, grad_weight, grad_bias = case.norm_gradients()
@@ -137,7 +142,7 @@ def test_non_finite_values(pool, memory_format):
     maxima, expected = case.maxima()
     assert maxima.isnan().any()
     assert maxima.isinf().any()
-    output = triton_stem.norm_relu_max_pool(case.values, case.norm, case.pool, torch.float32)
+    output = triton_stem.norm_activation_max_pool(case.values, case.norm, case.activation, case.pool, torch.float32)
     assert torch.equal(output.nan_to_num(-1), maxima.nan_to_num(-1))
     places, *_ = case.norm_gradients()
     assert torch.equal(case.indices_in_image(places), expected.masked_fill(maxima <= 0, -1))
@@ -161,8 +166,46 @@ def test_the_gradient_of_the_values_is_gathered_from_the_windows(pool, shape, me
         grad_sum, product_sum = (vector.double().view(-1, 1, 1) for vector in (grad_bias, grad_weight))
         grad = grad - (grad_sum + (values - mean) * inv_std * product_sum) * 0.125
     norm, sums = case.norm._replace(frozen=frozen), Gradients(grad_weight, grad_bias)
-    triton_stem.norm_relu_max_pool_backward(case.grad_output, indices, case.values, norm, case.pool, sums, 8)
+    settings = norm, case.activation, case.pool, sums, 8
+    triton_stem.norm_activation_max_pool_backward(case.grad_output, indices, case.values, *settings)
     torch.testing.assert_close(case.values.double(), weight * inv_std * grad, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    *grid(
+        activation=[name for name in TABLE if name != "relu"],
+        pool=POOLS.values(),
+        dtype=[torch.float32, torch.bfloat16],
+        memory_format=FORMATS,
+        frozen=[False, True],
+    )
+)
+def test_every_activation(activation, pool, dtype, memory_format, frozen):
+    """Against autograd in float64, with the maxima of rounded activations."""
+    case = Case(pool, (2, 6, 13, 9), dtype, memory_format, activation)
+    exact, norm = case.activation, case.norm._replace(frozen=frozen)
+    if exact.weight is not None:
+        exact = exact._replace(weight=exact.weight.double().requires_grad_())
+    z, values = case.normalized.double().requires_grad_(), case.values.double()
+    rounded, expected = pool.forward(exact.forward(z).detach().to(dtype))
+    exact.forward(z).flatten(2).gather(2, expected.flatten(2)).view_as(expected).backward(case.grad_output.double())
+    output = triton_stem.norm_activation_max_pool(case.values, norm, case.activation, pool, dtype)
+    torch.testing.assert_close(output, rounded)
+    settings = norm, case.activation, pool
+    places, grads = triton_stem.norm_activation_max_pool_reduce(case.grad_output, case.values, *settings)
+    assert torch.equal(case.indices_in_image(places), expected)
+    weight, _, mean, inv_std = case.by_channel
+    grad, centered = z.grad, values - mean
+    sums = [grad.sum((0, 2, 3)), (grad * centered).sum((0, 2, 3)) * norm.inv_std]
+    for found, right in zip([grads.norm_bias, grads.norm_weight], sums, strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-4)
+    if exact.weight is not None:
+        torch.testing.assert_close(grads.activation_weight.double(), exact.weight.grad, rtol=1e-5, atol=1e-4)
+    if not frozen:
+        grad = grad - (sums[0].view(-1, 1, 1) + centered * inv_std * sums[1].view(-1, 1, 1)) * 0.125
+    triton_stem.norm_activation_max_pool_backward(case.grad_output, places, case.values, *settings, grads, 8)
+    expected = (weight * inv_std * grad).to(dtype)
+    torch.testing.assert_close(case.values, expected, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)

@@ -83,7 +83,8 @@ class Compilation(NamedTuple):
         arch: int,
         misaligned: Iterable[str] = (),
     ) -> "Compilation":
-        """From the arguments of a launch: `kernel[grid](*arguments, **constants)`, tensors of any device.
+        """From the arguments of a launch: `kernel[grid](*arguments, **constants)`, tensors of any device. None, in the
+        place of a tensor, is a constant.
 
         Pointers are taken for multiples of 16 bytes, as those of whole tensors are, but for `misaligned` ones.
         """
@@ -92,9 +93,11 @@ class Compilation(NamedTuple):
         signature = {
             name: SCALARS.get(type(value)) or POINTERS[str(value.dtype).removeprefix("torch.")]
             for name, value in zip(names, arguments, strict=False)
+            if value is not None
         }
+        absent = {name: None for name, value in zip(names, arguments, strict=False) if value is None}
         aligned = tuple(name for name, kind in signature.items() if kind[0] == "*" and name not in set(misaligned))
-        meta = {name: value for name, value in constants.items() if name not in OPTIONS}
+        meta = absent | {name: value for name, value in constants.items() if name not in OPTIONS}
         num_warps, num_stages = constants.get("num_warps", 4), constants.get("num_stages", 3)
         kernel_name = function.__module__, function.__name__
         return cls(*kernel_name, signature, meta, num_warps, num_stages, arch, constants.get("maxnreg"), aligned)

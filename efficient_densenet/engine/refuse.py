@@ -277,16 +277,18 @@ def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
     return type(conv) is DIMENSIONS[dims].Conv and not unusual_setting(conv, 1)
 
 
-def can_share_stem(conv: Any, norm: Norm, relu: nn.Module, pool: Any, x: Tensor) -> bool:
+def can_share_stem(conv: Any, norm: Norm, activation: nn.Module, pool: Any, x: Tensor) -> bool:
     """Whether the stem engine can run these four modules on `x`."""
     dims = x.dim() - 2
     if dims not in DIMENSIONS:
         return False
-    if (type(conv), type(relu), type(pool)) != (DIMENSIONS[dims].Conv, nn.ReLU, DIMENSIONS[dims].MaxPool):
+    if (type(conv), type(pool)) != (DIMENSIONS[dims].Conv, DIMENSIONS[dims].MaxPool) or not is_activation(activation):
         return False
     if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)) or _may_widen(norm):
         return False
-    if any(map(must_be_called, (conv, norm, relu, pool))) or pool.return_indices:
+    if _wrong_weight(activation, norm) is not None:
+        return False
+    if any(map(must_be_called, (conv, norm, activation, pool))) or pool.return_indices:
         return False
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
         return False

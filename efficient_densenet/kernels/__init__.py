@@ -9,6 +9,7 @@ import importlib.util
 import re
 import subprocess
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ for 12.0 by "LLVM ERROR"."""
 _NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def kernels_for(values: Tensor, synchronized: bool = False) -> Kernels:
+def kernels_for(values: Tensor, synchronized: bool = False, activations: Collection[str] = ()) -> Kernels:
     """The kernels for a stage with features like `values`, or for a stem with input `values`.
 
     The device's kernels where they can run, else portable. `synchronized` says that the norms are synchronized over
-    several processes.
+    several processes. `activations` are the names of the activations that the kernels are to apply.
     """
-    if triton_supports(values):
+    if triton_supports(values) and all(_triton_applies(each, values) for each in activations):
         from .triton_gpu.host import operations as triton_kernels
 
         return triton_kernels
@@ -62,6 +63,13 @@ def triton_supports(values: Tensor) -> bool:
     if values.is_meta:  # nothing is launched
         return importlib.util.find_spec("triton") is not None
     return has_triton(values.device) and first_contact.may_run(values.device, values.dtype)
+
+
+def _triton_applies(activation: str, values: Tensor) -> bool:
+    """Whether the Triton kernels, which can run on `values`, may apply an activation."""
+    if activation == "relu" or not values.is_cuda:  # compared with the kernels; or not on a GPU, but traced or a test
+        return True
+    return first_contact.may_run(values.device, values.dtype, activation)
 
 
 def numba_supports(values: Tensor) -> bool:

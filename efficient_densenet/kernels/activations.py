@@ -53,7 +53,7 @@ class Activation(NamedTuple):
         return self.spec.name == "relu"
 
     def forward(self, z: Tensor) -> Tensor:
-        """y of a pixel matrix z (pixels, channels), by PyTorch."""
+        """y of z, a pixel matrix (pixels, channels) or images (N, channels, *spatial), by PyTorch."""
         return TABLE[self.spec.name].function(z, self._weight(z), *self.spec[1:])
 
     def backward(self, grad: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -229,7 +229,7 @@ TABLE = {
         _prelu,
         _prelu_derivative,
         lambda z, w, a, b: F.prelu(z, w),
-        lambda g, z, w, a, b: _aten._prelu_kernel_backward(g, z, w),
+        lambda g, z, w, a, b: _aten._prelu_kernel_backward(g, z, w.view(-1, *[1] * (z.dim() - 2))),
         nn.PReLU,
         weight_derivative=_prelu_weight_derivative,
     ),

@@ -60,16 +60,20 @@ class CannotCompareError(Exception):
     """Something is lacking, such as memory."""
 
 
-def find_fault(device: str, dtype: torch.dtype, precision: str, num_threads: int = 16) -> str | None:
-    """The first kernel that fails, and what was found; or None.
+def find_fault(
+    device: str, dtype: torch.dtype, precision: str, activation: str = "relu", num_threads: int = 16
+) -> str | None:
+    """The first kernel that fails, and what was found; or None. With another activation than ReLU, of which all kernels
+    have been compared before, only those that apply it run, on few cases.
 
     Kernels are compiled in several threads, while the smaller cases run; then come the large cases one by one.
     """
     kernels = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
     compare = partial(_compare, kernels, device, TOLERANCES[precision if dtype is torch.float32 else dtype])
-    large = large_checks(dtype) if device.startswith("cuda") else ()
+    all_checks = checks(dtype) if activation == "relu" else checks_of_activation(activation, dtype)
+    large = large_checks(dtype) if activation == "relu" and device.startswith("cuda") else ()
     with ThreadPoolExecutor(num_threads) as pool:
-        small = (pool.map if num_threads > 1 else map)(compare, checks(dtype))
+        small = (pool.map if num_threads > 1 else map)(compare, all_checks)
         fault = next(filter(None, itertools.chain(small, map(compare, large))), None)
         pool.shutdown(cancel_futures=True)
     return fault
@@ -91,6 +95,22 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
         for memory_format in torch.contiguous_format, torch.channels_last:
             for channels, size in ((3, (9, 14)), (64, (9, 14)), (64, (8, 12))):
                 yield Check(operation, function, partial(StemCase, channels, dtype, memory_format, size))
+
+
+def checks_of_activation(activation: str, dtype: torch.dtype) -> Iterator[Check]:
+    for operation, function in OPERATIONS.items():
+        if operation.startswith(("conv", "pooled")):
+            shape, channels, width = UNALIGNED[0]
+            make_case = partial(Case, shape, dtype=dtype, activation=activation)
+            yield Check(operation, function, partial(make_case, channels, width))
+            for shape, *channels in (ALIGNED_CONV3X3 if "conv3x3" in operation else ALIGNED)[:1]:
+                make_case = partial(Case, shape, *channels, dtype, padding=0, activation=activation)
+                yield Check(operation, function, partial(make_case, **_options(operation)[0]))
+    for operation, function in STEM_OPERATIONS.items():
+        if "activation" in operation:
+            for memory_format in torch.contiguous_format, torch.channels_last:
+                make_case = partial(StemCase, 64, dtype, memory_format, activation=activation)
+                yield Check(operation, function, make_case)
 
 
 def large_checks(dtype: torch.dtype) -> Iterator[Check]:
@@ -136,7 +156,7 @@ def _largest_difference(results: Results, exact: Results) -> float:
     return worst
 
 
-def main(device: str, dtype: str, precision: str, seconds: str, parent: str) -> None:
+def main(device: str, dtype: str, precision: str, activation: str, seconds: str, parent: str) -> None:
     """Print the verdict: the name of the device with the fault, or with what is lacking."""
     _end_with(int(parent), int(seconds))
     torch.set_num_threads(1)  # each of our threads would have as many of its own
@@ -146,7 +166,7 @@ def main(device: str, dtype: str, precision: str, seconds: str, parent: str) -> 
         torch.zeros(1, device=device)
         verdict["device"] = torch.cuda.get_device_name(device)
         print(STARTED, flush=True)
-        verdict["fault"] = find_fault(device, getattr(torch, dtype), precision)
+        verdict["fault"] = find_fault(device, getattr(torch, dtype), precision, activation)
     except (CannotCompareError, RuntimeError, AssertionError) as error:  # PyTorch finds no such device, or it is taken
         verdict["lacks"] = " ".join(str(error).split())[:300]
     print(VERDICT + json.dumps(verdict), flush=True)

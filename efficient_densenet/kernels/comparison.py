@@ -31,6 +31,11 @@ _CONSTANTS = {"leaky_relu": (0.2,), "elu": (0.7,), "hardtanh": (-0.5, 2.0)}
 """The constants of a case's activation."""
 
 
+def _activation(name: str) -> tuple[ActivationSpec, bool]:
+    """The activation of a case, and whether it has a weight."""
+    return ActivationSpec(name, *_CONSTANTS.get(name, ())), TABLE[name].weight_derivative is not None
+
+
 class _Arguments:
     device: torch.device | str
 
@@ -81,9 +86,7 @@ class Case(_Arguments):
         self.norm_weight, self.norm_bias, mean = (torch.randn(channels, device=self.device) for _ in range(3))
         self.inv_std, self.mean = torch.rand(channels, device=self.device) + 0.5, None if centered else mean
         self.sums = torch.randn(2, channels + 4, device=self.device)[:, 3 : channels + 3]
-        spec = ActivationSpec(activation, *_CONSTANTS.get(activation, ()))
-        has_weight = TABLE[activation].weight_derivative is not None
-        self.activation_spec = spec
+        self.activation_spec, has_weight = _activation(activation)
         self.activation_weight = torch.rand(channels, device=self.device) - 0.3 if has_weight else None
         self.weight1x1, self.pooled_weight = self._matrix(width, channels), self._matrix(channels // 2 + 1, channels)
         self.weight3x3 = torch.randn(width, channels, *[3] * (len(shape) - 1), device=self.device).to(dtype)
@@ -225,6 +228,7 @@ class StemCase(_Arguments):
         dtype: torch.dtype,
         memory_format: torch.memory_format = torch.contiguous_format,
         size: tuple[int, int] = (9, 14),
+        activation: str = "relu",
     ) -> None:
         values = torch.randint(-3, 4, (2, channels, *size))
         grad = torch.randint(-4, 5, (2, channels, *self.POOL.pooled_size(size)))
@@ -233,11 +237,17 @@ class StemCase(_Arguments):
         )
         vectors = torch.tensor([[1.0, -1, 2], [1, 2, -1], [0.5, 1, 2], [0, 1, -2]])
         self.vectors = vectors.repeat(1, channels)[:, :channels].contiguous()
+        self.activation_spec, has_weight = _activation(activation)
+        self.activation_weight = torch.tensor([0.25, -0.5, 0]).repeat(channels)[:channels] if has_weight else None
 
     @property
     def norm(self) -> BatchNormAffine:
         weight, bias, inv_std, mean = self.vectors
         return BatchNormAffine(weight, bias, inv_std, mean)
+
+    @property
+    def activation(self) -> Activation:
+        return Activation(self.activation_spec, self.activation_weight)
 
     def statistics(self, kernels: Any) -> Results:
         matrix = torch.zeros(3, self.values.shape[1], device=self.values.device, dtype=self.vectors.dtype)
@@ -245,17 +255,21 @@ class StemCase(_Arguments):
         return matrix.unbind()
 
     def backward(self, kernels: Any) -> Results:
-        """The gradients of the norm and of the images."""
+        """The gradients of the norm, of the activation's weight and of the images."""
         grad_images, count = self.values.clone(memory_format=torch.preserve_format), self.values[:, 0].numel()
-        places, sums = kernels.norm_relu_max_pool_reduce(self.grad_output, self.values, self.norm, self.POOL)
-        kernels.norm_relu_max_pool_backward(self.grad_output, places, grad_images, self.norm, self.POOL, sums, count)
-        return sums.norm_bias, sums.norm_weight, grad_images
+        settings = self.norm, self.activation, self.POOL
+        places, sums = kernels.norm_activation_max_pool_reduce(self.grad_output, self.values, *settings)
+        kernels.norm_activation_max_pool_backward(self.grad_output, places, grad_images, *settings, sums, count)
+        weight = [] if sums.activation_weight is None else [sums.activation_weight]
+        return *weight, sums.norm_bias, sums.norm_weight, grad_images
 
 
 STEM_OPERATIONS: dict[str, Callable[[Any, StemCase], Results]] = {
     "image_statistics": lambda k, c: c.statistics(k),
-    "norm_relu_max_pool": lambda k, c: [k.norm_relu_max_pool(c.values, c.norm, c.POOL, c.values.dtype)],
-    "norm_relu_max_pool_backward": lambda k, c: c.backward(k),
+    "norm_activation_max_pool": lambda k, c: [
+        k.norm_activation_max_pool(c.values, c.norm, c.activation, c.POOL, c.values.dtype)
+    ],
+    "norm_activation_max_pool_backward": lambda k, c: c.backward(k),
 }
 
 

@@ -2,7 +2,7 @@
 
 A process of its own compares them (`check_on_device`), so that a kernel that aborts, never ends or breaks the CUDA
 context harms no training run, and no comparison runs inside of a graph capture. The verdict is kept on disk, for the
-device, the versions, the sources and the dtype.
+device, the versions, the sources and the dtype. Activations other than ReLU are compared when they are first used.
 """
 
 import functools
@@ -55,14 +55,14 @@ class Verdict(NamedTuple):
         return self.certain or 0 <= time.time() - self.time < _KEPT
 
 
-def may_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels may run on a CUDA device for features of `dtype`; compares them there if that is not
-    known."""
+def may_run(device: torch.device, dtype: torch.dtype, activation: str = "relu") -> bool:
+    """Whether the Triton kernels may run on a CUDA device for features of `dtype`, and apply `activation`; compares
+    them there if that is not known."""
     chosen = mode()
     if chosen != "check":
         return chosen == "trust"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return not verdict(index, dtype, precision_of(dtype)).fault
+    return not verdict(index, dtype, precision_of(dtype), activation=activation).fault
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -79,21 +79,23 @@ def mode() -> str:
 
 
 @functools.cache
-def verdict(index: int, dtype: torch.dtype, precision: str) -> Verdict:
+def verdict(index: int, dtype: torch.dtype, precision: str, *, activation: str) -> Verdict:
     """The verdict on disk, or a new one; with a warning where there is a fault."""
-    name, key = f"triton_{_name(dtype)}_{precision}", _key(index, dtype, precision)
-    found = stored_verdict(index, dtype, precision)
+    compared = index, dtype, precision, activation
+    name, key = _file_name(*compared[1:]), _key(*compared)
+    found = stored_verdict(*compared)
     if found is None:
         with disk_cache.lock(name, key, SECONDS):  # of several processes on a device, one compares and the others wait
-            found = stored_verdict(index, dtype, precision)
+            found = stored_verdict(*compared)
             if found is None:
-                found = _compare(index, dtype, precision)
+                found = _compare(*compared)
                 disk_cache.store(name, key, json.dumps(found).encode())
     if found.fault:
         cause = "of what a comparison has found" if found.certain else "they could not be compared"
         report = ". Please report it with what `python -m efficient_densenet.doctor` prints" if found.certain else ""
+        kind = _name(dtype) if activation == "relu" else f"{_name(dtype)} and {activation}"
         warnings.warn(
-            f"PyTorch's operations, which are slower, run in the place of the Triton kernels for {_name(dtype)} on "
+            f"PyTorch's operations, which are slower, run in the place of the Triton kernels for {kind} on "
             f"{torch.cuda.get_device_name(index)}, since {cause}: {found.fault}. {VARIABLE}=trust runs the kernels "
             f"unchecked{report}",
             stacklevel=2,
@@ -101,26 +103,30 @@ def verdict(index: int, dtype: torch.dtype, precision: str) -> Verdict:
     return found
 
 
-def stored_verdict(index: int, dtype: torch.dtype, precision: str) -> Verdict | None:
+def stored_verdict(index: int, dtype: torch.dtype, precision: str, activation: str) -> Verdict | None:
     """That of an earlier comparison, or None."""
-    content = disk_cache.load(f"triton_{_name(dtype)}_{precision}", _key(index, dtype, precision))
+    content = disk_cache.load(_file_name(dtype, precision, activation), _key(index, dtype, precision, activation))
     found = None if content is None else Verdict(*json.loads(content))
     return found if found and found.is_valid else None
 
 
-def _compare(index: int, dtype: torch.dtype, precision: str) -> Verdict:
+def _file_name(dtype: torch.dtype, precision: str, activation: str) -> str:
+    return f"triton_{_name(dtype)}_{precision}" + ("" if activation == "relu" else f"_{activation}")
+
+
+def _compare(index: int, dtype: torch.dtype, precision: str, activation: str) -> Verdict:
     try:
-        return _verdict_of(_run(index, dtype, precision), torch.cuda.get_device_name(index))
+        return _verdict_of(_run(index, dtype, precision, activation), torch.cuda.get_device_name(index))
     except Exception as error:  # whatever it is, training goes on
         return Verdict(f"the comparison could not be run ({error})", certain=False, time=time.time())
 
 
-def _run(index: int, dtype: torch.dtype, precision: str) -> subprocess.CompletedProcess:
+def _run(index: int, dtype: torch.dtype, precision: str, activation: str) -> subprocess.CompletedProcess:
     if not sys.executable or getattr(sys, "frozen", False):
         raise RuntimeError("there is no Python interpreter to start, as in a frozen application")
     # The modules are this process's own, from its own paths, which the working directory need not be among.
     start, paths = _START.format(module=f"{__package__}.check_on_device"), "\n".join(sys.path)
-    arguments = f"cuda:{index}", _name(dtype), precision, str(SECONDS), str(os.getpid())
+    arguments = f"cuda:{index}", _name(dtype), precision, activation, str(SECONDS), str(os.getpid())
     return subprocess.run(
         [sys.executable, "-c", start, paths, *arguments],
         env=os.environ | {VARIABLE: "off"},  # whatever it starts compares nothing
@@ -148,7 +154,7 @@ def _verdict_of(done: subprocess.CompletedProcess, device_name: str) -> Verdict:
     return Verdict(content["fault"] or "")
 
 
-def _key(index: int, dtype: torch.dtype, precision: str) -> bytes:
+def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> bytes:
     """All on which the verdict depends."""
     driver = Path("/proc/driver/nvidia/version")
     parts = [
@@ -161,6 +167,7 @@ def _key(index: int, dtype: torch.dtype, precision: str) -> bytes:
         _sources(),
         _name(dtype),
         precision,
+        activation,
     ]
     return json.dumps(parts).encode()
 

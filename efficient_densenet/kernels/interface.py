@@ -281,26 +281,29 @@ class Kernels(Protocol):
         """Writes the statistics of each channel of images, (N, channels, *spatial)."""
         ...
 
-    def norm_relu_max_pool(self, values: Tensor, norm: BatchNormAffine, pool: MaxPool, dtype: torch.dtype) -> Tensor:
-        """max_pool(relu(norm(values))) of images in `dtype`, in the memory format of `values`.
+    def norm_activation_max_pool(
+        self, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool, dtype: torch.dtype
+    ) -> Tensor:
+        """max_pool(f(norm(values))) of images in `dtype`, in the memory format of `values`.
 
-        As in plain modules, the norm's output is rounded to the dtype of `values` before the ReLU.
+        As in plain modules, the outputs of the norm and of the activation f are rounded to the dtype of `values`.
         """
         ...
 
-    def norm_relu_max_pool_reduce(
-        self, grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: MaxPool
+    def norm_activation_max_pool_reduce(
+        self, grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool
     ) -> tuple[Tensor, Gradients]:
-        """The indices of the maxima, −1 where the ReLU is inactive, for `norm_relu_max_pool_backward`; and the
-        gradients of the norm."""
+        """The indices of the maxima, −1 where a ReLU is inactive, for `norm_activation_max_pool_backward`; and the
+        gradients of the norm and of the activation's weight."""
         ...
 
-    def norm_relu_max_pool_backward(
+    def norm_activation_max_pool_backward(
         self,
         grad_output: Tensor,
         indices: Tensor,
         values: Tensor,
         norm: BatchNormAffine,
+        activation: Activation,
         pool: MaxPool,
         sums: Gradients,
         count: int,

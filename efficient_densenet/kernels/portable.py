@@ -39,9 +39,9 @@ from .row_tiles import WHOLE, in_tiles, is_small, rows, tile_scratch, tiles
 from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
-    norm_relu_max_pool,
-    norm_relu_max_pool_backward,
-    norm_relu_max_pool_reduce,
+    norm_activation_max_pool,
+    norm_activation_max_pool_backward,
+    norm_activation_max_pool_reduce,
 )
 
 needs_sums = True

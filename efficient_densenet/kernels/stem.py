@@ -1,4 +1,4 @@
-"""`portable`'s operations between a stem's convolution and its output: batch norm, ReLU and max pooling of images.
+"""`portable`'s operations after a stem's convolution: batch norm, activation and max pooling of images.
 
 A tile is as many images as fit `TILE_BYTES` in the accumulation dtype, at least one. Of an image that is too large, a
 tile is as many channels as fit, at least one.
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, accumulation_dtype, device_type, memory_format_of
 from . import scratch
+from .activations import Activation
 from .interface import BatchNormAffine, BatchNormBackward, Gradients, StatisticsOutput
 from .max_pooling import MaxPool
 from .row_tiles import tile_bytes_for
@@ -37,49 +38,61 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
-def norm_relu_max_pool(values: Tensor, norm: BatchNormAffine, pool: MaxPool, dtype: torch.dtype) -> Tensor:
+def norm_activation_max_pool(
+    values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool, dtype: torch.dtype
+) -> Tensor:
     output = None
     for tile in _tiles(values):
-        maxima, _ = _pooled_tile(values, tile, norm, pool)
+        maxima, _ = _pooled_tile(values, tile, norm, activation, pool)
         output = _empty_pooled(values, maxima, dtype) if output is None else output
         output[tile] = maxima
     assert output is not None  # there is a tile
     return output
 
 
-def norm_relu_max_pool_reduce(
-    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: MaxPool
+def norm_activation_max_pool_reduce(
+    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool
 ) -> tuple[Tensor, Gradients]:
     """Σ g and Σ g · (z − mean) are summed over the maxima only."""
     assert norm.mean is not None
     indices, memory_format, dims = None, memory_format_of(values), _reduced(values)
     grad_sum, product_sum = torch.zeros_like(norm.mean), torch.zeros_like(norm.mean)
+    weight_sum = None if activation.weight is None else torch.zeros_like(norm.mean)
     for tile in _tiles(values):
         maxima, tile_indices = (
-            each.contiguous(memory_format=memory_format) for each in _pooled_tile(values, tile, norm, pool)
+            each.contiguous(memory_format=memory_format) for each in _pooled_tile(values, tile, norm, activation, pool)
         )
-        inactive = maxima <= 0
-        grad = grad_output[tile].to(norm.mean.dtype).masked_fill(inactive, 0)
+        grad, grad_weight = grad_output[tile].to(norm.mean.dtype), None
         at_maxima = values[tile].flatten(2).gather(2, tile_indices.flatten(2)).view_as(tile_indices)
         centered = at_maxima - _by_channel(norm.mean, tile, values)
+        if activation.is_relu:
+            inactive = maxima <= 0
+            grad, tile_indices = grad.masked_fill(inactive, 0), tile_indices.masked_fill_(inactive, -1)
+        else:
+            grad, grad_weight = _grad_before_activation(grad, centered, values, tile, norm, activation)
         grad_sum[tile[1]] += grad.sum(dims)
         product_sum[tile[1]] += centered.mul_(grad).sum(dims)
+        if weight_sum is not None and grad_weight is not None:
+            weight_sum[tile[1]] += grad_weight.sum(dims)
         indices = _empty_pooled(values, maxima, torch.int32) if indices is None else indices
-        indices[tile] = tile_indices.masked_fill_(inactive, -1)
+        indices[tile] = tile_indices
     assert indices is not None  # there is a tile
-    return indices, Gradients(_of_centered(norm).grad_weight(grad_sum, product_sum), grad_sum)
+    grad_norm_weight = _of_centered(norm).grad_weight(grad_sum, product_sum)
+    return indices, Gradients(grad_norm_weight, grad_sum, activation_weight=weight_sum)
 
 
-def norm_relu_max_pool_backward(
+def norm_activation_max_pool_backward(
     grad_output: Tensor,
     indices: Tensor,
     values: Tensor,
     norm: BatchNormAffine,
+    activation: Activation,
     pool: MaxPool,
     sums: Gradients,
     count: int,
 ) -> None:
-    """grad_z = slope · (z − mean) + constant + grad_scale · g, with g = grad_output scattered to the maxima."""
+    """grad_z = slope · (z − mean) + constant + grad_scale · g, with g = grad_output scattered to the maxima, times the
+    activation's derivative."""
     assert norm.mean is not None
     slope, constant, grad_scale = _grad_coefficients(values, norm, sums, count)
     for tile in _tiles(values):
@@ -87,6 +100,8 @@ def norm_relu_max_pool_backward(
         # Not masked_fill, whose result is contiguous: in channels_last, the pooling would convert all other operands.
         grad = torch.where(active < 0, 0, grad_output[tile].to(centered.dtype))
         grad = pool.backward(grad, active.clamp_min_(0), centered)
+        if not activation.is_relu:
+            grad, _ = _grad_before_activation(grad, centered, values, tile, norm, activation)
         grad.mul_(_by_channel(grad_scale, tile, values)).addcmul_(centered, _by_channel(slope, tile, values))
         values[tile] = grad.add_(_by_channel(constant, tile, values))
 
@@ -102,14 +117,39 @@ def _grad_coefficients(
     return slope, constant, inv_std * norm.grad_scale
 
 
-def _pooled_tile(values: Tensor, tile: Tile, norm: BatchNormAffine, pool: MaxPool) -> tuple[Tensor, Tensor]:
+def _pooled_tile(
+    values: Tensor, tile: Tile, norm: BatchNormAffine, activation: Activation, pool: MaxPool
+) -> tuple[Tensor, Tensor]:
     """The maxima of the pooling and their indices, for a tile."""
     assert norm.mean is not None
     buffer = _centered(values, tile, norm.mean, _pooling_format(values, tile))
+    # Round before the activation, as plain modules do: rounding makes some values equal, and so changes the indices.
+    normalized = _normalized(buffer, values, tile, norm, out=buffer).to(values.dtype)
+    return pool.forward(
+        normalized.clamp_min_(0) if activation.is_relu else _of_tile(activation, tile).forward(normalized)
+    )
+
+
+def _normalized(
+    centered: Tensor, values: Tensor, tile: Tile, norm: BatchNormAffine, out: Tensor | None = None
+) -> Tensor:
+    """The norm's output for the centered values of a tile, in the accumulation dtype."""
     shift, scale = (_by_channel(vector, tile, values) for vector in (_of_centered(norm).shift, norm.scale))
-    normalized = torch.addcmul(shift, buffer, scale, out=buffer)
-    # Round before the ReLU, as plain modules do: rounding makes some values equal, and so changes the indices.
-    return pool.forward(normalized.to(values.dtype).clamp_min_(0))
+    return torch.addcmul(shift, centered, scale, out=out)
+
+
+def _grad_before_activation(
+    grad: Tensor, centered: Tensor, values: Tensor, tile: Tile, norm: BatchNormAffine, activation: Activation
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the norm's output, from that of the activation's; and the gradient of the activation's weight
+    before the sum over the pixels."""
+    normalized = _normalized(centered, values, tile, norm).to(values.dtype).to(grad.dtype)  # rounded as in the forward
+    return _of_tile(activation, tile).backward(grad, normalized)
+
+
+def _of_tile(activation: Activation, tile: Tile) -> Activation:
+    """The same activation for the tile's channels."""
+    return activation if activation.weight is None else activation._replace(weight=activation.weight[tile[1]])
 
 
 def _of_centered(norm: BatchNormAffine) -> BatchNormAffine:

@@ -28,7 +28,7 @@ class _Convolutions:
 
     def __init__(self, spec: ConvBlockSpec, features: Tensor, parameters: Sequence[Tensor | None]) -> None:
         self.spec, self.features = spec, features
-        self.kernels: Kernels = kernels_for(features)
+        self.kernels: Kernels = kernels_for(features, activations=[IDENTITY.spec.name])
         self.tensors = conv_tensors(parameters)
         weights = self.kernels.arranged_weights([as_dtype(each.weight, spec.torch_dtype) for each in self.tensors])
         self.weights = weights

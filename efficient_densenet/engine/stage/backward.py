@@ -35,7 +35,7 @@ class Backward:
         self.other_grad_input = other_grad_input
         self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, list(saved.parameters)
         self.features = saved.features
-        self.kernels = kernels_for(self.features, spec.sync_group is not None)
+        self.kernels = kernels_for(self.features, spec.sync_group is not None, spec.activations)
         self.tensors = norm_convs(saved.parameters)
         features = saved.features, saved.statistics, saved.count
         self.statistics = BackwardStatistics(spec, *features, self.tensors, self.kernels.needs_sums)

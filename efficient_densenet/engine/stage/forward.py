@@ -41,7 +41,7 @@ class Forward:
         self.spec, self.inputs, self.x = spec, inputs, inputs.x
         self.shape = torch.Size([self.x.shape[0], *self.x.shape[2:]])
         features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
-        self.kernels = kernels_for(features, spec.sync_group is not None)
+        self.kernels = kernels_for(features, spec.sync_group is not None, spec.activations)
         self.statistics = ForwardStatistics(spec, self.kernels, features, *inputs.stored[1:])
         self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype, self.kernels))
         self.bottlenecks: list[Tensor] = []

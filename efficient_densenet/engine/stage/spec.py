@@ -4,7 +4,7 @@ A compiler, a graph on disk or another process has no modules. The operators tak
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -105,6 +105,7 @@ class StageSpec:
             the columns of the features, which come first; a norm of the features has its own only if it is frozen.
         norms_frozen, running_positions: whether each norm is frozen, and the position of a frozen norm's running
             statistics among the operator's inputs.
+        activations: the names of the activations between a norm and a convolution.
         own_positions: for each norm with columns of its own, their position in the list `written_columns`.
         segment_widths, column_widths: how many columns of the features, and of the matrix of statistics, are written
             together, in the order of the columns.
@@ -149,6 +150,7 @@ class StageSpec:
         if self.consumer is not None:
             self._add_norm_of_features(self.order.total)
         self.num_tensors = len(NormConv._fields) * len(self.norm_columns)
+        self.activations = sorted({each.name for each in self._activations()})
         segments = [self.in_channels, *[self.growth_rate] * len(self.layers)]
         self.segment_widths = segments[::-1] if self.newest_first else segments
         self.column_widths = [] if self.frozen else list(self.segment_widths)
@@ -157,6 +159,14 @@ class StageSpec:
             if columns is not None:
                 self.own_positions[norm] = len(self.column_widths)
                 self.column_widths.append(columns.stop - columns.start)
+
+    def _activations(self) -> Iterator[ActivationSpec]:
+        for layer in self.layers:
+            yield layer.activation1
+            if layer.width:
+                yield layer.activation2
+        if self.consumer is not None and self.consumer.has_conv:
+            yield self.consumer.activation
 
     def _add_norm_of_features(self, channels: int) -> None:
         self._add_norm(channels if self.frozen else 0, self.frozen, self.order.slice(0, channels))

@@ -1,21 +1,21 @@
-"""The ImageNet stem as one PyTorch operator: output = max_pool(relu(batch_norm(conv(x)))).
+"""The ImageNet stem as one PyTorch operator: output = max_pool(f(batch_norm(conv(x)))), f an activation.
 
 z = conv(x), the input of the norm, is the largest tensor of the whole network. It is not saved for backward: x, the
 parameters and the batch statistics are, and the backward recomputes z once, in full. The tensors computed from z (its
 normalized values, and the gradient of the pooling's input) exist for one tile at a time: on an NVIDIA GPU a tile of
 a Triton kernel, elsewhere some images or, where one image is too large, some channels of it (`kernels.stem`).
 
-With μ and var the statistics of z, r = 1 / sqrt(var + eps), x̂ = (z − μ) · r, and y = relu(γ · x̂ + β) for the norm's
+With μ and var the statistics of z, r = 1 / sqrt(var + eps), x̂ = (z − μ) · r, and y = f(γ · x̂ + β) for the norm's
 weight γ and bias β, the backward passes over the tiles twice: the gradient of any pixel needs sums over all pixels.
 
 1. The pooling is recomputed, and the indices of its maxima are stored in int32 (Triton's kernels store positions
-   within the windows, in int8): −1 where the ReLU is inactive.
+   within the windows, in int8): −1 where a ReLU is inactive.
    With g = the gradient of γ · x̂ + β, which is zero except at the maxima, the norm's grad_bias = Σ g and
    grad_weight = Σ g · x̂.
-2. g is grad_output scattered to the indices, and grad_z = γ · r · (g − mean(g) − x̂ · mean(g · x̂)); where the norm is
-   frozen, grad_z = γ · r · g. It is written over z. Then `convolution_backward`, some images at a time, computes
-   grad_input and the convolution's grad_weight. The convolution's
-   grad_bias, zero unless the norm is frozen, is computed from the norm's grad_bias.
+2. g is grad_output scattered to the indices, times f'(γ · x̂ + β) unless f is a ReLU, and
+   grad_z = γ · r · (g − mean(g) − x̂ · mean(g · x̂)); where the norm is frozen, grad_z = γ · r · g. It is written over
+   z. Then `convolution_backward`, some images at a time, computes grad_input and the convolution's grad_weight. The
+   convolution's grad_bias, zero unless the norm is frozen, is computed from the norm's grad_bias.
 
 One of several equal maxima gets the gradient. The pooling is PyTorch's own, on the values that the plain modules would
 pool, so it chooses the same maximum as they do. Triton's kernels follow PyTorch's rule.
@@ -41,5 +41,5 @@ def stem_at_the_start(modules: Sequence[nn.Module], x: Tensor) -> Stem | None:
 
 def run(stem: Stem, x: Tensor) -> Tensor:
     """The output of the four modules on `x`."""
-    conv, norm = stem.conv, stem.norm
-    return apply(read_spec(stem, x), norm, x, norm.weight, norm.bias, conv.weight, conv.bias)
+    conv, norm, activation_weight = stem.conv, stem.norm, getattr(stem.activation, "weight", None)
+    return apply(read_spec(stem, x), norm, x, norm.weight, norm.bias, conv.weight, conv.bias, activation_weight)

@@ -1,10 +1,11 @@
-"""The forward of a stem: its convolution, then the kernels' statistics, normalization, ReLU and max pooling."""
+"""The forward of a stem: its convolution, then the kernels' statistics, normalization, activation and max pooling."""
 
 import torch
 from torch import Tensor
 
 from ..._tensors import memory_format_of
 from ...kernels import kernels_for
+from ...kernels.activations import Activation
 from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormAffine, StatisticsOutput
 from ...kernels.stem import slices
 from ...norms.sync_batch_norm import SyncGroup
@@ -19,7 +20,7 @@ class Convolved:
     def __init__(self, spec: StemSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         dtype = spec.torch_dtype
         self.spec, self.x, self.weight = spec, x.to(dtype), weight.to(dtype)
-        self.kernels = kernels_for(self.x)
+        self.kernels = kernels_for(self.x, activations=[spec.activation.name])
         size = convolved_size(x.shape[2:], weight.shape[2:], *spec.conv[:3])
         shape = torch.Size([len(x), len(weight), *size])
         self.image_tiles = list(slices(len(x), self.kernels.images_at_once(self.x, shape)))
@@ -41,11 +42,16 @@ class Convolved:
     def norm(self, weight: Tensor, bias: Tensor, statistics: Tensor) -> BatchNormAffine:
         return BatchNormAffine(weight, bias, statistics[INV_STD], statistics[MEAN], self.spec.frozen)
 
+    def activation(self, weight: Tensor | None) -> Activation:
+        """The stem's activation; a PReLU with a single weight applies it to every channel."""
+        return Activation(self.spec.activation, None if weight is None else weight.expand(len(self.weight)))
+
 
 def forward(
     convolved: Convolved,
     norm_weight: Tensor,
     norm_bias: Tensor,
+    activation_weight: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
 ) -> list[Tensor]:
@@ -64,5 +70,6 @@ def forward(
         count = synchronize_statistics(statistics, count, SyncGroup.named(spec.sync_group))
         matrix[VARIANCE].mul_(count / (count - 1))
     norm, dtype = convolved.norm(norm_weight, norm_bias, matrix), getattr(torch, spec.output_dtype)
-    output = convolved.kernels.norm_relu_max_pool(values, norm, spec.pool, dtype)
+    activation = convolved.activation(activation_weight)
+    output = convolved.kernels.norm_activation_max_pool(values, norm, activation, spec.pool, dtype)
     return [output, matrix, *([count] if isinstance(count, Tensor) else [])]

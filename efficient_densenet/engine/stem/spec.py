@@ -13,6 +13,7 @@ from torch.nn.modules.pooling import _MaxPoolNd
 from ..._compilers import specialized
 from ..._dimensions import dimensions_of
 from ..._tensors import accumulation_dtype, compute_dtype
+from ...kernels.activations import ActivationSpec, spec_of
 from ...kernels.max_pooling import MaxPool
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
@@ -25,7 +26,7 @@ class Stem(NamedTuple):
 
     conv: _ConvNd
     norm: Norm
-    relu: nn.Module
+    activation: nn.Module
     pool: _MaxPoolNd
 
 
@@ -41,6 +42,7 @@ class StemSpec(NamedTuple):
     frozen: bool
     eps: float
     sync_group: str | None
+    activation: ActivationSpec
     conv: "Conv"
     pool: MaxPool
 
@@ -60,21 +62,23 @@ class StemSpec(NamedTuple):
     @property
     def encoded(self) -> str:
         """The specification as the string that the operators take."""
-        *settings, conv, pool = self
-        return encode(*settings, tuple(conv), tuple(pool))
+        *settings, activation, conv, pool = self
+        return encode(*settings, tuple(activation), tuple(conv), tuple(pool))
 
 
 @lru_cache(maxsize=256)
 def decode(text: str) -> StemSpec:
     """The specification whose `encoded` is `text`."""
-    *settings, conv, pool = json.loads(text)
-    return StemSpec._make([*settings, Conv(*conv), MaxPool(*pool)])
+    *settings, activation, conv, pool = json.loads(text)
+    return StemSpec._make([*settings, ActivationSpec(*activation), Conv(*conv), MaxPool(*pool)])
 
 
 def read_spec(stem: Stem, x: Tensor) -> StemSpec:
     """The settings of the four modules on x as they are now; a backward uses them even if they have changed since."""
-    conv, norm, _, pool = stem
+    conv, norm, activation, pool = stem
     assert not isinstance(conv.padding, str)  # `can_share_stem` refuses it
+    activation_spec = spec_of(activation)
+    assert activation_spec is not None  # and this too
     settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation
     kernel_size, stride, padding, dilation = (_per_dim(setting, x.dim() - 2) for setting in settings)
     group = sync_group(norm)
@@ -84,6 +88,7 @@ def read_spec(stem: Stem, x: Tensor) -> StemSpec:
         frozen=uses_running_statistics(norm),
         eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,
+        activation=activation_spec,
         conv=Conv(_integers(conv.stride), _integers(conv.padding), _integers(conv.dilation), int(conv.groups)),
         pool=MaxPool(kernel_size, stride, padding, dilation, bool(pool.ceil_mode)),
     )

@@ -42,9 +42,9 @@ needs_sums = True
 affine_forward = portable.affine_forward
 arranged_weights = portable.arranged_weights
 images_at_once, image_statistics = portable.images_at_once, portable.image_statistics
-norm_relu_max_pool = portable.norm_relu_max_pool
-norm_relu_max_pool_reduce = portable.norm_relu_max_pool_reduce
-norm_relu_max_pool_backward = portable.norm_relu_max_pool_backward
+norm_activation_max_pool = portable.norm_activation_max_pool
+norm_activation_max_pool_reduce = portable.norm_activation_max_pool_reduce
+norm_activation_max_pool_backward = portable.norm_activation_max_pool_backward
 
 TILE = 192
 """The most rows of a tile: enough for an efficient matrix product, few enough for the caches."""

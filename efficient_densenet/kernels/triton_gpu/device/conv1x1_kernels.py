@@ -1,4 +1,4 @@
-"""The 1×1 convolution after a norm and a ReLU, and its backward, in Triton. `conv1x1` launches them.
+"""The 1×1 convolution after a norm and an activation, and its backward, in Triton. `conv1x1` launches them.
 
 Layout and grids are as in `kernels`. A launch takes OUT_CHANNELS of the convolution's output channels, whose rows
 have the stride OUT_STRIDE: a wide convolution takes several launches, since a tile has all output channels of its
@@ -10,7 +10,8 @@ launch.
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, relu, store_pair
+from .activations import activate, activation_weight_gradient, grad_before_activation, load_activation_weight
+from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, store_pair
 from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
 
@@ -26,6 +27,7 @@ def conv1x1_forward(
     norm_bias,
     mean,
     inv_std,
+    activation_weight,
     weight,
     num_rows,
     channels,
@@ -33,6 +35,9 @@ def conv1x1_forward(
     OUT_CHANNELS: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     WITH_STATISTICS: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -40,10 +45,10 @@ def conv1x1_forward(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """output[num_rows, out_channels] = relu(norm(values)) @ weight[out_channels, channels].T
+    """output[num_rows, out_channels] = f(norm(values)) @ weight[out_channels, channels].T
 
-    A GEMM whose prologue is the norm and ReLU, and whose epilogue is the statistics of the tile as it is stored:
-    stats[row tiles, 2, OUT_STRIDE]. A tile has all output channels; the loop is over input channels (K).
+    A GEMM whose prologue is the norm and the activation f, and whose epilogue is the statistics of the tile as it is
+    stored: stats[row tiles, 2, OUT_STRIDE]. A tile has all output channels; the loop is over input channels (K).
     Grid: (row tiles,).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
@@ -58,7 +63,8 @@ def conv1x1_forward(
         x = tl.load(values + offsets(row, values_stride, channel), row_mask & channel_mask[None, :], 0.0).to(tl.float32)
         w = tl.load(weight + offsets(out_channel, channels, channel), out_mask[:, None] & channel_mask[None, :], 0.0)
         scale, shift = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
-        activation = as_operand(relu(x * scale + shift), w, PRECISION)
+        alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
+        activation = as_operand(activate(x * scale + shift, alpha, ACTIVATION, A, B), w, PRECISION)
         total = tl.dot(activation, tl.trans(as_operand(w, w, PRECISION)), total, input_precision=PRECISION)
     result = total.to(output.dtype.element_ty)
     tl.store(output + offsets(row, OUT_STRIDE, out_channel), result, row_mask & out_mask[None, :])
@@ -116,6 +122,7 @@ def conv1x1_backward(
     norm_bias,
     mean,
     inv_std,
+    activation_weight,
     weight,
     inv_count,
     num_rows,
@@ -129,6 +136,9 @@ def conv1x1_backward(
     HAS_OUT_MEAN: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     FROZEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     OVERWRITE: tl.constexpr,
     NEEDS_GRAD_WEIGHT: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
@@ -138,13 +148,14 @@ def conv1x1_backward(
     BLOCK_OUT: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """The backward of `conv1x1_forward`, with y = relu(norm(values)).
+    """The backward of `conv1x1_forward`, with y = f(z) and z = norm(values).
 
     Its prologue is the backward of the batch norm that reads the convolution's output, as in `batch_norm_grad_input`:
     grad_output = slope · output + constant + r · output_grad_accum; without HAS_SUMS, it is output_grad_accum,
     which is then passed as `output` too.
-    g = grad_output @ weight[out_channels, channels], masked to zero where y ≤ 0, exists a tile at a time:
-    grad_accum += grad_scale · g (`=` with OVERWRITE), partial_sums[splits, 2, channels] = Σ g and Σ g · values,
+    g = (grad_output @ weight[out_channels, channels]) · f'(z) exists a tile at a time:
+    grad_accum += grad_scale · g (`=` with OVERWRITE),
+    partial_sums[splits, 2 or 3, channels] = Σ g, Σ g · values and, of a PReLU, the gradient of its weight,
     partial_grad_weight[splits, OUT_STRIDE, channels] = grad_output.T @ y (split-K). Grid: (channel tiles, splits).
 
     The output channels come in two parts, BLOCK_OUT and BLOCK_REST, so that 192 channels need not be padded to 256.
@@ -155,6 +166,7 @@ def conv1x1_backward(
     channel_mask = channel < channels
     scale, shift = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     accum_scale = scale if FROZEN else load_vector(norm_weight, channel, channel_mask)
+    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     tile_row = tl.arange(0, BLOCK_ROWS)
 
     out = tl.arange(0, BLOCK_OUT)
@@ -179,13 +191,16 @@ def conv1x1_backward(
 
     grad_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
     product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
+    if ACTIVATION == "prelu":
+        alpha_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         first = tl.cast(start, tl.int64)
         row_mask = (tile_row < num_rows - start)[:, None]
         mask = row_mask & channel_mask[None, :]
         out_tile, out_accum_tile = output + first * OUT_STRIDE, output_grad_accum + first * OUT_STRIDE
         x = tl.load(values + first * values_stride + tile_offsets(tile_row, values_stride, channel), mask, 0.0)
-        activation = relu(x.to(tl.float32) * scale + shift)
+        z = x.to(tl.float32) * scale + shift
+        activation = activate(z, alpha, ACTIVATION, A, B)
         y = as_operand(activation, w, PRECISION)
         offset, tile_mask = tile_offsets(tile_row, OUT_STRIDE, out), row_mask & out_mask[None, :]
         grad_out = grad_output_operand(out_tile, out_accum_tile, offset, tile_mask, a, b, c, w, PRECISION)
@@ -200,7 +215,9 @@ def conv1x1_backward(
             if NEEDS_GRAD_WEIGHT:
                 grad_weight_rest = tl.dot(tl.trans(grad_rest), y, grad_weight_rest, input_precision=PRECISION)
             grad = tl.dot(grad_rest, w_rest, grad, input_precision=PRECISION)
-        grad = tl.where(activation <= 0, 0.0, grad)
+        if ACTIVATION == "prelu":
+            alpha_sum += tl.sum(activation_weight_gradient(grad, z, alpha, A, B), 0)
+        grad = grad_before_activation(grad, activation, z, alpha, ACTIVATION, A, B)
         accum_tile = grad_accum + first * accum_stride + tile_offsets(tile_row, accum_stride, channel)
         accumulate(accum_tile, grad * accum_scale, mask, OVERWRITE)
         grad_sum += tl.sum(grad, 0)
@@ -211,4 +228,7 @@ def conv1x1_backward(
         tl.store(partial_grad_weight + tile_offsets(out, channels, channel), grad_weight, w_mask)
         if BLOCK_REST:
             tl.store(partial_grad_weight + tile_offsets(rest, channels, channel), grad_weight_rest, w_rest_mask)
-    store_pair(partial_sums + split * 2 * channels, grad_sum, product_sum, channel, channel_mask, channels)
+    partial_sums += split * (3 if ACTIVATION == "prelu" else 2) * channels
+    store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
+    if ACTIVATION == "prelu":
+        tl.store(partial_sums + 2 * channels + channel, alpha_sum, channel_mask)

@@ -1,8 +1,8 @@
-"""The 3×3 convolution of relu(batch norm), forward and backward, in Triton. `conv3x3` launches the kernels.
+"""The 3×3 convolution of f(batch norm) for an activation f, forward and backward. `conv3x3` launches the kernels.
 
 Layout and grids are as in `kernels`. A row is a pixel of an image of height × width pixels; taps are (dy, dx) in
 {−1, 0, 1}², times the dilation. Weights are [out_channels, 9 taps, channels], as in channels_last memory. The norm's
-affine map and the ReLU are the prologue of every product, so that the activation exists a tile at a time. The
+affine map and the activation are the prologue of every product, so that the activation exists a tile at a time. The
 activation is zero outside the image.
 
 Forward (an implicit GEMM): the values have several times as many channels as the output, so a tile of them is loaded
@@ -20,7 +20,8 @@ compiled for sixteen tile shapes: its operands and accumulators took 200 to 255 
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, relu, store_pair
+from .activations import activate, activation_weight_gradient, grad_before_activation, load_activation_weight
+from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, store_pair
 from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
 
@@ -31,10 +32,13 @@ SIZES_3X3 = [*SIZES, "dilation", "output_stride", "grad_output_stride"]
 
 
 @triton.jit
-def load_activation(values, row, stride, channel, mask, scale, shift):
-    """relu(scale · values + shift), zero outside the mask; and the values."""
+def load_activation(
+    values, row, stride, channel, mask, scale, shift, alpha, ACTIVATION: tl.constexpr, A: tl.constexpr, B: tl.constexpr
+):
+    """f(z), zero outside the mask; z = scale · values + shift; and the values."""
     x = tl.load(values + offsets(row, stride, channel), mask, 0.0).to(tl.float32)
-    return tl.where(mask, relu(x * scale + shift), 0.0), x
+    z = x * scale + shift
+    return tl.where(mask, activate(z, alpha, ACTIVATION, A, B), 0.0), z, x
 
 
 @triton.jit
@@ -67,6 +71,7 @@ def conv3x3_forward(
     norm_bias,
     mean,
     inv_std,
+    activation_weight,
     weight,
     num_rows,
     channels,
@@ -77,6 +82,9 @@ def conv3x3_forward(
     output_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
     SHIFT_SUMS: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
@@ -86,7 +94,7 @@ def conv3x3_forward(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """output[num_rows, out_channels] = conv3x3(relu(batch_norm(values)), weight), padding = dilation.
+    """output[num_rows, out_channels] = conv3x3(f(batch_norm(values)), weight), padding = dilation.
 
     stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored. A tile of BLOCK_ROWS rows writes the
     rows outside of the `overlap` at either end, which is the dilation with SHIFT_SUMS, else 0. Grid: (row tiles, out
@@ -110,13 +118,17 @@ def conv3x3_forward(
         channel = step // loads * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
         channel_mask = channel < channels
         a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+        alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
         if SHIFT_SUMS:
             dy, dx, tap = (step % 3 - 1) * dilation, 0, step % 3 * 3
         else:
             dy, dx, tap = (step % 9 // 3 - 1) * dilation, (step % 3 - 1) * dilation, step % 9
         inside = in_matrix & (y + dy >= 0) & (y + dy < height) & (x + dx >= 0) & (x + dx < width)
         mask = inside[:, None] & channel_mask[None, :]
-        pixels, _values = load_activation(values, row + dy * width + dx, values_stride, channel, mask, a, b)
+        pixel = row + dy * width + dx
+        pixels, _z, _values = load_activation(
+            values, pixel, values_stride, channel, mask, a, b, alpha, ACTIVATION, A, B
+        )
         w_pointers = weight + offsets(out_channel * 9 + tap, channels, channel)
         w_mask = out_mask[:, None] & channel_mask[None, :]
         w = tl.load(w_pointers, w_mask, 0.0)
@@ -149,6 +161,7 @@ def conv3x3_grad_input(
     norm_bias,
     mean,
     inv_std,
+    activation_weight,
     weight,
     num_rows,
     channels,
@@ -160,6 +173,9 @@ def conv3x3_grad_input(
     values_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     FROZEN: tl.constexpr,
     OVERWRITE: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
@@ -171,8 +187,9 @@ def conv3x3_grad_input(
 ):
     """The gradient of the values of `conv3x3_forward`, given grad_output[num_rows, out_channels].
 
-    g = conv_transpose3x3(grad_output, weight), masked to zero where the ReLU was inactive, exists a tile at a time:
-    grad_accum += grad_scale · g (`=` with OVERWRITE), partial_sums[splits, 2, channels] = Σ g and Σ g · values.
+    g = conv_transpose3x3(grad_output, weight) · f'(z) exists a tile at a time:
+    grad_accum += grad_scale · g (`=` with OVERWRITE),
+    partial_sums[splits, 2 or 3, channels] = Σ g, Σ g · values and, of a PReLU, the gradient of its weight.
     grad_scale is the norm's weight or, with FROZEN, the scale of its affine map. Grid: (channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
@@ -182,7 +199,10 @@ def conv3x3_grad_input(
     channel_mask = channel < channels
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
+    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     grad_sum, product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32), tl.zeros((BLOCK_CHANNELS,), tl.float32)
+    if ACTIVATION == "prelu":
+        alpha_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         y, x = row // width % height, row % width
@@ -199,13 +219,17 @@ def conv3x3_grad_input(
             tile, w = as_operand(tile, w, PRECISION), as_operand(w, w, PRECISION)
             grad = tl.dot(tile, w, grad, input_precision=PRECISION)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
-        activation, value = load_activation(values, row, values_stride, channel, mask, a, b)
-        grad = tl.where(activation <= 0, 0.0, grad)
+        activation, z, value = load_activation(values, row, values_stride, channel, mask, a, b, alpha, ACTIVATION, A, B)
+        if ACTIVATION == "prelu":
+            alpha_sum += tl.sum(activation_weight_gradient(grad, z, alpha, A, B), 0)
+        grad = grad_before_activation(grad, activation, z, alpha, ACTIVATION, A, B)
         accumulate(grad_accum + offsets(row, accum_stride, channel), grad * c, mask, OVERWRITE)
         grad_sum += tl.sum(grad, 0)
         product_sum += tl.sum(grad * value, 0)
-    partial_sums += tl.program_id(1).to(tl.int64) * 2 * channels
+    partial_sums += tl.program_id(1).to(tl.int64) * (3 if ACTIVATION == "prelu" else 2) * channels
     store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
+    if ACTIVATION == "prelu":
+        tl.store(partial_sums + 2 * channels + channel, alpha_sum, channel_mask)
 
 
 @triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
@@ -217,6 +241,7 @@ def conv3x3_grad_weight(
     norm_bias,
     mean,
     inv_std,
+    activation_weight,
     num_rows,
     channels,
     height,
@@ -226,6 +251,9 @@ def conv3x3_grad_weight(
     values_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     OUT_DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -233,7 +261,7 @@ def conv3x3_grad_weight(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """partial_grad_weight[splits, out_channels, 9 taps, channels] = columns.T @ relu(batch_norm(values)) (split-K).
+    """partial_grad_weight[splits, out_channels, 9 taps, channels] = columns.T @ f(batch_norm(values)) (split-K).
 
     The columns are the im2col of grad_output, which is narrower than the activation: column tap · out_channels + o of
     row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge is thus multiplied by zeros for
@@ -248,11 +276,14 @@ def conv3x3_grad_weight(
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     column_mask, channel_mask = tap < 9, channel < channels
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     total = tl.zeros((BLOCK_COLUMNS, BLOCK_CHANNELS), tl.float32)
     for start in range(tl.program_id(2) * BLOCK_ROWS, num_rows, tl.num_programs(2) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None]
-        activation, _values = load_activation(values, row, values_stride, channel, mask & channel_mask[None, :], a, b)
+        activation, _z, _values = load_activation(
+            values, row, values_stride, channel, mask & channel_mask[None, :], a, b, alpha, ACTIVATION, A, B
+        )
         y, x = (row // width % height)[:, None] - dy, (row % width)[:, None] - dx
         mask = mask & column_mask[None, :] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
         pixel = row[:, None] - dy * width - dx

@@ -12,7 +12,7 @@ SIZES = [
 ]
 
 # Vectors of channels may begin anywhere in a matrix of statistics, and have too few loads to profit from alignment.
-VECTORS = ["norm_weight", "norm_bias", "mean", "inv_std", "sums"]
+VECTORS = ["norm_weight", "norm_bias", "mean", "inv_std", "activation_weight", "sums"]
 
 
 @triton.jit
@@ -41,11 +41,6 @@ def load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HA
     if HAS_MEAN:
         shift -= load_vector(mean, channel, channel_mask) * scale
     return scale, shift
-
-
-@triton.jit
-def relu(x):
-    return tl.where(x < 0, 0.0, x)  # propagates NaN, unlike `maximum`
 
 
 @triton.jit

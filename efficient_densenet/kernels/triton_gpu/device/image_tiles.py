@@ -11,6 +11,8 @@ in 64 bits, offsets within an image in 32.
 import triton
 import triton.language as tl
 
+from .activations import activate
+
 
 @triton.jit
 def by_row(vector, CHANNELS_LAST: tl.constexpr):
@@ -75,6 +77,12 @@ def sum_of_rows(tile, CHANNELS_LAST: tl.constexpr):
 
 
 @triton.jit
+def normalize(z, mean, scale, bias, values):
+    """scale · (z − mean) + bias, rounded to the dtype of `values`, in float32."""
+    return ((z - mean) * scale + bias).to(values.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def window_maximum(
     values,
     image,
@@ -84,6 +92,7 @@ def window_maximum(
     mean,
     scale,
     bias,
+    alpha,
     channels,
     height,
     width,
@@ -94,28 +103,35 @@ def window_maximum(
     STRIDE_X: tl.constexpr,
     PADDING_Y: tl.constexpr,
     PADDING_X: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
 ):
-    """The maximum of scale · (z − mean) + bias in each pooled pixel's window, z there, and its place in the window.
+    """The maximum of f(scale · (z − mean) + bias) in each pooled pixel's window, z there, and its place in the window.
 
     PyTorch's pooling chooses the first of equal maxima, but the last NaN. Values are rounded to z's dtype before they
-    are compared, as in plain modules: some are equal only then. The caller applies the ReLU, which changes neither a
+    are compared, as in plain modules: some are equal only then. The caller applies a ReLU, which changes neither a
     positive maximum nor its place.
     """
     top, left = pixel // pooled_width * STRIDE_Y - PADDING_Y, pixel % pooled_width * STRIDE_X - PADDING_X
     images = image_pointers(values, image, height * width, channels, CHANNELS_LAST)
     maximum = tl.full(mask.shape, float("-inf"), tl.float32)
     value = tl.full(mask.shape, 0, tl.float32)
-    place = tl.full(mask.shape, 0, tl.int32)
+    place = tl.full(mask.shape, 0 if ACTIVATION == "relu" else -1, tl.int32)
     for i in tl.static_range(KERNEL_Y * KERNEL_X):
         y, x = top + i // KERNEL_X, left + i % KERNEL_X
         inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
         inside = mask & by_row(inside, CHANNELS_LAST)
         offsets = offsets_in_image(y * width + x, channel, height * width, channels, CHANNELS_LAST)
         z = tl.load(images + offsets, inside, 0.0).to(tl.float32)
-        normalized = ((z - mean) * scale + bias).to(values.dtype.element_ty).to(tl.float32)
-        is_maximum = inside & ((normalized > maximum) | (normalized != normalized))
-        maximum = tl.where(is_maximum, normalized, maximum)
+        y = normalize(z, mean, scale, bias, values)
+        if ACTIVATION == "relu":
+            is_maximum = inside & ((y > maximum) | (y != y))
+        else:
+            y = activate(y, alpha, ACTIVATION, A, B).to(values.dtype.element_ty).to(tl.float32)
+            is_maximum = inside & ((y > maximum) | (y != y) | (place < 0))  # the first, where all are −∞
+        maximum = tl.where(is_maximum, y, maximum)
         value = tl.where(is_maximum, z, value)
         place = tl.where(is_maximum, i, place)
     return maximum, value, place

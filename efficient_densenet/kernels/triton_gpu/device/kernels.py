@@ -12,6 +12,9 @@ A norm is given by its own vectors, of any floating dtype: weight γ, bias β, m
 stored centered) and inv_std r. It is the affine map with scale = γ · r and shift = β − μ · scale. `grad_scale` is scale
 where the norm is FROZEN, else γ.
 
+ACTIVATION, A and B are those of `activations`. Only a PReLU has an activation_weight, α, and a third partial sum, which
+is its gradient.
+
 DIVISIBILITY is a power of two that divides `channels` and every stride, so that the compiler may vectorize loads and
 stores. Products and sums are in float32.
 """
@@ -21,6 +24,7 @@ stores. Products and sums are in float32.
 import triton
 import triton.language as tl
 
+from .activations import activate, activation_weight_gradient, grad_before_activation, load_activation_weight
 from .device_functions import (
     SIZES,
     VECTORS,
@@ -29,20 +33,20 @@ from .device_functions import (
     load_affine,
     load_vector,
     offsets,
-    relu,
     store_pair,
     window_pixel,
 )
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
-def affine_relu_pool_forward(
+def affine_activation_pool_forward(
     output,
     values,
     norm_weight,
     norm_bias,
     mean,
     inv_std,
+    activation_weight,
     num_rows,
     channels,
     values_stride,
@@ -50,32 +54,35 @@ def affine_relu_pool_forward(
     width,
     HAS_MEAN: tl.constexpr,
     POOL: tl.constexpr,
-    RELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """output[num_rows, channels] = average_pool(relu(scale · values + shift)) over windows of POOL × POOL pixels.
+    """output[num_rows, channels] = average_pool(f(scale · values + shift)) over windows of POOL × POOL pixels.
 
-    Without RELU, only the affine map is pooled. Grid: (channel tiles, splits of the rows).
+    Grid: (channel tiles, splits of the rows).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
         total = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
         for i in tl.static_range(POOL * POOL):
             pixel = window_pixel(row, height, width, i, POOL)
-            x = tl.load(values + offsets(pixel, values_stride, channel), mask, 0.0).to(tl.float32) * a + b
-            total += relu(x) if RELU else x
+            z = tl.load(values + offsets(pixel, values_stride, channel), mask, 0.0).to(tl.float32) * a + b
+            total += activate(z, alpha, ACTIVATION, A, B)
         tl.store(output + offsets(row, channels, channel), total * (1.0 / (POOL * POOL)), mask)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
-def affine_relu_pool_backward(
+def affine_activation_pool_backward(
     partial_sums,
     grad_accum,
     grad_output,
@@ -84,6 +91,7 @@ def affine_relu_pool_backward(
     norm_bias,
     mean,
     inv_std,
+    activation_weight,
     num_rows,
     channels,
     accum_stride,
@@ -93,16 +101,19 @@ def affine_relu_pool_backward(
     HAS_MEAN: tl.constexpr,
     FROZEN: tl.constexpr,
     POOL: tl.constexpr,
-    RELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     OVERWRITE: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """The backward of `affine_relu_pool_forward`, given grad_output[num_rows, channels].
+    """The backward of `affine_activation_pool_forward`, given grad_output[num_rows, channels].
 
-    For each pixel x of a window, g = grad_output / POOL², masked to zero where scale · x + shift ≤ 0 (with RELU):
-    grad_accum += grad_scale · g (`=` with OVERWRITE), partial_sums[splits, 2, channels] = Σ g and Σ g · x.
+    For each pixel x of a window, g = f'(scale · x + shift) · grad_output / POOL²:
+    grad_accum += grad_scale · g (`=` with OVERWRITE),
+    partial_sums[splits, 2 or 3, channels] = Σ g, Σ g · x and, of a PReLU, the gradient of its weight.
     Grid: (channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
@@ -110,9 +121,12 @@ def affine_relu_pool_backward(
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
+    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
     grad_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
     product_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
+    if ACTIVATION == "prelu":
+        alpha_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
@@ -121,12 +135,17 @@ def affine_relu_pool_backward(
         for i in tl.static_range(POOL * POOL):
             pixel = window_pixel(row, height, width, i, POOL)
             x = tl.load(values + offsets(pixel, values_stride, channel), mask, 0.0).to(tl.float32)
-            grad = tl.where(x * a + b <= 0, 0.0, pooled_grad) if RELU else pooled_grad
+            z = x * a + b
+            grad = grad_before_activation(pooled_grad, z, z, alpha, ACTIVATION, A, B)
             accumulate(grad_accum + offsets(pixel, accum_stride, channel), grad * c, mask, OVERWRITE)
             grad_sum += grad
             product_sum += grad * x
-    partial_sums += tl.program_id(1).to(tl.int64) * 2 * channels
+            if ACTIVATION == "prelu":
+                alpha_sum += activation_weight_gradient(pooled_grad, z, alpha, A, B)
+    partial_sums += tl.program_id(1).to(tl.int64) * (3 if ACTIVATION == "prelu" else 2) * channels
     store_pair(partial_sums, tl.sum(grad_sum, 0), tl.sum(product_sum, 0), channel, channel_mask, channels)
+    if ACTIVATION == "prelu":
+        tl.store(partial_sums + 2 * channels + channel, tl.sum(alpha_sum, 0), channel_mask)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)

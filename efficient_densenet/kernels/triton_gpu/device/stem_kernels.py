@@ -1,4 +1,4 @@
-"""The kernels between a stem's convolutions, in Triton: statistics, and batch norm → ReLU → max pooling.
+"""The kernels between a stem's convolutions, in Triton: statistics, and batch norm → activation → max pooling.
 
 `values` is z, the convolution's output, (images, channels, height, width) in either memory format. Tiles are as in
 `image_tiles`: a row is a pixel of z or a pixel of the pooled images. Sums are in float32, in a fixed order.
@@ -11,13 +11,15 @@ may vectorize.
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, VECTORS, divisible, relu, store_pair
+from .activations import activation_weight_gradient, grad_before_activation, relu
+from .device_functions import SIZES, VECTORS, divisible, store_pair
 from .image_tiles import (
     by_row,
     gathered_gradient,
     image_pointers,
     load_channels,
     mask_of_channels,
+    normalize,
     offsets_in_image,
     sum_of_rows,
     tile_mask,
@@ -64,13 +66,14 @@ def image_statistics(
 
 
 @triton.jit(do_not_specialize=STEM_SIZES, do_not_specialize_on_alignment=VECTORS)
-def norm_relu_max_pool_forward(
+def norm_activation_max_pool_forward(
     output,
     values,
     norm_weight,
     norm_bias,
     mean,
     inv_std,
+    activation_weight,
     num_rows,
     channels,
     height,
@@ -83,12 +86,15 @@ def norm_relu_max_pool_forward(
     STRIDE_X: tl.constexpr,
     PADDING_Y: tl.constexpr,
     PADDING_X: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """output = max_pool(relu(norm_weight · (values − mean) · inv_std + norm_bias)). A row is a pixel of the output.
+    """output = max_pool(f(norm_weight · (values − mean) · inv_std + norm_bias)). A row is a pixel of the output.
 
     Grid: (row tiles, channel tiles).
     """
@@ -102,19 +108,20 @@ def norm_relu_max_pool_forward(
     scale = load_channels(norm_weight, channel, channel_mask, CHANNELS_LAST)
     scale *= load_channels(inv_std, channel, channel_mask, CHANNELS_LAST)
     bias = load_channels(norm_bias, channel, channel_mask, CHANNELS_LAST)
+    alpha = load_channels(activation_weight, channel, channel_mask, CHANNELS_LAST) if ACTIVATION == "prelu" else 0.0
     pooled_pixels = pooled_height * pooled_width
     image, pixel = row // pooled_pixels, row % pooled_pixels
     maximum, _, _ = window_maximum(
-        values, image, pixel, channel, mask, center, scale, bias, channels, height, width, pooled_width,
-        KERNEL_Y, KERNEL_X, STRIDE_Y, STRIDE_X, PADDING_Y, PADDING_X, CHANNELS_LAST,
+        values, image, pixel, channel, mask, center, scale, bias, alpha, channels, height, width, pooled_width,
+        KERNEL_Y, KERNEL_X, STRIDE_Y, STRIDE_X, PADDING_Y, PADDING_X, ACTIVATION, A, B, CHANNELS_LAST,
     )  # fmt: skip
     outputs = image_pointers(output, image, pooled_pixels, channels, CHANNELS_LAST)
     outputs += offsets_in_image(pixel, channel, pooled_pixels, channels, CHANNELS_LAST)
-    tl.store(outputs, relu(maximum), mask)
+    tl.store(outputs, relu(maximum) if ACTIVATION == "relu" else maximum, mask)
 
 
 @triton.jit(do_not_specialize=STEM_SIZES, do_not_specialize_on_alignment=VECTORS)
-def norm_relu_max_pool_backward_reduce(
+def norm_activation_max_pool_backward_reduce(
     indices,
     partial_sums,
     grad_output,
@@ -123,6 +130,7 @@ def norm_relu_max_pool_backward_reduce(
     norm_bias,
     mean,
     inv_std,
+    activation_weight,
     num_rows,
     channels,
     height,
@@ -135,14 +143,18 @@ def norm_relu_max_pool_backward_reduce(
     STRIDE_X: tl.constexpr,
     PADDING_Y: tl.constexpr,
     PADDING_X: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """indices = each maximum's place in its window, −1 where the ReLU is inactive. A row is a pooled pixel.
+    """indices = each maximum's place in its window, −1 where a ReLU is inactive. A row is a pooled pixel.
 
-    With g = grad_output, 0 where the ReLU is inactive: partial_sums[splits, 2, channels] = Σ g and Σ g · (z − mean).
+    With g = grad_output · f'(norm(z)): partial_sums[splits, 2 or 3, channels] = Σ g, Σ g · (z − mean) and, of a PReLU,
+    the gradient of its weight.
     Grid: (channel tiles, splits).
     """
     if CHANNELS_LAST:
@@ -153,39 +165,51 @@ def norm_relu_max_pool_backward_reduce(
     scale = load_channels(norm_weight, channel, channel_mask, CHANNELS_LAST)
     scale *= load_channels(inv_std, channel, channel_mask, CHANNELS_LAST)
     bias = load_channels(norm_bias, channel, channel_mask, CHANNELS_LAST)
+    alpha = load_channels(activation_weight, channel, channel_mask, CHANNELS_LAST) if ACTIVATION == "prelu" else 0.0
     pooled_pixels = pooled_height * pooled_width
     grad_sum = zero_tile(BLOCK_ROWS, BLOCK_CHANNELS, CHANNELS_LAST)
     product_sum = zero_tile(BLOCK_ROWS, BLOCK_CHANNELS, CHANNELS_LAST)
+    if ACTIVATION == "prelu":
+        alpha_sum = zero_tile(BLOCK_ROWS, BLOCK_CHANNELS, CHANNELS_LAST)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = tile_mask(row < num_rows, channel_mask, CHANNELS_LAST)
         image, pixel = row // pooled_pixels, row % pooled_pixels
         maximum, z, place = window_maximum(
-            values, image, pixel, channel, mask, center, scale, bias, channels, height, width, pooled_width,
-            KERNEL_Y, KERNEL_X, STRIDE_Y, STRIDE_X, PADDING_Y, PADDING_X, CHANNELS_LAST,
+            values, image, pixel, channel, mask, center, scale, bias, alpha, channels, height, width, pooled_width,
+            KERNEL_Y, KERNEL_X, STRIDE_Y, STRIDE_X, PADDING_Y, PADDING_X, ACTIVATION, A, B, CHANNELS_LAST,
         )  # fmt: skip
-        is_inactive = maximum <= 0
+        if ACTIVATION == "relu":
+            place = tl.where(maximum <= 0, -1, place)
         offsets = offsets_in_image(pixel, channel, pooled_pixels, channels, CHANNELS_LAST)
         places = image_pointers(indices, image, pooled_pixels, channels, CHANNELS_LAST) + offsets
-        tl.store(places, tl.where(is_inactive, -1, place).to(tl.int8), mask)
+        tl.store(places, place.to(tl.int8), mask)
         grads = image_pointers(grad_output, image, pooled_pixels, channels, CHANNELS_LAST) + offsets
-        grad = tl.where(is_inactive, 0.0, tl.load(grads, mask, 0.0).to(tl.float32))
+        grad = tl.load(grads, mask, 0.0).to(tl.float32)
+        normalized = normalize(z, center, scale, bias, values)
+        if ACTIVATION == "prelu":
+            alpha_sum += activation_weight_gradient(grad, normalized, alpha, A, B)
+        grad = grad_before_activation(grad, maximum, normalized, alpha, ACTIVATION, A, B)
         grad_sum += grad
         product_sum += tl.where(mask, grad * (z - center), 0.0)
-    partial_sums += tl.program_id(1).to(tl.int64) * 2 * channels
+    partial_sums += tl.program_id(1).to(tl.int64) * (3 if ACTIVATION == "prelu" else 2) * channels
     grad_sum, product_sum = sum_of_rows(grad_sum, CHANNELS_LAST), sum_of_rows(product_sum, CHANNELS_LAST)
     store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
+    if ACTIVATION == "prelu":
+        tl.store(partial_sums + 2 * channels + channel, sum_of_rows(alpha_sum, CHANNELS_LAST), channel_mask)
 
 
 @triton.jit(do_not_specialize=STEM_SIZES, do_not_specialize_on_alignment=VECTORS)
-def norm_relu_max_pool_backward(
+def norm_activation_max_pool_backward(
     grad_values,
     indices,
     grad_output,
     values,
     norm_weight,
+    norm_bias,
     mean,
     inv_std,
+    activation_weight,
     sum_grad_weight,
     sum_grad_bias,
     per_value,
@@ -202,6 +226,9 @@ def norm_relu_max_pool_backward(
     STRIDE_X: tl.constexpr,
     PADDING_Y: tl.constexpr,
     PADDING_X: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -209,7 +236,8 @@ def norm_relu_max_pool_backward(
 ):
     """grad_values = the gradient of z, given the sums of the norm's gradients. It may be `values`.
 
-    With x̂ = (z − mean) · r, it is γ · r · (g − (Σ g + x̂ · Σ g·x̂) · per_value), or γ · r · g under a FROZEN norm. A
+    With x̂ = (z − mean) · r, it is γ · r · (g − (Σ g + x̂ · Σ g·x̂) · per_value), or γ · r · g under a FROZEN norm. g
+    is grad_output scattered to the maxima, times f'(norm(z)) unless f is a ReLU, of which `indices` are all active. A
     row is a cell of STRIDE_Y × STRIDE_X pixels of the padded images. Grid: (row tiles, channel tiles).
     """
     if CHANNELS_LAST:
@@ -221,6 +249,8 @@ def norm_relu_max_pool_backward(
     center = load_channels(mean, channel, channel_mask, CHANNELS_LAST)
     r = load_channels(inv_std, channel, channel_mask, CHANNELS_LAST)
     scale = load_channels(norm_weight, channel, channel_mask, CHANNELS_LAST) * r
+    bias = load_channels(norm_bias, channel, channel_mask, CHANNELS_LAST)
+    alpha = load_channels(activation_weight, channel, channel_mask, CHANNELS_LAST) if ACTIVATION == "prelu" else 0.0
     slope = -scale * per_value * r * load_channels(sum_grad_weight, channel, channel_mask, CHANNELS_LAST)
     constant = -scale * per_value * load_channels(sum_grad_bias, channel, channel_mask, CHANNELS_LAST)
     cells_x = (width + PADDING_X + STRIDE_X - 1) // STRIDE_X
@@ -233,11 +263,17 @@ def norm_relu_max_pool_backward(
     for i in tl.static_range(STRIDE_Y * STRIDE_X):
         y, x = cell_y * STRIDE_Y + i // STRIDE_X - PADDING_Y, cell_x * STRIDE_X + i % STRIDE_X - PADDING_X
         inside = mask & by_row((y >= 0) & (y < height) & (x >= 0) & (x < width), CHANNELS_LAST)
-        result = scale * gathered_gradient(
+        grad = gathered_gradient(
             grads, places, cell_y, cell_x, channel, inside, channels, pooled_height, pooled_width,
             i // STRIDE_X, i % STRIDE_X, KERNEL_Y, KERNEL_X, STRIDE_Y, STRIDE_X, CHANNELS_LAST,
         )  # fmt: skip
         offsets = offsets_in_image(y * width + x, channel, height * width, channels, CHANNELS_LAST)
+        if ACTIVATION != "relu" or not FROZEN:
+            z = tl.load(inputs + offsets, inside, 0.0).to(tl.float32)
+        if ACTIVATION != "relu":
+            normalized = normalize(z, center, scale, bias, values)
+            grad = grad_before_activation(grad, normalized, normalized, alpha, ACTIVATION, A, B)
+        result = scale * grad
         if not FROZEN:
-            result += (tl.load(inputs + offsets, inside, 0.0).to(tl.float32) - center) * slope + constant
+            result += (z - center) * slope + constant
         tl.store(outputs + offsets, result, inside)

@@ -9,11 +9,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...activations import ActivationSpec
 from ...convolution import precision
 from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ..device import conv1x1_kernels
 from . import launch, tiles
-from .common import cdiv, divisibility, finish_backward, norm_vectors, with_contiguous_rows
+from .common import (
+    activation_constants,
+    cdiv,
+    divisibility,
+    finish_backward,
+    input_vectors,
+    num_sums,
+    with_contiguous_rows,
+)
 
 
 def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
@@ -25,11 +34,11 @@ def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
     tile = tiles.forward_tile(tiles.slice_width(width), products, limits)
     row_tiles = cdiv(num_rows, tile.rows)
     stats = values.new_empty(row_tiles if with_statistics else 0, 2, width, dtype=torch.float32)
-    norm, has_mean = norm_vectors(conv.input.norm)
+    vectors, has_mean = input_vectors(conv.input)
     sizes = num_rows, channels, values.stride(0)
-    constants = has_mean, with_statistics, products.input_precision, weight.dtype, tile
+    constants = conv.input.activation.spec, has_mean, with_statistics, products.input_precision, weight.dtype, tile
     for out, forward_launch in _forward_launches(width, sizes, *constants):
-        tensors = _from(conv.output, out), _from(stats, out), values, *norm, _from(weight, out, -2)
+        tensors = _from(conv.output, out), _from(stats, out), values, *vectors, _from(weight, out, -2)
         launch.launch(forward_launch, *tensors)
     return stats, tile.rows
 
@@ -38,6 +47,7 @@ def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
 def _forward_launches(
     width: int,
     sizes: tuple[int, ...],
+    activation: ActivationSpec,
     has_mean: bool,
     with_statistics: bool,
     precision: str,
@@ -48,6 +58,7 @@ def _forward_launches(
     kernel, grid = conv1x1_kernels.conv1x1_forward, (cdiv(sizes[0], tile.rows),)
     constants = {"HAS_MEAN": has_mean, "WITH_STATISTICS": with_statistics, "PRECISION": precision}
     constants |= {"OUT_STRIDE": width, "DIVISIBILITY": divisibility(dtype, *sizes[1:]), **tile.constants()}
+    constants |= activation_constants(activation)
     return [
         (out, launch.Launch(kernel, grid, *sizes, OUT_CHANNELS=out.stop - out.start, **constants))
         for out in _slices(width)
@@ -66,15 +77,16 @@ def backward(
     channel_tiles, num_slices = cdiv(channels, tile.channels), cdiv(width, tiles.slice_width(width))
     splits = tiles.backward_splits(num_rows, channel_tiles, tile, products, limits)
     partial_grad_weight = values.new_empty(splits if needs_grad_weight else 0, *weight.shape, dtype=torch.float32)
-    partial_sums = values.new_empty(num_slices, splits, 2, channels, dtype=torch.float32)
-    (norm, has_mean), (norm_backward, has_sums, has_out_mean) = norm_vectors(input.norm), _norm_backward(grad_output)
+    rows_of_sums = num_sums(input.activation)
+    partial_sums = values.new_empty(num_slices, splits, rows_of_sums, channels, dtype=torch.float32)
+    (vectors, has_mean), (norm_backward, has_sums, has_out_mean) = input_vectors(input), _norm_backward(grad_output)
     sizes = num_rows, channels, grad_accum.stride(0), values.stride(0), 0 if sums is None else sums.stride(0)
     constants = has_mean, input.norm.frozen, needs_grad_weight, accumulator.overwrite, has_sums, has_out_mean
-    settings = products.input_precision, weight.dtype, tile, (channel_tiles, splits)
+    settings = input.activation.spec, products.input_precision, weight.dtype, tile, (channel_tiles, splits)
     launches = _backward_launches(width, grad_output.count, sizes, *constants, *settings)
     for i, (out, backward_launch) in enumerate(launches):
         outputs = _from(partial_grad_weight, out, -2), partial_sums[i], grad_accum
-        inputs = *(_from(each, out) for each in norm_backward), values, *norm, _from(weight, out, -2)
+        inputs = *(_from(each, out) for each in norm_backward), values, *vectors, _from(weight, out, -2)
         launch.launch(backward_launch, *outputs, *inputs)
     grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad_weight else None
     partial_sums = partial_sums[0] if num_slices == 1 else partial_sums.sum(0)
@@ -92,6 +104,7 @@ def _backward_launches(
     overwrite: bool,
     has_sums: bool,
     has_out_mean: bool,
+    activation: ActivationSpec,
     precision: str,
     dtype: torch.dtype,
     tile: tiles.Tile,
@@ -101,6 +114,7 @@ def _backward_launches(
     constants = {"HAS_MEAN": has_mean, "FROZEN": frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
     constants |= {"HAS_SUMS": has_sums, "HAS_OUT_MEAN": has_out_mean, "PRECISION": precision, "OUT_STRIDE": width}
     constants |= {**tile.constants(), "BLOCK_REST": tile.rest, "DIVISIBILITY": divisibility(dtype, *sizes[1:4])}
+    constants |= activation_constants(activation)
     launches = []
     for out in _slices(width):
         of_slice = {"OUT_CHANNELS": out.stop - out.start, "OVERWRITE": overwrite and out.start == 0}

@@ -12,18 +12,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...activations import ActivationSpec
 from ...convolution import precision
 from ...interface import AffineInput, GradAccumulator, Gradients, StatisticsOutput
 from ..device import conv3x3_kernels
 from ..device.conv3x3_kernels import HAS_GATHER
 from . import launch
 from .common import (
+    activation_constants,
     cdiv,
     combine_statistics,
     divisibility,
     finish_backward,
-    norm_vectors,
+    input_vectors,
     num_splits,
+    num_sums,
     with_contiguous_rows,
 )
 from .tiles import KIB, DeviceLimits, device_limits
@@ -72,11 +75,11 @@ def forward(
     row_tiles = cdiv(num_rows, tile_rows)
     output = weight.new_empty(num_rows, out_channels)
     stats = weight.new_empty(row_tiles if has_statistics else 0, 2, out_channels, dtype=torch.float32)
-    norm, has_mean = norm_vectors(input.norm)
+    vectors, has_mean = input_vectors(input)
     sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
-    constants = has_mean, has_statistics, shift_sums, precision(), (values.dtype, output.dtype)
+    constants = input.activation.spec, has_mean, has_statistics, shift_sums, precision(), (values.dtype, output.dtype)
     forward_launch = _forward_launch(row_tiles, sizes, *constants, tuple(tile.items()))
-    launch.launch(forward_launch, output, stats, values, *norm, weight)
+    launch.launch(forward_launch, output, stats, values, *vectors, weight)
     if statistics is not None:
         combine_statistics(stats, tile_rows, num_rows, statistics)
     return output
@@ -86,6 +89,7 @@ def forward(
 def _forward_launch(
     row_tiles: int,
     sizes: tuple[int, ...],
+    activation: ActivationSpec,
     has_mean: bool,
     has_statistics: bool,
     shift_sums: bool,
@@ -98,7 +102,7 @@ def _forward_launch(
     # CUDA takes at most 65,535 program instances on any axis but the first.
     grid = row_tiles, cdiv(out_channels, options["BLOCK_OUT"])
     constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "HAS_STATISTICS": has_statistics}
-    constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision, **options}
+    constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision, **options, **activation_constants(activation)}
     constants["DIVISIBILITY"] = divisibility(values_dtype, channels, values_stride)
     constants["OUT_DIVISIBILITY"] = divisibility(output_dtype, out_channels)
     return launch.Launch(conv3x3_kernels.conv3x3_forward, grid, *sizes, **constants)
@@ -131,20 +135,20 @@ def _grad_input(
     shape: torch.Size,
     dilation: int,
 ) -> Tensor:
-    """Accumulates the gradient g of the values; returns Σ g and Σ g · values, (splits, 2, channels)."""
+    """Accumulates the gradient g of the values; returns the partial sums, (splits, 2 or 3, channels)."""
     values, weight, grad_accum = with_contiguous_rows(input.values), _channels_last(weight), accumulator.grad_accum
     (num_rows, channels), limits = values.shape, device_limits(values.device)
     tile = grad_input_tile(weight.shape[0], weight.dtype, limits.shared_memory)
     channel_tiles = cdiv(channels, tile["BLOCK_CHANNELS"])
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], channel_tiles, 8 * limits.multiprocessors)
-    partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
-    norm, has_mean = norm_vectors(input.norm)
+    partial_sums = values.new_empty(splits, num_sums(input.activation), channels, dtype=torch.float32)
+    vectors, has_mean = input_vectors(input)
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
     sizes = num_rows, channels, *shape[1:], dilation, *strides
     constants = has_mean, input.norm.frozen, accumulator.overwrite, precision(), (values.dtype, grad_output.dtype)
-    settings = weight.shape[0], sizes, *constants, tuple(tile.items())
+    settings = weight.shape[0], sizes, input.activation.spec, *constants, tuple(tile.items())
     grad_input_launch = _grad_input_launch((channel_tiles, splits), *settings)
-    launch.launch(grad_input_launch, partial_sums, grad_accum, grad_output, values, *norm, weight)
+    launch.launch(grad_input_launch, partial_sums, grad_accum, grad_output, values, *vectors, weight)
     return partial_sums
 
 
@@ -153,6 +157,7 @@ def _grad_input_launch(
     grid: tuple[int, int],
     out_channels: int,
     sizes: tuple[int, ...],
+    activation: ActivationSpec,
     has_mean: bool,
     frozen: bool,
     overwrite: bool,
@@ -162,7 +167,7 @@ def _grad_input_launch(
 ) -> launch.Launch:
     channels, accum_stride, grad_output_stride, values_stride = sizes[1], *sizes[-3:]
     constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "FROZEN": frozen}
-    constants |= {"OVERWRITE": overwrite, "PRECISION": precision, **dict(tile)}
+    constants |= {"OVERWRITE": overwrite, "PRECISION": precision, **dict(tile), **activation_constants(activation)}
     constants["DIVISIBILITY"] = divisibility(dtypes[0], channels, accum_stride, values_stride)
     constants["OUT_DIVISIBILITY"] = divisibility(dtypes[1], grad_output_stride)
     return launch.Launch(conv3x3_kernels.conv3x3_grad_input, grid, *sizes, **constants)
@@ -178,11 +183,12 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     programs = 2 * device_limits(values.device).multiprocessors
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=4)
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
-    norm, has_mean = norm_vectors(input.norm)
+    vectors, has_mean = input_vectors(input)
     sizes = num_rows, channels, *shape[1:], dilation, grad_output.stride(0), values.stride(0)
     constants = has_mean, precision(), (values.dtype, grad_output.dtype), tuple(tile.items())
-    grad_weight_launch = _grad_weight_launch((*tiles, splits), out_channels, sizes, *constants)
-    launch.launch(grad_weight_launch, partial_grad_weight, grad_output, values, *norm)
+    settings = out_channels, sizes, input.activation.spec, *constants
+    grad_weight_launch = _grad_weight_launch((*tiles, splits), *settings)
+    launch.launch(grad_weight_launch, partial_grad_weight, grad_output, values, *vectors)
     return partial_grad_weight
 
 
@@ -191,6 +197,7 @@ def _grad_weight_launch(
     grid: tuple[int, int, int],
     out_channels: int,
     sizes: tuple[int, ...],
+    activation: ActivationSpec,
     has_mean: bool,
     precision: str,
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -198,6 +205,7 @@ def _grad_weight_launch(
 ) -> launch.Launch:
     channels, grad_output_stride, values_stride = sizes[1], *sizes[-2:]
     constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "PRECISION": precision, **dict(tile)}
+    constants |= activation_constants(activation)
     constants["DIVISIBILITY"] = divisibility(dtypes[0], channels, values_stride)
     constants["OUT_DIVISIBILITY"] = divisibility(dtypes[1], grad_output_stride)
     return launch.Launch(conv3x3_kernels.conv3x3_grad_weight, grid, *sizes, **constants)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...._dimensions import DIMENSIONS
 from ... import portable, row_tiles
-from ...activations import Activation
+from ...activations import IDENTITY, Activation
 from ...interface import (
     AffineInput,
     BatchNormAffine,
@@ -29,20 +29,22 @@ from ..device import kernels, statistics_kernels
 from . import conv1x1, conv3x3, launch
 from .common import (
     MAX_PROGRAM_INSTANCES,
+    activation_constants,
     cdiv,
     combine_statistics,
     divisibility,
     finish_backward,
-    norm_vectors,
+    input_vectors,
     num_splits,
+    num_sums,
     with_contiguous_rows,
 )
 from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
-    norm_relu_max_pool,
-    norm_relu_max_pool_backward,
-    norm_relu_max_pool_reduce,
+    norm_activation_max_pool,
+    norm_activation_max_pool_backward,
+    norm_activation_max_pool_reduce,
 )
 
 needs_sums = True
@@ -106,12 +108,13 @@ def _batch_norm_launch(
 
 
 def affine_forward(input: AffineInput) -> Tensor:
-    return _affine_relu_pool(input, input.values.dtype, torch.Size([len(input.values), 1, 1]), relu=False)
+    input = input._replace(activation=IDENTITY)
+    return _affine_activation_pool(input, input.values.dtype, torch.Size([len(input.values), 1, 1]))
 
 
 def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
-    shape = torch.Size([len(input.values), 1, 1])
-    partial_sums = _affine_relu_pool_backward(grad_output, input, accumulator, shape, relu=False)
+    input, shape = input._replace(activation=IDENTITY), torch.Size([len(input.values), 1, 1])
+    partial_sums = _affine_activation_pool_backward(grad_output, input, accumulator, shape)
     return finish_backward(input.norm, accumulator.sums, partial_sums)
 
 
@@ -231,7 +234,7 @@ def _cudnn_conv_backward(
                 grad_weight = grad_weight_tile.to(torch.float32, memory_format=torch.contiguous_format)
         tile_shape = torch.Size([len(activation), *shape[1:]])
         partial_sums.append(
-            _affine_relu_pool_backward(
+            _affine_activation_pool_backward(
                 to_pixel_matrix(grad), input.tile(tile), accumulator.tile(tile), tile_shape, pool
             )
         )
@@ -252,37 +255,34 @@ def _activation_tiles(
     for start in range(0, max(1, num_images), tile_images):
         stop = min(start + tile_images, num_images)
         tile, count = slice(start * pixels, stop * pixels), stop - start
-        activation = _affine_relu_pool(input.tile(tile), dtype, torch.Size([count, *sizes]), pool)
+        activation = _affine_activation_pool(input.tile(tile), dtype, torch.Size([count, *sizes]), pool)
         output_tile = slice(start * pooled_pixels, stop * pooled_pixels)
         yield tile, output_tile, to_spatial(activation, torch.Size([count, *pooled_sizes]))
 
 
-def _affine_relu_pool(
-    input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int = 1, relu: bool = True
-) -> Tensor:
-    """average_pool(relu(scale · values + shift)) in `dtype`, (pooled pixels, channels)."""
-    values, (norm, has_mean) = with_contiguous_rows(input.values), norm_vectors(input.norm)
+def _affine_activation_pool(input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int = 1) -> Tensor:
+    """average_pool(f(scale · values + shift)) in `dtype`, (pooled pixels, channels)."""
+    values, (vectors, has_mean) = with_contiguous_rows(input.values), input_vectors(input)
     num_images, height, width = _as_images(shape)
     num_rows, channels = num_images * (height // pool) * (width // pool), values.shape[1]
     output = values.new_empty(num_rows, channels, dtype=dtype)
     sizes = channels, values.stride(0), height, width
-    constants = {"HAS_MEAN": has_mean, "POOL": pool, "RELU": relu, **_TILE}
+    constants = {"HAS_MEAN": has_mean, "POOL": pool, **activation_constants(input.activation.spec), **_TILE}
     constants["DIVISIBILITY"] = divisibility(values.dtype, *sizes[:2])
     grid = _grid(num_rows, channels, _TILE)
-    pool_launch = launch.cached_launch(kernels.affine_relu_pool_forward, grid, num_rows, *sizes, **constants)
-    launch.launch(pool_launch, output, values, *norm)
+    pool_launch = launch.cached_launch(kernels.affine_activation_pool_forward, grid, num_rows, *sizes, **constants)
+    launch.launch(pool_launch, output, values, *vectors)
     return output
 
 
-def _affine_relu_pool_backward(
+def _affine_activation_pool_backward(
     grad_output: Tensor,
     input: AffineInput,
     accumulator: GradAccumulator,
     shape: torch.Size,
     pool: int = 1,
-    relu: bool = True,
 ) -> Tensor:
-    """Accumulates the gradient g of the affine map; returns Σ g and Σ g · values, (splits, 2, channels)."""
+    """Accumulates the gradient g of the affine map; returns the partial sums, (splits, 2 or 3, channels)."""
     values, grad_accum, overwrite = with_contiguous_rows(input.values), accumulator.grad_accum, accumulator.overwrite
     if overwrite and any(size % pool for size in shape[1:]):
         grad_accum.zero_()  # pixels at the edge of an odd size are in no window: the kernel does not write them
@@ -291,14 +291,14 @@ def _affine_relu_pool_backward(
     alignment = divisibility(values.dtype, channels, *strides)
     tile = _UNALIGNED_POOLED_TILE if pool > 1 and alignment == 1 else _TILE
     grid = _grid(num_rows, channels, tile)
-    partial_sums = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
-    norm, has_mean = norm_vectors(input.norm)
-    tensors = partial_sums, grad_accum, grad_output.contiguous(), values, *norm
+    partial_sums = values.new_empty(grid[1], num_sums(input.activation), channels, dtype=torch.float32)
+    vectors, has_mean = input_vectors(input)
+    tensors = partial_sums, grad_accum, grad_output.contiguous(), values, *vectors
     _, height, width = _as_images(shape)
-    constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "POOL": pool, "RELU": relu, **tile}
-    constants |= {"OVERWRITE": overwrite, "DIVISIBILITY": alignment}
+    constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "POOL": pool, **tile}
+    constants |= {"OVERWRITE": overwrite, "DIVISIBILITY": alignment, **activation_constants(input.activation.spec)}
     sizes = num_rows, channels, *strides, height, width
-    launch.launch(launch.cached_launch(kernels.affine_relu_pool_backward, grid, *sizes, **constants), *tensors)
+    launch.launch(launch.cached_launch(kernels.affine_activation_pool_backward, grid, *sizes, **constants), *tensors)
     return partial_sums
 
 

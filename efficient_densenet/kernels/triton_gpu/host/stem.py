@@ -1,4 +1,4 @@
-"""The stem on an NVIDIA GPU, between its convolutions, which are cuDNN's: batch norm → ReLU → max pooling.
+"""The stem on an NVIDIA GPU, between its convolutions, which are cuDNN's: batch norm → activation → max pooling.
 
 z, the convolution's output, is read once for the statistics and once for the pooled output; in the backward once for
 the maxima and the sums of the norm's gradients, and once, with the windows that contain each pixel, for z's gradient.
@@ -12,18 +12,21 @@ from torch import Tensor
 
 from ...._tensors import memory_format_of
 from ... import stem as portable_stem
-from ...interface import BatchNormAffine, Gradients, StatisticsOutput
+from ...activations import Activation
+from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
 from ...max_pooling import MaxPool
 from ..device import stem_kernels
 from . import launch
 from .common import (
     MAX_PROGRAM_INSTANCES,
+    activation_constants,
     cdiv,
     combine_statistics,
     divisibility,
     finish_backward,
-    norm_vectors,
+    input_vectors,
     num_splits,
+    num_sums,
 )
 
 _STATISTICS_TILE = {False: (512, 4), True: (256, 16)}
@@ -62,57 +65,67 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     return combine_statistics(stats, block_rows, num_rows, statistics)
 
 
-def norm_relu_max_pool(values: Tensor, norm: BatchNormAffine, pool: MaxPool, dtype: torch.dtype) -> Tensor:
+def norm_activation_max_pool(
+    values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool, dtype: torch.dtype
+) -> Tensor:
     if not supports(values.shape, pool):
-        return portable_stem.norm_relu_max_pool(values, norm, pool, dtype)
+        return portable_stem.norm_activation_max_pool(values, norm, activation, pool, dtype)
     output = _empty_pooled(values, pool, dtype)
-    constants = _constants(values, _TILE) | _pool_constants(pool)
+    constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation.spec)
     num_rows, sizes = _rows(output), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
-    grid, (vectors, _) = _tiles(num_rows, values.shape[1], constants), norm_vectors(norm)
-    kernel = stem_kernels.norm_relu_max_pool_forward
+    grid, vectors = _tiles(num_rows, values.shape[1], constants), _vectors(values, norm, activation)
+    kernel = stem_kernels.norm_activation_max_pool_forward
     launch.launch(launch.cached_launch(kernel, grid, num_rows, *sizes, **constants), output, values, *vectors)
     return output
 
 
-def norm_relu_max_pool_reduce(
-    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, pool: MaxPool
+def norm_activation_max_pool_reduce(
+    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool
 ) -> tuple[Tensor, Gradients]:
     """The indices are the positions of the maxima within their windows."""
     if not supports(values.shape, pool):
-        return portable_stem.norm_relu_max_pool_reduce(grad_output, values, norm, pool)
+        return portable_stem.norm_activation_max_pool_reduce(grad_output, values, norm, activation, pool)
     indices = _empty_pooled(values, pool, torch.int8)
-    constants = _constants(values, _TILE) | _pool_constants(pool)
+    constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation.spec)
     num_rows, channels = _rows(indices), values.shape[1]
     channel_tiles = cdiv(channels, constants["BLOCK_CHANNELS"])
     splits = num_splits(num_rows, constants["BLOCK_ROWS"], channel_tiles, MAX_PROGRAM_INSTANCES)
-    partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
-    tensors = indices, partial_sums, grad_output, values, *norm_vectors(norm)[0]
+    partial_sums = values.new_empty(splits, num_sums(activation), channels, dtype=torch.float32)
+    tensors = indices, partial_sums, grad_output, values, *_vectors(values, norm, activation)
     sizes = *values.shape[1:], *pool.pooled_size(values.shape[2:])
-    kernel, grid = stem_kernels.norm_relu_max_pool_backward_reduce, (channel_tiles, splits)
+    kernel, grid = stem_kernels.norm_activation_max_pool_backward_reduce, (channel_tiles, splits)
     launch.launch(launch.cached_launch(kernel, grid, num_rows, *sizes, **constants), *tensors)
     of_centered = BatchNormAffine(norm.weight, norm.bias, norm.inv_std)  # the kernel subtracts the mean
     return indices, finish_backward(of_centered, None, partial_sums)
 
 
-def norm_relu_max_pool_backward(
+def norm_activation_max_pool_backward(
     grad_output: Tensor,
     indices: Tensor,
     values: Tensor,
     norm: BatchNormAffine,
+    activation: Activation,
     pool: MaxPool,
     sums: Gradients,
     count: int,
 ) -> None:
     if not supports(values.shape, pool):
-        return portable_stem.norm_relu_max_pool_backward(grad_output, indices, values, norm, pool, sums, count)
-    constants = _constants(values, _TILE) | _pool_constants(pool) | {"FROZEN": norm.frozen}
+        return portable_stem.norm_activation_max_pool_backward(
+            grad_output, indices, values, norm, activation, pool, sums, count
+        )
+    constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation.spec)
+    constants["FROZEN"] = norm.frozen
     constants["num_warps"] = 4 if constants["CHANNELS_LAST"] else 8  # a row has many pixels: half as many registers
-    (weight, _, mean, inv_std), _ = norm_vectors(norm)
+    vectors = _vectors(values, norm, activation)
     num_rows = len(values) * math.prod(map(_cells, values.shape[2:], pool.padding, pool.stride))
     grid, sizes = _tiles(num_rows, values.shape[1], constants), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
-    tensors = values, indices, grad_output, values, weight, mean, inv_std, sums.norm_weight, sums.norm_bias
-    kernel = stem_kernels.norm_relu_max_pool_backward
+    tensors = values, indices, grad_output, values, *vectors, sums.norm_weight, sums.norm_bias
+    kernel = stem_kernels.norm_activation_max_pool_backward
     return launch.launch(launch.cached_launch(kernel, grid, 1 / count, num_rows, *sizes, **constants), *tensors)
+
+
+def _vectors(values: Tensor, norm: BatchNormAffine, activation: Activation) -> tuple[Tensor | None, ...]:
+    return input_vectors(AffineInput(values, norm, activation))[0]
 
 
 def _constants(values: Tensor, tiles: dict[bool, tuple[int, int]]) -> dict[str, Any]:
