@@ -2,9 +2,9 @@
 
     python benchmarks/conv_blocks.py --batch-size 4 --image-size 64 --rounds 10
 
-The models are a trunk of residual dense blocks as in ESRGAN and a row of flow estimators' blocks as in PWC-Net. The
-methods take one step each in turn, so that a ratio compares two steps of the same round. A step is forward and backward,
-and the memory is its tensor peak. The results are a CSV file in benchmarks/results.
+The models are trunks of residual dense blocks as in ESRGAN and in RDN, and a flow estimator as in PWC-Net. The methods
+take one step each in turn, so that a ratio compares two steps of the same round. A step is forward and backward, and
+the memory is its tensor peak. The results are a CSV file in benchmarks/results.
 """
 
 import copy
@@ -25,7 +25,7 @@ from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.memory import tensor_peak
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from conv_families import FlowEstimator, LocalFusion, ResidualInResidual  # noqa: E402 (a path of its own)
+from conv_families import FlowEstimator, LocalFusion, ResidualInResidual
 
 WARM_UP_ROUNDS = 2
 METHODS = ("plain", "converted", "checkpoint_wrapper")
@@ -53,7 +53,12 @@ BLOCKS = ("ResidualDense", "LocalFusion", "FlowEstimator")
 
 
 def measure(
-    *models: str, batch_size: int = 4, image_size: int = 64, rounds: int = 10, precision: str = "float32", layout: str = ""
+    *models: str,
+    batch_size: int = 4,
+    image_size: int = 64,
+    rounds: int = 10,
+    precision: str = "float32",
+    layout: str = "",
 ) -> None:
     """Run the benchmark and write its CSV file.
 
@@ -101,7 +106,9 @@ def _measure_model(setting: dict[str, Any], plain: nn.Module, x: Tensor, rounds:
             "threads": torch.get_num_threads(),
             **results.provenance(),
         }
-        print(*(row[key] for key in ("model", "method", "tensor_peak_over_plain", "time_over_plain_median")), flush=True)
+        print(
+            *(row[key] for key in ("model", "method", "tensor_peak_over_plain", "time_over_plain_median")), flush=True
+        )
         measured.append(row)
     return measured
 
