@@ -15,7 +15,7 @@ from efficient_densenet.checkpoint import checkpoint_wrapper
 
 
 class _ConvolutionsOnly(nn.Module):
-    """A residual dense block without norms, as in super resolution."""
+    """A residual dense block without norms, as in super resolution, that does more than the engine knows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _ConvolutionsOnly(nn.Module):
         features = [x]
         for i in range(3):
             features.append(self.relu(self.get_submodule(f"conv{i}")(torch.cat(features, 1))))
-        return self.last(torch.cat(features, 1)) * 0.2 + x
+        return torch.tanh(self.last(torch.cat(features, 1))) * 0.2 + x
 
 
 def test_a_residual_dense_block_is_reported_with_the_snippet_that_recomputes_it():

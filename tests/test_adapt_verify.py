@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -169,6 +170,41 @@ def test_other_norms_run_through_the_checkpoint_engine(norm):
     choose._warned.clear()
     with pytest.warns(UserWarning, match=f"to 'checkpoint': found a {name}"):
         assert_same_training(block, plain, block_batch())
+
+
+FUNCTIONS = {
+    "leaky_relu": functools.partial(F.leaky_relu, negative_slope=0.1),
+    "elu": F.elu,
+    "silu": F.silu,
+    "gelu": functools.partial(F.gelu, approximate="tanh"),
+    "relu6": F.relu6,
+    "mish": F.mish,
+    "clamp": functools.partial(torch.clamp, min=0, max=6),
+    "tanh": torch.tanh,
+    "selu": F.selu,
+}
+
+
+class _WithFunction(nn.Module):
+    def __init__(self, channels: int, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(channels), nn.Conv2d(channels, 8, 1)
+        self.norm2, self.conv2 = nn.BatchNorm2d(8), nn.Conv2d(8, GROWTH, 3, padding=1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = self.conv2(self.function(self.norm2(self.conv1(self.function(self.norm1(x))))))
+        return torch.cat([x, new], 1)
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_activation_that_is_a_function(name):
+    block = nn.Sequential(*(_WithFunction(START + i * GROWTH, FUNCTIONS[name]) for i in range(3))).double()
+    plain = copy.deepcopy(block)
+    (change,) = make_efficient(block).changed
+    assert change.engine.partition(" ")[0] == ("checkpoint" if name in ("clamp", "tanh", "selu") else "shared")
+    assert_same_training(block, plain, block_batch())
 
 
 @pytest.mark.filterwarnings("ignore:falling back")

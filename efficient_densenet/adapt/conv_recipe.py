@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..engine.conv_block.parts import ConvBlock, ConvLayer
-from ..kernels.activations import TABLE, ActivationSpec
+from ..kernels.activations import ActivationSpec, module_of
 
 ActivationName = str | ActivationSpec | None
 """The name of a module in the block, or the settings of a function; None for no activation."""
@@ -126,14 +125,4 @@ def _conv(block: nn.Module, name: str) -> _ConvNd:
 def _activation(block: nn.Module, activation: ActivationName) -> nn.Module | None:
     if activation is None or isinstance(activation, str):
         return None if activation is None else block.get_submodule(activation)
-    return _module_of(activation)
-
-
-@lru_cache(maxsize=256)
-def _module_of(spec: ActivationSpec) -> nn.Module:
-    """A module with these settings, for a function."""
-    if spec.name == "gelu_tanh":
-        return nn.GELU("tanh")
-    module: Any = TABLE[spec.name].module()
-    constants = TABLE[spec.name].constants(module)
-    return TABLE[spec.name].module(*spec[1:][: len(constants)])
+    return module_of(activation)

@@ -14,6 +14,7 @@ from ..checkpoint.call import checkpoint_call
 from ..engine import layerwise
 from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
+from ..kernels.activations import RELU_SPEC
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ALONE, ConnectionPattern
 from .fingerprint import drop_rates
@@ -118,6 +119,7 @@ def find_by_trial(
                     continue
                 for module in custom_norms:
                     add_mixin(module, UsesTorchForward, innermost=True)
+                patterns = _with_activation(patterns, block_results)
                 found = replace(_match(block, forward, block_results, run, patterns, reason), sample=sample)
                 return found
         raise cast(NotRunError, first_failure)
@@ -142,6 +144,13 @@ def of_one_tensor(forward: Callable, pair: int) -> Callable[[Tensor], Tensor]:
         return output if isinstance(output, Tensor) else torch.cat(output, 1)
 
     return concatenated
+
+
+def _with_activation(patterns: Sequence[ConnectionPattern], block_results: Results) -> list[ConnectionPattern]:
+    """The patterns with the activation that the forward has applied, if it was one, for layers without a module."""
+    applied = block_results[0].activations
+    activation = next(iter(applied)) if len(applied) == 1 else RELU_SPEC
+    return [pattern if pattern.layer_call else replace(pattern, activation=activation) for pattern in patterns]
 
 
 def _check_has_torch_state(norm: nn.Module) -> None:

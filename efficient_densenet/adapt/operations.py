@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch_private import memory_key
+from ..kernels.activations import ActivationSpec, spec_of_operation
 from .randomness import Generators
 
 
@@ -25,6 +26,7 @@ class Recorder:
         counts: how often each operation with arithmetic has run, and each other call of a tensor by an author's code:
             reading its shape, dtype or strides, splitting it, registering a hook on its gradient.
         written: the `memory_key` of each tensor that an operation has changed in place.
+        activations: the settings of the activations that have run.
         num_computed: how many operations with arithmetic have run, whether in `counts` or not.
     """
 
@@ -32,6 +34,7 @@ class Recorder:
         self.generators = generators
         self.counts: Counter[str] = Counter()
         self.written: set[int] = set()
+        self.activations: set[ActivationSpec] = set()
         self.num_computed = 0
         self._stack = ExitStack()
 
@@ -60,6 +63,9 @@ class _Operations(TorchDispatchMode):
             if isinstance(value, torch.Generator):
                 self.recorder.generators.add(value)
         operation = _operation(func)
+        activation = spec_of_operation(operation.name, *args[1:], **kwargs)
+        if activation is not None:
+            self.recorder.activations.add(activation)
         for i, argument in operation.written:
             value = args[i] if i < len(args) else kwargs.get(argument)
             tensors = value if isinstance(value, (list, tuple)) else [value]
@@ -116,10 +122,12 @@ class _Operation(NamedTuple):
 
 @cache
 def _operation(func: Any) -> _Operation:
-    name, returns = func._schema.name.partition("::")[2].rstrip("_"), func._schema.returns
+    schema = func._schema
+    own_name, returns = schema.name.partition("::")[2].rstrip("_"), schema.returns
     aliases = [each.alias_info for each in returns]
     is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in aliases)
     written = tuple((i, each.name) for i, each in enumerate(func._schema.arguments) if each.is_write)
+    name = _ALIASES.get(own_name) or own_name
     return _Operation(name, not is_view and name not in _WITHOUT_ARITHMETIC, written)
 
 
@@ -137,6 +145,9 @@ def _drops_nothing(operation: _Operation, args: tuple) -> bool:
     """Whether this is a dropout in evaluation mode or of rate 0, which runs as an operation only in inference mode."""
     return operation.name.endswith("dropout") and len(args) == 3 and not (args[1] and args[2])
 
+
+_ALIASES = {"relu6": "hardtanh"}
+"""Operations that run as others wherever autograd is enabled."""
 
 _WITHOUT_ARITHMETIC = {
     "cat",

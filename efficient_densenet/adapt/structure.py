@@ -20,6 +20,7 @@ from .._compilers import constant_to_compilers
 from .._dimensions import classes
 from .._mixins import base_class
 from ..engine.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader, is_norm
+from ..kernels.activations import module_of
 from .connection_pattern import ConnectionPattern, LayerCall
 from .outside import names_read
 
@@ -29,7 +30,7 @@ _DROPOUTS = {
     nn.Dropout2d.forward: F.dropout2d,
     nn.Dropout3d.forward: F.dropout3d,
 }
-_BY_STRUCTURE = ConnectionPattern()
+_BY_STRUCTURE, _LAST_ONLY = ConnectionPattern(), ConnectionPattern(last_only=True)
 _BATCH_NORMS = classes("BatchNorm")
 _RELU = nn.ReLU()
 """An activation without a module, as in most forwards."""
@@ -69,10 +70,10 @@ def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPa
         return patterns
     if looks_dense(block) and layers_in(block):
         calls = LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True), LayerCall(as_list=True)
-        returns = {}, {"new_features_only": True}, {"last_only": True}
-        patterns += [ConnectionPattern(layer_call=call, **returned) for call in calls for returned in returns]
+        all_features, new_features, last = ConnectionPattern(), ConnectionPattern(new_features_only=True), _LAST_ONLY
+        patterns += [replace(each, layer_call=call) for call in calls for each in (all_features, new_features, last)]
         if any(map(is_dense_layer, layers_in(block)[:-1])):  # a row by itself, with a transition after it
-            patterns.remove(ConnectionPattern(layer_call=LayerCall(returns_input=True), last_only=True))
+            patterns.remove(replace(_LAST_ONLY, layer_call=LayerCall(returns_input=True)))
     if may_be_layer:
         patterns.append(ConnectionPattern(is_layer=True, layer_call=LayerCall(returns_input=True)))
     return [replace(pattern, newest_first=newest_first) for pattern in patterns for newest_first in (False, True)]
@@ -104,7 +105,8 @@ def read_block(block: nn.Module, pattern: ConnectionPattern = _BY_STRUCTURE) -> 
     if _is_compiled(block):
         raise NoPartsError("found a forward that is compiled or was set on the instance")
     layers = [block] if pattern.is_layer else layers_in(block)
-    parts = BlockParts(tuple(map(read_layer, layers)), pattern.newest_first, pattern.new_features_only)
+    layers = tuple(read_layer(layer, activation=module_of(pattern.activation)) for layer in layers)
+    parts = BlockParts(layers, pattern.newest_first, pattern.new_features_only)
     _check_widths(parts)
     return parts
 
@@ -238,10 +240,12 @@ def _widths_by_norm(layer: nn.Module) -> tuple[int, ...]:
     return (first.num_features, *widths[1:]) if widths and isinstance(first, _NormBase) else ()
 
 
-def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> LayerParts:
+def read_layer(
+    layer: nn.Module, modules: Sequence[nn.Module] | None = None, activation: nn.Module | None = None
+) -> LayerParts:
     """The parts of a layer: norm, activation and convolution, once or twice, and perhaps dropout.
 
-    `modules` are the modules to read; by default, all modules inside.
+    `modules` are the modules to read; by default, all modules inside. `activation` is applied where no module is.
     """
     norms, convolutions, activations, dropouts = [], [], [], []
     modules = list(leaf_modules(layer)) if modules is None else modules
@@ -273,21 +277,23 @@ def read_layer(layer: nn.Module, modules: Sequence[nn.Module] | None = None) -> 
     return LayerParts(
         layer,
         *(norm1, conv1, *norm2, *conv2),
-        activations=_activations(norms, activations),
+        activations=_activations(norms, activations, activation or _RELU),
         drop_rate=drop_rate,
         dropout=dropout,
         keep_bottleneck=bool(getattr(layer, "keep_bottleneck", False)),
     )
 
 
-def _activations(norms: Sequence[nn.Module], separate: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """The activation after each norm: inside it, or separate, of which the last may be used twice, or else a ReLU."""
+def _activations(
+    norms: Sequence[nn.Module], separate: Sequence[nn.Module], function: nn.Module
+) -> tuple[nn.Module, ...]:
+    """The activation after each norm: inside it, or separate, of which the last may be used twice, or a function."""
     activations, rest = [], list(separate)
     for norm in norms:
         fused = activations_of(norm)
         if len(fused) > 1:
             raise NoPartsError(f"found a {type(norm).__name__} with several activations")
-        activations += fused or rest[:1] or [_RELU]
+        activations += fused or rest[:1] or [function]
         if not fused and len(rest) > 1:
             del rest[0]
     return tuple(activations)

@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.refuse import HOOKS
+from ..kernels.activations import ActivationSpec
 from ..norms.sync_batch_norm import local_statistics
 from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint
 from .operations import Recorder
@@ -99,6 +100,7 @@ class Result(NamedTuple):
         gradients: the gradients of the input and of each parameter; None for no gradient.
         states: the states of random generators, and the buffers.
         operations: how often each operation ran in the forward.
+        activations: the settings of the activations that ran in the forward.
         recomputes: whether batch norms ran in the backward too, as in a library's own checkpointing.
     """
 
@@ -108,6 +110,7 @@ class Result(NamedTuple):
     states: list[Any]
     operations: Counter[str]
     recomputes: bool
+    activations: frozenset[ActivationSpec] = frozenset()
 
 
 class Trial:
@@ -181,7 +184,9 @@ class Trial:
         _check_released(reference)
         states += [*_random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
-        return Result(mode, values, gradients, states, recorder.counts, forwards_of_norms > 0)
+        return Result(
+            mode, values, gradients, states, recorder.counts, forwards_of_norms > 0, frozenset(recorder.activations)
+        )
 
     def _input(self, mode: Mode) -> Tensor:
         parameter = next(self.module.parameters())

@@ -8,6 +8,7 @@ The kernels have a ReLU of their own, which takes no derivative: its mask is y >
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -65,6 +66,7 @@ class Activation(NamedTuple):
         return None if self.weight is None else as_dtype(self.weight, z.dtype)
 
 
+RELU_SPEC = ActivationSpec()
 RELU, IDENTITY = Activation(), Activation(ActivationSpec("identity"))
 
 
@@ -76,6 +78,22 @@ def spec_of(module: nn.Module) -> ActivationSpec | None:
     if not name:
         return None
     return ActivationSpec(name, *(specialized(float(each)) for each in TABLE[name].constants(module)))
+
+
+@lru_cache(maxsize=256)
+def module_of(spec: ActivationSpec) -> nn.Module:
+    """A module with these settings, for an activation that a forward applies by a function. It has no weight."""
+    make: Any = TABLE[spec.name].module
+    num_constants = len(TABLE[spec.name].constants(make()))
+    return make("tanh") if spec.name == "gelu_tanh" else make(*spec[1:][:num_constants])
+
+
+def spec_of_operation(name: str, *arguments: Any, **options: Any) -> ActivationSpec | None:
+    """The settings of an activation that is PyTorch's operation of this name, with arguments after its input."""
+    if name == "gelu" and options.get("approximate") == "tanh":
+        name = "gelu_tanh"
+    is_known = name in TABLE and TABLE[name].weight_derivative is None and len(arguments) < len(ActivationSpec._fields)
+    return ActivationSpec(name, *map(float, arguments)) if is_known else None
 
 
 class Definition(NamedTuple):
