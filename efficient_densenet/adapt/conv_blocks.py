@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from .._compilers import may_read_converted_modules
 from .._mixins import add_mixin, remove_mixin
+from ..checkpoint.parameters import parameters_of
 from ..engine import choose, conv_block
 from ..engine.choose import Engine
 from ..engine.conv_block.refuse import why_not
 from ..engine.parts import NoPartsError
-from .conv_recipe import Recipe, looks_like_conv_block, read_recipe
+from .conv_recipe import Recipe, run_plain
+from .conv_trace import looks_like_conv_block, read_recipe
 from .fingerprint import fingerprint
 from .report import Changed
 from .sample import Sample
@@ -45,15 +47,13 @@ class ConvertedConvBlock(VerifiedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not self._is_engines(args[0]):
             return super().forward(*args, **kwargs)
-        recipe: Recipe = self._conversion.recipe
-        parts = recipe.parts(self)
-        return recipe.finish(self, args[0], *conv_block.run(parts, args[0]))
+        return self._conversion.recipe.run(self, args[0], conv_block.run)
 
     def _is_engines(self, x: Tensor) -> bool:
         """Whether the engine runs the block on x."""
         if not (may_read_converted_modules() and torch.is_grad_enabled() and choose.may_run_engines(self, x)):
             return False
-        if not (x.requires_grad or any(parameter.requires_grad for parameter in self.parameters())):
+        if not (x.requires_grad or any(parameter.requires_grad for parameter in parameters_of(self))):
             return False
         reason = self._state_change()
         reason = f"found that {reason} since it was verified" if reason else self._why_not(x)
@@ -63,8 +63,11 @@ class ConvertedConvBlock(VerifiedModule):
             choose.warn_once(f"falling back from engine 'shared' to 'plain': {reason}")
         return reason is None
 
+    def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls this first
+        raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
+
     def _why_not(self, x: Tensor) -> str | None:
-        return why_not(self, self._conversion.recipe.parts(self), x)
+        return _why_not(self, self._conversion.recipe, x)
 
 
 def convert_conv_block(block: nn.Module, engine: Engine | None) -> bool:
@@ -92,7 +95,7 @@ def restore_conv_block(block: ConvertedConvBlock) -> None:
 def report_conv_block(name: str, block: ConvertedConvBlock) -> Changed:
     """The report's entry for a converted block; what is saved is measured in a trial."""
     recipe: Recipe = block._conversion.recipe
-    engines = partial(_run_engine, block, recipe)
+    engines = partial(recipe.run, block, run_row=conv_block.run)
     with trial(block, _sample(block)) as run:
         plain = super(ConvertedConvBlock, block).forward
         kept_before, kept = (saved_values_per_pixel(run, _joined(forward)) for forward in (plain, engines))
@@ -103,18 +106,19 @@ def _verify(block: nn.Module, recipe: Recipe) -> None:
     """Raise `VerificationError` unless the parts compute the results of the block's forward."""
     conv = first_conv(block)
     example = conv.weight.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size)))
-    reason = why_not(block, recipe.parts(block), example)
+    reason = _why_not(block, recipe, example)
     if reason is not None:
         raise VerificationError(reason)
     with trial(block, _sample(block)) as run:
         results = list(run.run(_joined(block.forward)))
-        difference = describe_difference(results, run, _joined(partial(recipe.run_plain, block)))
+        difference = describe_difference(results, run, _joined(partial(recipe.run, block, run_row=run_plain)))
     if difference is not None:
         raise VerificationError(difference)
 
 
-def _run_engine(block: nn.Module, recipe: Recipe, x: Tensor) -> Any:
-    return recipe.finish(block, x, *conv_block.run(recipe.parts(block), x))
+def _why_not(block: nn.Module, recipe: Recipe, x: Tensor) -> str | None:
+    """Why the engine cannot run `block` on x, or None."""
+    return why_not(block, recipe.parts(block), x, reads_x=recipe.reads.name == recipe.argument)
 
 
 def _sample(block: nn.Module) -> Sample:

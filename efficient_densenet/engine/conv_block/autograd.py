@@ -96,7 +96,7 @@ def plain_conv_block(spec: ConvBlockSpec, x: Tensor, *parameters: Tensor | None)
         new = layer.activation_of(each).forward(_convolve(spec, layer, each, features))
         features = torch.cat([new, features] if spec.newest_first else [features, new], 1)
     outputs = [] if spec.last is None else [_convolve(spec, spec.last, tensors[-1], features)]
-    return [*outputs, features] if spec.returns_features else outputs
+    return [*outputs, features[:, spec.columns_returned]] if spec.returns_features else outputs
 
 
 def _convolve(spec: ConvBlockSpec, conv: ConvSpec, tensors: ConvTensors, x: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def forward(spec: ConvBlockSpec, x: Tensor, parameters: Sequence[Tensor | None])
     shape = torch.Size([x.shape[0], *x.shape[2:]])
     features = x.new_empty(shape.numel(), spec.order.total, dtype=spec.torch_dtype)
     convolutions, values_before = _Convolutions(spec, features, parameters), []
-    columns_of(features, spec.columns_read(0)).copy_(to_pixel_matrix(x))
+    to_spatial(columns_of(features, spec.columns_read(0)), shape).copy_(x)
     for i, layer in enumerate(spec.layers):
         z = convolutions.forward(i, shape)
         if not layer.activation.is_known_from_output:
@@ -77,24 +77,31 @@ def forward(spec: ConvBlockSpec, x: Tensor, parameters: Sequence[Tensor | None])
     outputs = []
     if spec.last is not None:
         output = convolutions.forward(len(spec.layers), shape)
-        outputs.append(_as_images(spec, output, shape, x))
+        images = to_spatial(output, shape)
+        outputs.append(empty_images(x, images.shape[1], spec.last_channels_last, images.dtype).copy_(images))
     if spec.returns_features:
         outputs.append(_features_as_images(spec, features, shape, x))
     return [*outputs, features, *values_before]
 
 
-def _as_images(spec: ConvBlockSpec, matrix: Tensor, shape: torch.Size, x: Tensor) -> Tensor:
-    memory_format = CHANNELS_LAST[x.dim()] if spec.channels_last else torch.contiguous_format
-    return to_spatial(matrix, shape).contiguous(memory_format=memory_format).detach()
+def empty_images(x: Tensor, channels: int, channels_last: bool, dtype: torch.dtype) -> Tensor:
+    """Uninitialized images of as many pixels as x has."""
+    memory_format = CHANNELS_LAST[x.dim()] if channels_last else torch.contiguous_format
+    size = x.shape[0], channels, *x.shape[2:]
+    return torch.empty(size, dtype=dtype, device=x.device, memory_format=memory_format)
+
+
+def empty_features(spec: ConvBlockSpec, x: Tensor) -> Tensor:
+    """Uninitialized images for the features that the block returns, in the dtype of plain's concatenation."""
+    columns, dtype = spec.columns_returned, spec.torch_dtype
+    dtype = dtype if spec.new_features_only else torch.promote_types(x.dtype, dtype)
+    return empty_images(x, columns.stop - columns.start, spec.channels_last, dtype)
 
 
 def _features_as_images(spec: ConvBlockSpec, features: Tensor, shape: torch.Size, x: Tensor) -> Tensor:
-    """A copy in the dtype of plain's concatenation, with the input as it was."""
-    images = x.new_empty(x.shape[0], spec.order.total, *x.shape[2:], dtype=torch.promote_types(x.dtype, features.dtype))
-    if spec.channels_last:
-        images = images.contiguous(memory_format=CHANNELS_LAST[x.dim()])
-    images.copy_(to_spatial(features, shape))
-    if x.dtype is not features.dtype:
+    """A copy of the features, with the input as it was."""
+    images = empty_features(spec, x).copy_(to_spatial(columns_of(features, spec.columns_returned), shape))
+    if images.dtype is not features.dtype:
         images[:, spec.columns_read(0)] = x
     return images
 
@@ -114,16 +121,23 @@ class Backward:
     def run(self, grad_last: Tensor | None, grad_features: Tensor | None) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradients of the block's input and of its parameters; None where a gradient is not needed."""
         if grad_features is not None:
-            self.grad_accum.copy_(to_pixel_matrix(grad_features))
+            self._features(grad_features)
         elif grad_last is None:
             self.grad_accum.zero_()
         if self.spec.last is not None:
             self._last(grad_last, overwrite=grad_features is None)
         for i in reversed(range(len(self.spec.layers))):
             self._layer(i, self.spec.layers[i])
-        grad_input = columns_of(self.grad_accum, self.spec.columns_read(0)) if self.needs_grad_input else None
         grads = [grad for grads in reversed(self.grads) for grad in grads]
-        return None if grad_input is None else to_spatial(grad_input, self.shape), grads
+        if not self.needs_grad_input:
+            return None, grads
+        grad_input = columns_of(self.grad_accum, self.spec.columns_read(0)).contiguous()
+        return to_spatial(grad_input, self.shape), grads
+
+    def _features(self, grad_output: Tensor) -> None:
+        if self.spec.new_features_only:
+            columns_of(self.grad_accum, self.spec.columns_read(0)).zero_()
+        to_spatial(columns_of(self.grad_accum, self.spec.columns_returned), self.shape).copy_(grad_output)
 
     def _last(self, grad_output: Tensor | None, overwrite: bool) -> None:
         if grad_output is None:
@@ -153,7 +167,8 @@ class Backward:
         if needs.bias:
             grad_bias = grad.sum(0, dtype=accumulation_dtype(grad.dtype))
         if needs.activation_weight and grad_activation is not None and tensors.activation_weight is not None:
-            grad_activation_weight = grad_activation.sum(0).sum_to_size(tensors.activation_weight.shape)
+            summed = grad_activation.sum(0, dtype=accumulation_dtype(grad.dtype))
+            grad_activation_weight = summed.sum_to_size(tensors.activation_weight.shape)
         grads = grad_weight, grad_bias, grad_activation_weight
         self.grads.append(ConvTensors._make(map(_in_dtype_of, grads, tensors)))
 

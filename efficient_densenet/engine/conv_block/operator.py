@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._tensors import CHANNELS_LAST, autocast_disabled
+from ..._tensors import autocast_disabled
 from ..._torch_private import below_autograd
 from ...kernels import scratch
 from ..library import LIBRARY, are_ordinary, implement
-from .compute import Backward, SavedBlock, forward
+from .compute import Backward, SavedBlock, empty_features, empty_images, forward
 from .spec import ConvBlockSpec, decode
 
 LIBRARY.define("conv_block(Tensor x, Tensor?[] parameters, str spec) -> Tensor[]")
@@ -83,17 +83,11 @@ def _fake_conv_block(x: Tensor, parameters: Any, text: str) -> list[Tensor]:
     spec, outputs = decode(text), []
     dtype, pixels = spec.torch_dtype, math.prod((x.shape[0], *x.shape[2:]))
     if spec.last is not None:
-        outputs.append(_fake_images(spec, x, spec.last.out_channels, dtype))
+        outputs.append(empty_images(x, spec.last.out_channels, spec.last_channels_last, dtype))
     if spec.returns_features:
-        outputs.append(_fake_images(spec, x, spec.order.total, torch.promote_types(x.dtype, dtype)))
+        outputs.append(empty_features(spec, x))
     stored = [layer.out_channels for layer in spec.layers if not layer.activation.is_known_from_output]
     return [*outputs, *(x.new_empty(pixels, channels, dtype=dtype) for channels in (spec.order.total, *stored))]
-
-
-def _fake_images(spec: ConvBlockSpec, x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    memory_format = CHANNELS_LAST[x.dim()] if spec.channels_last else torch.contiguous_format
-    size = x.shape[0], channels, *x.shape[2:]
-    return torch.empty(size, dtype=dtype, device=x.device, memory_format=memory_format)
 
 
 @torch.library.register_fake("efficient_densenet::conv_block_backward", lib=LIBRARY)

@@ -19,13 +19,14 @@ class ConvBlock(NamedTuple):
     Attributes:
         layers: each reads the block's input and the outputs of all layers before it.
         last: a convolution that reads all features, without an activation.
-        newest_first, returns_features: as in `ConvBlockSpec`.
+        newest_first, returns_features, new_features_only: as in `ConvBlockSpec`.
     """
 
     layers: tuple[ConvLayer, ...]
     last: _ConvNd | None = None
     newest_first: bool = False
     returns_features: bool = True
+    new_features_only: bool = False
 
     @property
     def convolutions(self) -> list[_ConvNd]:

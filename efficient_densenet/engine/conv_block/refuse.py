@@ -10,8 +10,8 @@ from ..refuse import modules_inside, must_be_called, unusual_setting, why_not_gl
 from .parts import ConvBlock
 
 
-def why_not(block: nn.Module, parts: ConvBlock, x: Tensor) -> str | None:
-    """Why the parts of `block` cannot run on `x`, or None."""
+def why_not(block: nn.Module, parts: ConvBlock, x: Tensor, reads_x: bool = True) -> str | None:
+    """Why the parts of `block` cannot run on `x`, or None. They read x itself, or else what other modules compute."""
     dims = x.dim() - 2
     if dims not in DIMENSIONS:
         return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
@@ -29,12 +29,17 @@ def why_not(block: nn.Module, parts: ConvBlock, x: Tensor) -> str | None:
     for layer in parts.layers:
         if layer.activation is not None and not is_activation(layer.activation):
             return f"found a {type(layer.activation).__name__}, which is no activation of the shared engine"
-    return _why_not_widths(parts, x) or why_not_precision([((), parts.convolutions)], x) or why_not_global_changes()
+    in_channels = x.shape[1] if reads_x else parts.convolutions[0].in_channels
+    return (
+        _why_not_widths(parts, in_channels)
+        or why_not_precision([((), parts.convolutions)], x)
+        or why_not_global_changes()
+    )
 
 
-def _why_not_widths(parts: ConvBlock, x: Tensor) -> str | None:
+def _why_not_widths(parts: ConvBlock, in_channels: int) -> str | None:
     """Each convolution must read all channels before it."""
-    widths = accumulate((layer.conv.out_channels for layer in parts.layers), initial=x.shape[1])
+    widths = accumulate((layer.conv.out_channels for layer in parts.layers), initial=in_channels)
     for conv, expected in zip(parts.convolutions, widths, strict=False):
         if conv.in_channels != expected:
             return f"found a convolution of {conv.in_channels} channels, where there are {expected} features"

@@ -37,19 +37,22 @@ class ConvBlockSpec(NamedTuple):
 
     Attributes:
         dtype: the dtype of the convolutions and of the stored features, such as "float32".
-        channels_last: the memory format of the outputs.
+        channels_last, last_channels_last: the memory formats of the features, and of the last convolution's output.
         in_channels: how many channels the block's input has.
         newest_first: a layer's output is concatenated before the features that it read, not after them.
-        returns_features: the block returns all features; after the output of the last convolution, if there is one.
+        returns_features: the block returns the features; after the output of the last convolution, if there is one.
+        new_features_only: it returns them without the block's input.
         layers: the settings of the layers.
         last: the settings of a convolution that reads all features.
     """
 
     dtype: str
     channels_last: bool
+    last_channels_last: bool
     in_channels: int
     newest_first: bool
     returns_features: bool
+    new_features_only: bool
     layers: tuple[ConvSpec, ...]
     last: ConvSpec | None
 
@@ -72,6 +75,11 @@ class ConvBlockSpec(NamedTuple):
     @property
     def order(self) -> ChannelOrder:
         return ChannelOrder(self.channels_read(len(self.layers)), self.newest_first)
+
+    @property
+    def columns_returned(self) -> slice:
+        """The columns of the features that the block returns."""
+        return self.order.slice(self.in_channels if self.new_features_only else 0, self.order.total)
 
     def columns_read(self, i: int) -> slice:
         """The columns of the features that convolution i reads."""
