@@ -35,9 +35,9 @@ def functions_for(dtype: np.dtype) -> ModuleType:
     parts = {"exp_of_rest": in_dtype(_exp_of_rest_in_float32 if is_single else _exp_of_rest_in_float64, dtype)}
     parts["reduced"] = in_dtype(_reduced_in_float32 if is_single else _reduced_in_float64, dtype)
     functions.exp, functions.expm1 = in_dtype(_exp, dtype, **parts), in_dtype(_expm1, dtype, **parts)
-    functions.erf = in_dtype(_erf_of_float32, dtype, exp=functions.exp) if is_single else inlined_by_llvm(_erf_of_float64)
-        in_dtype(_erf_of_float32, dtype, exp=functions.exp) if is_single else inlined_by_llvm(_erf_of_float64)
-    )
+    functions.erf = inlined_by_llvm(_erf_of_float64)
+    if is_single:
+        functions.erf = in_dtype(_erf_of_float32, dtype, exp=functions.exp)
     functions.sigmoid = in_dtype(_sigmoid, dtype, exp=functions.exp)
     return functions
 
