@@ -2,16 +2,14 @@
 
 import copy
 import itertools
-import pickle
-import warnings
 
 import pytest
 import torch
-from conv_blocks import DenseFuseBlock, FlowEstimator, RDNBlock, ResidualDenseBlock, RRDBNet
+from conv_families import SuperResolution
 from helpers import assert_close
 from torch import Tensor, nn
 
-from efficient_densenet import kernels, make_efficient, memory, restore
+from efficient_densenet import kernels, make_efficient, memory
 from efficient_densenet.engine import conv_block
 from efficient_densenet.engine.conv_block.parts import ConvBlock, ConvLayer
 from efficient_densenet.engine.conv_block.spec import decode
@@ -32,14 +30,6 @@ ACTIVATIONS = {
 ORDERS = list(itertools.product([False, True], [None, 1, 3], [False, True]))[1:]
 """newest_first, the kernel size of a last convolution, returns_features."""
 ORDERS = [each for each in ORDERS if each[1] is not None or each[2]]
-BLOCKS = {
-    "RDB": (ResidualDenseBlock, 16),
-    "RRDBNet": (RRDBNet, 3),
-    "RDN": (RDNBlock, 8),
-    "DenseFuse": (DenseFuseBlock, 8),
-    "SRDenseNet with a PReLU": (lambda: DenseFuseBlock(act=nn.PReLU()), 8),
-    "flow": (FlowEstimator, 10),
-}
 
 
 def random_block(activation, newest_first=False, last=3, returns_features=False, dims=2) -> ConvBlock:
@@ -106,28 +96,6 @@ def test_images_in_channels_last():
     assert_all_relatively_close(results(actual, [x]), results(expected, [x]))
 
 
-@pytest.mark.parametrize("needed", ["input", "first", "last", "bias"])
-def test_only_what_needs_a_gradient_gets_one(needed):
-    block = random_block("elu")
-    parameters = parameters_of(block)
-    chosen = {"first": block.layers[0].conv.weight, "last": block.last.weight, "bias": block.layers[0].conv.bias}
-    for parameter in parameters:
-        parameter.requires_grad_(parameter is chosen.get(needed))
-    x = torch.randn(1, 3, 4, 5, dtype=torch.double, requires_grad=needed == "input")
-    inputs = [x] if needed == "input" else [chosen[needed]]
-    assert_all_relatively_close(results(conv_block.run(block, x), inputs), results(run_plain(block, x), inputs))
-
-
-def test_an_unused_output_has_no_gradient():
-    block = random_block("silu", returns_features=True)
-    x = torch.randn(1, 3, 4, 5, dtype=torch.double, requires_grad=True)
-    for i in range(2):
-        inputs = [x, block.layers[0].conv.weight]
-        grads = [torch.autograd.grad(run(block, x)[i].square().sum(), inputs) for run in (conv_block.run, run_plain)]
-        assert_all_relatively_close(*grads)
-    assert torch.autograd.grad(conv_block.run(block, x)[1].sum(), block.last.weight, allow_unused=True) == (None,)
-
-
 def test_a_graph_may_be_run_twice_and_a_changed_weight_raises():
     block = random_block("relu")
     x = torch.randn(1, 3, 4, 5, dtype=torch.double, requires_grad=True)
@@ -157,113 +125,8 @@ def test_the_operators_pass_opcheck(activation):
     torch.library.opcheck(torch.ops.efficient_densenet.conv_block.default, (x, tensors, spec.encoded))
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_converted_blocks_compute_what_their_authors_wrote(kind):
-    make, channels = BLOCKS[kind]
-    plain = make().double()
-    model = copy.deepcopy(plain)
-    report = make_efficient(model)
-    assert [change.engine for change in report.changed] == ["shared"] * (6 if kind == "RRDBNet" else 1)
-    assert not report.unchanged
-    assert not report.lines
-    assert model.state_dict().keys() == plain.state_dict().keys()
-    x = torch.randn(2, channels, 12, 11, dtype=torch.double, requires_grad=True)
-    both = [results(each(x), [x, *each.parameters()]) for each in (model, plain)]
-    assert_all_relatively_close(*both)
-    copied = pickle.loads(pickle.dumps(model))
-    assert_all_relatively_close(results(copied(x), [x, *copied.parameters()]), both[1])
-    restore(model)
-    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
-
-
-@pytest.mark.parametrize(("kind", "ratio"), [("RRDBNet", 0.33), ("RDN", 0.41), ("DenseFuse", 0.55), ("flow", 0.57)])
-def test_the_peak(kind, ratio):
-    """Of a step of wide blocks, relative to plain; a block alone has the gradients of its own features too."""
-    model, channels = {
-        "RRDBNet": (RRDBNet(64, 32), 3),
-        "RDN": (RDNBlock(64, 64, 8), 64),
-        "DenseFuse": (DenseFuseBlock(64, 16, 8), 64),
-        "flow": (FlowEstimator(64, (128, 128, 96, 64, 32)), 64),
-    }[kind]
-    peaks, x = [], torch.randn(2, channels, 48, 48, requires_grad=channels > 3)
-
-    def step(model):
-        output = model(x)
-        sum(each.sum() for each in (output if isinstance(output, tuple) else [output])).backward()
-
-    for converted in (False, True):
-        if converted:
-            make_efficient(model)
-        step(model)
-        peaks.append(memory.tensor_peak(lambda: step(model)))
-    assert peaks[1] <= ratio * peaks[0]
-
-
-def test_the_report_s_saving_is_what_is_saved():
-    model, saved = ResidualDenseBlock(32, 16), {}
-    (change,) = make_efficient(model).changed
-    for name in ("kept", "kept_before"):
-        storages = {}
-
-        def pack(tensor, storages=storages):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(torch.randn(2, 32, 50, 50, requires_grad=True))
-        parameters = sum(parameter.nbytes for parameter in model.parameters())
-        saved[name] = (sum(storages.values()) - parameters) / (2 * 50 * 50 * 4)
-        restore(model)
-    assert saved["kept"] == pytest.approx(change.kept, rel=0.1)
-    assert saved["kept_before"] == pytest.approx(change.kept_before, rel=0.1)
-
-
-def test_a_hook_or_a_change_runs_the_author_s_forward():
-    model = ResidualDenseBlock().double()
-    plain = copy.deepcopy(model)
-    make_efficient(model)
-    x, seen = torch.randn(1, 16, 5, 5, dtype=torch.double, requires_grad=True), []
-    handle = model.conv2.register_forward_hook(lambda *arguments: seen.append(1))
-    with pytest.warns(UserWarning, match="falling back from engine 'shared' to 'plain': found a hook on"):
-        assert_close(model(x), plain(x), 1e-12)
-    assert seen == [1]
-    handle.remove()
-    model.act.negative_slope = 0.4
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert (model(x) - plain(x)).abs().max() > 1e-3
-    make_efficient(model)
-    plain.act.negative_slope = 0.4
-    assert_close(model(x), plain(x), 1e-12)
-
-
-def test_an_engine_that_was_asked_for_raises():
-    model = ResidualDenseBlock()
-    make_efficient(model, "shared")
-    model.conv1.register_forward_hook(lambda *arguments: None)
-    with pytest.raises(RuntimeError, match="engine 'shared' cannot run here: found a hook on"):
-        model(torch.randn(1, 16, 5, 5))
-    make_efficient(model, "plain")
-    model(torch.randn(1, 16, 5, 5))
-
-
-def test_other_forwards_are_not_converted_as_blocks_without_norms():
-    class Skips(ResidualDenseBlock):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if x.mean() > 10 else x * 1.0
-
-    class Clamped(DenseFuseBlock):
-        def forward(self, x: Tensor) -> Tensor:
-            for conv in self.convolutions:
-                x = torch.cat([x, self.act(conv(x)).clamp(max=100)], 1)
-            return x
-
-    for block in (Skips(), Clamped()):
-        assert all(change.engine != "shared" for change in make_efficient(block).changed)
-
-
 def test_a_compiled_model_and_one_under_autocast():
-    plain = RRDBNet()
+    plain = SuperResolution()
     model, x = copy.deepcopy(plain), torch.randn(2, 3, 12, 12)
     make_efficient(model)
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
@@ -281,7 +144,7 @@ def test_a_compiled_model_and_one_under_autocast():
 
 
 def test_the_memory_of_a_step_is_predicted():
-    model = RRDBNet(32, 16)
+    model = SuperResolution(2, 32, 16)
     make_efficient(model)
     x = torch.randn(2, 3, 24, 24)
     model(x).sum().backward()

@@ -20,6 +20,7 @@ from pathlib import Path
 import budgets
 import checkpointing as checkpointing_benchmark
 import communication
+import conv_blocks
 import gpu_counts
 import options as benchmark_options
 import plot

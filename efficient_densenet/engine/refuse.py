@@ -12,7 +12,7 @@ from .._compilers import constant_to_compilers
 from .._dimensions import DIMENSIONS, classes
 from .._tensors import autocast_enabled, compute_dtype
 from .._torch_private import has_global_module_hooks, has_torch_dispatch
-from ..kernels.activations import TABLE
+from ..kernels.activations import NAMES
 from ..norms.batch_norm import torch_class
 from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
@@ -31,7 +31,7 @@ from .parts import (
 from .sharded import can_run_inside, casts_parameters, why_sharded
 
 _KNOWN_CLASSES = (
-    *dict.fromkeys(definition.module for definition in TABLE.values()),
+    *NAMES,
     *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name)),
 )
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -122,7 +122,9 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
             return _wrong_class(norm, DIMENSIONS[dims].BatchNorm)
     for activation in layer.activations:
         if not is_activation(activation):
-            return f"found a {type(activation).__name__} inside a layer, which is no activation of the shared engine"
+            cls = type(activation)
+            name = cls.__name__ if cls.__module__.startswith("torch.") else f"{cls.__module__}.{cls.__name__}"
+            return f"found a {name} inside a layer, which is no activation of the shared engine"
     for i, norm in enumerate(layer.norms):
         reason = _wrong_weight(layer.activation(i), norm)
         if reason is not None:

@@ -20,7 +20,8 @@ from .._compilers import specialized
 from .._tensors import as_dtype
 
 math: Any = torch
-"""Where formulas find their functions; `bound` replaces it."""
+expm1: Any = torch.expm1
+"""Where formulas find their functions; `bound` replaces them. Triton has no expm1."""
 
 
 class ActivationSpec(NamedTuple):
@@ -71,9 +72,11 @@ RELU, IDENTITY = Activation(), Activation(ActivationSpec("identity"))
 
 
 def spec_of(module: nn.Module) -> ActivationSpec | None:
-    """The settings of an activation module of exactly PyTorch's class; None for other modules."""
-    name = _NAMES.get(type(module), "")
-    if name == "gelu" and cast(nn.GELU, module).approximate == "tanh":
+    """The settings of an activation module of exactly PyTorch's class, or of timm's classes that call PyTorch's
+    functions; None for other modules."""
+    cls = type(module)
+    name = _OF_TIMM.get(cls.__name__, "") if cls.__module__.startswith("timm.") else NAMES.get(cls, "")
+    if cls is nn.GELU and cast(nn.GELU, module).approximate == "tanh":
         name = "gelu_tanh"
     if not name:
         return None
@@ -118,10 +121,11 @@ class Definition(NamedTuple):
     backward_from_output: Callable[..., Tensor] | None = None
 
 
-def bound(formula: Callable[..., Any], functions: Any) -> Callable[..., Any]:
-    """The formula with the functions of this module, such as Triton's language."""
+def bound(formula: Callable[..., Any], functions: Any, expm1: Callable[..., Any]) -> Callable[..., Any]:
+    """The formula with the functions of this module, such as Triton's language, and with this `expm1`."""
     assert isinstance(formula, FunctionType)
-    return FunctionType(formula.__code__, formula.__globals__ | {"math": functions}, formula.__name__)
+    names = {"math": functions, "expm1": expm1}
+    return FunctionType(formula.__code__, formula.__globals__ | names, formula.__name__)
 
 
 def _identity(z, weight, a, b):
@@ -129,7 +133,7 @@ def _identity(z, weight, a, b):
 
 
 def _identity_derivative(z, weight, a, b):
-    return z * 0.0 + 1.0
+    return math.where(z == z, 1.0, 1.0)  # of any z, NaN too
 
 
 def _relu(z, weight, a, b):
@@ -161,7 +165,7 @@ def _prelu_weight_derivative(z, weight, a, b):
 
 
 def _elu(z, weight, a, b):
-    return math.where(z > 0.0, z, a * (math.exp(z) - 1.0))
+    return math.where(z > 0.0, z, a * expm1(z))
 
 
 def _elu_derivative(z, weight, a, b):
@@ -299,5 +303,7 @@ TABLE = {
     ),
 }
 
-_NAMES = {definition.module: name for name, definition in reversed(TABLE.items())} | {nn.ReLU6: "hardtanh"}
+NAMES = {definition.module: name for name, definition in reversed(TABLE.items())} | {nn.ReLU6: "hardtanh"}
 """The name of the activation of each class: "gelu" for nn.GELU, whatever it approximates."""
+
+_OF_TIMM = {"PReLU": "prelu", "GELU": "gelu", "GELUTanh": "gelu_tanh", "Swish": "silu", "Mish": "mish"}

@@ -103,6 +103,8 @@ def _formula_backward_pixel(conv, thread, row, left, grad_output, grads, product
 
 @inlined
 def _formula_backward_row(conv, thread, row, left, grad_output, grads, products, zero):
+    """Accumulate the gradient of one pixel."""
+    prefetch_row(conv.accumulator.grad_accum, row, conv.gradients.channels)
     _formula_backward_pixel(conv, thread, row, left, grad_output, grads, products, zero)
 
 

@@ -33,7 +33,8 @@ def compiled_formula(name: str, formula: str, dtype: torch.dtype) -> CompiledKer
 @functools.cache
 def _subroutine(name: str, formula: str, dtype: torch.dtype) -> Kernel:
     numpy_dtype, definition = np.dtype(str(dtype).removeprefix("torch.")), TABLE[name]
-    function = in_dtype(bound(getattr(definition, formula), functions_for(numpy_dtype)), numpy_dtype)
+    functions = functions_for(numpy_dtype)
+    function = in_dtype(bound(getattr(definition, formula), functions, functions.expm1), numpy_dtype)
     has_weight = definition.weight_derivative is not None
 
     def apply(row, count, weight, constants, zero):

@@ -1,4 +1,4 @@
-"""exp, erf, sigmoid and where for the formulas of `activations`, which LLVM can vectorize: it cannot vectorize calls.
+"""exp, expm1, erf, sigmoid and where for the formulas of `activations`. LLVM can vectorize them, which are no calls.
 
 Numba takes Python's constants as float64, and an operation of float32 and float64 as float64. So functions are made for
 a dtype, with their constants in it.
@@ -32,7 +32,9 @@ def functions_for(dtype: np.dtype) -> ModuleType:
     functions: Any = ModuleType("vector_math")
     is_single = dtype == np.float32
     functions.where = compiled(_where)
-    functions.exp = in_dtype(_exp_of_float32 if is_single else _exp_of_float64, dtype)
+    parts = {"exp_of_rest": in_dtype(_exp_of_rest_in_float32 if is_single else _exp_of_rest_in_float64, dtype)}
+    parts["reduced"] = in_dtype(_reduced_in_float32 if is_single else _reduced_in_float64, dtype)
+    functions.exp, functions.expm1 = in_dtype(_exp, dtype, **parts), in_dtype(_expm1, dtype, **parts)
     functions.erf = in_dtype(_erf_of_float32, dtype, exp=functions.exp) if is_single else compiled(_erf_of_float64)
     functions.sigmoid = in_dtype(_sigmoid, dtype, exp=functions.exp)
     return functions
@@ -40,12 +42,14 @@ def functions_for(dtype: np.dtype) -> ModuleType:
 
 @intrinsic
 def power_of_two(typingctx, exponent):
-    """2 to the power of an integer in a floating-point number, which must be normal: its bits are put together."""
+    """2 to the power of an integer in a floating-point number, put together from bits; 0 for denormal numbers."""
     bits, mantissa, bias = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}[exponent]
 
     def codegen(context, builder, signature, args):
         integer = ir.IntType(bits)
-        biased = builder.add(builder.fptosi(args[0], integer), integer(bias))
+        is_number = builder.fcmp_ordered("ord", args[0], args[0])
+        number = builder.select(is_number, args[0], ir.Constant(args[0].type, 0.0))  # NaN has no integer
+        biased = builder.add(builder.fptosi(number, integer), integer(bias))
         return builder.bitcast(builder.shl(biased, integer(mantissa)), args[0].type)
 
     return exponent(exponent), codegen
@@ -59,32 +63,49 @@ def _sigmoid(x):
     return 1.0 / (1.0 + exp(-x))  # noqa: F821 (`functions_for` binds it)
 
 
-def _exp_of_float32(x):
-    """exp(r) · 2ⁿ with |r| ≤ ln(2) / 2, and Taylor's polynomial for exp(r). Large x give 2.4e38 and small ones 1.2e-38,
-    where exp is infinite, zero or denormal; NaN stays NaN."""
-    x = -87.3 if x < -87.3 else x
-    x = 88.3 if x > 88.3 else x
+def _exp(x):
+    """2ⁿ · exp(r). It is infinite a little early, and zero where exp is denormal; NaN stays NaN."""
+    n, r = reduced(x)  # noqa: F821 (`functions_for` binds it)
+    return (1.0 + exp_of_rest(r)) * power_of_two(n)  # noqa: F821
+
+
+def _expm1(x):
+    """exp(x) − 1, as 2ⁿ · (exp(r) − 1) + (2ⁿ − 1), which loses no digits near 0."""
+    n, r = reduced(x)  # noqa: F821
+    return exp_of_rest(r) * power_of_two(n) + (power_of_two(n) - 1.0)  # noqa: F821
+
+
+def _reduced_in_float32(x):
+    """n and r with x = n · ln(2) + r and |r| ≤ ln(2) / 2, of x between the numbers whose exp is 0 and infinite."""
+    x = -88.0 if x < -88.0 else x
+    x = 89.0 if x > 89.0 else x
     n = (x * 1.44269504 + 12582912.0) - 12582912.0  # 1.5 · 2²³: the sum is rounded to an integer
-    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    return n, (x - n * 0.693359375) + n * 2.12194440e-4
+
+
+def _reduced_in_float64(x):
+    """As `_reduced_in_float32`."""
+    x = -709.0 if x < -709.0 else x
+    x = 710.0 if x > 710.0 else x
+    n = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0  # 1.5 · 2⁵²
+    return n, (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6
+
+
+def _exp_of_rest_in_float32(r):
+    """exp(r) − 1 by Taylor's polynomial."""
     p = 1.0 / 720.0 + r * (1.0 / 5040.0)
     p = 1.0 / 24.0 + r * (1.0 / 120.0 + r * p)
-    p = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * p)))
-    return p * power_of_two(n)
+    return r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * p)))
 
 
-def _exp_of_float64(x):
-    """As `_exp_of_float32`."""
-    x = -708.0 if x < -708.0 else x
-    x = 709.0 if x > 709.0 else x
-    n = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0  # 1.5 · 2⁵²
-    r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6
+def _exp_of_rest_in_float64(r):
+    """exp(r) − 1 by Taylor's polynomial."""
     p = 1.0 / 479001600.0 + r * (1.0 / 6227020800.0)
     p = 1.0 / 3628800.0 + r * (1.0 / 39916800.0 + r * p)
     p = 1.0 / 40320.0 + r * (1.0 / 362880.0 + r * p)
     p = 1.0 / 720.0 + r * (1.0 / 5040.0 + r * p)
     p = 1.0 / 24.0 + r * (1.0 / 120.0 + r * p)
-    p = 1.0 + r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * p)))
-    return p * power_of_two(n)
+    return r * (1.0 + r * (0.5 + r * (1.0 / 6.0 + r * p)))
 
 
 def _erf_of_float32(x):

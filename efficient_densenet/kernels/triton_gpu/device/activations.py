@@ -14,10 +14,18 @@ from ...activations import TABLE, bound
 from .device_functions import load_vector
 
 
+@triton.jit
+def expm1(x):
+    """exp(x) − 1: near 0 by Taylor's polynomial, which loses no digits."""
+    p = 1.0 / 120.0 + x * (1.0 / 720.0 + x * (1.0 / 5040.0 + x * (1.0 / 40320.0)))
+    p = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * p))))
+    return tl.where(tl.abs(x) < 0.35, p, tl.exp(x) - 1.0)
+
+
 def _compiled(name: str) -> tuple[Any, Any]:
     """The formula of an activation and its derivative."""
     definition = TABLE[name]
-    return triton.jit(bound(definition.formula, tl)), triton.jit(bound(definition.derivative, tl))
+    return triton.jit(bound(definition.formula, tl, expm1)), triton.jit(bound(definition.derivative, tl, expm1))
 
 
 leaky_relu, leaky_relu_derivative = _compiled("leaky_relu")
@@ -30,7 +38,7 @@ hardtanh, hardtanh_derivative = _compiled("hardtanh")
 mish, mish_derivative = _compiled("mish")
 
 assert TABLE["prelu"].weight_derivative is not None
-prelu_weight_derivative: Any = triton.jit(bound(TABLE["prelu"].weight_derivative, tl))
+prelu_weight_derivative: Any = triton.jit(bound(TABLE["prelu"].weight_derivative, tl, expm1))
 
 
 @triton.jit
