@@ -240,4 +240,3 @@ def _argument(node: fx.Node) -> fx.Node:
 
 def _module(block: nn.Module, node: fx.Node) -> nn.Module | None:
     return block.get_submodule(str(node.target)) if node.op == "call_module" else None
-

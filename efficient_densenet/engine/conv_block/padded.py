@@ -33,7 +33,13 @@ def conv3x3_forward(values: Tensor, weight: Tensor, shape: torch.Size, dilation:
 
 
 def conv3x3_backward(
-    grad: Tensor, values: Tensor, weight: Tensor, accumulator: GradAccumulator, shape: torch.Size, dilation: int, mode: str
+    grad: Tensor,
+    values: Tensor,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    shape: torch.Size,
+    dilation: int,
+    mode: str,
 ) -> Tensor | None:
     """Accumulates the gradient of the values, and returns that of the weight, if it is needed."""
     total, dims = None, len(shape) - 1

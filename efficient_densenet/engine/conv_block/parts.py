@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-
 PADDING_MODES = {
     **dict.fromkeys((nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d), "reflect"),
     **dict.fromkeys((nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d), "replicate"),
