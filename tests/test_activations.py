@@ -1,6 +1,7 @@
 """Activations other than ReLU: their formulas, and models that have them, in every engine and set of kernels."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from helpers import assert_close, assert_same_buffers, assert_same_step, freeze_
 from torch import nn
 
 from efficient_densenet import DenseNet, FCDenseNet, kernels, memory
-from efficient_densenet.kernels.activations import TABLE, ActivationSpec, spec_of
+from efficient_densenet.engine import choose
+from efficient_densenet.engine.stage import groups
+from efficient_densenet.kernels.activations import TABLE, Activation, ActivationSpec, spec_of
+from efficient_densenet.models.layers import DenseLayer, Transition
 
 MODULES = {
     "identity": nn.Identity,
@@ -88,9 +92,13 @@ def test_an_fc_densenet_s_step_is_plains(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_second_derivatives(name):
     plain = small_model("bc", activation=MODULES[name], efficient=False)
+    _assert_same_second_derivatives(plain, copy.deepcopy(plain).set_engine("shared"), "bc")
+
+
+def _assert_same_second_derivatives(plain, shared, family):
     results = []
-    for model in (plain, copy.deepcopy(plain).set_engine("shared")):
-        x = random_images("bc").requires_grad_()
+    for model in (plain, shared):
+        x = random_images(family).requires_grad_()
         x.data.copy_(torch.linspace(-2, 2, x.numel()).view_as(x).sin())
         inputs = [x, *model.parameters()]
         grads = torch.autograd.grad(model(x).square().sum(), inputs, create_graph=True)
@@ -145,6 +153,85 @@ def test_a_backbone_applies_its_last_activation():
 def test_an_unknown_activation_is_refused():
     with pytest.raises(ValueError, match=r"activation .*'swish'"):
         DenseNet(activation="swish")
+    with pytest.raises(TypeError, match=r"must be a name .* or a class or function that returns a new module"):
+        DenseNet(activation=nn.SiLU())
+    with pytest.raises(TypeError, match="which needs arguments"):
+        DenseNet(activation=nn.functional.silu)
+    with pytest.raises(TypeError, match="which returns 3, not a module"):
+        DenseNet(activation=lambda: 3)
+
+
+def _mixed(family: str, **overrides) -> DenseNet:
+    """A model in which no two neighbors have the same activation, nor the same constants."""
+    model = small_model(family, efficient=False, **overrides)
+    others = itertools.cycle([nn.SiLU, lambda: nn.LeakyReLU(-0.3), lambda: nn.Hardtanh(-0.5, 2), lambda: nn.ELU(0.4)])
+    for module in model.modules():
+        if isinstance(module, DenseLayer):
+            module.relu1 = nn.PReLU(module.norm1.num_features).double()
+            nn.init.normal_(module.relu1.weight)
+            if module.has_bottleneck:
+                module.relu2 = next(others)()
+        elif isinstance(module, Transition):
+            module.relu = next(others)()
+    return model
+
+
+@pytest.mark.parametrize("family", ["basic", "bc", "imagenet"])
+@pytest.mark.parametrize("option", [{}, {"drop_rate": 0.3}, {"keep_bottleneck": True}, {"block_config": (3, 3)}])
+def test_activations_that_differ(family, option, monkeypatch):
+    """Also in several layer groups."""
+    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
+    plain = _mixed(family, **option)
+    shared = copy.deepcopy(plain).set_engine("shared")
+    assert_same_step(shared, plain, random_images(family))
+    assert_same_buffers(shared, plain)
+
+
+@pytest.mark.parametrize("family", ["basic", "bc"])
+def test_second_derivatives_of_activations_that_differ(family):
+    plain = _mixed(family)
+    _assert_same_second_derivatives(plain, copy.deepcopy(plain).set_engine("shared"), family)
+
+
+@pytest.mark.parametrize("name", ["elu", "silu", "gelu", "mish"])
+def test_small_norm_weights_lose_no_digits(name):
+    """The error of new features in float32, relative to their size, is at most twice plain's."""
+    model = DenseNet(8, (4,), num_init_features=8, activation=name, efficient="plain").double()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.constant_(module.weight, 1e-4)
+    x = torch.randn(4, 8, 12, 12, dtype=torch.double)
+    exact = model.features.denseblock1(x)[:, 8:]
+    errors = []
+    for engine in ("plain", "shared"):
+        block = copy.deepcopy(model).set_engine(engine).float().features.denseblock1
+        errors.append((block(x.float().requires_grad_())[:, 8:].double() - exact).norm() / exact.norm())
+    assert errors[1] <= 2 * errors[0] + 2e-7
+
+
+@pytest.mark.parametrize("name", ["silu", "mish", "prelu"])
+def test_the_memory_of_a_step_is_predicted(name):
+    x = torch.randn(16, 3, 32, 32)
+    for engine, tolerance in (("shared", 0.01), ("plain", 0.03)):
+        model = DenseNet(12, (6, 6), activation=name, efficient=engine)
+        model(x).sum().backward()
+        peak = memory.tensor_peak(lambda model=model: model(x).sum().backward())
+        assert memory.predict(model, x.shape, loss=torch.Tensor.sum).tensor_peak == pytest.approx(peak, rel=tolerance)
+
+
+def test_a_new_forward_of_pytorchs_class_is_called(monkeypatch):
+    model = DenseNet(4, (2,), activation=nn.ReLU6)
+    monkeypatch.setattr(nn.ReLU6, "forward", lambda self, z: 2 * z)
+    assert "ReLU6.forward" in choose.why_not(choose.Engine.SHARED, model.features.denseblock1, torch.randn(2, 8, 4, 4))
+
+
+def test_timm_s_classes_are_pytorchs_functions():
+    layers = pytest.importorskip("timm.layers.activations")
+    z = torch.linspace(-4, 4, 99).view(33, 3)
+    for name in ("PReLU", "GELU", "GELUTanh", "Swish", "Mish"):
+        module = getattr(layers, name)()
+        weight = module.weight.expand(3) if name == "PReLU" else None
+        assert_close(Activation(spec_of(module), weight).forward(z), module(z), 1e-6)
 
 
 @pytest.mark.parametrize("name", ["elu", "prelu", "mish"])

@@ -60,6 +60,8 @@ class Activation(NamedTuple):
 
     def backward(self, grad: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
         """grad · f'(z), by PyTorch; and the gradient of the weight, where there is one, before the sum over pixels."""
+        if z.is_meta:  # where PyTorch composes some backwards of several operations
+            return torch.empty_like(grad), None if self.weight is None else torch.empty_like(grad)
         grads = TABLE[self.spec.name].backward(grad, z, self._weight(z), *self.spec[1:])
         return grads if isinstance(grads, tuple) else (grads, None)
 

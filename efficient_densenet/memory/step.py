@@ -16,6 +16,7 @@ from .._tensors import meta_stands_for
 from .._torch_private import backward_inside_function_modes
 from ..engine.choose import no_warnings
 from ..engine.parts import is_engine_block
+from .meta_activations import MetaActivations
 from .meta_autocast import MetaAutocast, autocast_on_meta
 from .meta_copy import copy_to_meta, unwrapped
 from .optimizer_state import OptimizerLike, optimizer_state
@@ -187,7 +188,7 @@ class MetaModel:
 def _traced(device_type: str, autocast: MetaAutocast, mode: MemoryMode) -> Iterator[None]:
     """A model on the meta device runs here, traced by `mode`."""
     try:
-        with meta_stands_for(device_type), no_warnings(), autocast, mode:
+        with meta_stands_for(device_type), no_warnings(), autocast, MetaActivations(), mode:
             yield
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(f"{error}; so the memory of a step is not known") from error

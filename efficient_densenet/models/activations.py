@@ -5,12 +5,12 @@ from functools import partial
 
 from torch import nn
 
-from .._checks import check_choice
+from .._checks import check_choice, describe
 
-MakeActivation = Callable[[], nn.Module]
-"""A class, or a function that makes a new module for each place."""
+ActivationFactory = Callable[[], nn.Module]
+"""A class, or a function that returns a new module for each place."""
 
-_NAMED: dict[str, MakeActivation] = {
+_NAMED: dict[str, ActivationFactory] = {
     "relu": partial(nn.ReLU, inplace=True),
     "relu6": partial(nn.ReLU6, inplace=True),
     "leaky_relu": partial(nn.LeakyReLU, inplace=True),
@@ -24,9 +24,24 @@ _NAMED: dict[str, MakeActivation] = {
 RELU = _NAMED["relu"]
 
 
-def activation_maker(activation: str | MakeActivation) -> MakeActivation:
-    """The function that makes the activations of a model, from a name or the function itself."""
-    if not isinstance(activation, str) and callable(activation):
-        return activation
-    check_choice("activation", activation, tuple(_NAMED))
-    return _NAMED[activation]
+def activation_factory(activation: str | ActivationFactory) -> ActivationFactory:
+    """The function that returns the activations of a model, from a name or the function itself."""
+    if isinstance(activation, str):
+        check_choice("activation", activation, tuple(_NAMED))
+        return _NAMED[activation]
+    if isinstance(activation, nn.Module) or not callable(activation):
+        raise TypeError(
+            f"activation is {describe(activation)}, but must be a name ({', '.join(_NAMED)}), or a class or function "
+            "that returns a new module for each place, such as nn.SiLU or lambda: nn.LeakyReLU(0.2)"
+        )
+    return partial(_module, activation)
+
+
+def _module(factory: ActivationFactory) -> nn.Module:
+    try:
+        module = factory()
+    except TypeError as error:
+        raise TypeError(f"activation is {describe(factory)}, which needs arguments: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"activation is {describe(factory)}, which returns {describe(module)}, not a module")
+    return module

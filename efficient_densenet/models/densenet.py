@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .._checks import check_between, check_choice, check_integer
 from ..weights.load import WeightsReport
-from .activations import MakeActivation
+from .activations import ActivationFactory
 from .base import DenseModel
 from .budget import MemoryBudget
 from .dimensions import CONVOLUTIONS, modules_for
@@ -73,7 +73,7 @@ class DenseNet(DenseModel):
         features_only: bool = False,
         out_indices: int | Sequence[int] | None = None,
         maps: str = "timm",
-        activation: str | MakeActivation = "relu",
+        activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
         bn_size, init = bn_size or 0, init or ("fan_out" if small_inputs else "fan_in")
@@ -115,7 +115,7 @@ class DenseNet(DenseModel):
         return self.forward_head(self._rectified_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """The last feature map, after the last norm and its ReLU, before pooling."""
+        """The last feature map, after the last norm and its activation, before pooling."""
         self._refuse_backbone("forward_features")
         self._check_input(x)
         return self._rectified_features(x)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .._checks import check_between, check_integer
 from ..engine import choose
-from .activations import MakeActivation, activation_maker
+from .activations import ActivationFactory, activation_factory
 from .base import DenseModel
 from .dimensions import CONVOLUTIONS, NORMS, TRANSPOSED_CONVOLUTIONS, modules_for
 from .layers import DenseBlock
@@ -43,7 +43,7 @@ class FCDenseNet(DenseModel):
         in_channels: int = 3,
         memory_efficient: bool | str | None = None,
         dims: int = 2,
-        activation: str | MakeActivation = "relu",
+        activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
         _check_architecture(growth_rate, block_config, num_init_features)
@@ -95,7 +95,7 @@ class FCFeatures(nn.Module):
         efficient: bool | str,
         in_channels: int,
         dims: int,
-        activation: str | MakeActivation = "relu",
+        activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
         self.depth, last = len(block_config) // 2, len(block_config)
@@ -134,12 +134,12 @@ class TransitionDown(nn.Sequential):
     """Norm, activation, a 1×1 convolution to as many channels, dropout, max pooling that halves height and width."""
 
     def __init__(
-        self, channels: int, drop_rate: float, dims: int = 2, activation: str | MakeActivation = "relu"
+        self, channels: int, drop_rate: float, dims: int = 2, activation: str | ActivationFactory = "relu"
     ) -> None:
         super().__init__()
         modules = modules_for(dims)
         self.norm = NORMS[dims](channels)
-        self.relu = activation_maker(activation)()
+        self.relu = activation_factory(activation)()
         self.conv = modules.Conv(channels, channels, kernel_size=1)
         self.drop = nn.Dropout(drop_rate)
         self.pool = modules.MaxPool(2)

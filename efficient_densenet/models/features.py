@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._checks import check_choice
 from ..engine.network import run_sequence
 from ..engine.parts import Norm
-from .activations import RELU, MakeActivation, activation_maker
+from .activations import RELU, ActivationFactory, activation_factory
 from .backbone import FeatureInfo
 from .dimensions import CONVOLUTIONS, NORMS, modules_for
 from .layers import DenseBlock, Transition
@@ -73,10 +73,10 @@ def build_features(
     in_channels: int,
     small_inputs: bool,
     dims: int,
-    activation: str | MakeActivation = "relu",
+    activation: str | ActivationFactory = "relu",
 ) -> tuple[Features, FeatureInfo]:
     """The modules and a description of the feature maps; `make_block` takes a number of layers and of channels."""
-    make_activation = activation_maker(activation)
+    make_activation = activation_factory(activation)
     features = Features(_stem(in_channels, num_init_features, small_inputs, dims, make_activation))
     channels = num_init_features
     info = [_map_info(channels, 1 if small_inputs else 2, "conv0" if small_inputs else "relu0")]
@@ -90,7 +90,7 @@ def build_features(
             features.add_module(f"transition{i}", Transition(channels, compressed, dims, activation=activation))
             channels = compressed
     features.add_module("norm5", NORMS[dims](channels))
-    if make_activation is not RELU:
+    if make_activation is not RELU:  # features.relu5, which `forward` leaves to the model
         features.add_module("relu5", _not_in_place(make_activation()))
     info[-1] = _map_info(channels, strides[-1], "norm5")
     return features, FeatureInfo(info, range(len(info)))
@@ -119,7 +119,7 @@ def dilate(features: Features, strides: Sequence[int]) -> None:
 
 
 def _stem(
-    in_channels: int, num_init_features: int, small_inputs: bool, dims: int, make_activation: MakeActivation
+    in_channels: int, num_init_features: int, small_inputs: bool, dims: int, make_activation: ActivationFactory
 ) -> OrderedDict[str, nn.Module]:
     modules = modules_for(dims)
     if small_inputs:

@@ -20,7 +20,7 @@ from ..engine.parts import (
     register_consumer,
 )
 from ..engine.sharded import why_sharded
-from .activations import MakeActivation, activation_maker
+from .activations import ActivationFactory, activation_factory
 from .dimensions import NORMS, modules_for
 
 
@@ -41,10 +41,10 @@ class DenseLayer(nn.Module):
         dims: int = 2,
         *,
         bias: bool = False,
-        activation: str | MakeActivation = "relu",
+        activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
-        modules, make_activation = modules_for(dims), activation_maker(activation)
+        modules, make_activation = modules_for(dims), activation_factory(activation)
         self.drop_rate, self.keep_bottleneck = drop_rate, keep_bottleneck
         self.has_bottleneck = bn_size > 0
         width = bn_size * growth_rate if self.has_bottleneck else growth_rate
@@ -96,7 +96,7 @@ class DenseBlock(nn.Module):
         *,
         bias: bool = False,
         new_features_only: bool = False,
-        activation: str | MakeActivation = "relu",
+        activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
         self.engine, self.new_features_only = choose.parse(efficient), new_features_only
@@ -142,12 +142,12 @@ class Transition(nn.Sequential):
         num_output_features: int,
         dims: int = 2,
         *,
-        activation: str | MakeActivation = "relu",
+        activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
         modules = modules_for(dims)
         self.norm = NORMS[dims](num_input_features)
-        self.relu = activation_maker(activation)()
+        self.relu = activation_factory(activation)()
         self.conv = modules.Conv(num_input_features, num_output_features, kernel_size=1, bias=False)
         self.pool = modules.AvgPool(kernel_size=2, stride=2)
 
