@@ -114,8 +114,9 @@ def test_a_graph_may_be_run_twice_and_a_changed_weight_raises():
 def test_the_operators_pass_opcheck(activation):
     block = random_block(activation, newest_first=True, returns_features=True)
     x = torch.randn(2, 3, 4, 5, dtype=torch.double, requires_grad=True)
-    text = '["float64", false, false, 3, true, true, false, [[4, 3, 1, ["SPEC", 0.0, 0.0], "zeros"], '
-    text += '[3, 1, 1, ["SPEC", 0.0, 0.0], "zeros"], [5, 3, 2, ["SPEC", 0.0, 0.0], "zeros"]], [6, 3, 1, ["identity", 0.0, 0.0], "zeros"]]'
+    conv = '[{}, {}, {}, ["SPEC", 0.0, 0.0], "zeros"]'
+    layers, last = ", ".join((conv.format(4, 3, 1), conv.format(3, 1, 1), conv.format(5, 3, 2))), conv.format(6, 3, 1)
+    text = f'["float64", false, false, 3, true, true, false, [{layers}], {last.replace("SPEC", "identity")}]'
     spec = decode(text.replace("SPEC", activation))
     assert decode(spec.encoded) == spec
     tensors = [
