@@ -129,6 +129,23 @@ class Fusion(nn.Module):
         return torch.cat(features[1:] if self.new_only else features, 1)
 
 
+class ByReflection(nn.Module):
+    """As DenseFuse mostly is: a layer pads by reflection, in a module of its own or in its convolution."""
+
+    def __init__(self, channels: int, mode: str | None = None) -> None:
+        super().__init__()
+        self.pad = nn.Identity() if mode else nn.ReflectionPad2d(1)
+        self.conv = nn.Conv2d(channels, GROWTH, 3, padding=1 if mode else 0, padding_mode=mode or "zeros")
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = x if type(self.pad) is nn.Identity else self.pad(x)
+        return torch.cat([x, F.relu(self.conv(padded), inplace=True)], 1)
+
+
+def padded(mode: str | None = None) -> nn.Module:
+    return nn.Sequential(*(ByReflection(CHANNELS + i * GROWTH, mode) for i in range(3)))
+
+
 class FlowEstimator(nn.Module):
     """As in PWC-Net: the newest features first, layers of several widths, and the features returned with the flow."""
 

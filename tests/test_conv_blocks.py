@@ -41,6 +41,7 @@ def random_block(activation, newest_first=False, last=3, returns_features=False,
         layers.append(ConvLayer(conv.double(), None if make is None else make().double()))
         channels += width
     last = None if last is None else conv_class(channels, 6, last, padding=last // 2).double()
+    last = None if last is None else ConvLayer(last)
     return ConvBlock(tuple(layers), last, newest_first, returns_features)
 
 
@@ -51,10 +52,10 @@ def parameters_of(block: ConvBlock) -> list[Tensor]:
 
 def run_plain(block: ConvBlock, x: Tensor) -> list[Tensor]:
     features = x
-    for conv, activation in block.layers:
+    for conv, activation, _ in block.layers:
         new = conv(features) if activation is None else activation(conv(features))
         features = torch.cat([new, features] if block.newest_first else [features, new], 1)
-    last = [] if block.last is None else [block.last(features)]
+    last = [] if block.last is None else [block.last.conv(features)]
     return [*last, features] if block.returns_features else last
 
 
@@ -113,13 +114,14 @@ def test_a_graph_may_be_run_twice_and_a_changed_weight_raises():
 def test_the_operators_pass_opcheck(activation):
     block = random_block(activation, newest_first=True, returns_features=True)
     x = torch.randn(2, 3, 4, 5, dtype=torch.double, requires_grad=True)
-    text = '["float64", false, false, 3, true, true, false, [[4, 3, 1, ["SPEC", 0.0, 0.0]], '
-    text += '[3, 1, 1, ["SPEC", 0.0, 0.0]], [5, 3, 2, ["SPEC", 0.0, 0.0]]], [6, 3, 1, ["identity", 0.0, 0.0]]]'
+    conv = '[{}, {}, {}, ["SPEC", 0.0, 0.0], "zeros"]'
+    layers, last = ", ".join((conv.format(4, 3, 1), conv.format(3, 1, 1), conv.format(5, 3, 2))), conv.format(6, 3, 1)
+    text = f'["float64", false, false, 3, true, true, false, [{layers}], {last.replace("SPEC", "identity")}]'
     spec = decode(text.replace("SPEC", activation))
     assert decode(spec.encoded) == spec
     tensors = [
         tensor
-        for conv, activation in (*block.layers, ConvLayer(block.last))
+        for conv, activation in [layer[:2] for layer in block.all_layers]
         for tensor in (conv.weight, conv.bias, getattr(activation, "weight", None))
     ]
     torch.library.opcheck(torch.ops.efficient_densenet.conv_block.default, (x, tensors, spec.encoded))

@@ -24,6 +24,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "RDN by functions": partial(families.LocalFusion, True),
     "SRDenseNet": families.FirstLayerApart,
     "DenseFuse": families.Fusion,
+    "padded by reflection": families.padded,
+    "padded by the convolution": partial(families.padded, "replicate"),
     "new features only": partial(families.Fusion, new_only=True),
     "PWC-Net": families.FlowEstimator,
     "dilated": families.Dilated,
@@ -92,7 +94,7 @@ def test_a_family_trains_as_plain_does(family):
     assert list(map(type, block.modules())) == list(map(type, plain.modules()))
 
 
-@pytest.mark.parametrize("family", ["ESRGAN", "RDN", "DenseFuse", "PWC-Net", "volumes", "SiLU"])
+@pytest.mark.parametrize("family", ["ESRGAN", "RDN", "DenseFuse", "PWC-Net", "volumes", "SiLU", "padded by reflection"])
 def test_what_the_report_says_is_saved(family):
     block, plain = _pair(FAMILIES[family])
     (changed,) = make_efficient(block).changed
@@ -161,7 +163,7 @@ def test_a_block_in_a_block_twice():
     _assert_same_training(nn.Sequential(block, block), nn.Sequential(plain, plain), x)
 
 
-@pytest.mark.parametrize("family", ["ESRGAN", "PWC-Net", "PReLU", "SiLU", "RDN"])
+@pytest.mark.parametrize("family", ["ESRGAN", "PWC-Net", "PReLU", "SiLU", "RDN", "padded by reflection"])
 def test_second_derivatives(family):
     block, plain = _pair(FAMILIES[family])
     results = []
@@ -201,7 +203,9 @@ def test_outputs_and_input_may_be_changed_in_place(family):
     assert_same_gradients(block, plain)
 
 
-@pytest.mark.parametrize("family", ["ESRGAN", "RDN", "DenseFuse", "new features only", "PWC-Net", "PReLU"])
+@pytest.mark.parametrize(
+    "family", ["ESRGAN", "RDN", "DenseFuse", "new features only", "PWC-Net", "PReLU", "padded by reflection"]
+)
 def test_autocast(family):
     """The error of bfloat16, of ours at most twice plain's."""
     block, plain = _pair(FAMILIES[family])

@@ -19,6 +19,19 @@ RunRow = Callable[[ConvBlock, Tensor], Sequence[Tensor]]
 """Runs the layers on a tensor; returns the output of the last convolution, if there is one, and the features."""
 
 
+class LayerNames(NamedTuple):
+    """The names of a layer's convolution, of the activation after it, and of the module that pads before it."""
+
+    conv: str
+    activation: ActivationName = None
+    padding: str | None = None
+
+    def layer(self, block: nn.Module) -> ConvLayer:
+        padding = None if self.padding is None else block.get_submodule(self.padding)
+        conv = cast(_ConvNd, block.get_submodule(self.conv))
+        return ConvLayer(conv, _activation(block, self.activation), padding)
+
+
 class Value(NamedTuple):
     """The result of a step among the arguments of another one."""
 
@@ -51,8 +64,8 @@ class Recipe:
     """How a forward uses its layers, by their names in the block.
 
     Attributes:
-        layers: the convolution and the activation of each layer, which reads all features before it.
-        last: a convolution of all features.
+        layers: each reads all features before it.
+        last: a convolution of all features, without activation.
         newest_first, new_features_only: as in `ConvBlock`.
         argument: the name of the forward's argument.
         before, after: what the forward computes before and after its layers.
@@ -61,8 +74,8 @@ class Recipe:
         returned: what the forward returns.
     """
 
-    layers: tuple[tuple[str, ActivationName], ...]
-    last: str | None
+    layers: tuple[LayerNames, ...]
+    last: LayerNames | None
     newest_first: bool
     new_features_only: bool
     argument: str
@@ -74,8 +87,8 @@ class Recipe:
 
     def parts(self, block: nn.Module) -> ConvBlock:
         """The modules of `block` as they are now."""
-        layers = tuple(ConvLayer(_conv(block, name), _activation(block, each)) for name, each in self.layers)
-        last = None if self.last is None else _conv(block, self.last)
+        layers = tuple(names.layer(block) for names in self.layers)
+        last = None if self.last is None else self.last.layer(block)
         returns_features = len(self.results) > (last is not None)
         return ConvBlock(layers, last, self.newest_first, returns_features, self.new_features_only)
 
@@ -93,14 +106,20 @@ class Recipe:
 def run_plain(parts: ConvBlock, x: Tensor) -> list[Tensor]:
     """The results of the layers, by modules and concatenations."""
     features = [x]
-    for conv, activation in parts.layers:
-        new = conv(_concatenated(features))
-        new = new if activation is None else activation(new)
+    for layer in parts.layers:
+        new = _run_layer(layer, features)
         features = [new, *features] if parts.newest_first else [*features, new]
-    results = [] if parts.last is None else [parts.last(_concatenated(features))]
+    results = [] if parts.last is None else [_run_layer(parts.last, features)]
     if parts.new_features_only:
         del features[-1 if parts.newest_first else 0]
     return [*results, _concatenated(features)] if parts.returns_features else results
+
+
+def _run_layer(layer: ConvLayer, features: list[Tensor]) -> Tensor:
+    x = _concatenated(features)
+    for module in (layer.padding, layer.conv, layer.activation):
+        x = x if module is None else module(x)
+    return x
 
 
 def _concatenated(features: list[Tensor]) -> Tensor:
@@ -116,10 +135,6 @@ def resolved(arguments: Any, values: Mapping[str, Any]) -> Any:
     if type(arguments) is dict:
         return {name: resolved(each, values) for name, each in arguments.items()}
     return arguments
-
-
-def _conv(block: nn.Module, name: str) -> _ConvNd:
-    return cast(_ConvNd, block.get_submodule(name))
 
 
 def _activation(block: nn.Module, activation: ActivationName) -> nn.Module | None:

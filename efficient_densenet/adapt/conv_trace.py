@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from ..engine.conv_block.parts import PADDING_MODES
 from ..engine.parts import NoPartsError, is_activation
 from ..engine.refuse import must_be_called
 from ..kernels.activations import spec_of
-from .conv_recipe import ActivationName, Recipe, Step, Value
+from .conv_recipe import ActivationName, LayerNames, Recipe, Step, Value
 
 FEWEST_LAYERS = 3
 """A block of fewer convolutions saves little."""
@@ -89,11 +90,11 @@ class _Layers:
 
     def __init__(self, block: nn.Module, convolutions: Sequence[fx.Node]) -> None:
         self.block, self.first, self.newest_first = block, convolutions[0], False
-        self.read = features = _channels(_input(self.first))
+        self.read = features = _channels(self._input(self.first))
         self.convolutions: list[fx.Node] = []
         self.outputs: list[fx.Node] = []
         for conv in convolutions:
-            channels = _channels(_input(conv))
+            channels = _channels(self._input(conv))
             if len(self.outputs) == 1:
                 self.newest_first = channels == (*self.outputs, *self.read)
                 features = self._features()
@@ -127,7 +128,8 @@ class _Layers:
     def recipe(self, nodes: Sequence[fx.Node]) -> Recipe:
         """The recipe of a forward with these nodes."""
         last = self._split_off_last(nodes)
-        inside = {*self.convolutions, *self.outputs}
+        paddings = {self._padding(conv) for conv in (*self.convolutions, *([] if last is None else [last]))} - {None}
+        inside = {*self.convolutions, *self.outputs, *paddings}
         whole, new = self._features(), self._new_features()
         concatenations = {
             node: channels
@@ -148,20 +150,31 @@ class _Layers:
         *after, output = after
         make = _Steps(self.block, names, hidden)
         return Recipe(
-            layers=tuple(zip(map(_target, self.convolutions), map(self._activation_of, self.outputs), strict=True)),
-            last=None if last is None else _target(last),
+            layers=tuple(map(self._names, self.convolutions, self.outputs)),
+            last=None if last is None else self._names(last, last),
             newest_first=self.newest_first,
             new_features_only=only_new == {True},
             argument=next(node.name for node in before if node.op == "placeholder"),
             before=make.steps(node for node in before if node.op != "placeholder"),
-            reads=make.value(_input(self.first)),
+            reads=make.value(self._input(self.first)),
             results=tuple(name for name in ("last", "features") if name in names.values()),
             after=make.steps(after),
             returned=make.arguments(output.args[0]),
         )
 
-    def _activation_of(self, output: fx.Node) -> ActivationName:
-        return None if output in self.convolutions else self._activation(output)
+    def _names(self, conv: fx.Node, output: fx.Node) -> LayerNames:
+        padding = self._padding(conv)
+        activation = None if output is conv else self._activation(output)
+        return LayerNames(str(conv.target), activation, None if padding is None else str(padding.target))
+
+    def _padding(self, conv: fx.Node) -> fx.Node | None:
+        """The module that pads the input of a convolution."""
+        node = _argument(conv)
+        pads = type(_module(self.block, node)) in PADDING_MODES and len(node.users) == 1
+        return node if pads else None
+
+    def _input(self, conv: fx.Node) -> fx.Node:
+        return _argument(self._padding(conv) or conv)
 
     def _split_off_last(self, nodes: Sequence[fx.Node]) -> fx.Node | None:
         """Take the last convolution from the layers, if no concatenation has its output, and return it."""
@@ -219,15 +232,11 @@ def _channels(node: fx.Node) -> Channels:
     return tuple(each for tensor in cast(Sequence[fx.Node], tensors) for each in _channels(tensor))
 
 
-def _input(conv: fx.Node) -> fx.Node:
-    if len(conv.args) != 1:
+def _argument(node: fx.Node) -> fx.Node:
+    if len(node.args) != 1:
         raise NoPartsError("found a convolution that is not called with one tensor")
-    return cast(fx.Node, conv.args[0])
+    return cast(fx.Node, node.args[0])
 
 
 def _module(block: nn.Module, node: fx.Node) -> nn.Module | None:
     return block.get_submodule(str(node.target)) if node.op == "call_module" else None
-
-
-def _target(node: fx.Node) -> str:
-    return str(node.target)

@@ -17,6 +17,7 @@ from ..stage.groups import Handoff, add
 from ..stage.second_order import Reconnected, differentiable_gradients
 from . import operator
 from .compute import SavedBlock
+from .padded import pad
 from .spec import ConvBlockSpec, ConvSpec, ConvTensors, conv_tensors, decode
 
 
@@ -102,5 +103,7 @@ def plain_conv_block(spec: ConvBlockSpec, x: Tensor, *parameters: Tensor | None)
 def _convolve(spec: ConvBlockSpec, conv: ConvSpec, tensors: ConvTensors, x: Tensor) -> Tensor:
     dtype, padding = spec.torch_dtype, conv.kernel_size // 2 * conv.dilation
     bias = None if tensors.bias is None else tensors.bias.to(dtype)
-    convolve = dimensions_of(x).conv
-    return convolve(x.to(dtype), tensors.weight.to(dtype), bias, padding=padding, dilation=conv.dilation)
+    x, convolve = x.to(dtype), dimensions_of(x).conv
+    if conv.padding_mode != "zeros":
+        x, padding = pad(x, conv.dilation, conv.padding_mode), 0
+    return convolve(x, tensors.weight.to(dtype), bias, padding=padding, dilation=conv.dilation)

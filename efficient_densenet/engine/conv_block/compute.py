@@ -12,6 +12,7 @@ from ...kernels.activations import IDENTITY
 from ...kernels.interface import AffineInput, BatchNormAffine, BatchNormBackward, Conv1x1, GradAccumulator, Kernels
 from ...kernels.portable import to_pixel_matrix, to_spatial
 from ..stage.spec import columns_of
+from . import padded
 from .spec import ConvBlockSpec, ConvSpec, ConvTensors, conv_tensors
 
 
@@ -47,6 +48,8 @@ class _Convolutions:
         if conv.kernel_size == 1:
             output = weight.new_empty(len(self.features), conv.out_channels)
             self.kernels.conv1x1_forward(Conv1x1(input, weight.flatten(1), output))
+        elif conv.padding_mode != "zeros":
+            output = padded.conv3x3_forward(input.values, weight, shape, conv.dilation, conv.padding_mode)
         else:
             output = self.kernels.conv3x3_forward(input, weight, shape, conv.dilation)
         return output if bias is None else output.add_(as_dtype(bias, output.dtype))
@@ -54,6 +57,9 @@ class _Convolutions:
     def backward(self, i: int, grad: Tensor, shape: torch.Size, accumulator: GradAccumulator) -> Tensor | None:
         """Accumulate the gradient of what convolution i has read; returns the gradient of its weight."""
         conv, input, weight = self.spec.convolutions[i], self.input(i), self.weights[i]
+        if conv.padding_mode != "zeros":
+            settings = shape, conv.dilation, conv.padding_mode
+            return padded.conv3x3_backward(grad, input.values, weight, accumulator, *settings)
         if conv.kernel_size == 1:
             backward = BatchNormBackward(grad, grad)
             grads = self.kernels.conv1x1_backward(backward, input, weight.flatten(1), accumulator)

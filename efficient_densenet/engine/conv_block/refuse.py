@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..._dimensions import DIMENSIONS
 from ..parts import is_activation
 from ..refuse import modules_inside, must_be_called, unusual_setting, why_not_global_changes, why_not_precision
-from .parts import ConvBlock
+from .parts import ConvBlock, ConvLayer
 
 
 def why_not(block: nn.Module, parts: ConvBlock, x: Tensor, reads_x: bool = True) -> str | None:
@@ -20,10 +20,11 @@ def why_not(block: nn.Module, parts: ConvBlock, x: Tensor, reads_x: bool = True)
             return f"found a hook on, or a new forward of, a {type(module).__name__}, which the engine would not call"
         if "parametrizations" in module._modules:
             return f"found a parametrization of a {type(module).__name__} inside a layer"
-    for conv in parts.convolutions:
+    for layer in parts.all_layers:
+        conv = layer.conv
         if type(conv) is not DIMENSIONS[dims].Conv:
             return f"found a {type(conv).__name__}, where the shared engine takes {DIMENSIONS[dims].Conv.__name__}"
-        reason = unusual_setting(conv, 1 if conv.kernel_size[0] == 1 else 3)
+        reason = _unusual_setting(layer, dims)
         if reason is not None:
             return reason
     for layer in parts.layers:
@@ -35,6 +36,20 @@ def why_not(block: nn.Module, parts: ConvBlock, x: Tensor, reads_x: bool = True)
         or why_not_precision([((), parts.convolutions)], x)
         or why_not_global_changes()
     )
+
+
+def _unusual_setting(layer: ConvLayer, dims: int) -> str | None:
+    """A setting in which a layer's convolution is not of 1×1 or 3×3 pixels and of the input's spatial size."""
+    conv, padding, mode = layer.conv, layer.padding, layer.padding_mode
+    if mode == "zeros":
+        return unusual_setting(conv, 1 if conv.kernel_size[0] == 1 else 3)
+    dilation, sides = conv.dilation[0], conv.padding * 2 if padding is None else padding.padding
+    usual = (3,) * dims, (dilation,) * dims, (1,) * dims, 1, (dilation,) * dims * 2
+    if mode == "circular" or (conv.kernel_size, conv.dilation, conv.stride, conv.groups, sides) != usual:
+        return f"found a padding by {mode!r} of {sides} before a {type(conv).__name__} of {conv.kernel_size}"
+    if padding is not None and any(conv.padding):
+        return f"found two paddings before a {type(conv).__name__}"
+    return None
 
 
 def _why_not_widths(parts: ConvBlock, in_channels: int) -> str | None:

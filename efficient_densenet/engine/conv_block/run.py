@@ -17,9 +17,8 @@ from .spec import ConvBlockSpec, ConvSpec
 
 def run(block: ConvBlock, x: Tensor) -> Sequence[Tensor]:
     """The output of the last convolution, if there is one, and the features, if they are returned."""
-    last = () if block.last is None else (ConvLayer(block.last),)
     parameters: list[Tensor | None] = []
-    for conv, activation in (*block.layers, *last):
+    for conv, activation, _ in block.all_layers:
         parameters += [*weight_and_bias(conv), getattr(activation, "weight", None)]
     spec = _read_spec(block, x)
     return run_operator("conv_block", conv_block, spec, (x, parameters))[: spec.num_outputs]
@@ -31,13 +30,13 @@ def _read_spec(block: ConvBlock, x: Tensor) -> ConvBlockSpec:
     return ConvBlockSpec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
         channels_last=is_channels_last or weights_are,
-        last_channels_last=is_channels_last or (block.last is not None and _is_channels_last(block.last)),
+        last_channels_last=is_channels_last or (block.last is not None and _is_channels_last(block.last.conv)),
         in_channels=x.shape[1],
         newest_first=block.newest_first,
         returns_features=block.returns_features,
         new_features_only=block.new_features_only,
         layers=tuple(map(_read_layer, block.layers)),
-        last=None if block.last is None else _read_layer(ConvLayer(block.last)),
+        last=None if block.last is None else _read_layer(block.last),
     )
 
 
@@ -49,7 +48,7 @@ def _is_channels_last(conv: _ConvNd) -> bool:
 
 
 def _read_layer(layer: ConvLayer) -> ConvSpec:
-    conv, activation = layer
+    conv, activation = layer.conv, layer.activation
     spec = ActivationSpec("identity") if activation is None else spec_of(activation)
     assert spec is not None  # or the block would have been refused
-    return ConvSpec(int(conv.out_channels), int(conv.kernel_size[0]), int(conv.dilation[0]), spec)
+    return ConvSpec(int(conv.out_channels), int(conv.kernel_size[0]), int(conv.dilation[0]), spec, layer.padding_mode)

@@ -20,12 +20,13 @@ class ConvTensors(NamedTuple):
 
 
 class ConvSpec(NamedTuple):
-    """The settings of a convolution and of the activation after it."""
+    """The settings of a convolution and of the activation after it. A padding by other than zeros is of 3×3 pixels."""
 
     out_channels: int
     kernel_size: int
     dilation: int
     activation: ActivationSpec
+    padding_mode: str = "zeros"
 
     def activation_of(self, tensors: ConvTensors) -> Activation:
         weight = tensors.activation_weight
@@ -104,12 +105,12 @@ def decode(text: str) -> ConvBlockSpec:
 
 
 def _encoded(conv: ConvSpec) -> tuple[Any, ...]:
-    return conv.out_channels, conv.kernel_size, conv.dilation, tuple(conv.activation)
+    return conv.out_channels, conv.kernel_size, conv.dilation, tuple(conv.activation), conv.padding_mode
 
 
 def _decoded(values: Any) -> ConvSpec:
-    out_channels, kernel_size, dilation, activation = values
-    return ConvSpec(out_channels, kernel_size, dilation, ActivationSpec(*activation))
+    out_channels, kernel_size, dilation, activation, padding_mode = values
+    return ConvSpec(out_channels, kernel_size, dilation, ActivationSpec(*activation), padding_mode)
 
 
 def conv_tensors(tensors: Any) -> list[ConvTensors]:
