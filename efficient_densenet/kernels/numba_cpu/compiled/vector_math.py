@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .intrinsics import compiled
+from .intrinsics import inlined_by_llvm
 
 
 def in_dtype(function: Callable[..., Any], dtype: np.dtype, **functions: Any) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def in_dtype(function: Callable[..., Any], dtype: np.dtype, **functions: Any) ->
     assert isinstance(function, FunctionType)
     constants = tuple(dtype.type(each) if isinstance(each, float) else each for each in function.__code__.co_consts)
     code = function.__code__.replace(co_consts=constants)
-    return compiled(FunctionType(code, function.__globals__ | functions, function.__name__))
+    return inlined_by_llvm(FunctionType(code, function.__globals__ | functions, function.__name__))
 
 
 @functools.cache
@@ -31,11 +31,13 @@ def functions_for(dtype: np.dtype) -> ModuleType:
     """A module of the functions for a dtype: Numba looks up functions in modules only."""
     functions: Any = ModuleType("vector_math")
     is_single = dtype == np.float32
-    functions.where = compiled(_where)
+    functions.where = inlined_by_llvm(_where)
     parts = {"exp_of_rest": in_dtype(_exp_of_rest_in_float32 if is_single else _exp_of_rest_in_float64, dtype)}
     parts["reduced"] = in_dtype(_reduced_in_float32 if is_single else _reduced_in_float64, dtype)
     functions.exp, functions.expm1 = in_dtype(_exp, dtype, **parts), in_dtype(_expm1, dtype, **parts)
-    functions.erf = in_dtype(_erf_of_float32, dtype, exp=functions.exp) if is_single else compiled(_erf_of_float64)
+    functions.erf = inlined_by_llvm(_erf_of_float64)
+    if is_single:
+        functions.erf = in_dtype(_erf_of_float32, dtype, exp=functions.exp)
     functions.sigmoid = in_dtype(_sigmoid, dtype, exp=functions.exp)
     return functions
 
