@@ -245,6 +245,14 @@ def test_a_network_of_blocks():
     assert not any("_conversion" in vars(module) for module in model.modules())
 
 
+def test_the_innermost_module_with_all_convolutions_of_a_block_is_converted():
+    model = nn.Sequential(nn.Conv2d(3, CHANNELS, 1), families.ResidualDense())
+    report = make_efficient(model)
+    assert [change.name for change in report.changed] == ["1"]
+    assert not report.lines
+    assert [change.name for change in make_efficient(families.FirstLayerApart()).changed] == ["layers"]
+
+
 def test_a_hook_inside_is_called():
     block, plain = _pair(families.ResidualDense)
     calls = []

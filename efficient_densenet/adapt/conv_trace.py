@@ -37,8 +37,8 @@ _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 
 
 def looks_like_conv_block(block: nn.Module) -> bool:
-    """Whether the convolutions in `block`, in their order, may read a growing concatenation, all but the first perhaps,
-    and no module between them has buffers."""
+    """Whether the convolutions in `block`, in their order, may read a growing concatenation, and no module between them
+    has buffers. The first convolution may come before those in the innermost module."""
     if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
         return False
     inside = [module for module in block.modules() if module is not block]
@@ -48,7 +48,7 @@ def looks_like_conv_block(block: nn.Module) -> bool:
         return False
     if any(True for module in inside for _ in module.buffers()) or any(map(must_be_called, inside)):
         return False
-    return _grow(convolutions) or _grow(convolutions[1:])
+    return _grow(convolutions) or (_grow(convolutions[1:]) and not any(map(looks_like_conv_block, block.children())))
 
 
 def _grow(convolutions: Sequence[_ConvNd]) -> bool:

@@ -248,8 +248,9 @@ def _why_not(engine: Engine, block: nn.Module) -> str | None:
 def _report_lines(model: nn.Module, report: Report) -> None:
     """Report the dense lines in forwards of networks, as far as the modules that they use are not changed."""
     blocks = {each for each in model.modules() if isinstance(each, (ConvertedBlock, ConvertedConvBlock))}
+    inside = {module for block in blocks for module in block.modules()}
     for name, module in model.named_modules():
-        if blocks.isdisjoint(module.modules()) and name not in report.unchanged:
+        if module not in inside and blocks.isdisjoint(module.modules()) and name not in report.unchanged:
             prefix = f"{name}." if name else ""
             for row in dense_lines_in(module):
                 report.lines[tuple(f"{prefix}{child}" for child in row)] = name
