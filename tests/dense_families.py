@@ -315,7 +315,7 @@ class FlowDecoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = conv_relu(3, CHANNELS)
+        self.stem = nn.Sequential(conv_relu(3, CHANNELS), conv_relu(CHANNELS, CHANNELS))
         channels = CHANNELS
         for i, growth in enumerate((12, 8, 4)):
             self.add_module(f"conv6_{i}", conv_relu(channels, growth))
