@@ -181,8 +181,8 @@ def test_kernels_outside_of_the_table_are_refused():
 
 
 def launched_kernels():
-    """The names of the kernels that no other device function calls."""
-    kernels, called = set(), set()
+    """The names of the kernels that no other device function calls, nor a formula of an activation."""
+    kernels, called = set(), {"expm1"}
     for module in gpu_trace.triton_modules():
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)

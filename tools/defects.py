@@ -168,8 +168,8 @@ DEFECTS = [
     ),
     Defect(
         "Triton: the last of equal maxima gets the stem's gradient",
-        "(normalized > maximum)",
-        "(normalized >= maximum)",
+        "((y > maximum) | (y != y))",
+        "((y >= maximum) | (y != y))",
         "triton_stem",
     ),
     Defect(
