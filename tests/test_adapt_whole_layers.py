@@ -55,7 +55,7 @@ def _pair(build) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("engine", [True, "official"])
+@pytest.mark.parametrize("engine", [True, pytest.param("official", marks=pytest.mark.exhaustive)])
 def test_a_family_trains_as_plain_does(family, engine):
     build, dims, _ = FAMILIES[family]
     block, plain = _pair(build)
@@ -107,6 +107,7 @@ step as a fraction of plain's, with a tenth added to what was measured. In few l
 backward."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", PEAKS)
 def test_the_peak_of_a_step_at_widths_as_in_the_model(family, monkeypatch):
     build, widths, shape, ratio = PEAKS[family]
