@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from ..engine.conv_block.parts import PADDING_MODES
 from ..engine.parts import NoPartsError, is_activation
 from ..engine.refuse import must_be_called
-from ..kernels.activations import spec_of
+from ..kernels.activations import TABLE, spec_of
 from .conv_recipe import ActivationName, LayerNames, Recipe, Step, Value
 
 FEWEST_LAYERS = 3
@@ -22,15 +22,10 @@ Channels = tuple[fx.Node, ...]
 """The nodes whose concatenation a tensor is."""
 
 _FUNCTIONS: dict[Any, Any] = {
-    **dict.fromkeys((F.relu, torch.relu, "relu", "relu_", F.relu_, torch.relu_), nn.ReLU),
-    F.leaky_relu: nn.LeakyReLU,
-    F.elu: nn.ELU,
-    F.silu: nn.SiLU,
-    F.gelu: nn.GELU,
-    F.mish: nn.Mish,
-    F.relu6: nn.ReLU6,
-    F.hardtanh: nn.Hardtanh,
-}
+    getattr(F, name): definition.module
+    for name, definition in TABLE.items()
+    if hasattr(F, name) and definition.weight_derivative is None
+} | {F.relu6: nn.ReLU6, **dict.fromkeys((torch.relu, "relu", "relu_", F.relu_, torch.relu_), nn.ReLU)}
 """The class of module for each function, whose arguments are the class's."""
 
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)

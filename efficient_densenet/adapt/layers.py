@@ -10,6 +10,7 @@ from ..engine import layerwise
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, LayerParts, activations_of
 from ..engine.refuse import must_be_called
+from ..kernels.activations import RELU_SPEC, module_of
 from .connection_pattern import ConnectionPattern, LayerCall
 from .structure import layers_in
 
@@ -126,7 +127,7 @@ def skips_a_hook(block: BlockParts) -> bool:
 
 def _activation_after_norm(layer: LayerParts, index: int) -> nn.Module:
     """The module to apply after the layer's norm number `index`; the identity if the norm has an activation inside."""
-    return _IDENTITY if activations_of(layer.norms[index]) else layer.activation(index) or _RELU
+    return _IDENTITY if activations_of(layer.norms[index]) else layer.activation(index) or module_of(RELU_SPEC)
 
 
-_IDENTITY, _RELU = nn.Identity(), nn.ReLU()
+_IDENTITY = nn.Identity()

@@ -20,7 +20,7 @@ from .._compilers import constant_to_compilers
 from .._dimensions import classes
 from .._mixins import base_class
 from ..engine.parts import BlockParts, LayerParts, NoPartsError, activations_of, block_reader, is_norm
-from ..kernels.activations import module_of
+from ..kernels.activations import RELU_SPEC, module_of
 from .connection_pattern import ConnectionPattern, LayerCall
 from .outside import names_read
 
@@ -32,9 +32,6 @@ _DROPOUTS = {
 }
 _BY_STRUCTURE, _LAST_ONLY = ConnectionPattern(), ConnectionPattern(last_only=True)
 _BATCH_NORMS = classes("BatchNorm")
-_RELU = nn.ReLU()
-"""An activation without a module, as in most forwards."""
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -277,7 +274,7 @@ def read_layer(
     return LayerParts(
         layer,
         *(norm1, conv1, *norm2, *conv2),
-        activations=_activations(norms, activations, activation or _RELU),
+        activations=_activations(norms, activations, activation or module_of(RELU_SPEC)),
         drop_rate=drop_rate,
         dropout=dropout,
         keep_bottleneck=bool(getattr(layer, "keep_bottleneck", False)),

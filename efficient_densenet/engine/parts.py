@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from .._dimensions import classes
 from .._mixins import original_class
 from .._torch_private import class_before_fully_shard
-from ..kernels.activations import spec_of
+from ..kernels.activations import RELU_SPEC, ActivationSpec, spec_of
 from ..norms.batch_norm import (
     CpBatchNorm1d,
     CpBatchNorm2d,
@@ -234,6 +234,13 @@ def is_norm(module: nn.Module) -> bool:
 def is_activation(module: nn.Module) -> bool:
     """Whether the shared engine has this activation."""
     return spec_of(module) is not None
+
+
+def activation_spec(module: nn.Module | None, default: ActivationSpec = RELU_SPEC) -> ActivationSpec:
+    """The settings of an activation that the engine runs; `default` where there is no module."""
+    spec = default if module is None else spec_of(module)
+    assert spec is not None  # or the block would have been refused
+    return spec
 
 
 def activations_of(norm: Norm) -> tuple[nn.Module, ...]:

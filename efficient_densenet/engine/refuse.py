@@ -111,20 +111,16 @@ def _why_not_layers(
 
 def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module]) -> str | None:
     for module in modules_inside(layer.module):
-        if must_be_called(module) and module not in sharded:
-            name = type(module).__name__
-            hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which the engine would not call"
-            return why_sharded(module) or hooked
-        if "parametrizations" in module._modules:
-            return f"found a parametrization of a {type(module).__name__} inside a layer"
+        reason = why_not_module(module, sharded)
+        if reason is not None:
+            return reason
     for norm in layer.norms:
         if not _is_norm_of(norm, dims):
             return _wrong_class(norm, DIMENSIONS[dims].BatchNorm)
     for activation in layer.activations:
-        if not is_activation(activation):
-            cls = type(activation)
-            name = cls.__name__ if cls.__module__.startswith("torch.") else f"{cls.__module__}.{cls.__name__}"
-            return f"found a {name} inside a layer, which is no activation of the shared engine"
+        reason = why_not_activation(activation)
+        if reason is not None:
+            return reason
     for i, norm in enumerate(layer.norms):
         reason = _wrong_weight(layer.activation(i), norm)
         if reason is not None:
@@ -141,6 +137,23 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
         if reason is not None:
             return reason
     return None
+
+
+def why_not_module(module: nn.Module, sharded: Collection[nn.Module] = ()) -> str | None:
+    """Why a layer with this module inside cannot run without calling it, or None."""
+    name = type(module).__name__
+    if must_be_called(module) and module not in sharded:
+        hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which the engine would not call"
+        return why_sharded(module) or hooked
+    return f"found a parametrization of a {name} inside a layer" if "parametrizations" in module._modules else None
+
+
+def why_not_activation(activation: nn.Module) -> str | None:
+    if is_activation(activation):
+        return None
+    cls = type(activation)
+    name = cls.__name__ if cls.__module__.startswith("torch.") else f"{cls.__module__}.{cls.__name__}"
+    return f"found a {name} inside a layer, which is no activation of the shared engine"
 
 
 def modules_inside(module: nn.Module) -> list[nn.Module]:

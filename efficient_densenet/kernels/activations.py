@@ -2,7 +2,8 @@
 
 Each is a function y = f(z) and its derivative, written once, as formulas of z, of a channel's `weight` (of a PReLU
 alone) and of up to two constants a and b. Compiled kernels bind the formulas to functions of their own for `exp`,
-`erf`, `sigmoid` and `where` (`bound`). `portable` and second derivatives use PyTorch's function and its backward.
+`expm1`, `erf`, `sigmoid` and `where` (`bound`). `portable` and second derivatives use PyTorch's function and its
+backward.
 
 The kernels have a ReLU of their own, which takes no derivative: its mask is y > 0.
 """
@@ -30,6 +31,10 @@ class ActivationSpec(NamedTuple):
     name: str = "relu"
     a: float = 0.0
     b: float = 0.0
+
+    def of_channels(self, weight: Tensor | None, channels: int) -> "Activation":
+        """The activation of this many channels; a PReLU with a single weight applies it to each of them."""
+        return Activation(self, None if weight is None else weight.expand(channels))
 
     @property
     def is_known_from_output(self) -> bool:

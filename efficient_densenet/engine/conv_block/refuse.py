@@ -5,8 +5,14 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from ..._dimensions import DIMENSIONS
-from ..parts import is_activation
-from ..refuse import modules_inside, must_be_called, unusual_setting, why_not_global_changes, why_not_precision
+from ..refuse import (
+    modules_inside,
+    unusual_setting,
+    why_not_activation,
+    why_not_global_changes,
+    why_not_module,
+    why_not_precision,
+)
 from .parts import ConvBlock, ConvLayer
 
 
@@ -15,11 +21,9 @@ def why_not(block: nn.Module, parts: ConvBlock, x: Tensor, reads_x: bool = True)
     dims = x.dim() - 2
     if dims not in DIMENSIONS:
         return f"found an input of {x.dim()} dimensions, where the shared engine takes 3 to 5"
-    for module in modules_inside(block):
-        if module is not block and must_be_called(module):
-            return f"found a hook on, or a new forward of, a {type(module).__name__}, which the engine would not call"
-        if "parametrizations" in module._modules:
-            return f"found a parametrization of a {type(module).__name__} inside a layer"
+    reason = next(filter(None, (why_not_module(each) for each in modules_inside(block) if each is not block)), None)
+    if reason is not None:
+        return reason
     for layer in parts.all_layers:
         conv = layer.conv
         if type(conv) is not DIMENSIONS[dims].Conv:
@@ -27,9 +31,9 @@ def why_not(block: nn.Module, parts: ConvBlock, x: Tensor, reads_x: bool = True)
         reason = _unusual_setting(layer, dims)
         if reason is not None:
             return reason
-    for layer in parts.layers:
-        if layer.activation is not None and not is_activation(layer.activation):
-            return f"found a {type(layer.activation).__name__}, which is no activation of the shared engine"
+        reason = None if layer.activation is None else why_not_activation(layer.activation)
+        if reason is not None:
+            return reason
     in_channels = x.shape[1] if reads_x else parts.convolutions[0].in_channels
     return (
         _why_not_widths(parts, in_channels)

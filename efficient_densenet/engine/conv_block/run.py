@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
 from ..._tensors import CHANNELS_LAST, compute_dtype, memory_format_of
-from ...kernels.activations import ActivationSpec, spec_of
+from ...kernels.activations import IDENTITY
 from ..library import run_operator
-from ..parts import weight_and_bias
+from ..parts import activation_spec, weight_and_bias
 from .autograd import conv_block
 from .parts import ConvBlock, ConvLayer
 from .spec import ConvBlockSpec, ConvSpec
@@ -49,6 +49,5 @@ def _is_channels_last(conv: _ConvNd) -> bool:
 
 def _read_layer(layer: ConvLayer) -> ConvSpec:
     conv, activation = layer.conv, layer.activation
-    spec = ActivationSpec("identity") if activation is None else spec_of(activation)
-    assert spec is not None  # or the block would have been refused
+    spec = activation_spec(activation, default=IDENTITY.spec)
     return ConvSpec(int(conv.out_channels), int(conv.kernel_size[0]), int(conv.dilation[0]), spec, layer.padding_mode)

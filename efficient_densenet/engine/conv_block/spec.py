@@ -29,8 +29,7 @@ class ConvSpec(NamedTuple):
     padding_mode: str = "zeros"
 
     def activation_of(self, tensors: ConvTensors) -> Activation:
-        weight = tensors.activation_weight
-        return Activation(self.activation, None if weight is None else weight.expand(self.out_channels))
+        return self.activation.of_channels(tensors.activation_weight, self.out_channels)
 
 
 class ConvBlockSpec(NamedTuple):

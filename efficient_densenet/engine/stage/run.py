@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..._compilers import specialized
 from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
-from ...kernels.activations import ActivationSpec, spec_of
 from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..library import run_operator
-from ..parts import BlockParts, ConsumerParts, LayerParts, weight_and_bias
+from ..parts import BlockParts, ConsumerParts, LayerParts, activation_spec, weight_and_bias
 from ..sharded import run_inside
 from .autograd import stage, stored_features
 from .forward import StageInputs
@@ -167,20 +166,13 @@ def _read_spec(
 
 
 def _read_consumer(consumer: ConsumerParts) -> ConsumerSpec:
-    return ConsumerSpec(consumer.conv is not None, consumer.pools, _read_activation(consumer.activation))
-
-
-def _read_activation(module: nn.Module | None) -> ActivationSpec:
-    """The settings of an activation, which is a ReLU where there is no module."""
-    spec = ActivationSpec() if module is None else spec_of(module)
-    assert spec is not None  # or the block would have been refused
-    return spec
+    return ConsumerSpec(consumer.conv is not None, consumer.pools, activation_spec(consumer.activation))
 
 
 def _read_layer(layer: LayerParts) -> LayerSpec:
     """Python's numbers: modules accept NumPy's too, which are equal, but operators do not."""
     norm2, dilation, drop_rate = layer.norm2, int(layer.dilation), specialized(float(layer.drop_rate))
-    activations = _read_activation(layer.activation(0)), _read_activation(layer.activation(1))
+    activations = activation_spec(layer.activation(0)), activation_spec(layer.activation(1))
     if norm2 is None:
         return LayerSpec(0, dilation, drop_rate, False, False, 0.0, *activations)
     eps, keep_bottleneck = specialized(float(eps_of(norm2))), bool(layer.keep_bottleneck)

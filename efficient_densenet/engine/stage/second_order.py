@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._dimensions import dimensions_of
-from ...kernels.activations import Activation, ActivationSpec
 from ...kernels.interface import INV_STD, MEAN
 from ...kernels.portable import to_spatial
 from .groups import Handoff
@@ -64,11 +63,6 @@ def plain_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, statistics: 
     return ((x - statistics[MEAN].view(shape)) * scale + bias.view(shape)).to(x.dtype)
 
 
-def _activated(x: Tensor, tensors: NormConv, activation: ActivationSpec) -> Tensor:
-    weight = tensors.activation_weight
-    return Activation(activation, None if weight is None else weight.to(x.dtype)).forward(x)
-
-
 def plain_stage(spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
     """The outputs of a stage, by functions that autograd can differentiate any number of times."""
     return _PlainStage(spec, saved, parameters).run(x)
@@ -99,13 +93,14 @@ class _PlainStage:
         tensors = self.tensors[number]
         x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
         if layer.width:
-            x = self._convolve(_activated(x, tensors, layer.activation1), tensors.conv_weight, tensors.conv_bias, 1)
+            x = tensors.activation(layer.activation1).forward(x)
+            x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, 1)
             frozen = self.spec.norm_columns[number + 1] if layer.norm2_frozen else None
             if frozen is not None and tensors.conv_bias is not None:  # the saved mean lacks this bias
                 x = x - tensors.conv_bias.detach().to(x.dtype).view(-1, *[1] * (x.dim() - 2))
             tensors = self.tensors[number + 1]
             x = self._norm(x, tensors, layer.norm2_eps, frozen)
-        x = _activated(x, tensors, layer.activation2 if layer.width else layer.activation1)
+        x = tensors.activation(layer.activation2 if layer.width else layer.activation1).forward(x)
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, layer.dilation)
         if layer.drop_rate:
             mask = self.saved.dropout_masks[self.spec.dropout_position(i)]
@@ -118,7 +113,8 @@ class _PlainStage:
         x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
         if not consumer.has_conv:
             return x
-        x = self._convolve(_activated(x, tensors, consumer.activation), tensors.conv_weight, tensors.conv_bias, 1)
+        x = tensors.activation(consumer.activation).forward(x)
+        x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, 1)
         return dimensions_of(x).avg_pool(x, 2) if consumer.pools else x
 
     def _norm(self, x: Tensor, tensors: NormConv, eps: float, frozen: slice | None) -> Tensor:

@@ -76,9 +76,8 @@ class NormConv(NamedTuple):
     activation_weight: Tensor | None
 
     def activation(self, spec: ActivationSpec) -> Activation:
-        """The activation with these settings; a PReLU with a single weight applies it to every channel."""
-        weight, norm_weight = self.activation_weight, self.norm_weight
-        return Activation(spec, None if weight is None else weight.expand(norm_weight.shape[0]))
+        """The activation with these settings."""
+        return spec.of_channels(self.activation_weight, self.norm_weight.shape[0])
 
 
 @dataclass

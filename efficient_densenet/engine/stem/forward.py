@@ -43,8 +43,8 @@ class Convolved:
         return BatchNormAffine(weight, bias, statistics[INV_STD], statistics[MEAN], self.spec.frozen)
 
     def activation(self, weight: Tensor | None) -> Activation:
-        """The stem's activation; a PReLU with a single weight applies it to every channel."""
-        return Activation(self.spec.activation, None if weight is None else weight.expand(len(self.weight)))
+        """The stem's activation."""
+        return self.spec.activation.of_channels(weight, len(self.weight))
 
 
 def forward(

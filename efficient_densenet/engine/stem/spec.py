@@ -13,11 +13,11 @@ from torch.nn.modules.pooling import _MaxPoolNd
 from ..._compilers import specialized
 from ..._dimensions import dimensions_of
 from ..._tensors import accumulation_dtype, compute_dtype
-from ...kernels.activations import ActivationSpec, spec_of
+from ...kernels.activations import ActivationSpec
 from ...kernels.max_pooling import MaxPool
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
-from ..parts import Norm
+from ..parts import Norm, activation_spec
 from ..stage.spec import encode
 
 
@@ -77,8 +77,6 @@ def read_spec(stem: Stem, x: Tensor) -> StemSpec:
     """The settings of the four modules on x as they are now; a backward uses them even if they have changed since."""
     conv, norm, activation, pool = stem
     assert not isinstance(conv.padding, str)  # `can_share_stem` refuses it
-    activation_spec = spec_of(activation)
-    assert activation_spec is not None  # and this too
     settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation
     kernel_size, stride, padding, dilation = (_per_dim(setting, x.dim() - 2) for setting in settings)
     group = sync_group(norm)
@@ -88,7 +86,7 @@ def read_spec(stem: Stem, x: Tensor) -> StemSpec:
         frozen=uses_running_statistics(norm),
         eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,
-        activation=activation_spec,
+        activation=activation_spec(activation),
         conv=Conv(_integers(conv.stride), _integers(conv.padding), _integers(conv.dilation), int(conv.groups)),
         pool=MaxPool(kernel_size, stride, padding, dilation, bool(pool.ceil_mode)),
     )

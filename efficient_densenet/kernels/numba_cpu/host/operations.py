@@ -135,9 +135,9 @@ def conv1x1_backward(
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
-    settings = *settings, input.activation.weight is not None
-    tiles, grads = tiling.for_backward(*_limits(), *settings), _new_gradients(input, accumulator, weight)
-    memory = _scratch(tiles, weight)
+    has_weight_sums = input.activation.weight is not None
+    tiles = tiling.for_backward(*_limits(), *settings, has_weight_sums=has_weight_sums)
+    grads, memory = _new_gradients(input, accumulator, weight), _scratch(tiles, weight)
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
     record = (
         *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride),
