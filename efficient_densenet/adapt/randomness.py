@@ -5,6 +5,7 @@ other generators, and restores the states of all of them.
 """
 
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -83,3 +84,15 @@ def _name(generator: Any) -> str:
 
 
 _MANY = 100
+
+
+def seed() -> None:
+    has_accelerator = torch.accelerator.is_available()
+    (torch.manual_seed if has_accelerator else torch.default_generator.manual_seed)(0)  # torch.manual_seed is slow
+    random.seed(0)
+    if "numpy" in sys.modules:  # some implementations of stochastic depth draw from it
+        sys.modules["numpy"].random.seed(0)
+
+
+def random_states(device: torch.device) -> list[Any]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

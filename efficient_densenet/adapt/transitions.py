@@ -20,8 +20,8 @@ from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, activations_of, composed, halves, is_activation, is_norm
 from .fingerprint import fingerprint
+from .layer_parts import leaf_modules, read_layer
 from .sample import Sample
-from .structure import leaf_modules, read_layer
 from .trial import VerificationError, trial
 from .verified import Verified, VerifiedModule
 from .verify import describe_difference

@@ -7,8 +7,6 @@ other rates of dropout.
 """
 
 import gc
-import random
-import sys
 import warnings
 import weakref
 from collections import Counter, OrderedDict
@@ -25,10 +23,11 @@ from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.refuse import HOOKS
 from ..kernels.activations import ActivationSpec
 from ..norms.sync_batch_norm import local_statistics
-from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint
+from .fingerprint import change_since, class_as_written, drop_rates, fingerprint
 from .operations import Recorder
-from .outside import MODES_RESTORED, is_known, modes_asked_for
-from .randomness import Generators, generators_of, without_state
+from .outside import MODES_RESTORED, modes_asked_for
+from .random_tensors import random_tensors
+from .randomness import Generators, generators_of, random_states, seed, without_state
 from .sample import IMAGES, Sample, dimensions
 from .structure import custom_norms_in, first_conv
 
@@ -144,7 +143,7 @@ class Trial:
     def run_once(self, forward: Forward, mode: Mode) -> Result:
         """Run `forward` from a fixed seed, and undo all changes of the modules and of all generators."""
         before = [(module, dict(vars(module))) for module in self.module.modules()]
-        _seed()
+        seed()
         generators = Generators(self.generators)
         tensors = _TrialTensors(self.module, mode, self.own_dtype)
         try:
@@ -170,7 +169,7 @@ class Trial:
             output = forward(x)
         if not isinstance(output, Tensor):
             raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
-        values, states = [output.detach(), output.requires_grad, x.detach()], _random_states(x.device)
+        values, states = [output.detach(), output.requires_grad, x.detach()], random_states(x.device)
         forwards_of_norms = _run_backward(output, generators) if output.requires_grad else 0
         tensors.check_unchanged(recorder.written)
         change = change_since(state, self.module)
@@ -182,7 +181,7 @@ class Trial:
         reference = weakref.ref(output)
         del output
         _check_released(reference)
-        states += [*_random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
+        states += [*random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
         return Result(
             mode, values, gradients, states, recorder.counts, forwards_of_norms > 0, frozenset(recorder.activations)
@@ -275,7 +274,7 @@ def trial(module: nn.Module, sample: Sample) -> Iterator[Trial]:
         )
     _check_repeatable(module)
     own_dtype = next(first_conv(module).parameters()).dtype  # not conv.weight, which a parametrization would compute
-    with _isolated(module), _random_tensors(module, sample.dtype), local_statistics(module):
+    with _isolated(module), random_tensors(module, sample.dtype), local_statistics(module):
         yield Trial(module, sample, own_dtype)
 
 
@@ -335,84 +334,3 @@ def _isolated(block: nn.Module) -> Iterator[None]:
             generators.restore()
             for module, values in zip(modules, before, strict=True):
                 vars(module).update(values)
-
-
-@contextmanager
-def _random_tensors(block: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Replace the parameters, and the buffers of norms, by random tensors, shared where the originals are shared. Other
-    buffers keep their values, on which the branches of a forward may depend, and so do parameters that are masks."""
-    _seed()
-    replacements: dict[int, Tensor] = {}
-    before = [(module, module._parameters, module._buffers) for module in block.modules()]
-
-    def replacement(tensor: Tensor | None, random_like: Callable[[Tensor], Tensor]) -> Tensor | None:
-        if tensor is None:
-            return None
-        if id(tensor) not in replacements:
-            values = random_like(tensor)
-            replacements[id(tensor)] = values.to(dtype) if dtype and values.is_floating_point() else values
-        return replacements[id(tensor)]
-
-    try:
-        for module, parameters, buffers in before:
-            given = {name for name, _ in buffers_taken_as_given(module)}
-            as_parameter = _random_like if is_known(class_as_written(module)) else _random_unless_mask
-            vars(module)["_parameters"] = {name: replacement(value, as_parameter) for name, value in parameters.items()}
-            vars(module)["_buffers"] = {
-                name: replacement(value, _same_values if name in given else _positive_like)
-                for name, value in buffers.items()
-            }
-        yield
-    finally:
-        for module, parameters, buffers in before:
-            vars(module).update(_parameters=parameters, _buffers=buffers)
-
-
-def _random_unless_mask(tensor: Tensor) -> Tensor:
-    return _same_values(tensor) if not tensor.is_meta and _is_mask(tensor) else _random_like(tensor)
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    """Whether this has both zeros and ones, and nothing else, as what selects the channels of a pruned network."""
-    values = tensor.detach()
-    return tensor.dim() == 1 and bool(((values == 0) | (values == 1)).all() and values.any() and not values.all())
-
-
-def _random_like(tensor: Tensor) -> Tensor:
-    """Random values in the shape of `tensor`. Vectors have large values, so that an activation that clips them gives a
-    difference."""
-    values = _normal_like(tensor)
-    return values * 4 if tensor.dim() < 2 else values / (8 * tensor[0].numel() ** 0.5)
-
-
-def _positive_like(tensor: Tensor) -> Tensor:
-    """Random positive values, like a variance."""
-    return _normal_like(tensor).abs() + 0.5 if tensor.is_floating_point() else _same_values(tensor)
-
-
-def _same_values(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
-        return _positive_like(tensor) if tensor.is_floating_point() else torch.zeros_like(tensor, device="cpu")
-    values = tensor.detach().clone()
-    return values.to(_trial_dtype(values.device)) if values.is_floating_point() else values
-
-
-def _normal_like(tensor: Tensor) -> Tensor:
-    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    return torch.randn(tensor.shape, device="cpu").to(device, _trial_dtype(device))
-
-
-def _trial_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _seed() -> None:
-    has_accelerator = torch.accelerator.is_available()
-    (torch.manual_seed if has_accelerator else torch.default_generator.manual_seed)(0)  # torch.manual_seed is slow
-    random.seed(0)
-    if "numpy" in sys.modules:  # some implementations of stochastic depth draw from it
-        sys.modules["numpy"].random.seed(0)
-
-
-def _random_states(device: torch.device) -> list[Any]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
