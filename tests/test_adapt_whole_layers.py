@@ -103,11 +103,22 @@ PEAKS = {
     "ended by a gate": (families.ended_by_a_gate, (32, 32, 0, 10), (4, 32, 32, 32), 0.4),
 }
 """Each: the block, its widths (input, growth, bottleneck) and depth as in the model, an input, and the tensor peak of a
-step as a fraction of plain's, with a tenth added to what was measured. In few layers, much of the peak is one layer's
+step in one thread as a fraction of plain's, with a tenth added to what was measured. In few layers, much of the peak is one layer's
 backward."""
 
 
+@pytest.fixture
+def one_thread():
+    """Under two threads, oneDNN's own copies make the peak 0.38 of plain's where layers take a list, and 0.52 where a
+    convolution ends them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", PEAKS)
 def test_the_peak_of_a_step_at_widths_as_in_the_model(family, monkeypatch):
     build, widths, shape, ratio = PEAKS[family]

@@ -131,7 +131,7 @@ def conv1x1_backward(
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
 ) -> Gradients:
-    if not (_supported(input, weight) and (next_bottleneck is None or _supported(*next_bottleneck[:2]))):
+    if not _supported(input, weight):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
