@@ -103,8 +103,8 @@ PEAKS = {
     "ended by a gate": (families.ended_by_a_gate, (32, 32, 0, 10), (4, 32, 32, 32), 0.4),
 }
 """Each: the block, its widths (input, growth, bottleneck) and depth as in the model, an input, and the tensor peak of a
-step in one thread as a fraction of plain's, with a tenth added to what was measured. In few layers, much of the peak is one layer's
-backward."""
+step in one thread as a fraction of plain's, with a tenth added to what was measured. In few layers, much of the peak is
+one layer's backward."""
 
 
 @pytest.fixture
