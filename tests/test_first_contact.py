@@ -389,7 +389,7 @@ def test_a_process_without_its_parent_ends():
 
 def _recording(launches: set) -> Callable:
     def launch(prepared, *tensors):
-        dtypes = [str(each.dtype) for each in tensors]
+        dtypes = [str(getattr(each, "dtype", None)) for each in tensors]
         launches.add((_name(prepared.kernel), *dtypes, str(sorted(prepared.constants.items()))))
 
     return launch
