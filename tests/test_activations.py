@@ -209,7 +209,9 @@ def test_small_norm_weights_lose_no_digits(name):
     assert errors[1] <= 2 * errors[0] + 2e-7
 
 
-@pytest.mark.parametrize("name", ["silu", "mish", "prelu"])
+@pytest.mark.parametrize(
+    "name", ["silu", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mish", "prelu"))]
+)
 def test_the_memory_of_a_step_is_predicted(name):
     x = torch.randn(16, 3, 32, 32)
     for engine, tolerance in (("shared", 0.01), ("plain", 0.03)):

@@ -206,7 +206,9 @@ def test_layers_that_take_two_tensors_are_recomputed_where_they_are_called():
     assert list(map(type, model.modules())) == list(map(type, plain.modules()))
 
 
-@pytest.mark.parametrize("build", [families.condensed, families.SkipsFeatures])
+@pytest.mark.parametrize(
+    "build", [families.SkipsFeatures, pytest.param(families.condensed, marks=pytest.mark.exhaustive)]
+)
 def test_layers_recomputed_where_they_are_called_take_another_engine_and_are_found_again(build):
     block, plain = _pair(build)
     first = str(make_efficient(block))

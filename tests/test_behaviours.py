@@ -35,6 +35,7 @@ def test_the_documented_costs_are_the_benchmark_s():
     assert f"peak of tensor memory ({float(ours['peak_over_torch']):.2f}×;" in page
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_is_a_command(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark.results, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["checkpointing.py", "costs", "--rounds", "2"])

@@ -145,8 +145,8 @@ def step_on(device, setting):
     ("model", "image_size", "precision", "layout"),
     [
         (TINY.model, 8, "float32", "channels_last"),
-        (TINY.model, 8, "bf16", "contiguous"),
-        ("with_stem", 32, "float32", "contiguous"),
+        pytest.param(TINY.model, 8, "bf16", "contiguous", marks=pytest.mark.exhaustive),
+        pytest.param("with_stem", 32, "float32", "contiguous", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_trace_of_meta_tensors_is_that_of_a_step_that_runs(model, image_size, precision, layout, monkeypatch):

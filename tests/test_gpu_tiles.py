@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="needs Triton")
 gpu_tiles = pytest.importorskip("gpu_tiles")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes to compile")
 def test_every_candidate_runs(monkeypatch):
     monkeypatch.setattr(gpu_tiles, "CONV3X3", {"a model": (20, 20, [(1, 3, 5)])})

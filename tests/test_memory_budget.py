@@ -75,7 +75,7 @@ def _check_budgets(name: str, count: int) -> None:
     assert sum(map(len, plans[-1].kept.values())) == plans[-1].num_layers > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["bc", "volumes", "signals"])
 def test_budgets_are_kept(name):
     _check_budgets(name, 3)
 

@@ -111,8 +111,8 @@ def _of_the_shared_engine() -> Iterator[Setting]:
 
 SETTINGS = [setting for engine in ENGINES for setting in _by_engine(engine)] + [*_of_the_shared_engine()]
 FIRST_TIER = {f"bc {engine} None" for engine in ENGINES} | {
-    *("dropout shared bf16", "volumes shared None", "every third kept None", "torchvision shared", "feature maps"),
-    *("channels_last shared", "labels of pixels shared bf16", "fp16 shared"),
+    *("dropout shared bf16", "volumes shared None", "every third kept None", "feature maps"),
+    *("channels_last shared", "labels of pixels shared bf16"),
 }
 
 LESS_EXACT = {"labels of pixels checkpoint bf16", "labels of pixels plain bf16"}

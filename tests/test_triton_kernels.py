@@ -191,7 +191,6 @@ def test_weights_are_arranged_once_a_pass_and_their_gradients_are_contiguous(mem
 @pytest.mark.parametrize(
     ("family", "keep_bottleneck", "biases", "frozen"),
     [
-        ("bc", False, False, False),
         ("basic", False, True, True),
         *(
             pytest.param(*choice, marks=pytest.mark.exhaustive)
