@@ -38,7 +38,10 @@ from torch import Tensor, nn
 from efficient_densenet import FCDenseNet, features, make_efficient, restore
 from efficient_densenet.models.backbone import MAPS
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of the compiler
+    pytest.mark.filterwarnings("error:Dynamo detected a call to a .functools.lru_cache"),  # of ours
+]
 
 FULL_GRAPHS = torch.__version__ >= "2.11"
 needs_full_graphs = pytest.mark.skipif(

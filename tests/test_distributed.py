@@ -73,10 +73,8 @@ def _launched(processes: int, script: Path, *words: str, cwd: Path) -> list[subp
     return [_torchrun(processes, script, *words, cwd=cwd)]
 
 
-@pytest.mark.parametrize(
-    ("launch", "parallel"),
-    [(fork_processes, "fsdp"), pytest.param(_launched, "ddp", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("launch", "parallel"), [(fork_processes, "fsdp"), (_launched, "ddp")])
 def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, parallel, tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "8", "--batch_size", "45", "--device", "cpu"]
     words += ["--parallel", parallel, "--sync_bn", "--efficient", "False"]

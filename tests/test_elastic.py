@@ -61,7 +61,8 @@ def _is_worker(pid: str) -> bool:
     return not is_zombie and (b"cp_demo.py" in command or b"forked_demos.py" in command)
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_a_killed_process_is_restarted_to_the_same_numbers(parallel, tmp_path):
     words = _words(tmp_path, "--n_epochs", "5")
     whole = _whole(words, tmp_path)

@@ -309,6 +309,7 @@ def test_a_resumed_or_evaluated_run_takes_the_data_set_that_it_was_started_with(
         assert "test error" in done.stdout, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_memory_decides_what_is_kept_and_the_size_of_micro_batches(tmp_path):
     """The run is that of the micro-batch that was chosen, which its config has, and goes on with it anywhere."""
     command = "--depth", "16", "--growth_rate", "24", "--n_epochs", "1", "--batch_size", "256", "--device", "cpu"

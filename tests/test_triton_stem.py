@@ -173,6 +173,7 @@ def test_the_gradient_of_the_values_is_gathered_from_the_windows(pool, shape, me
 
 @pytest.mark.parametrize(
     *grid(
+        strength=1,
         activation=[name for name in TABLE if name != "relu"],
         pool=POOLS.values(),
         dtype=[torch.float32, torch.bfloat16],

@@ -9,7 +9,6 @@ The kernels have a ReLU of their own, which takes no derivative: its mask is y >
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._compilers import specialized
+from .._compilers import cached_in_eager_mode, specialized
 from .._tensors import as_dtype
 
 math: Any = torch
@@ -90,7 +89,7 @@ def spec_of(module: nn.Module) -> ActivationSpec | None:
     return ActivationSpec(name, *(specialized(float(each)) for each in TABLE[name].constants(module)))
 
 
-@lru_cache(maxsize=256)
+@cached_in_eager_mode
 def module_of(spec: ActivationSpec) -> nn.Module:
     """A module with these settings, for an activation that a forward applies by a function. It has no weight."""
     make: Any = TABLE[spec.name].module

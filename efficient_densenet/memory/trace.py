@@ -189,8 +189,10 @@ def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any
         columns = grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
         return 0 if taps == 1 and weight.dim() < 5 else columns
     blocked = _in_blocks(images) + _in_blocks(grad_output)
-    if not is_backward or weight.itemsize > 2:
+    if not is_backward:
         return blocked + weight.nbytes
+    if weight.itemsize > 2:  # grad_weight is converted when the copies in blocks are free again
+        return max(blocked, weight.nbytes)
     # In half precision, one after another: each thread's sums of grad_weight, and its grad_input of an image, both in
     # float32; the second before the contiguous grad_input.
     threads, padded = torch.get_num_threads(), _rounded(weight.shape[0], 2 * ONEDNN_BLOCK) * in_channels
