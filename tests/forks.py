@@ -76,7 +76,7 @@ def fork_processes(processes: int, script: Path, *words: str, cwd: Path) -> list
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
-        common["TORCHELASTIC_RUN_ID"] = "none"
+        common |= {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
     ranks = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(processes)} for i in range(processes)]
     return [ForkedDemo(str(script), *words, cwd=cwd, **common, **rank) for rank in ranks]
 
