@@ -29,7 +29,7 @@ def _resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm")
-@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_steps_with_changing_batch_sizes_and_engines_do_not_leak(steps):
     """Tensors are counted without garbage collection, so that reference cycles are detected too."""
     model = small_model("bc", block_config=(3, 2), growth_rate=8, drop_rate=0.1).float()

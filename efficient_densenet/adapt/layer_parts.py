@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from .._compilers import constant_to_compilers
 from .._mixins import base_class
 from ..engine.parts import LayerParts, NoPartsError, activations_of
-from ..kernels.activations import RELU_SPEC, module_of
+from ..kernels.activations import RELU_SPEC, ActivationSpec, module_of
 from .outside import names_read
 
 _DROPOUTS = {
@@ -25,7 +25,7 @@ _DROPOUTS = {
 
 
 def read_layer(
-    layer: nn.Module, modules: Sequence[nn.Module] | None = None, activation: nn.Module | None = None
+    layer: nn.Module, modules: Sequence[nn.Module] | None = None, activation: ActivationSpec = RELU_SPEC
 ) -> LayerParts:
     """The parts of a layer: norm, activation and convolution, once or twice, and perhaps dropout.
 
@@ -61,7 +61,7 @@ def read_layer(
     return LayerParts(
         layer,
         *(norm1, conv1, *norm2, *conv2),
-        activations=_activations(norms, activations, activation or module_of(RELU_SPEC)),
+        activations=_activations(norms, activations, module_of(activation)),
         drop_rate=drop_rate,
         dropout=dropout,
         keep_bottleneck=bool(getattr(layer, "keep_bottleneck", False)),

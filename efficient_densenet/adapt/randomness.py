@@ -83,10 +83,8 @@ def _name(generator: Any) -> str:
     return "NumPy's generator" if generator in host_generators() else f"a {type(generator).__name__} of its own"
 
 
-_MANY = 100
-
-
 def seed() -> None:
+    """Set all generators from which a forward draws that names none."""
     has_accelerator = torch.accelerator.is_available()
     (torch.manual_seed if has_accelerator else torch.default_generator.manual_seed)(0)  # torch.manual_seed is slow
     random.seed(0)
@@ -96,3 +94,6 @@ def seed() -> None:
 
 def random_states(device: torch.device) -> list[Any]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+_MANY = 100

@@ -14,7 +14,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._dimensions import classes
 from ..engine.parts import BlockParts, NoPartsError, block_reader, is_norm
-from ..kernels.activations import module_of
 from .connection_pattern import ConnectionPattern, LayerCall
 from .layer_parts import has_forward, is_composed, is_dense_layer, is_lazy, read_layer
 
@@ -90,7 +89,7 @@ def read_block(block: nn.Module, pattern: ConnectionPattern = _BY_STRUCTURE) -> 
     if _is_compiled(block):
         raise NoPartsError("found a forward that is compiled or was set on the instance")
     layers = [block] if pattern.is_layer else layers_in(block)
-    layers = tuple(read_layer(layer, activation=module_of(pattern.activation)) for layer in layers)
+    layers = tuple(read_layer(layer, activation=pattern.activation) for layer in layers)
     parts = BlockParts(layers, pattern.newest_first, pattern.new_features_only)
     _check_widths(parts)
     return parts
