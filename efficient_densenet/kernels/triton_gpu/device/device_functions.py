@@ -8,7 +8,7 @@ import triton.language as tl
 # Sizes vary with layer and batch. Triton must not specialize on them, or it would compile a kernel for each value.
 SIZES = [
     *("num_rows", "channels", "height", "width", "values_stride", "accum_stride"),
-    *("sums_stride", "stats_stride", "splits", "weight_splits", "num_weights"),
+    *("sums_stride", "stats_stride", "splits", "weight_splits", "num_weights", "block_rows"),
 ]
 
 # Vectors of channels may begin anywhere in a matrix of statistics, and have too few loads to profit from alignment.

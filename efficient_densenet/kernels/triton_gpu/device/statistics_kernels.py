@@ -58,25 +58,25 @@ def combine_statistics(
     num_rows,
     channels,
     stats_stride,
-    BLOCK_ROWS: tl.constexpr,
+    block_rows,
     BLOCK_TILES: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
     """result[3, channels] = mean, biased variance and 1 / sqrt(var + eps) of all rows, from stats[row tiles, 2,
     channels]; `stats_stride` is the stride of result's rows.
 
-    Chan's parallel variance, from n_t ≤ BLOCK_ROWS rows, mean_t and M2_t of each tile t, avoids cancellation:
+    Chan's parallel variance, from n_t ≤ block_rows rows, mean_t and M2_t of each tile t, avoids cancellation:
     mean = Σ n_t · mean_t / n,  var = (Σ M2_t + Σ n_t · (mean_t − mean)²) / n.
     As in a tile, the rounding error of the mean is computed and removed from both. Grid: (channel tiles,).
     """
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
-    tiles = tl.cdiv(num_rows, BLOCK_ROWS)
+    tiles = tl.cdiv(num_rows, block_rows)
     total = tl.zeros((BLOCK_TILES, BLOCK_CHANNELS), tl.float32)
     for start in range(0, tiles, BLOCK_TILES):
         tile = start + tl.arange(0, BLOCK_TILES)
         mask = (tile < tiles)[:, None] & channel_mask[None, :]
-        count = tl.minimum(BLOCK_ROWS, num_rows - tile * BLOCK_ROWS)[:, None]
+        count = tl.minimum(block_rows, num_rows - tile * block_rows)[:, None]
         total += tl.load(stats + offsets(tile, 2 * channels, channel), mask, 0.0) * count
     mean = tl.sum(total, 0) / num_rows
     delta_sum = tl.zeros((BLOCK_TILES, BLOCK_CHANNELS), tl.float32)
@@ -84,7 +84,7 @@ def combine_statistics(
     for start in range(0, tiles, BLOCK_TILES):
         tile = start + tl.arange(0, BLOCK_TILES)
         mask = (tile < tiles)[:, None] & channel_mask[None, :]
-        count = tl.minimum(BLOCK_ROWS, num_rows - tile * BLOCK_ROWS)[:, None]
+        count = tl.minimum(block_rows, num_rows - tile * block_rows)[:, None]
         tile_mean = stats + offsets(tile, 2 * channels, channel)
         delta = tl.where(mask, tl.load(tile_mean, mask, 0.0) - mean[None, :], 0.0)
         delta_sum += delta * count

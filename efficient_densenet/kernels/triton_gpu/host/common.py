@@ -127,4 +127,4 @@ def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics
 def _combining_launch(num_tiles: int, block_rows: int, eps: float, *sizes: int) -> launch.Launch:
     blocks = _TALL_COMBINING_TILE if num_tiles > _COMBINING_TILE["BLOCK_TILES"] else _COMBINING_TILE
     grid, kernel = (cdiv(sizes[1], blocks["BLOCK_CHANNELS"]),), statistics_kernels.combine_statistics
-    return launch.Launch(kernel, grid, eps, *sizes, BLOCK_ROWS=block_rows, **blocks)
+    return launch.Launch(kernel, grid, eps, *sizes, block_rows, **blocks)
