@@ -121,6 +121,21 @@ def test_a_kernel_that_cannot_be_compiled_or_launched_is_named(error, monkeypatc
     assert _find_fault() == f"conv3x3_backward raises RuntimeError: {error}"
 
 
+def test_on_a_gpu_all_kernels_are_compiled_ahead_if_that_is_possible(monkeypatch):
+    def compile_ahead(functions, capability, processes):
+        compiled.append((len(functions), capability))
+        raise OSError("no more processes")
+
+    compiled: list = []
+    (module,) = kernel_modules("triton_gpu", "compile_ahead")
+    monkeypatch.setattr(module, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(check_on_device, "_compare", lambda kernels, device, tolerance, check: compared.append(check))
+    compared: list = []
+    assert check_on_device.find_fault("cuda:0", torch.float32, "ieee", num_threads=1) is None
+    assert compiled == [(len(compared), (9, 0))]
+
+
 def test_nan_is_a_difference():
     assert check_on_device._largest_difference([torch.tensor([float("nan"), 1])], [torch.ones(2)]) == float("inf")
 

@@ -4,6 +4,7 @@
 here and not in a training run.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -13,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ FEATURES = {"centered": True, "centered_bottleneck": False}
 LARGE = [((9, 128, 128), 16, 48), ((2, 96, 96), 16, 128), ((2, 96, 96), 16, 192)]
 """So many rows that program instances have several tiles of them, or that statistics are of many tiles."""
 
+_HOST = f"{__package__}.triton_gpu.host"
+
 _random_numbers = threading.Lock()
 """Held by the thread that draws from PyTorch's generator, so that each case has the same numbers everywhere."""
 
@@ -66,12 +69,16 @@ def find_fault(
     """The first kernel that fails, and what was found; or None. With another activation than ReLU, of which all kernels
     have been compared before, only those that apply it run, on few cases.
 
-    Kernels are compiled in several threads, while the smaller cases run; then come the large cases one by one.
+    On a GPU the kernels are compiled before, in so many processes. Then the smaller cases run in several threads, and
+    the large ones one by one.
     """
-    kernels = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
+    kernels = importlib.import_module(f"{_HOST}.operations")
     compare = partial(_compare, kernels, device, TOLERANCES[precision if dtype is torch.float32 else dtype])
-    all_checks = checks(dtype) if activation == "relu" else checks_of_activation(activation, dtype)
-    large = large_checks(dtype) if activation == "relu" and device.startswith("cuda") else ()
+    all_checks = [*(checks(dtype) if activation == "relu" else checks_of_activation(activation, dtype))]
+    large = [*large_checks(dtype)] if activation == "relu" and device.startswith("cuda") else []
+    if device.startswith("cuda"):
+        with contextlib.suppress(Exception):  # what is not compiled here, the threads compile
+            _compile_ahead(kernels, [*all_checks, *large], torch.cuda.get_device_capability(device), num_threads)
     with ThreadPoolExecutor(num_threads) as pool:
         small = (pool.map if num_threads > 1 else map)(compare, all_checks)
         fault = next(filter(None, itertools.chain(small, map(compare, large))), None)
@@ -126,6 +133,16 @@ def _options(operation: str) -> list[dict[str, bool]]:
     """Those of an operation in a stage."""
     options = {} if "conv3x3" in operation or operation == "batch_statistics" else FEATURES
     return [options, options | {"overwrite": True}] if operation.endswith("backward") else [options]
+
+
+def _compile_ahead(kernels: Any, checks: Sequence[Check], capability: tuple[int, int], processes: int) -> None:
+    @torch.no_grad()
+    def launch(check: Check) -> None:
+        check.function(kernels, check.make_case().on("meta"))
+
+    launches = [partial(launch, check) for check in checks]
+    module = importlib.import_module(f"{_HOST}.compile_ahead")
+    module.compile_ahead(launches, capability, min(processes, os.cpu_count() or 1))
 
 
 @torch.no_grad()

@@ -36,6 +36,13 @@ def _activation(name: str) -> tuple[ActivationSpec, bool]:
     return ActivationSpec(name, *_CONSTANTS.get(name, ())), TABLE[name].weight_derivative is not None
 
 
+def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy of the memory up to the tensor's last element; `to` would leave out what is between a slice's rows."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided([tensor.storage_offset() + last + 1], [1], 0)
+    return memory.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 class _Arguments:
     device: torch.device | str
 
@@ -44,8 +51,8 @@ class _Arguments:
         return self._mapped(Tensor.double)
 
     def on(self: AnyCase, device: torch.device | str) -> AnyCase:
-        """The same arguments on another device."""
-        case = self._mapped(lambda tensor: tensor.to(device))
+        """The same arguments on another device, where each tensor has the same strides and the same alignment."""
+        case = self._mapped(lambda tensor: _moved(tensor, device))
         case.device = device
         return case
 
@@ -130,8 +137,8 @@ class Case(_Arguments):
         centered = self.mean is None if centered is None else centered
         if self.frozen:
             return BatchNormBackward(values, grad_accum)
-        generator = torch.Generator(self.device).manual_seed(channels)
-        vectors = torch.randn(4, channels + 1, device=self.device, generator=generator).to(self.inv_std.dtype)
+        generator = torch.Generator().manual_seed(channels)
+        vectors = torch.randn(4, channels + 1, generator=generator).to(self.device, self.inv_std.dtype)
         mean, inv_std = vectors[0, 1:], vectors[1, 1:].abs() + 0.5
         count = len(values)
         return BatchNormBackward(

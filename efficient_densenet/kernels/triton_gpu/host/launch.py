@@ -4,14 +4,15 @@
 host several times as long as the launch, and a step has hundreds of launches. `kernel[grid](...)` also returns the
 compiled kernel. Later launches for which Triton would choose the same compiled kernel call its launcher directly.
 
-Only this file uses undocumented parts of Triton: `CompiledKernel.run`, the order of its arguments, and the place of
-launch hooks. Versions of Triton that this file does not know, and interpreted kernels, are launched by
-`kernel[grid](...)` alone.
+Only this file and `compile_ahead` use undocumented parts of Triton: here `CompiledKernel.run`, the order of its
+arguments, and the place of launch hooks. Versions of Triton that this file does not know, and interpreted kernels, are
+launched by `kernel[grid](...)` alone.
 """
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,6 +43,8 @@ _launchers: dict[tuple[Any, ...], dict[tuple[Any, ...], _Launcher]] = {}
 """By the kernel, the properties of the numbers, and the constants; then by those of the tensors. The key contains the
 id of a kernel, which stays valid: the launcher keeps the kernel alive."""
 
+_recorded: list[tuple["Launch", Sequence[Tensor | None]]] | None = None
+
 
 class Launch:
     """A launch but for its tensors: what follows from their sizes and is the same in each step of a training.
@@ -56,6 +59,7 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: float, **constants: Any) -> None:
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
         self.three_axes = (*grid, 1, 1)[:3]
+        self.options = _OPTIONS | constants
         key = id(kernel), *map(_specialization, numbers), *constants.items()
         self.launchers = _launchers.setdefault(key, {})
         """By the properties of tensors for which Triton compiles anew: the device, dtypes, alignments to 16 bytes."""
@@ -106,10 +110,22 @@ def _launch_by_triton(prepared: Launch, tensors: Sequence[Tensor | None]) -> Any
     """Returns the compiled kernel, or another object where Triton interprets it or compiles it later, and nothing on
     the meta device, where there is nothing to compute."""
     if cast(Tensor, tensors[0]).is_meta:
+        if _recorded is not None:
+            _recorded.append((prepared, tensors))
         return None
     with torch.cuda.device_of(tensors[0]):
-        options = _OPTIONS | prepared.constants
-        return prepared.kernel[prepared.grid](*tensors, *prepared.numbers, **options)
+        return prepared.kernel[prepared.grid](*tensors, *prepared.numbers, **prepared.options)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[Launch, Sequence[Tensor | None]]]]:
+    """The launches on the meta device inside of the context, with their tensors."""
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
 
 
 def _remember(key: tuple[Any, ...], prepared: Launch, compiled: Any, num_tensors: int) -> None:
