@@ -231,7 +231,7 @@ def test_every_kernel_that_applies_an_activation_is_compared(activation, monkeyp
 
 
 @pytest.mark.parametrize(
-    "part", ["get_device_name", "get_device_capability", "_sources", "_triton_version", "precision"]
+    "part", ["get_device_name", "get_device_capability", "_sources", "_triton_version", "_driver_version", "precision"]
 )
 def test_another_device_or_version_is_compared_anew(part, contact, monkeypatch):
     assert first_contact.may_run(GPU, torch.float32)
@@ -243,6 +243,22 @@ def test_another_device_or_version_is_compared_anew(part, contact, monkeypatch):
         monkeypatch.setattr(owner, part, lambda *_: "another")
     assert _in_another_process()
     assert contact.starts == 2
+
+
+def test_the_driver_s_version_under_wsl2_is_its_library_s(monkeypatch):
+    def library(name):
+        return SimpleNamespace(nvmlInit_v2=int, nvmlShutdown=int, nvmlSystemGetDriverVersion=write)
+
+    def write(buffer, size):
+        buffer.value = b"555.42"
+
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    for load, version in ((library, "555.42"), (missing, "")):
+        monkeypatch.setattr(first_contact.ctypes, "CDLL", load)
+        assert first_contact._driver_version() == version
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ context harms no training run, and no comparison runs inside of a graph capture.
 device, the versions, the sources and the dtype. Activations other than ReLU are compared when they are first used.
 """
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -156,11 +157,10 @@ def _verdict_of(done: subprocess.CompletedProcess, device_name: str) -> Verdict:
 
 def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> bytes:
     """All on which the verdict depends."""
-    driver = Path("/proc/driver/nvidia/version")
     parts = [
         torch.cuda.get_device_name(index),
         torch.cuda.get_device_capability(index),
-        driver.read_text() if driver.exists() else "",
+        _driver_version(),
         torch.__version__,
         str(torch.version.cuda),
         _triton_version(),
@@ -170,6 +170,21 @@ def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> byt
         activation,
     ]
     return json.dumps(parts).encode()
+
+
+def _driver_version() -> str:
+    """As the kernel module of the driver says or, where the driver is the host system's as under WSL2, its library."""
+    file = Path("/proc/driver/nvidia/version")
+    if file.exists():
+        return file.read_text()
+    try:
+        library, version = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.create_string_buffer(80)
+    except OSError:
+        return ""
+    library.nvmlInit_v2()
+    library.nvmlSystemGetDriverVersion(version, len(version))
+    library.nvmlShutdown()
+    return version.value.decode()
 
 
 def _triton_version() -> str:
