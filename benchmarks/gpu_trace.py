@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from efficient_densenet import kernels as kernel_sets
 from efficient_densenet._tensors import meta_stands_for
-from efficient_densenet._torch_private import backward_inside_function_modes, without_dispatch_modes
+from efficient_densenet._torch_private import backward_inside_function_modes, memory_key, without_dispatch_modes
 from efficient_densenet.memory.meta_autocast import MetaAutocast, autocast_on_meta
 from efficient_densenet.memory.trace import MemoryMode, MemoryTrace
 
@@ -47,6 +47,8 @@ class StepTrace(MemoryTrace):
     """What a step asks of the device, in order, and the memory of its tensors, gradients too."""
 
     computations: list[Computation] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """Each allocation, (address, bytes), and the end of each, (address, 0)."""
 
     @property
     def bytes(self) -> int:
@@ -88,6 +90,17 @@ class TracingMode(MemoryMode):
             call = Call(func, args, kwargs, output)
             if not call.is_free:
                 self.trace.computations.append(Computation(call.name, self.phase, False, call.launches(), call.bytes()))
+
+    def _add(self, tensor: Tensor) -> None:
+        address = memory_key(tensor)
+        was_known = address in self.known
+        super()._add(tensor)
+        if address in self.known and not was_known:
+            self.trace.events.append((address, max(1, tensor.untyped_storage().nbytes())))
+
+    def _remove(self, address: int, size: int) -> None:
+        super()._remove(address, size)
+        self.trace.events.append((address, 0))
 
     def add_launch(self, prepared: Any, *tensors: Any) -> None:
         """The stand-in for the function that launches a Triton kernel."""

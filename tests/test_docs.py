@@ -21,6 +21,7 @@ import budgets
 import checkpointing as checkpointing_benchmark
 import communication
 import conv_blocks
+import gpu_allocator
 import gpu_counts
 import options as benchmark_options
 import plot
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "table.py": table.table,
     "checkpointing.py": checkpointing_benchmark.measure,
     "gpu_counts.py": gpu_counts.count,
+    "gpu_allocator.py": gpu_allocator.count,
     "communication.py": communication.communication,
     "replicas.py": replicas.overlap,
     "budgets.py": budgets.compare,
