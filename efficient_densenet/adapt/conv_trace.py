@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from ..engine.changed_modules import must_be_called
 from ..engine.conv_block.parts import PADDING_MODES
 from ..engine.parts import NoPartsError, is_activation
-from ..engine.refuse import must_be_called
 from ..kernels.activations import TABLE, spec_of
 from .conv_recipe import ActivationName, LayerNames, Recipe, Step, Value
 

@@ -15,10 +15,10 @@ from .._mixins import add_mixin, remove_mixin
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engine import choose, layerwise
+from ..engine.changed_modules import must_be_called
 from ..engine.choose import Engine
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, NoPartsError
-from ..engine.refuse import must_be_called
 from ..engine.sharded import why_sharded
 from ..norms.batch_norm import UpdatesOnce
 from .connection_pattern import ALONE, ConnectionPattern

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import layerwise
+from ..engine.changed_modules import must_be_called
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, LayerParts, activations_of
-from ..engine.refuse import must_be_called
 from ..kernels.activations import RELU_SPEC, module_of
 from .connection_pattern import ConnectionPattern, LayerCall
 from .structure import layers_in

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from .._compilers import may_read_converted_modules
 from ..engine import choose
+from ..engine.changed_modules import must_be_called
 from ..engine.network import run_sequence
-from ..engine.refuse import must_be_called
 from .converted import ConvertedBlock
 from .stages import is_block, stages
 from .verified import KeepsSignature

@@ -11,10 +11,11 @@ from typing import TypeGuard, cast
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from ..engine.changed_modules import must_be_called
 from ..engine.choose import Engine
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, LayerParts, NoPartsError, halves, is_activation, is_norm
-from ..engine.refuse import must_be_called, normalize_alike
+from ..engine.refuse import normalize_alike
 from .converted import ConvertedBlock
 
 

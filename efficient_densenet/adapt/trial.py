@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
-from ..engine.refuse import HOOKS
+from ..engine.changed_modules import HOOKS
 from ..kernels.activations import ActivationSpec
 from ..norms.sync_batch_norm import local_statistics
 from .fingerprint import change_since, class_as_written, drop_rates, fingerprint

@@ -26,9 +26,10 @@ from .._torch_private import functorch_is_active
 from ..checkpoint.parameters import parameters_of
 from ..norms.sync_batch_norm import sync_group
 from . import layerwise, stem
+from .changed_modules import must_be_called
 from .layerwise import RunFirstHalf
 from .parts import BlockParts, ConsumerParts, is_engine_block
-from .refuse import joined_consumer, must_be_called, separate_consumer, shared_parts
+from .refuse import joined_consumer, separate_consumer, shared_parts
 from .sharded import can_run_inside
 from .stage import run as shared
 

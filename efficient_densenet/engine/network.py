@@ -15,8 +15,8 @@ from torch.fx import Proxy
 
 from .._tensors import formatted, memory_format_of
 from . import choose
+from .changed_modules import must_be_called
 from .parts import BlockParts
-from .refuse import must_be_called
 from .stage import run as shared
 from .stage.run import StageFormats
 

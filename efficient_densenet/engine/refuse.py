@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .._compilers import constant_to_compilers
 from .._dimensions import DIMENSIONS, classes
 from .._tensors import autocast_enabled, compute_dtype
-from .._torch_private import has_global_module_hooks, has_torch_dispatch
-from ..kernels.activations import NAMES
+from .._torch_private import has_torch_dispatch
 from ..norms.batch_norm import torch_class
 from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
+from .changed_modules import modules_inside, must_be_called, why_not_global_changes, why_not_module
 from .parts import (
     BlockParts,
     ConsumerParts,
@@ -30,25 +29,7 @@ from .parts import (
 )
 from .sharded import can_run_inside, casts_parameters, why_sharded
 
-_KNOWN_CLASSES = (
-    *NAMES,
-    *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name)),
-)
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _torch_method(method: Any) -> Any:
-    """`method` if torch has defined it; None if other code has put it into torch's class."""
-    return method if getattr(method, "__globals__", {}).get("__name__", "").startswith("torch.nn.modules.") else None
-
-
-_METHODS = [
-    (cls, name, _torch_method(getattr(cls, name)))
-    for cls in _KNOWN_CLASSES
-    for name in ("forward", "_conv_forward", "_check_input_dim")
-    if hasattr(cls, name)
-]
 
 
 class PartsOrReason(NamedTuple):
@@ -73,21 +54,6 @@ def shared_parts(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -
     if reason is not None:
         return PartsOrReason(None, reason)
     return PartsOrReason(replace(parts, sharded=sharded) if sharded else parts, None)
-
-
-def why_not_global_changes() -> str | None:
-    """A hook on all modules, or a patch of one of torch's classes, that the shared engine would not call."""
-    if has_global_module_hooks():
-        return "found a hook on all modules, which the shared engine does not call inside a layer"
-    name = patched_method()
-    return None if name is None else f"found a new {name}, which the shared engine would not call"
-
-
-@constant_to_compilers
-def patched_method() -> str | None:
-    """The name of a method that other code has replaced in a class of torch, such as "Conv2d._conv_forward"; None if
-    there is none."""
-    return next((f"{cls.__name__}.{name}" for cls, name, torchs in _METHODS if getattr(cls, name) is not torchs), None)
 
 
 def _why_not_layers(
@@ -139,30 +105,12 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
     return None
 
 
-def why_not_module(module: nn.Module, sharded: Collection[nn.Module] = ()) -> str | None:
-    """Why a layer with this module inside cannot run without calling it, or None."""
-    name = type(module).__name__
-    if must_be_called(module) and module not in sharded:
-        hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which the engine would not call"
-        return why_sharded(module) or hooked
-    return f"found a parametrization of a {name} inside a layer" if "parametrizations" in module._modules else None
-
-
 def why_not_activation(activation: nn.Module) -> str | None:
     if is_activation(activation):
         return None
     cls = type(activation)
     name = cls.__name__ if cls.__module__.startswith("torch.") else f"{cls.__module__}.{cls.__name__}"
     return f"found a {name} inside a layer, which is no activation of the shared engine"
-
-
-def modules_inside(module: nn.Module) -> list[nn.Module]:
-    """Like `module.modules()`, but several times as fast."""
-    modules, children = [module], list(module._modules.values())
-    while children:
-        modules += children
-        children = [inner for child in children if child is not None for inner in child._modules.values()]
-    return [each for each in modules if each is not None]
 
 
 def _wrong_class(module: nn.Module, usual: Any) -> str:
@@ -355,20 +303,6 @@ def _tensors(module: Any) -> list[Tensor]:
     """The weight and the bias of a norm or a convolution, without None."""
     weight, bias = weight_and_bias(module)
     return [weight] if bias is None else [bias] if weight is None else [weight, bias]
-
-
-def must_be_called(module: nn.Module) -> bool:
-    """Whether `module` has hooks, or methods set on the instance, that run only if it is called."""
-    attributes = module.__dict__
-    return bool(
-        "forward" in attributes
-        or "_conv_forward" in attributes
-        or "_check_input_dim" in attributes
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 def normalize_alike(first: Norm, other: Norm) -> bool:

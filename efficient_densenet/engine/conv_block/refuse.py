@@ -5,14 +5,8 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from ..._dimensions import DIMENSIONS
-from ..refuse import (
-    modules_inside,
-    unusual_setting,
-    why_not_activation,
-    why_not_global_changes,
-    why_not_module,
-    why_not_precision,
-)
+from ..changed_modules import modules_inside, why_not_global_changes, why_not_module
+from ..refuse import unusual_setting, why_not_activation, why_not_precision
 from .parts import ConvBlock, ConvLayer
 
 

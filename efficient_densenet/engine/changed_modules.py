@@ -1,0 +1,79 @@
+"""What other code has changed about modules, so that an engine that does not call them would compute something else:
+hooks, methods set on a module, patches of torch's classes, parametrizations."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from .._compilers import constant_to_compilers
+from .._dimensions import classes
+from .._torch_private import has_global_module_hooks
+from ..kernels.activations import NAMES
+from .sharded import why_sharded
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KNOWN_CLASSES = (
+    *NAMES,
+    *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name)),
+)
+
+
+def _torch_method(method: Any) -> Any:
+    """`method` if torch has defined it; None if other code has put it into torch's class."""
+    return method if getattr(method, "__globals__", {}).get("__name__", "").startswith("torch.nn.modules.") else None
+
+
+_METHODS = [
+    (cls, name, _torch_method(getattr(cls, name)))
+    for cls in _KNOWN_CLASSES
+    for name in ("forward", "_conv_forward", "_check_input_dim")
+    if hasattr(cls, name)
+]
+
+
+def must_be_called(module: nn.Module) -> bool:
+    """Whether `module` has hooks, or methods set on the instance, that run only if it is called."""
+    attributes = module.__dict__
+    return bool(
+        "forward" in attributes
+        or "_conv_forward" in attributes
+        or "_check_input_dim" in attributes
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def why_not_module(module: nn.Module, sharded: Collection[nn.Module] = ()) -> str | None:
+    """Why a layer with this module inside cannot run without calling it, or None."""
+    name = type(module).__name__
+    if must_be_called(module) and module not in sharded:
+        hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which the engine would not call"
+        return why_sharded(module) or hooked
+    return f"found a parametrization of a {name} inside a layer" if "parametrizations" in module._modules else None
+
+
+def modules_inside(module: nn.Module) -> list[nn.Module]:
+    """Like `module.modules()`, but several times as fast."""
+    modules, children = [module], list(module._modules.values())
+    while children:
+        modules += children
+        children = [inner for child in children if child is not None for inner in child._modules.values()]
+    return [each for each in modules if each is not None]
+
+
+def why_not_global_changes() -> str | None:
+    """A hook on all modules, or a patch of one of torch's classes, that the shared engine would not call."""
+    if has_global_module_hooks():
+        return "found a hook on all modules, which the shared engine does not call inside a layer"
+    name = patched_method()
+    return None if name is None else f"found a new {name}, which the shared engine would not call"
+
+
+@constant_to_compilers
+def patched_method() -> str | None:
+    """The name of a method that other code has replaced in a class of torch, such as "Conv2d._conv_forward"; None if
+    there is none."""
+    return next((f"{cls.__name__}.{name}" for cls, name, torchs in _METHODS if getattr(cls, name) is not torchs), None)
