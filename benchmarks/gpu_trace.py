@@ -133,7 +133,7 @@ def trace_step(network: nn.Module, images: Tensor, precision: str = "float32", r
     autocast = MetaAutocast("cuda")
     with (
         _tensor_float_32(precision == "tf32"),
-        _triton_kernels(),
+        triton_kernels(),
         _launches_replaced(mode.add_launch, run_kernels),
         meta_stands_for("cuda"),
         autocast if kind == "meta" else contextlib.nullcontext(),
@@ -156,7 +156,7 @@ def triton_modules() -> list[ModuleType]:
 
 
 @contextlib.contextmanager
-def _triton_kernels() -> Iterator[None]:
+def triton_kernels() -> Iterator[None]:
     """Within, the shared engine runs the Triton kernels whatever the device, with the tiles of an H100 or H200."""
 
     def triton_supports(values: Tensor) -> bool:  # a mock would keep its arguments, and their memory

@@ -23,6 +23,7 @@ import communication
 import conv_blocks
 import gpu_allocator
 import gpu_counts
+import gpu_host
 import options as benchmark_options
 import plot
 import pytest
@@ -54,6 +55,7 @@ BENCHMARKS = {
     "checkpointing.py": checkpointing_benchmark.measure,
     "gpu_counts.py": gpu_counts.count,
     "gpu_allocator.py": gpu_allocator.count,
+    "gpu_host.py": gpu_host.measure,
     "communication.py": communication.communication,
     "replicas.py": replicas.overlap,
     "budgets.py": budgets.compare,
