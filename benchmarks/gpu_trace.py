@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from gpu_kernels import Call, launch_bytes, tensors_of
+from gpu_kernels import Call, launch_traffic, tensors_of
 from torch import Tensor, nn
 
 from efficient_densenet import kernels as kernel_sets
@@ -31,13 +31,18 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Computation:
-    """One operation of ATen, or one launch of a Triton kernel with its grid and the shapes of its tensors."""
+    """One operation of ATen, or one launch of a Triton kernel with its grid and the shapes of its tensors.
+
+    `bytes` move through memory. Of ATen's operations, whose kernels are not ours, as many are counted in the caches.
+    """
 
     name: str
     phase: str
     is_triton: bool
     launches: int
     bytes: int
+    l2_bytes: int
+    l1_bytes: int
     grid: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
 
@@ -53,6 +58,14 @@ class StepTrace(MemoryTrace):
     @property
     def bytes(self) -> int:
         return sum(each.bytes for each in self.computations)
+
+    @property
+    def l2_bytes(self) -> int:
+        return sum(each.l2_bytes for each in self.computations)
+
+    @property
+    def l1_bytes(self) -> int:
+        return sum(each.l1_bytes for each in self.computations)
 
     def launches(self, phase: str | None = None, is_triton: bool | None = None) -> int:
         return sum(
@@ -89,7 +102,8 @@ class TracingMode(MemoryMode):
         if any(tensor.device.type == self.traced for tensor in tensors_of((args, kwargs, output))):
             call = Call(func, args, kwargs, output)
             if not call.is_free:
-                self.trace.computations.append(Computation(call.name, self.phase, False, call.launches(), call.bytes()))
+                traffic = (call.bytes(),) * 3
+                self.trace.computations.append(Computation(call.name, self.phase, False, call.launches(), *traffic))
 
     def _add(self, tensor: Tensor) -> None:
         address = memory_key(tensor)
@@ -110,9 +124,8 @@ class TracingMode(MemoryMode):
         named = dict(zip(inspect.signature(function).parameters, arguments, strict=False)) | prepared.constants
         shapes = tuple(tuple(value.shape) for value in named.values() if isinstance(value, torch.Tensor))
         name = function.__name__
-        self.trace.computations.append(
-            Computation(name, self.phase, True, 1, launch_bytes(name, grid, named), grid, shapes)
-        )
+        traffic = launch_traffic(name, grid, named)
+        self.trace.computations.append(Computation(name, self.phase, True, 1, *traffic, grid, shapes))
 
 
 # A step on the meta device

@@ -39,7 +39,7 @@ H100 a tile with 24 bytes was as fast as one without."""
 MAX_SPILLS = {"BC-100-12's third stage": 24, "odd": 48, "odd and wide": 256}
 
 PRECISIONS = {"tf32": torch.float32, "ieee": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MULTIPROCESSORS = {80: 108, 86: 82, 89: 128, 90: 132, 120: 170}
+MULTIPROCESSORS = {80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
 
 LOW_OCCUPANCY = {
     ("densenet161", "conv1x1_backward"): "192 × 64 sums and a weight of as many take more than 128 registers of 256 "
@@ -52,7 +52,11 @@ hold one block of the TF32 tiles, of 8 warps in 48."""
 
 MEASURED = {"conv1x1_forward", "conv3x3_forward"}
 """Kernels whose tiles were the fastest of many on an H100 (`benchmarks/gpu_tiles.py`) although few warps are resident:
-each has several products and loads in flight."""
+each has several products and loads in flight. In exact float32 `conv3x3_forward` takes 132 registers on 10.0, and 128
+elsewhere, so that 19 percent of the warps are resident there."""
+
+BARRIER_BYTES = 8
+"""What the tensor cores of 10.0 take of a block's shared memory beside the operands."""
 
 empty = functools.partial(torch.empty, device="meta")
 
@@ -146,10 +150,10 @@ def conv1x1_jobs(launched, on_device):
 def conv3x3_jobs(launched, on_device):
     """A backward and a forward with statistics, where they are not cuDNN's."""
 
-    def jobs(model, precision, arch, overwrite, activation="relu"):
+    def jobs(model, precision, arch, overwrite, activation="relu", images=2):
         on_device(arch, precision)
         width, channels, _ = MODELS[model]
-        case = Case((2, 32, 32), channels, width, PRECISIONS[precision], overwrite)
+        case = Case((images, 32, 32), channels, width, PRECISIONS[precision], overwrite)
         vars(case).update({name: x.to("meta") for name, x in vars(case).items() if isinstance(x, torch.Tensor)})
         input = AffineInput(case.values.contiguous(), case.norm(), activation_of(activation, channels))
         grad_output = case.grad_output.contiguous()
@@ -160,7 +164,8 @@ def conv3x3_jobs(launched, on_device):
             case.with_statistics(functools.partial(conv3x3.forward, input, case.weight3x3, case.shape, 1), width)
         for kernel, arguments, constants in launched:
             if "conv3x3" in (name := kernel.fn.__name__):
-                may_be_low = None if name in MEASURED and precision == "tf32" else False
+                is_exact_on_100 = (precision, arch) == ("ieee", 100)
+                may_be_low = None if name in MEASURED and (precision == "tf32" or is_exact_on_100) else False
                 yield Job(Compilation.of(kernel, arguments, constants, arch), may_be_low)
 
     return jobs
@@ -193,7 +198,8 @@ def check_all(jobs, count):
         found = job, resources, f"{resources.blocks} blocks, {resources.occupancy:.0%}"
         assert resources.spills == 0, found
         assert resources.fits, found
-        assert job.estimate is None or resources.shared_memory <= job.estimate, found
+        barriers = BARRIER_BYTES if resources.arch == 100 else 0
+        assert job.estimate is None or resources.shared_memory <= job.estimate + barriers, found
         assert resources.blocks >= job.resident, found
         assert job.has_low_occupancy in (None, resources.occupancy < 0.25), found
 
@@ -242,6 +248,15 @@ def test_every_conv3x3_kernel(precision, models, arch, conv3x3_jobs):
     check_all(jobs, 6 * len(models))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_tile_of_many_rows(arch, conv3x3_jobs):
+    few, many = (list(conv3x3_jobs("BC-100-12", "tf32", arch, True, images=images)) for images in (2, 64))
+    changed = [job for job in many if job.compilation.constants not in [each.compilation.constants for each in few]]
+    assert [job.compilation.kernel for job in changed] == ["conv3x3_forward"]
+    check_all(changed, 1)
+
+
 @pytest.mark.parametrize(
     ("activation", "arch", "models"),
     [
@@ -250,7 +265,8 @@ def test_every_conv3x3_kernel(precision, models, arch, conv3x3_jobs):
     ],
 )
 def test_other_activations_spill_little(activation, arch, models, conv1x1_jobs, conv3x3_jobs):
-    """At most 8 bytes of a thread: those of a PReLU's third sum on 9.0, of an identity and a GELU on 8.0."""
+    """At most 16 bytes of a thread: those of a PReLU's third sum and a GELU on 9.0 with Triton 3.9. With 3.8 a PReLU
+    spills 8, and so do an identity and a GELU on 8.0."""
     jobs = [
         job.compilation
         for model, precision in itertools.product(models, ["tf32", "bfloat16"])
@@ -263,7 +279,7 @@ def test_other_activations_spill_little(activation, arch, models, conv1x1_jobs, 
     for job, resources in zip(jobs, compile_all(jobs), strict=True):
         assert job.constants["ACTIVATION"] == activation
         assert resources.fits, (job, resources)
-        assert resources.spills <= 8, (job, resources)
+        assert resources.spills <= 16, (job, resources)
 
 
 @pytest.mark.exhaustive

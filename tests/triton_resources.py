@@ -32,7 +32,7 @@ POINTERS = {
 }
 SCALARS = {int: "i32", float: "fp32"}
 KIB = 1024
-ARCHITECTURES = (80, 86, 89, 90, 120)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
 
 class Architecture(NamedTuple):
@@ -52,6 +52,7 @@ LIMITS = {
     86: Architecture(1536, 16, 100 * KIB, 99 * KIB),
     89: Architecture(1536, 24, 100 * KIB, 99 * KIB),
     90: Architecture(2048, 32, 228 * KIB, 227 * KIB),
+    100: Architecture(2048, 32, 228 * KIB, 227 * KIB),
     120: Architecture(1536, 24, 100 * KIB, 99 * KIB),
 }
 RESERVED_SHARED_MEMORY = KIB
@@ -120,7 +121,7 @@ class Resources(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many blocks a multiprocessor holds at a time."""
+        """How many blocks a multiprocessor holds at a time, without regard to the tensor memory of 10.0."""
         limits = LIMITS[self.arch]
         of_a_warp = -(-self.registers * 32 // REGISTER_ALLOCATION) * REGISTER_ALLOCATION
         warps = limits.registers // of_a_warp // WARP_ALLOCATION * WARP_ALLOCATION
@@ -149,28 +150,29 @@ def compile_all(compilations: Sequence[Compilation], timeout: float = 600) -> li
 
 def _compile(job: Compilation) -> Resources:
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.compiler import compile as triton_compile
 
-    kernel = getattr(importlib.import_module(job.module), job.kernel)
-    names = list(kernel.arg_names)
-    signature = {name: "constexpr" if name in job.constants else job.signature[name] for name in names}
-    constants = {(names.index(name),): value for name, value in job.constants.items()}
-    source = ASTSource(kernel, signature, constants, _alignment([names.index(name) for name in job.aligned]))
+    source = _source(getattr(importlib.import_module(job.module), job.kernel), job)
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages, "maxnreg": job.maxnreg}
     compiled = triton_compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
     registers, spills = _usage(compiled.asm["cubin"])
     return Resources(registers, compiled.metadata.shared, spills, job.num_warps, job.arch)
 
 
-def _alignment(arguments: list[int]) -> Any:
-    """The arguments that 16 divides, as ASTSource takes them."""
+def _source(kernel: Any, job: Compilation) -> Any:
+    """The kernel with its types and constants, and the arguments that 16 divides, as this version of Triton takes
+    them."""
+    from triton.compiler import ASTSource
+
     compiler: Any = importlib.import_module("triton.backends.compiler")
-    if not hasattr(compiler, "AttrsDescriptor"):  # since Triton 3.3
-        return {(i,): [["tt.divisibility", 16]] for i in arguments}
-    return compiler.AttrsDescriptor.from_dict(
-        {"arg_properties": {"tt.divisibility": arguments, "tt.equal_to": []}, "cls": "AttrsDescriptor"}
-    )
+    names = list(kernel.arg_names)
+    aligned = [names.index(name) for name in job.aligned]
+    if hasattr(compiler, "AttrsDescriptor"):  # up to Triton 3.2
+        alignment = {"arg_properties": {"tt.divisibility": aligned, "tt.equal_to": []}, "cls": "AttrsDescriptor"}
+        return ASTSource(kernel, job.signature, job.constants, compiler.AttrsDescriptor.from_dict(alignment))
+    signature = {name: "constexpr" if name in job.constants else job.signature[name] for name in names}
+    constants: Any = {(names.index(name),): value for name, value in job.constants.items()}
+    return ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
