@@ -21,9 +21,9 @@ from .interface import Kernels
 from .numba_cpu.host import openmp
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FIRST_TRITON = {12: (3, 3)}
+_FIRST_TRITON = {10: (3, 3), 12: (3, 3)}
 """The first version of Triton for a compute capability, by its major number, where an older one ends the process: 3.2
-for 12.0 by "LLVM ERROR"."""
+for 10.0 and 12.0."""
 
 _NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
