@@ -134,6 +134,11 @@ else
     big=(--device cuda --model densenet121 --batch_size 64)
     small=(--device cuda --model densenet_bc_100_12)
     unset TRITON_INTERPRET
+    part "first contact in TF32, cold where Triton's cache is empty" 100 "$python" -c "
+import time, torch
+from efficient_densenet.kernels import first_contact
+start = time.time()
+print(first_contact.verdict(0, torch.float32, 'tf32', activation='relu'), f'{time.time() - start:.1f} s')"
     part "first contact" 100 "$python" -m efficient_densenet.doctor --compare
     kernel_tests "${tests[@]}"
     check 90 "${small[@]}" --batch_size 64 --precision tf32,bf16,float32
