@@ -179,6 +179,12 @@ DEFECTS = [
         "triton_launch",
     ),
     Defect(
+        "first contact: a slice's rows are made contiguous on the device",
+        "return memory.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())",
+        "return tensor.to(device)",
+        "compile_ahead",
+    ),
+    Defect(
         "kernel cache: a file is used whatever its checksum",
         "if checksum != _checksum(key, content):",
         "if not content:",
