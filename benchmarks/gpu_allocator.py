@@ -27,7 +27,7 @@ MIB = 2**20
 ROUNDING, SMALL = 512, MIB
 """Sizes are rounded up; those up to SMALL have segments of their own, as c10/cuda/CUDACachingAllocator.cpp has it."""
 SMALL_SEGMENT, LARGE_SEGMENT, LARGE, LARGE_ROUNDING = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
-"""A tensor above LARGE gets a segment of its own size, others of LARGE_SEGMENT; expandable segments grow in both."""
+"""A tensor of LARGE or more gets a segment of its own size, others of LARGE_SEGMENT, in which expandable ones grow."""
 
 Event = tuple[int, int]
 """The number of a tensor, and the bytes that it allocates; 0 for its end."""
@@ -38,6 +38,7 @@ class Block:
     """A part of a segment, with its neighbors there."""
 
     size: int
+    address: int
     is_free: bool = True
     before: "Block | None" = None
     after: "Block | None" = None
@@ -51,19 +52,20 @@ class Pool:
     expandable: bool
     reserved: int = 0
     free: list[tuple[int, int, Block]] = field(default_factory=list)
-    """Sorted by size, then by age."""
+    """Sorted by size, then by address."""
     last: Block | None = None
     """The end of the expandable segment."""
-    age: int = 0
 
     def allocate(self, size: int) -> Block:
         i = bisect.bisect_left(self.free, (size,))
+        if i + 1 < len(self.free) and self.free[i][2] is self.last:
+            i += 1  # the end can grow, and counts as larger than all others
         block = self.free.pop(i)[2] if i < len(self.free) else self._new_block(size)
         block.is_free = False
         rest = block.size - size
         if rest >= ROUNDING if self.is_small or self.expandable else rest > SMALL:
             block.size = size
-            self._release(Block(rest, before=block, after=block.after))
+            self._release(Block(rest, block.address + size, before=block, after=block.after))
         return block
 
     def release(self, block: Block) -> None:
@@ -73,7 +75,7 @@ class Pool:
                 self.free = [each for each in self.free if each[2] is not neighbor]
                 block.size += neighbor.size
                 if neighbor is block.before:
-                    block.before = neighbor.before
+                    block.before, block.address = neighbor.before, neighbor.address
                 else:
                     block.after = neighbor.after
         self._release(block)
@@ -86,21 +88,21 @@ class Pool:
             block.after.before = block
         elif self.expandable:
             self.last = block
-        self.age += 1
-        bisect.insort(self.free, (block.size, self.age, block), key=lambda each: each[:2])
+        bisect.insort(self.free, (block.size, block.address, block), key=lambda each: each[:2])
 
     def _new_block(self, size: int) -> Block:
         """A segment, or the end of the expandable one after it has grown."""
         if not self.expandable:
             of_its_own = -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
-            block = Block(SMALL_SEGMENT if self.is_small else LARGE_SEGMENT if size < LARGE else of_its_own)
-            self.reserved += block.size
+            segment = SMALL_SEGMENT if self.is_small else LARGE_SEGMENT if size < LARGE else of_its_own
+            block = Block(segment, self.reserved)
+            self.reserved += segment
             return block
         end, page = self.last, SMALL_SEGMENT if self.is_small else LARGE_SEGMENT
         if end is not None and end.is_free:
             self.free = [each for each in self.free if each[2] is not end]
         else:
-            end = Block(0, before=end)
+            end = Block(0, self.reserved, before=end)
             if end.before is not None:
                 end.before.after = end
         grown = -(-(size - end.size) // page) * page
@@ -116,6 +118,7 @@ class Allocator:
     def __init__(self, expandable: bool) -> None:
         self.pools = [Pool(is_small, expandable) for is_small in (False, True)]
         self.blocks: dict[int, tuple[Pool, Block]] = {}
+        self.requested: dict[int, int] = {}
         self.allocated = self.peak = 0
 
     @property
@@ -128,11 +131,12 @@ class Allocator:
                 size = max(1, -(-size // ROUNDING)) * ROUNDING
                 pool = self.pools[size <= SMALL]
                 self.blocks[number] = pool, pool.allocate(size)
-                self.allocated += self.blocks[number][1].size
+                self.requested[number] = size
+                self.allocated += size
                 self.peak = max(self.peak, self.allocated)
             else:
                 pool, block = self.blocks.pop(number)
-                self.allocated -= block.size
+                self.allocated -= self.requested.pop(number)
                 pool.release(block)
 
     def release_all(self, numbers: Iterable[int]) -> None:

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,16 +74,21 @@ def find_fault(
     """
     kernels = importlib.import_module(f"{_HOST}.operations")
     compare = partial(_compare, kernels, device, TOLERANCES[precision if dtype is torch.float32 else dtype])
-    all_checks = [*(checks(dtype) if activation == "relu" else checks_of_activation(activation, dtype))]
-    large = [*large_checks(dtype)] if activation == "relu" and device.startswith("cuda") else []
+    small, large = _checks_on(device, dtype, activation)
     if device.startswith("cuda"):
-        with contextlib.suppress(Exception):  # what is not compiled here, the threads compile
-            _compile_ahead(kernels, [*all_checks, *large], torch.cuda.get_device_capability(device), num_threads)
+        _compile_ahead(kernels, device, dtype, activation, num_threads)
     with ThreadPoolExecutor(num_threads) as pool:
-        small = (pool.map if num_threads > 1 else map)(compare, all_checks)
-        fault = next(filter(None, itertools.chain(small, map(compare, large))), None)
+        faults = itertools.chain((pool.map if num_threads > 1 else map)(compare, small), map(compare, large))
+        fault = next(filter(None, faults), None)
         pool.shutdown(cancel_futures=True)
     return fault
+
+
+def _checks_on(device: str, dtype: torch.dtype, activation: str) -> tuple[list[Check], list[Check]]:
+    """The small ones, and the large ones."""
+    if activation != "relu":
+        return [*checks_of_activation(activation, dtype)], []
+    return [*checks(dtype)], [*large_checks(dtype)] if device.startswith("cuda") else []
 
 
 def checks(dtype: torch.dtype) -> Iterator[Check]:
@@ -135,14 +140,17 @@ def _options(operation: str) -> list[dict[str, bool]]:
     return [options, options | {"overwrite": True}] if operation.endswith("backward") else [options]
 
 
-def _compile_ahead(kernels: Any, checks: Sequence[Check], capability: tuple[int, int], processes: int) -> None:
+def _compile_ahead(kernels: Any, device: str, dtype: torch.dtype, activation: str, processes: int) -> None:
+    """Compile the kernels in processes. What is not compiled here, the threads compile."""
+
     @torch.no_grad()
     def launch(check: Check) -> None:
         check.function(kernels, check.make_case().on("meta"))
 
-    launches = [partial(launch, check) for check in checks]
-    module = importlib.import_module(f"{_HOST}.compile_ahead")
-    module.compile_ahead(launches, capability, min(processes, os.cpu_count() or 1))
+    with contextlib.suppress(Exception), torch.cuda.device(device):  # whose limits the meta device has
+        launches = [partial(launch, check) for check in itertools.chain(*_checks_on(device, dtype, activation))]
+        module = importlib.import_module(f"{_HOST}.compile_ahead")
+        module.compile_ahead(launches, torch.cuda.get_device_capability(), processes)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ context harms no training run, and no comparison runs inside of a graph capture.
 device, the versions, the sources and the dtype. Activations other than ReLU are compared when they are first used.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -172,19 +173,19 @@ def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> byt
     return json.dumps(parts).encode()
 
 
+@functools.cache
 def _driver_version() -> str:
     """As the kernel module of the driver says or, where the driver is the host system's as under WSL2, its library."""
     file = Path("/proc/driver/nvidia/version")
     if file.exists():
         return file.read_text()
-    try:
-        library, version = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.create_string_buffer(80)
-    except OSError:
-        return ""
-    library.nvmlInit_v2()
-    library.nvmlSystemGetDriverVersion(version, len(version))
-    library.nvmlShutdown()
-    return version.value.decode()
+    version = ctypes.create_string_buffer(80)
+    with contextlib.suppress(OSError, AttributeError):  # there may be none, or another one of this name
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        library.nvmlInit_v2()
+        library.nvmlSystemGetDriverVersion(version, len(version))
+        library.nvmlShutdown()
+    return version.value.decode(errors="replace")
 
 
 def _triton_version() -> str:

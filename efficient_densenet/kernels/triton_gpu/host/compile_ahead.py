@@ -53,9 +53,31 @@ class _Pointer:
 
 
 def compile_ahead(functions: Iterable[Callable[[], object]], capability: tuple[int, int], processes: int) -> None:
-    """Compile the kernels that the functions launch on the meta device."""
+    """Compile the kernels that the functions launch on the meta device, in up to so many processes, and in no more than
+    there are processors for."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = min(processes, usable)
     if processes < 2 or not hasattr(os, "fork"):
         return
+    groups = _recorded_groups(functions)
+    taken, queue = os.pipe()
+    os.write(queue, b"".join(i.to_bytes(_INDEX_BYTES, "little") for i in range(len(groups))))
+    os.close(queue)
+    children: list[int] = []
+    try:
+        while len(children) < min(processes, len(groups)):
+            children.append(_start(groups, taken, capability))
+    except OSError:  # there may be no more processes
+        pass
+    finally:
+        os.close(taken)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def _recorded_groups(functions: Iterable[Callable[[], object]]) -> list[Any]:
+    """The launches, those of a kernel, of constants and of dtypes together: a process compiles nothing twice. The
+    kernels with the most constants take the longest, and come first."""
     groups = defaultdict[Any, list[Any]](list)
     for function in functions:
         with recorded() as launches, contextlib.suppress(Exception):  # of what has no values on the meta device
@@ -66,32 +88,29 @@ def compile_ahead(functions: Iterable[Callable[[], object]], capability: tuple[i
                 dtypes = [None if each is None else each.dtype for each in tensors]
                 key = prepared.kernel.__name__, *prepared.constants.items(), *dtypes
                 groups[key].append((prepared, arguments))
-    # What one process compiles it does not compile again. The kernels with the most constants take the longest.
-    ordered = [groups[key] for key in sorted(groups, key=len, reverse=True)]
-    taken, queue = os.pipe()
-    os.write(queue, b"".join(i.to_bytes(_INDEX_BYTES, "little") for i in range(len(ordered))))
-    os.close(queue)
-    children = [_start(ordered, taken, capability) for _ in range(min(processes, len(ordered)))]
-    os.close(taken)
-    for child in children:
-        os.waitpid(child, 0)
+    return [groups[key] for key in sorted(groups, key=len, reverse=True)]
 
 
 def _start(groups: Sequence[Any], taken: int, capability: tuple[int, int]) -> int:
-    """Start a process that compiles the groups whose indices it reads from `taken`, and ends no later than the alarm of
-    this one. Returns its number."""
-    until_alarm, _ = signal.getitimer(signal.ITIMER_REAL)
+    """Start a process that compiles the groups whose indices it reads from `taken`. Returns its number.
+
+    It ends with this process, and when half of the time until the alarm of this one is over, so that the other half is
+    there for what it has not compiled.
+    """
+    parent, (until_alarm, _) = os.getpid(), signal.getitimer(signal.ITIMER_REAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads hold no locks that are taken here
         child = os.fork()
     if child:
         return child
     try:
-        signal.setitimer(signal.ITIMER_REAL, until_alarm)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a compiler prints would come twice
-        target: Any = _Target(capability)
-        driver.set_active(target)
-        while index := os.read(taken, _INDEX_BYTES):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, until_alarm / 2)
+        for output in (1, 2):  # nobody reads what a compiler prints here
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        driver_without_device: Any = _Target(capability)
+        driver.set_active(driver_without_device)
+        while os.getppid() == parent and (index := os.read(taken, _INDEX_BYTES)):
             for prepared, arguments in groups[int.from_bytes(index, "little")]:
                 with contextlib.suppress(Exception):
                     prepared.kernel.warmup(*arguments, *prepared.numbers, grid=prepared.grid, **prepared.options)
