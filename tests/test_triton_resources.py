@@ -5,6 +5,7 @@ The launches are those of the host code, with the tiles that it chooses for each
 
 import functools
 import itertools
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -24,7 +25,8 @@ from efficient_densenet.kernels.interface import (
 )
 from efficient_densenet.kernels.max_pooling import MaxPool
 
-pytest.importorskip("triton", reason="needs Triton")
+KERNELS_PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
+triton = pytest.importorskip("triton", reason="needs Triton")
 common, conv1x1, conv3x3, stem, launch, tiles, device_functions = kernel_modules(
     "triton_gpu", "common", "conv1x1", "conv3x3", "stem", "launch", "tiles", "device_functions"
 )
@@ -297,3 +299,41 @@ def test_statistics_of_few_and_many_tiles(arch, launched):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_kernel_of_the_stem(dtype, arch, stem_jobs):
     check_all(stem_jobs(dtype, arch), 8)
+
+
+IN_THE_DOCS = {
+    ("BC-100-12", "tf32"): ((4, 2, 1), (4, 2, 1)),
+    ("BC-100-12", "bfloat16"): ((8, 2, 1), (8, 1)),
+    ("BC-100-12", "ieee"): ((4,), (4,)),
+    ("densenet121", "tf32"): ((4, 2, 1), (4,)),
+    ("densenet121", "bfloat16"): ((8, 1), (8,)),
+    ("densenet161", "tf32"): ((4,), (4,)),
+    ("densenet161", "bfloat16"): ((8,), (8,)),
+}
+"""What divides the rows of 1×1 convolutions, and those of 3×3 convolutions."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", [80, 86, 90, 100, 120])
+def test_the_spills_in_the_docs(arch, conv1x1_jobs, conv3x3_jobs, monkeypatch):
+    """The table in docs/kernels.md, for the Triton that is installed or the first of PYTHONPATH."""
+    page = KERNELS_PAGE.read_text()
+    if f"\n| {triton.__version__}, " not in page:
+        pytest.skip(f"docs/kernels.md has no rows for Triton {triton.__version__}")
+    jobs: list[tuple[int, Compilation]] = []
+    for (model, precision), (of_1x1, of_3x3) in IN_THE_DOCS.items():
+        growth_rate, width, channels = MODELS[model]
+        for divisor in of_1x1:
+            monkeypatch.setitem(MODELS, "changed", (growth_rate, width, channels - divisor % 4))
+            jobs += [(divisor, job.compilation) for job in conv1x1_jobs("changed", precision, arch)]
+        for divisor in of_3x3:
+            monkeypatch.setitem(MODELS, "changed", (growth_rate - divisor % 4, width - divisor % 4, channels))
+            jobs += [(divisor, job.compilation) for job in conv3x3_jobs("changed", precision, arch, False)]
+    most: dict[str, list[int]] = {}
+    for (divisor, job), resources in zip(jobs, compile_all([job for _, job in jobs]), strict=True):
+        cell, column = most.setdefault(job.kernel, [0, 0, 0]), 0 if divisor >= 4 else 3 - divisor
+        cell[column] = max(cell[column], resources.spills)
+    kernels = "conv1x1_forward", "conv1x1_backward", "conv3x3_forward", "conv3x3_grad_input"
+    name = f"| {triton.__version__}, {arch // 10}.{arch % 10} |"
+    row = " ".join([name, *(f"{' / '.join(map(str, most[kernel]))} |" for kernel in kernels)])
+    assert [line for line in page.splitlines() if line.startswith(name)] == [row]
