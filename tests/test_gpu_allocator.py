@@ -79,13 +79,10 @@ def test_segments_are_the_sum_of_their_blocks(expandable):
         assert all(len(pool.free) == 1 for pool in allocator.pools)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "batch_size", "size"),
-    [
-        ("densenet121", 64, 224),
-        pytest.param("densenet_bc_100_12", 64, 32, marks=pytest.mark.exhaustive),
-        pytest.param("densenet_bc_100_12", 256, 32, marks=pytest.mark.exhaustive),
-    ],
+    [("densenet121", 64, 224), ("densenet_bc_100_12", 64, 32), ("densenet_bc_100_12", 256, 32)],
 )
 def test_plain_s_memory_on_an_h100(model, batch_size, size):
     """Within 6%. `shared` reserved more than is counted: cuDNN's trials of algorithms come on top."""
