@@ -117,8 +117,8 @@ class Allocator:
 
     def __init__(self, expandable: bool) -> None:
         self.pools = [Pool(is_small, expandable) for is_small in (False, True)]
-        self.blocks: dict[int, tuple[Pool, Block]] = {}
-        self.requested: dict[int, int] = {}
+        self.blocks: dict[int, tuple[Pool, Block, int]] = {}
+        """Of each tensor, with the bytes that it needs of its block."""
         self.allocated = self.peak = 0
 
     @property
@@ -128,19 +128,15 @@ class Allocator:
     def replay(self, events: Iterable[Event]) -> None:
         for number, size in events:
             if size:
-                size = max(1, -(-size // ROUNDING)) * ROUNDING
+                size = -(-size // ROUNDING) * ROUNDING
                 pool = self.pools[size <= SMALL]
-                self.blocks[number] = pool, pool.allocate(size)
-                self.requested[number] = size
+                self.blocks[number] = pool, pool.allocate(size), size
                 self.allocated += size
                 self.peak = max(self.peak, self.allocated)
             else:
-                pool, block = self.blocks.pop(number)
-                self.allocated -= self.requested.pop(number)
+                pool, block, size = self.blocks.pop(number)
+                self.allocated -= size
                 pool.release(block)
-
-    def release_all(self, numbers: Iterable[int]) -> None:
-        self.replay([(number, 0) for number in numbers if number in self.blocks])
 
 
 def reserved(model: str, engine: str, shapes: Iterable[tuple[int, int]], expandable: bool) -> Allocator:
@@ -149,7 +145,7 @@ def reserved(model: str, engine: str, shapes: Iterable[tuple[int, int]], expanda
     held = [*network.parameters(), *network.buffers()]
     allocator.replay((-1 - i, max(1, tensor.nbytes)) for i, tensor in enumerate(held))
     for batch_size, size in shapes:
-        allocator.release_all([number for number in allocator.blocks if number >= 0])  # the last step's gradients
+        allocator.replay([(number, 0) for number in allocator.blocks if number >= 0])  # the last step's gradients
         allocator.replay(_events(model, engine, batch_size, size))
     return allocator
 

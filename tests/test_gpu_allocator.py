@@ -70,10 +70,10 @@ def test_segments_are_the_sum_of_their_blocks(expandable):
             allocator.replay([(numbers.choice(list(allocator.blocks)), 0)])
     free = sum(size for pool in allocator.pools for size, *_ in pool.free)
     assert all(size == block.size and block.is_free for pool in allocator.pools for size, _, block in pool.free)
-    held = sum(block.size for _, block in allocator.blocks.values())
-    assert allocator.allocated == sum(allocator.requested.values()) <= held
+    held = sum(block.size for _, block, _ in allocator.blocks.values())
+    assert allocator.allocated == sum(size for *_, size in allocator.blocks.values()) <= held
     assert allocator.reserved == held + free
-    allocator.release_all(list(allocator.blocks))
+    allocator.replay([(number, 0) for number in allocator.blocks])
     assert allocator.allocated == 0
     if expandable:
         assert all(len(pool.free) == 1 for pool in allocator.pools)

@@ -1,7 +1,6 @@
 """Compiling Triton kernels into Triton's cache on disk, in several processes, none of which opens the device.
 
-Triton's compiler holds Python's lock for an eighth of its time, so that threads of a process use eight processors at
-most.
+Triton's compiler holds Python's lock for a part of its time, so that threads of one process do not use all processors.
 A kernel that does not compile here is left to whoever launches it, which finds the same error.
 
 Used here beside `launch`: the methods of Triton's driver that its compiler calls.

@@ -44,6 +44,7 @@ _launchers: dict[tuple[Any, ...], dict[tuple[Any, ...], _Launcher]] = {}
 id of a kernel, which stays valid: the launcher keeps the kernel alive."""
 
 _recorded: list[tuple["Launch", Sequence[Tensor | None]]] | None = None
+"""The launches on the meta device, inside of `recorded`."""
 
 
 class Launch:

@@ -17,6 +17,9 @@ MAX_OUT_CHANNELS = 256
 RESERVED_SHARED_MEMORY = KIB
 """The bytes of shared memory that CUDA reserves in each block."""
 
+BARRIER_BYTES = 8
+"""What the tensor cores of compute capability 10.0 need of a block's shared memory beside the operands."""
+
 
 class Precision(enum.Enum):
     """How products are computed. Sums are in float32."""
@@ -89,14 +92,15 @@ class Tile(NamedTuple):
     def forward_shared_memory(self, precision: Precision) -> int:
         """An upper bound in bytes, from the tiles of the operands in each stage."""
         stage = (self.rows + self.out_channels) * self.channels * precision.itemsize
-        return max(self.num_stages * stage, self.rows * self.out_channels * 4)
+        return max(self.num_stages * stage, self.rows * self.out_channels * 4) + BARRIER_BYTES
 
     def backward_shared_memory(self, precision: Precision) -> int:
         """An upper bound in bytes: the weight, and in each stage the input, the output and its grad_accum."""
         width = self.out_channels + self.rest
         stage = self.rows * (self.channels + 2 * width)
         weight = self.channels * width
-        return max((weight + self.num_stages * stage) * precision.itemsize, self.out_channels * self.channels * 4)
+        operands = (weight + self.num_stages * stage) * precision.itemsize
+        return max(operands, self.out_channels * self.channels * 4) + BARRIER_BYTES
 
     def resident_blocks(self, shared_memory: int, limits: DeviceLimits) -> int:
         """How many blocks of this tile a multiprocessor holds."""
