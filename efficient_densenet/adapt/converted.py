@@ -128,7 +128,7 @@ class ConvertedBlock(VerifiedModule):
         parts = read_block(self, pattern)
         kept = self._conversion.kept_bottlenecks
         if kept:
-            layers = [layer._replace(keep_bottleneck=i in kept) for i, layer in enumerate(parts.layers)]
+            layers = [replace(layer, keep_bottleneck=i in kept) for i, layer in enumerate(parts.layers)]
             parts = replace(parts, layers=tuple(layers))
         layers = [layer.module for layer in parts.layers]
         for child in self.children():

@@ -54,7 +54,8 @@ class _Walk:
         self.outputs: dict[str, Tensor] = {}
         self.position = 0
         self.plain_format: torch.memory_format | None = None
-        self.first_block = next((module for _, module in modules if is_block(module)), None)
+        blocks = [module for _, module in modules if is_block(module)]
+        self.first_block = blocks[0] if blocks else None
         self.first_parts: BlockParts | None = None
 
     def run_stem(self) -> None:

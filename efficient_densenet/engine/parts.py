@@ -6,7 +6,7 @@ Parts are read at every forward and never stored on a module, so that copies and
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ class NoPartsError(Exception):
     """Raised for a block whose parts cannot be determined; the message starts with "found", as in "found a PReLU"."""
 
 
-class LayerParts(NamedTuple):
+@dataclass(frozen=True)
+class LayerParts:
     """A dense layer: norm, activation, 3×3 convolution; perhaps after norm, activation, 1×1 convolution.
 
     The shared engine is not used where `module` or anything inside has a hook. A reader must raise `NoPartsError` for a
@@ -180,7 +181,10 @@ def is_engine_block(module: nn.Module) -> bool:
 
 def block_reader(block: nn.Module) -> BlockReader | None:
     """The reader that was registered for the class of `block` or for the nearest of its base classes."""
-    return next((_BLOCKS[cls] for cls in type(block).__mro__ if cls in _BLOCKS), None)
+    for cls in type(block).__mro__:
+        if cls in _BLOCKS:
+            return _BLOCKS[cls]
+    return None
 
 
 def consumer_parts(module: nn.Module) -> ConsumerParts | None:
