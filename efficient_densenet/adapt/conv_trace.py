@@ -24,7 +24,7 @@ Channels = tuple[fx.Node, ...]
 _FUNCTIONS: dict[Any, Any] = {
     getattr(F, name): definition.module
     for name, definition in TABLE.items()
-    if hasattr(F, name) and definition.weight_derivative is None
+    if hasattr(F, name)
 } | {F.relu6: nn.ReLU6, **dict.fromkeys((torch.relu, "relu", "relu_", F.relu_, torch.relu_), nn.ReLU)}
 """The class of module for each function, whose arguments are the class's."""
 

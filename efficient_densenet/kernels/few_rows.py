@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._tensors import as_dtype
 from . import convolution, portable
-from .activations import Activation
+from .activations import ActivationSpec
 from .interface import (
     AffineInput,
     BatchNormAffine,
@@ -62,7 +62,7 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
 
 
 def conv1x1_forward_with_statistics(
-    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
+    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: ActivationSpec
 ) -> AffineInput:
     if conv.output.dtype is not conv.input.dtype:
         return portable.conv1x1_forward_with_statistics(conv, statistics, norm, activation)
@@ -101,14 +101,14 @@ def conv3x3_backward(
     grad, grad_conv_weight = convolution.conv3x3_backward(
         grad_images, to_spatial(activation, shape), weight, dilation, accumulator.needs_grad_weight
     )
-    grad, grad_activation_weight = to_pixel_matrix(grad), None
+    grad = to_pixel_matrix(grad)
     if input.activation.is_relu:
         grad = portable.mask_inactive(grad, activation)
     else:
-        grad, grad_activation_weight = portable.grad_before_activation(grad, input.values, input)
+        grad = portable.grad_before_activation(grad, input.values, input)
     vectors = as_dtype(norm.weight, input.dtype), None, None, norm.mean, norm.inv_std
     grad_values, grad_weight, grad_bias = _native_backward(grad, input.values, *vectors, True, 0.0, [True, True, True])
-    return Gradients(grad_weight, grad_bias, grad_conv_weight, grad_values, grad_activation_weight)
+    return Gradients(grad_weight, grad_bias, grad_conv_weight, grad_values)
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import as_dtype
-from .activations import RELU, Activation
+from .activations import RELU_SPEC, ActivationSpec
 from .max_pooling import MaxPool
 
 MEAN, VARIANCE, INV_STD = range(3)
@@ -80,7 +80,7 @@ class AffineInput(NamedTuple):
 
     values: Tensor  # (pixels, channels)
     norm: BatchNormAffine
-    activation: Activation = RELU
+    activation: ActivationSpec = RELU_SPEC
     output: Tensor | None = None
 
     @property
@@ -121,7 +121,6 @@ class Gradients(NamedTuple):
     norm_bias: Tensor
     conv_weight: Tensor | None = None
     values: Tensor | None = None
-    activation_weight: Tensor | None = None
 
 
 class StatisticsOutput:
@@ -173,8 +172,8 @@ class Kernels(Protocol):
     """A set of kernels, which a module implements. `portable` shows each of them in a few lines of PyTorch.
 
     `*_forward` reads an `AffineInput` y. `*_backward` computes the gradient of y, multiplies it by the activation's
-    derivative, accumulates the product g in `accumulator`, and returns the gradients of the norm, of the activation's
-    weight and, where it is needed, of the convolution's weight.
+    derivative, accumulates the product g in `accumulator`, and returns the gradients of the norm and, where it is
+    needed, of the convolution's weight.
     """
 
     @property
@@ -209,7 +208,7 @@ class Kernels(Protocol):
         ...
 
     def conv1x1_forward_with_statistics(
-        self, conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
+        self, conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: ActivationSpec
     ) -> AffineInput:
         """Writes conv.output and its statistics. The mean and inv_std of `norm` are rows of these statistics.
 
@@ -282,7 +281,7 @@ class Kernels(Protocol):
         ...
 
     def norm_activation_max_pool(
-        self, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool, dtype: torch.dtype
+        self, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool, dtype: torch.dtype
     ) -> Tensor:
         """max_pool(f(norm(values))) of images in `dtype`, in the memory format of `values`.
 
@@ -291,10 +290,10 @@ class Kernels(Protocol):
         ...
 
     def norm_activation_max_pool_reduce(
-        self, grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool
+        self, grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool
     ) -> tuple[Tensor, Gradients]:
         """The indices of the maxima, −1 where a ReLU is inactive, for `norm_activation_max_pool_backward`; and the
-        gradients of the norm and of the activation's weight."""
+        gradients of the norm."""
         ...
 
     def norm_activation_max_pool_backward(
@@ -303,7 +302,7 @@ class Kernels(Protocol):
         indices: Tensor,
         values: Tensor,
         norm: BatchNormAffine,
-        activation: Activation,
+        activation: ActivationSpec,
         pool: MaxPool,
         sums: Gradients,
         count: int,

@@ -94,7 +94,7 @@ def plain_conv_block(spec: ConvBlockSpec, x: Tensor, *parameters: Tensor | None)
     """The outputs of a block, by functions that autograd can differentiate any number of times."""
     features, tensors = x, conv_tensors(parameters)
     for layer, each in zip(spec.layers, tensors, strict=False):
-        new = layer.activation_of(each).forward(_convolve(spec, layer, each, features))
+        new = layer.activation.forward(_convolve(spec, layer, each, features))
         features = torch.cat([new, features] if spec.newest_first else [features, new], 1)
     outputs = [] if spec.last is None else [_convolve(spec, spec.last, tensors[-1], features)]
     return [*outputs, features[:, spec.columns_returned]] if spec.returns_features else outputs

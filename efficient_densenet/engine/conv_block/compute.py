@@ -29,7 +29,7 @@ class _Convolutions:
 
     def __init__(self, spec: ConvBlockSpec, features: Tensor, parameters: Sequence[Tensor | None]) -> None:
         self.spec, self.features = spec, features
-        self.kernels: Kernels = kernels_for(features, activations=[IDENTITY.spec.name])
+        self.kernels: Kernels = kernels_for(features, activations=[IDENTITY.name])
         self.tensors = conv_tensors(parameters)
         weights = self.kernels.arranged_weights([as_dtype(each.weight, spec.torch_dtype) for each in self.tensors])
         self.weights = weights
@@ -78,7 +78,7 @@ def forward(spec: ConvBlockSpec, x: Tensor, parameters: Sequence[Tensor | None])
         z = convolutions.forward(i, shape)
         if not layer.activation.is_known_from_output:
             values_before.append(z)
-        y = layer.activation_of(convolutions.tensors[i]).forward(z)
+        y = layer.activation.forward(z)
         columns_of(features, spec.columns_written(i)).copy_(y)
     outputs = []
     if spec.last is not None:
@@ -150,33 +150,28 @@ class Backward:
             self.grads.append(ConvTensors._make([None] * len(ConvTensors._fields)))
         else:
             grad = as_dtype(to_pixel_matrix(grad_output), self.spec.torch_dtype)
-            self._convolution(len(self.spec.layers), grad, None, overwrite)
+            self._convolution(len(self.spec.layers), grad, overwrite)
 
     def _layer(self, i: int, layer: ConvSpec) -> None:
-        columns, activation = self.spec.columns_written(i), layer.activation_of(self.convolutions.tensors[i])
-        grad, grad_weight = columns_of(self.grad_accum, columns), None
+        columns, activation = self.spec.columns_written(i), layer.activation
+        grad = columns_of(self.grad_accum, columns)
         if layer.activation.is_known_from_output:
             grad = activation.backward_from_output(grad, columns_of(self.saved.features, columns))
         else:
-            grad, grad_weight = activation.backward(grad, self.values_before.pop())
-        self._convolution(i, grad.contiguous(), grad_weight)
+            grad = activation.backward(grad, self.values_before.pop())
+        self._convolution(i, grad.contiguous())
 
-    def _convolution(self, i: int, grad: Tensor, grad_activation: Tensor | None, overwrite: bool = False) -> None:
-        """The gradients of convolution i, from the gradient of its output, and of the weight of its activation, which
-        is not summed yet."""
+    def _convolution(self, i: int, grad: Tensor, overwrite: bool = False) -> None:
+        """The gradients of convolution i, from the gradient of its output."""
         tensors, needs = self.convolutions.tensors[i], self.needs_grads[i]
         grad_accum = columns_of(self.grad_accum, self.spec.columns_read(i))
-        grad_weight = grad_bias = grad_activation_weight = None
+        grad_weight = grad_bias = None
         if self._is_needed_before(i) or needs.weight:
             accumulator = GradAccumulator(grad_accum, overwrite, bool(needs.weight))
             grad_weight = self.convolutions.backward(i, grad, self.shape, accumulator)
         if needs.bias:
             grad_bias = grad.sum(0, dtype=accumulation_dtype(grad.dtype))
-        if needs.activation_weight and grad_activation is not None and tensors.activation_weight is not None:
-            summed = grad_activation.sum(0, dtype=accumulation_dtype(grad.dtype))
-            grad_activation_weight = summed.sum_to_size(tensors.activation_weight.shape)
-        grads = grad_weight, grad_bias, grad_activation_weight
-        self.grads.append(ConvTensors._make(map(_in_dtype_of, grads, tensors)))
+        self.grads.append(ConvTensors._make(map(_in_dtype_of, (grad_weight, grad_bias), tensors)))
 
     def _is_needed_before(self, i: int) -> bool:
         """Whether the input, or a parameter of a convolution before convolution i, needs a gradient."""

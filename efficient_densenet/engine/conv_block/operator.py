@@ -39,7 +39,7 @@ def conv_block_backward(
 ) -> list[Tensor | None]:
     """The gradients of the block's input and of each parameter, None where a gradient is not needed."""
     if grad_outputs[0] is None and spec.last is not None:  # the last convolution's parameters get none
-        needs_grad = [*needs_grad[:-3], False, False, False]
+        needs_grad = [*needs_grad[:-2], False, False]
     if are_ordinary(*grad_outputs, saved.features, *saved.parameters):
         grads = iter(run_backward(spec, grad_outputs, shape, saved, needs_grad))
     else:

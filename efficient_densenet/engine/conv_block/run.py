@@ -18,8 +18,8 @@ from .spec import ConvBlockSpec, ConvSpec
 def run(block: ConvBlock, x: Tensor) -> Sequence[Tensor]:
     """The output of the last convolution, if there is one, and the features, if they are returned."""
     parameters: list[Tensor | None] = []
-    for conv, activation, _ in block.all_layers:
-        parameters += [*weight_and_bias(conv), getattr(activation, "weight", None)]
+    for conv, _, _ in block.all_layers:
+        parameters += weight_and_bias(conv)
     spec = _read_spec(block, x)
     return run_operator("conv_block", conv_block, spec, (x, parameters))[: spec.num_outputs]
 
@@ -49,5 +49,5 @@ def _is_channels_last(conv: _ConvNd) -> bool:
 
 def _read_layer(layer: ConvLayer) -> ConvSpec:
     conv, activation = layer.conv, layer.activation
-    spec = activation_spec(activation, default=IDENTITY.spec)
+    spec = activation_spec(activation, default=IDENTITY)
     return ConvSpec(int(conv.out_channels), int(conv.kernel_size[0]), int(conv.dilation[0]), spec, layer.padding_mode)

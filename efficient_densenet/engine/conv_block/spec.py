@@ -7,16 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.activations import Activation, ActivationSpec
+from ...kernels.activations import ActivationSpec
 from ..stage.spec import ChannelOrder, encode
 
 
 class ConvTensors(NamedTuple):
-    """The tensors of a convolution, whose bias may be None, and of the activation after it: only a PReLU has one."""
+    """The tensors of a convolution, whose bias may be None."""
 
     weight: Tensor
     bias: Tensor | None
-    activation_weight: Tensor | None
 
 
 class ConvSpec(NamedTuple):
@@ -27,9 +26,6 @@ class ConvSpec(NamedTuple):
     dilation: int
     activation: ActivationSpec
     padding_mode: str = "zeros"
-
-    def activation_of(self, tensors: ConvTensors) -> Activation:
-        return self.activation.of_channels(tensors.activation_weight, self.out_channels)
 
 
 class ConvBlockSpec(NamedTuple):

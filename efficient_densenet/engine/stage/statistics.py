@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._tensors import accumulation_dtype, device_type
-from ...kernels.activations import Activation
+from ...kernels.activations import ActivationSpec
 from ...kernels.interface import (
     INV_STD,
     MEAN,
@@ -41,7 +41,7 @@ class _FeatureStatistics:
         weight, bias, *_ = tensors
         return BatchNormAffine(weight, bias, self.inv_std[self.spec.feature_columns[number]])
 
-    def input(self, number: int, norm: BatchNormAffine, activation: Activation) -> AffineInput:
+    def input(self, number: int, norm: BatchNormAffine, activation: ActivationSpec) -> AffineInput:
         """The input of the convolution after norm `number`, a norm of the features, and its activation."""
         return AffineInput(columns_of(self.features, self.spec.feature_columns[number]), norm, activation)
 
