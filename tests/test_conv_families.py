@@ -9,7 +9,7 @@ from typing import Any
 import conv_families as families
 import pytest
 import torch
-from conv_families import CHANNELS, GROWTH
+from conv_families import CHANNELS
 from helpers import assert_all_close, assert_same_gradients, nodes_of, relative_error
 from torch import Tensor, nn
 
@@ -31,8 +31,6 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "dilated": families.Dilated,
     "signals": partial(families.ResidualDense, 1),
     "volumes": partial(families.Fusion, nn.ReLU6, 3),
-    "PReLU": partial(families.Fusion, lambda: nn.PReLU(GROWTH)),
-    "one PReLU weight": partial(families.Fusion, nn.PReLU),
     "ELU": partial(families.Fusion, nn.ELU),
     "SiLU": partial(families.Fusion, nn.SiLU),
     "negative slope below 0": partial(families.Fusion, lambda: nn.LeakyReLU(-0.3)),
@@ -163,7 +161,7 @@ def test_a_block_in_a_block_twice():
     _assert_same_training(nn.Sequential(block, block), nn.Sequential(plain, plain), x)
 
 
-@pytest.mark.parametrize("family", ["ESRGAN", "PWC-Net", "PReLU", "SiLU", "RDN", "padded by reflection"])
+@pytest.mark.parametrize("family", ["ESRGAN", "PWC-Net", "SiLU", "RDN", "padded by reflection"])
 def test_second_derivatives(family):
     block, plain = _pair(FAMILIES[family])
     results = []
@@ -204,7 +202,7 @@ def test_outputs_and_input_may_be_changed_in_place(family):
 
 
 @pytest.mark.parametrize(
-    "family", ["ESRGAN", "RDN", "DenseFuse", "new features only", "PWC-Net", "PReLU", "padded by reflection"]
+    "family", ["ESRGAN", "RDN", "DenseFuse", "new features only", "PWC-Net", "padded by reflection"]
 )
 def test_autocast(family):
     """The error of bfloat16, of ours at most twice plain's."""

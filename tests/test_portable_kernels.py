@@ -9,14 +9,13 @@ from kernel_operations import check, check_is_portable
 
 from efficient_densenet import kernels
 from efficient_densenet.kernels import convolution, few_rows, portable, row_tiles
-from efficient_densenet.kernels.activations import RELU
+from efficient_densenet.kernels.activations import RELU_SPEC
 from efficient_densenet.kernels.comparison import OPERATIONS, Case
 from efficient_densenet.kernels.interface import (
     AffineInput,
     BatchNormAffine,
     BatchNormBackward,
     Conv1x1,
-    GradAccumulator,
     StatisticsOutput,
 )
 
@@ -133,7 +132,7 @@ def test_a_bottleneck_s_norm_is_applied_by_the_call_that_computes_its_statistics
     matrix = torch.zeros(3, 3, dtype=dtype)
     norm = BatchNormAffine(case.norm_weight[:3], case.norm_bias[:3], matrix[2], matrix[0])
     conv = Conv1x1(case.input, case.weight1x1, case.values.new_empty(len(case.values), 3))
-    input = few_rows.conv1x1_forward_with_statistics(conv, StatisticsOutput(matrix, 1e-3), norm, RELU)
+    input = few_rows.conv1x1_forward_with_statistics(conv, StatisticsOutput(matrix, 1e-3), norm, RELU_SPEC)
     assert input[:2] == (conv.output, norm)
     exact = torch.addcmul(norm.shift.double(), conv.output.double(), norm.scale.double()).relu()
     torch.testing.assert_close(input.output, exact, rtol=tolerance, atol=tolerance, check_dtype=False)
@@ -154,32 +153,3 @@ def test_the_sums_of_few_rows_are_computed_with_the_gradient(dtype, tolerance):
     assert result.dtype is dtype
     reference = portable.batch_norm_grad_input(expected)
     torch.testing.assert_close(result, reference, rtol=tolerance, atol=tolerance, check_dtype=False)
-
-
-def bottleneck_gradients(kernel_set, case, is_only_consumer=True):
-    """All gradients of a bottleneck's norm and of the convolution behind it; whether one operation computed them."""
-    values = case.values
-    sums, grad_accum = torch.zeros_like(case.sums), torch.full_like(values, torch.nan)
-    accumulator = GradAccumulator(grad_accum, True, True, sums, is_only_consumer)
-    arguments = case.grad_output, case.input, case.weight3x3, accumulator, case.shape, 1
-    *grads, grad_values, _ = kernel_set.conv3x3_backward(*arguments)
-    at_once = grad_values is not None
-    if grad_values is None:
-        norm = case.norm()
-        grad_values = portable.batch_norm_grad_input(
-            BatchNormBackward(values, grad_accum, norm.inv_std, norm.mean, sums, len(values))
-        )
-    return (*grads, grad_values), at_once
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 5), (1, 1, 2), (3, 7, 7)])
-def test_the_backward_of_a_bottleneck_s_norm_is_one_operation(shape):
-    case = Case(shape, 6, 3).in_float64()
-    case.values = case.values.contiguous()
-    case.mean, case.inv_std = case.values.mean(0), (case.values.var(0, correction=0) + 1e-3).rsqrt()
-    results, at_once = bottleneck_gradients(few_rows, case)
-    assert at_once
-    for other in (bottleneck_gradients(few_rows, case, False), bottleneck_gradients(portable, case)):
-        assert not other[1]
-        for result, reference in zip(results, other[0], strict=True):
-            torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-10)

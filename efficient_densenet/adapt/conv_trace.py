@@ -22,9 +22,7 @@ Channels = tuple[fx.Node, ...]
 """The nodes whose concatenation a tensor is."""
 
 _FUNCTIONS: dict[Any, Any] = {
-    getattr(F, name): definition.module
-    for name, definition in TABLE.items()
-    if hasattr(F, name)
+    getattr(F, name): definition.module for name, definition in TABLE.items() if hasattr(F, name)
 } | {F.relu6: nn.ReLU6, **dict.fromkeys((torch.relu, "relu", "relu_", F.relu_, torch.relu_), nn.ReLU)}
 """The class of module for each function, whose arguments are the class's."""
 
