@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import portable
-from .activations import RELU_SPEC, ActivationSpec
+from .activations import ActivationSpec
 from .interface import (
     AffineInput,
     BatchNormAffine,
@@ -155,9 +155,7 @@ class Case(_Arguments):
 
     def conv1x1_with_statistics(self, kernels: Any) -> Results:
         def function(statistics: StatisticsOutput) -> Tensor:
-            mean, _, inv_std = statistics.rows
-            norm = BatchNormAffine(torch.ones_like(mean), torch.zeros_like(mean), inv_std, mean)
-            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics, norm, RELU_SPEC))
+            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics))
 
         return self.with_statistics(function, len(self.weight1x1))
 

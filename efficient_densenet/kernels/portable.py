@@ -14,7 +14,7 @@ and returns the gradients of the norm and of the convolution's weight (None wher
 are in the accumulation dtype: float32 for half precisions.
 
 On small inputs a kernel takes the time of its calls of PyTorch. Small inputs have one tile, so that nothing is sliced,
-and use no scratch, which takes longer to find than PyTorch takes to allocate. `few_rows` needs even fewer calls.
+and use no scratch, which takes longer to find than PyTorch takes to allocate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, as_dtype, device_type
 from . import convolution, scratch
-from .activations import ActivationSpec
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .interface import (
     AffineInput,
@@ -43,8 +42,6 @@ from .stem import (  # noqa: F401 (the stem's operations in this set)
     norm_activation_max_pool_backward,
     norm_activation_max_pool_reduce,
 )
-
-needs_sums = True
 
 Sums = tuple[Tensor | None, Tensor, Tensor]
 """grad_weight of a convolution, None where there is none; Σ grad and Σ grad · values over the rows, (channels,) each.
@@ -120,13 +117,10 @@ def conv1x1_forward(conv: Conv1x1) -> None:
         _conv1x1_tile(conv, tile)
 
 
-def conv1x1_forward_with_statistics(
-    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: ActivationSpec
-) -> AffineInput:
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
     """The convolution and its output's statistics."""
     conv1x1_forward(conv)
     batch_statistics(conv.output, statistics)
-    return AffineInput(conv.output, norm, activation)
 
 
 def conv1x1_backward(
@@ -251,12 +245,12 @@ def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
 def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `activated`."""
+    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `_activated`."""
     for tile in tiles(input.values, input.dtype, multiple_of):
-        yield tile, *activated(rows(input.values, tile), input, dtype)
+        yield tile, *_activated(rows(input.values, tile), input, dtype)
 
 
-def activated(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _activated(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """f(scale · values + shift) of a tile's values in `dtype`, and a buffer in the accumulation dtype.
 
     The activation is in this buffer unless its dtype differs, so the buffer is free only after the activation's last
@@ -278,7 +272,7 @@ def _affine(values: Tensor, norm: BatchNormAffine) -> Tensor:
 
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
     input, weight, output = conv
-    activation, _ = activated(rows(input.values, tile), input, weight.dtype)
+    activation, _ = _activated(rows(input.values, tile), input, weight.dtype)
     torch.mm(activation, weight.t(), out=rows(output, tile))
 
 
@@ -307,7 +301,7 @@ def _batch_norm_grad_input_tile(
     return as_dtype(grad_input.addcmul_(grad_accum, inv_std), values.dtype)
 
 
-def mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
+def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
     """ReLU's backward in place: zero where the activation is not positive."""
     return _relu_backward(grad, activation, 0, grad_input=grad)
 
@@ -317,13 +311,13 @@ def _activation_backward(
 ) -> tuple[Tensor, Tensor]:
     """Steps 2 to 4 for a tile: the sums of `_accumulate_grad`. `buffer` is free, or has the activation."""
     if input.activation.is_relu:
-        grad = mask_inactive(grad, activation)
+        grad = _mask_inactive(grad, activation)
     else:
-        grad = grad_before_activation(grad, rows(input.values, tile), input)
+        grad = _grad_before_activation(grad, rows(input.values, tile), input)
     return _accumulate_grad(grad, input, accumulator, tile, buffer)
 
 
-def grad_before_activation(grad: Tensor, values: Tensor, input: AffineInput) -> Tensor:
+def _grad_before_activation(grad: Tensor, values: Tensor, input: AffineInput) -> Tensor:
     """The gradient of z in the dtype of `grad`, the gradient of y = f(z)."""
     z = _affine(values, input.norm)
     return as_dtype(input.activation.backward(as_dtype(grad, z.dtype), z), grad.dtype)

@@ -35,10 +35,10 @@ class Backward:
         self.other_grad_input = other_grad_input
         self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, list(saved.parameters)
         self.features = saved.features
-        self.kernels = kernels_for(self.features, spec.sync_group is not None, spec.activations)
+        self.kernels = kernels_for(self.features, spec.activations)
         self.tensors = norm_convs(saved.parameters)
         features = saved.features, saved.statistics, saved.count
-        self.statistics = BackwardStatistics(spec, *features, self.tensors, self.kernels.needs_sums)
+        self.statistics = BackwardStatistics(spec, *features, self.tensors)
         self.grads: list[Tensor | None] = [None] * len(self.parameters)
         self.next_bottleneck: Conv1x1 | None = None
         self.scratch: scratch.Held = {}
@@ -171,16 +171,15 @@ class Backward:
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
         sums = None if norm.frozen else self.statistics.own_sums(number)
         needs_grad_weight = self.needs_grads[number].conv_weight
-        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, is_only_consumer=True)
+        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums)
         input = AffineInput(output, norm, layer.activation2)
         arguments = grad_output, input, self._weight(number), accumulator, self.shape
         grads = self.kernels.conv3x3_backward(*arguments, layer.dilation)
         if self.needs_grads[number - 1].conv_bias:
             self._store_bias(number - 1, norm.grad_conv_bias(grads.norm_bias))
         self._store(number, grads)
-        grad_input = grad_accum if norm.frozen else grads.values
-        if grad_input is not None:
-            return BatchNormBackward(output, grad_input)
+        if norm.frozen:
+            return BatchNormBackward(output, grad_accum)
         return self.statistics.own_grad_input(number, output, grad_accum)
 
     def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:

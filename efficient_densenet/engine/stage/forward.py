@@ -41,7 +41,7 @@ class Forward:
         self.spec, self.inputs, self.x = spec, inputs, inputs.x
         self.shape = torch.Size([self.x.shape[0], *self.x.shape[2:]])
         features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
-        self.kernels = kernels_for(features, spec.sync_group is not None, spec.activations)
+        self.kernels = kernels_for(features, spec.activations)
         self.statistics = ForwardStatistics(spec, self.kernels, features, *inputs.stored[1:])
         self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype, self.kernels))
         self.bottlenecks: list[Tensor] = []
@@ -126,10 +126,9 @@ class Forward:
             self.kernels.conv1x1_forward(conv)
             norm = self.statistics.frozen_norm(second, output, self._running(number + 1), first.conv_bias)
             return AffineInput(conv.output, norm, layer.activation2)
-        norm = self.statistics.own_norm(second, output)
-        normalized = self.kernels.conv1x1_forward_with_statistics(conv, output, norm, layer.activation2)
+        self.kernels.conv1x1_forward_with_statistics(conv, output)
         self.statistics.synchronize(output)
-        return normalized
+        return AffineInput(conv.output, self.statistics.own_norm(second, output), layer.activation2)
 
     def _consumer(self, consumer: ConsumerSpec) -> Tensor:
         number, shape = self.spec.consumer_norm, self.shape

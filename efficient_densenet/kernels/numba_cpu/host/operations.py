@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from ... import portable, scratch
-from ...activations import ActivationSpec
 from ...interface import (
     AffineInput,
-    BatchNormAffine,
     BatchNormBackward,
     Conv1x1,
     GradAccumulator,
@@ -35,8 +33,6 @@ from .launch import gemm_address, launch, openmp_functions
 from .products import product_of
 from .records import absent
 from .tiling import Tiles
-
-needs_sums = True
 
 affine_forward = portable.affine_forward
 arranged_weights = portable.arranged_weights
@@ -102,13 +98,11 @@ def conv1x1_forward(conv: Conv1x1) -> None:
     return _conv1x1(conv, None)
 
 
-def conv1x1_forward_with_statistics(
-    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: ActivationSpec
-) -> AffineInput:
-    if not _supported(conv.input, conv.weight):
-        return portable.conv1x1_forward_with_statistics(conv, statistics, norm, activation)
-    _conv1x1(conv, statistics)
-    return AffineInput(conv.output, norm, activation)
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
+    if _supported(conv.input, conv.weight):
+        _conv1x1(conv, statistics)
+    else:
+        portable.conv1x1_forward_with_statistics(conv, statistics)
 
 
 def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:

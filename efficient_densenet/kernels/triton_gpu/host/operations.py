@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ...._dimensions import DIMENSIONS
 from ... import portable, row_tiles
-from ...activations import IDENTITY, ActivationSpec
+from ...activations import IDENTITY
 from ...interface import (
     AffineInput,
-    BatchNormAffine,
     BatchNormBackward,
     Conv1x1,
     GradAccumulator,
@@ -45,8 +44,6 @@ from .stem import (  # noqa: F401 (the stem's operations in this set)
     norm_activation_max_pool_backward,
     norm_activation_max_pool_reduce,
 )
-
-needs_sums = True
 
 SECTOR_BYTES = 32
 """The smallest read of a GPU. In-place updates of a slice of channels are efficient if its rows fill whole sectors."""
@@ -121,12 +118,9 @@ def conv1x1_forward(conv: Conv1x1) -> None:
     conv1x1.forward(conv, with_statistics=False)
 
 
-def conv1x1_forward_with_statistics(
-    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: ActivationSpec
-) -> AffineInput:
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
     stats, block_rows = conv1x1.forward(conv, with_statistics=True)
     combine_statistics(stats, block_rows, conv.output.shape[0], statistics)
-    return AffineInput(conv.output, norm, activation)
 
 
 def conv1x1_backward(
