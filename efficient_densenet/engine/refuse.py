@@ -84,7 +84,7 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
         if not _is_norm_of(norm, dims):
             return _wrong_class(norm, DIMENSIONS[dims].BatchNorm)
     for activation in layer.activations:
-        reason = why_not_activation(activation)
+        reason = _why_not_activation(activation)
         if reason is not None:
             return reason
     for i, norm in enumerate(layer.norms):
@@ -95,7 +95,7 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
         if type(conv) is not DIMENSIONS[dims].Conv:
             return _wrong_class(conv, DIMENSIONS[dims].Conv)
     for conv, size in zip(layer.convolutions[::-1], (3, 1), strict=False):
-        reason = unusual_setting(conv, size)
+        reason = _unusual_setting(conv, size)
         if reason is not None:
             return reason
     for norm in layer.norms:
@@ -105,7 +105,7 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
     return None
 
 
-def why_not_activation(activation: nn.Module) -> str | None:
+def _why_not_activation(activation: nn.Module) -> str | None:
     if is_activation(activation):
         return None
     cls = type(activation)
@@ -243,7 +243,7 @@ def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
         return False
     if conv is None:
         return not _may_widen(norm)
-    return type(conv) is DIMENSIONS[dims].Conv and not unusual_setting(conv, 1)
+    return type(conv) is DIMENSIONS[dims].Conv and not _unusual_setting(conv, 1)
 
 
 def can_share_stem(conv: Any, norm: Norm, activation: nn.Module, pool: Any, x: Tensor) -> bool:
@@ -282,7 +282,7 @@ def _dims(conv: _ConvNd) -> int:
     return len(conv.kernel_size)
 
 
-def unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
+def _unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
     """A setting in which `conv` is not a DenseNet's convolution, which keeps the spatial size and may have a bias."""
     dims, dilation = _dims(conv), conv.dilation[0]
     padding = (kernel_size // 2 * dilation,) * dims
