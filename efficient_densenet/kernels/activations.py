@@ -30,12 +30,6 @@ class ActivationSpec(NamedTuple):
     b: float = 0.0
 
     @property
-    def is_known_from_output(self) -> bool:
-        """Whether y = f(z) determines f'(z)."""
-        has_backward = TABLE[self.name].backward_from_output is not None
-        return has_backward and (self.a >= 0 or self.name == "hardtanh")
-
-    @property
     def is_relu(self) -> bool:
         return self.name == "relu"
 
@@ -48,12 +42,6 @@ class ActivationSpec(NamedTuple):
         if z.is_meta:  # where PyTorch composes some backwards of several operations
             return torch.empty_like(grad)
         return TABLE[self.name].backward(grad, z, self.a, self.b)
-
-    def backward_from_output(self, grad: Tensor, y: Tensor) -> Tensor:
-        """grad · f'(z) from y = f(z), by PyTorch."""
-        backward = TABLE[self.name].backward_from_output
-        assert backward is not None  # `is_known_from_output`
-        return backward(grad, y, self.a, self.b)
 
 
 RELU_SPEC, IDENTITY = ActivationSpec(), ActivationSpec("identity")
@@ -95,7 +83,6 @@ class Definition(NamedTuple):
         function, backward: PyTorch's function of (z, a, b), and its backward of (grad, z, a, b).
         module: PyTorch's class.
         constants: a and b, from a module.
-        backward_from_output: PyTorch's backward of (grad, y, a, b), where y determines f'(z) if a is not negative.
     """
 
     formula: Callable[..., Any]
@@ -104,7 +91,6 @@ class Definition(NamedTuple):
     backward: Callable[..., Tensor]
     module: type[nn.Module]
     constants: Callable[[Any], tuple[float, ...]] = lambda module: ()
-    backward_from_output: Callable[..., Tensor] | None = None
 
 
 def bound(formula: Callable[..., Any], functions: Any, expm1: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,7 +188,6 @@ TABLE = {
         lambda z, a, b: z,
         lambda g, z, a, b: g,
         nn.Identity,
-        backward_from_output=lambda g, y, a, b: g,
     ),
     "relu": Definition(
         _relu,
@@ -210,7 +195,6 @@ TABLE = {
         lambda z, a, b: F.relu(z),
         lambda g, z, a, b: _aten.threshold_backward(g, z, 0),
         nn.ReLU,
-        backward_from_output=lambda g, y, a, b: _aten.threshold_backward(g, y, 0),
     ),
     "leaky_relu": Definition(
         _leaky_relu,
@@ -219,7 +203,6 @@ TABLE = {
         lambda g, z, a, b: _aten.leaky_relu_backward(g, z, a, False),
         nn.LeakyReLU,
         lambda module: (module.negative_slope,),
-        backward_from_output=lambda g, y, a, b: _aten.leaky_relu_backward(g, y, a, True),
     ),
     "elu": Definition(
         _elu,
@@ -228,7 +211,6 @@ TABLE = {
         lambda g, z, a, b: _aten.elu_backward(g, a, 1, 1, False, z),
         nn.ELU,
         lambda module: (module.alpha,),
-        backward_from_output=lambda g, y, a, b: _aten.elu_backward(g, a, 1, 1, True, y),
     ),
     "silu": Definition(
         _silu,
@@ -258,7 +240,6 @@ TABLE = {
         lambda g, z, a, b: _aten.hardtanh_backward(g, z, a, b),
         nn.Hardtanh,
         lambda module: (module.min_val, module.max_val),
-        backward_from_output=lambda g, y, a, b: _aten.hardtanh_backward(g, y, a, b),
     ),
     "mish": Definition(
         _mish,
