@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import kernel_modules
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
+from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import DenseNet, create_model, doctor, kernels
 from efficient_densenet.kernels import check_on_device, disk_cache, first_contact
@@ -27,7 +27,7 @@ from efficient_densenet.kernels.activations import TABLE
 
 pytest.importorskip("triton", reason="needs Triton")
 launch, operations, tiles, conv3x3 = kernel_modules("triton_gpu", "launch", "operations", "tiles", "conv3x3")
-pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("mended_interpreter")
 GPU = torch.device("cuda", 0)
 KERNELS = [
     *("tile_statistics", "combine_statistics", "affine_activation_pool_forward", "affine_activation_pool_backward"),
