@@ -9,11 +9,10 @@ launch hooks. Versions of Triton that this file does not know, and interpreted k
 `kernel[grid](...)` alone.
 """
 
-import contextlib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -44,12 +43,9 @@ _launchers: dict[tuple[Any, ...], dict[tuple[Any, ...], _Launcher]] = {}
 """By the kernel, the properties of the numbers, and the constants; then by those of the tensors. The key contains the
 id of a kernel, which stays valid: the launcher keeps the kernel alive."""
 
-_recorded: list[tuple["Launch", Sequence[Tensor | None]]] | None = None
-"""The launches on the meta device, inside of `recorded`."""
-
 
 class Launch:
-    """A launch but for its tensors: what follows from their sizes and is the same in each step of a training.
+    """All of a launch but its tensors. It depends on their sizes only, and is the same in each step of a training.
 
     Args:
         kernel: a function decorated by `triton.jit`. Its parameters are tensors, then numbers, then `tl.constexpr`.
@@ -73,7 +69,7 @@ def _specialization(number: float) -> tuple[Any, ...]:
 
 
 cached = functools.lru_cache(maxsize=4096)
-"""For functions that make launches. With images of one size, there are as many of a kind as the model has layers."""
+"""A cache for functions that make launches. With images of one size, a kind has as many as the model has layers."""
 
 
 @cached
@@ -112,22 +108,9 @@ def _launch_by_triton(prepared: Launch, tensors: Sequence[Tensor | None]) -> Any
     """Returns the compiled kernel, or another object where Triton interprets it or compiles it later, and nothing on
     the meta device, where there is nothing to compute."""
     if cast(Tensor, tensors[0]).is_meta:
-        if _recorded is not None:
-            _recorded.append((prepared, tensors))
         return None
     with torch.cuda.device_of(tensors[0]):
         return prepared.kernel[prepared.grid](*tensors, *prepared.numbers, **prepared.options)
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[Launch, Sequence[Tensor | None]]]]:
-    """The launches on the meta device inside of the context, with their tensors."""
-    global _recorded
-    before, _recorded = _recorded, []
-    try:
-        yield _recorded
-    finally:
-        _recorded = before
 
 
 def _remember(key: tuple[Any, ...], prepared: Launch, compiled: Any, num_tensors: int) -> None:
