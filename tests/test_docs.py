@@ -20,7 +20,6 @@ from pathlib import Path
 import budgets
 import checkpointing as checkpointing_benchmark
 import communication
-import conv_blocks
 import gpu_counts
 import gpu_host
 import options as benchmark_options
@@ -57,7 +56,6 @@ BENCHMARKS = {
     "communication.py": communication.communication,
     "replicas.py": replicas.overlap,
     "budgets.py": budgets.compare,
-    "conv_blocks.py": conv_blocks.compare,
 }
 
 
