@@ -30,7 +30,7 @@ def compiled_checkpoint_updates_once() -> bool:
 
 def may_read_converted_modules() -> bool:
     """Return False under a compiler that cannot trace how converted modules are read, such as PyTorch 2.6's."""
-    return torch.__version__ >= "2.11" or not torch.compiler.is_compiling()
+    return True
 
 
 def constant_to_compilers(function: Function) -> Function:
@@ -44,7 +44,7 @@ def constant_to_compilers(function: Function) -> Function:
 
 def specialized(value: float) -> float:
     """Return `value`, which a compiler then takes as a constant, even if it has seen other values of this argument."""
-    return float.fromhex(value.hex()) if torch.compiler.is_compiling() else value  # hex() adds a guard on symbols
+    return float(f"{value}") if torch.compiler.is_compiling() else value  # the text adds a guard on symbols
 
 
 def cached_in_eager_mode(function: Function) -> Function:

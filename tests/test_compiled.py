@@ -43,7 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error:Dynamo detected a call to a .functools.lru_cache"),  # of ours
 ]
 
-FULL_GRAPHS = torch.__version__ >= "2.11"
+FULL_GRAPHS = True
 needs_full_graphs = pytest.mark.skipif(
     not FULL_GRAPHS, reason="the compiler of PyTorch 2.6 breaks the graph, as between the modules of a network"
 )
