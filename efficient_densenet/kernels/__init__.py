@@ -25,7 +25,7 @@ _FIRST_TRITON = {10: (3, 3), 12: (3, 3)}
 """The first version of Triton for a compute capability, by its major number, where an older one ends the process: 3.2
 for 10.0 and 12.0."""
 
-_NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def kernels_for(values: Tensor, synchronized: bool = False, activations: Collection[str] = ()) -> Kernels:
@@ -73,27 +73,32 @@ def _triton_applies(activation: str, values: Tensor) -> bool:
 
 
 def numba_supports(values: Tensor) -> bool:
-    """Whether the Numba kernels can run on `values`."""
-    return device_type(values) == "cpu" and type(values) is Tensor and values.dtype in _NUMBA_DTYPES and _has_numba()
+    """Whether the Numba kernels can run on `values`. At the first use of a dtype, they are compiled."""
+    if not (device_type(values) == "cpu" and type(values) is Tensor and values.dtype in NUMBA_DTYPES):
+        return False
+    return _numba_compiles(values.dtype)
 
 
 def numba_multiplies(dtype: torch.dtype) -> bool:
-    """Whether the Numba kernels multiply in this dtype without widening it first. They must be able to run."""
-    if dtype not in _NUMBA_DTYPES:
+    """Whether the Numba kernels multiply in this dtype without widening it first."""
+    if dtype not in NUMBA_DTYPES or not _numba_compiles(dtype):
         return False
     return importlib.import_module(f"{__name__}.numba_cpu.host.products").product_of(dtype).operand is dtype
 
 
 @functools.cache
-def _has_numba() -> bool:
-    """Whether Numba is installed and works, and PyTorch exports the functions that its kernels call."""
+def _numba_compiles(dtype: torch.dtype) -> bool:
+    """Whether Numba is installed and compiles the kernels for this dtype, which it does here at their first use, and
+    PyTorch exports the functions that they call."""
     if importlib.util.find_spec("numba") is None or not openmp.available():
         return False
     try:
-        importlib.import_module(f"{__name__}.numba_cpu.compiled.kernels").check()
+        importlib.import_module(f"{__name__}.numba_cpu.host.compile_ahead").compile_ahead(dtype)
     except Exception as error:  # a Numba release that is too old or too new may fail in any way
         warnings.warn(
-            f"Numba cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
+            f"Numba cannot compile the kernels for {str(dtype).removeprefix('torch.')} here "
+            f"({' '.join(str(error).split())[:300]}): the shared engine uses PyTorch's operations instead, which are "
+            "slower. Numba 0.62 and newer were tried",
             stacklevel=2,
         )
         return False

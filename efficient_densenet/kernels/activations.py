@@ -35,24 +35,12 @@ class ActivationSpec(NamedTuple):
         """The activation of this many channels; a PReLU with a single weight applies it to each of them."""
         return Activation(self, None if weight is None else weight.expand(channels))
 
-    @property
-    def is_known_from_output(self) -> bool:
-        """Whether y = f(z) determines f'(z)."""
-        has_backward = TABLE[self.name].backward_from_output is not None
-        return has_backward and (self.a >= 0 or self.name == "hardtanh")
-
 
 class Activation(NamedTuple):
     """An activation as kernels take it. `weight` is (channels,), and None unless the activation has one."""
 
     spec: ActivationSpec = ActivationSpec()
     weight: Tensor | None = None
-
-    def backward_from_output(self, grad: Tensor, y: Tensor) -> Tensor:
-        """grad · f'(z) from y = f(z), by PyTorch."""
-        backward = TABLE[self.spec.name].backward_from_output
-        assert backward is not None  # `is_known_from_output`
-        return backward(grad, y, *self.spec[1:])
 
     @property
     def is_relu(self) -> bool:
@@ -114,7 +102,6 @@ class Definition(NamedTuple):
         module: PyTorch's class.
         constants: a and b, from a module.
         weight_derivative: the derivative of f(z) by the weight, where there is one.
-        backward_from_output: PyTorch's backward of (grad, y, a, b), where y determines f'(z) if a is not negative.
     """
 
     formula: Callable[..., Any]
@@ -124,7 +111,6 @@ class Definition(NamedTuple):
     module: type[nn.Module]
     constants: Callable[[Any], tuple[float, ...]] = lambda module: ()
     weight_derivative: Callable[..., Any] | None = None
-    backward_from_output: Callable[..., Tensor] | None = None
 
 
 def bound(formula: Callable[..., Any], functions: Any, expm1: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,21 +214,13 @@ def _mish_derivative(z, weight, a, b):
 _aten = torch.ops.aten
 
 TABLE = {
-    "identity": Definition(
-        _identity,
-        _identity_derivative,
-        lambda z, w, a, b: z,
-        lambda g, z, w, a, b: g,
-        nn.Identity,
-        backward_from_output=lambda g, y, a, b: g,
-    ),
+    "identity": Definition(_identity, _identity_derivative, lambda z, w, a, b: z, lambda g, z, w, a, b: g, nn.Identity),
     "relu": Definition(
         _relu,
         _relu_derivative,
         lambda z, w, a, b: F.relu(z),
         lambda g, z, w, a, b: _aten.threshold_backward(g, z, 0),
         nn.ReLU,
-        backward_from_output=lambda g, y, a, b: _aten.threshold_backward(g, y, 0),
     ),
     "leaky_relu": Definition(
         _leaky_relu,
@@ -251,7 +229,6 @@ TABLE = {
         lambda g, z, w, a, b: _aten.leaky_relu_backward(g, z, a, False),
         nn.LeakyReLU,
         lambda module: (module.negative_slope,),
-        backward_from_output=lambda g, y, a, b: _aten.leaky_relu_backward(g, y, a, True),
     ),
     "prelu": Definition(
         _prelu,
@@ -268,7 +245,6 @@ TABLE = {
         lambda g, z, w, a, b: _aten.elu_backward(g, a, 1, 1, False, z),
         nn.ELU,
         lambda module: (module.alpha,),
-        backward_from_output=lambda g, y, a, b: _aten.elu_backward(g, a, 1, 1, True, y),
     ),
     "silu": Definition(
         _silu,
@@ -298,7 +274,6 @@ TABLE = {
         lambda g, z, w, a, b: _aten.hardtanh_backward(g, z, a, b),
         nn.Hardtanh,
         lambda module: (module.min_val, module.max_val),
-        backward_from_output=lambda g, y, a, b: _aten.hardtanh_backward(g, y, a, b),
     ),
     "mish": Definition(
         _mish,
