@@ -2,7 +2,6 @@
 
 import copy
 import platform
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -116,9 +115,6 @@ def main() -> None:
             except Exception as exc:
                 lines = [line for line in str(exc).splitlines() if line.strip()]
                 outcome = f"raises {type(exc).__name__}: {lines[0] if lines else ''}"[:200]
-                if "-v" in sys.argv:
-                    import traceback
-                    traceback.print_exc()
         print(f"{name}: {outcome}", flush=True)
 
 
