@@ -12,7 +12,7 @@ import torch
 from helpers import kernel_modules
 from triton_resources import ARCHITECTURES, LIMITS, Compilation, compile_all
 
-from efficient_densenet.kernels.activations import RELU, TABLE
+from efficient_densenet.kernels.activations import RELU_SPEC, TABLE
 from efficient_densenet.kernels.comparison import Case, StemCase
 from efficient_densenet.kernels.interface import (
     AffineInput,
@@ -153,9 +153,9 @@ def stem_jobs(launched):
         for memory_format in (torch.contiguous_format, torch.channels_last):
             values = empty(1, 64, 112, 112, dtype=dtype).contiguous(memory_format=memory_format)
             stem.image_statistics(values, StatisticsOutput(empty(3, 64), 1e-5))
-            output = stem.norm_activation_max_pool(values, norm, RELU, pool, dtype)
-            places, grads = stem.norm_activation_max_pool_reduce(output, values, norm, RELU, pool)
-            stem.norm_activation_max_pool_backward(output, places, values, norm, RELU, pool, grads, 1)
+            output = stem.norm_activation_max_pool(values, norm, RELU_SPEC, pool, dtype)
+            places, grads = stem.norm_activation_max_pool_reduce(output, values, norm, RELU_SPEC, pool)
+            stem.norm_activation_max_pool_backward(output, places, values, norm, RELU_SPEC, pool, grads, 1)
         for kernel, arguments, constants in launched:
             if kernel.fn.__name__.startswith(("image", "norm")):
                 yield Job(Compilation.of(kernel, arguments, constants, arch, misaligned=device_functions.VECTORS))

@@ -87,10 +87,6 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
         reason = _why_not_activation(activation)
         if reason is not None:
             return reason
-    for i, norm in enumerate(layer.norms):
-        reason = _wrong_weight(layer.activation(i), norm)
-        if reason is not None:
-            return reason
     for conv in layer.convolutions:
         if type(conv) is not DIMENSIONS[dims].Conv:
             return _wrong_class(conv, DIMENSIONS[dims].Conv)
@@ -110,6 +106,8 @@ def _why_not_activation(activation: nn.Module) -> str | None:
         return None
     cls = type(activation)
     name = cls.__name__ if cls.__module__.startswith("torch.") else f"{cls.__module__}.{cls.__name__}"
+    if any(True for _ in activation.parameters()):
+        return f"found a {name} inside a layer, where the shared engine takes activations without weights"
     return f"found a {name} inside a layer, which is no activation of the shared engine"
 
 
@@ -239,8 +237,6 @@ def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
         return False
     if len(parts.activations) > 1 or not all(map(is_activation, parts.activations)):
         return False
-    if _wrong_weight(parts.activation, norm) is not None:
-        return False
     if conv is None:
         return not _may_widen(norm)
     return type(conv) is DIMENSIONS[dims].Conv and not _unusual_setting(conv, 1)
@@ -254,8 +250,6 @@ def can_share_stem(conv: Any, norm: Norm, activation: nn.Module, pool: Any, x: T
     if (type(conv), type(pool)) != (DIMENSIONS[dims].Conv, DIMENSIONS[dims].MaxPool) or not is_activation(activation):
         return False
     if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)) or _may_widen(norm):
-        return False
-    if _wrong_weight(activation, norm) is not None:
         return False
     if any(map(must_be_called, (conv, norm, activation, pool))) or pool.return_indices:
         return False
@@ -324,14 +318,6 @@ def _is_norm_of(norm: Norm, dims: int) -> bool:
     """Whether this is a norm of signals, images or volumes that the shared engine can run."""
     of_dims = isinstance(norm, (DIMENSIONS[dims].BatchNorm, nn.SyncBatchNorm))  # the second one is of any dimension
     return is_norm(norm) and (of_dims or (dims == 2 and is_frozen_batch_norm(norm)))
-
-
-def _wrong_weight(activation: nn.Module | None, norm: Norm) -> str | None:
-    """Why the weight of a PReLU does not fit the norm before it, or None."""
-    weight = getattr(activation, "weight", None)
-    if weight is None or weight.numel() in (1, num_channels(norm)):
-        return None
-    return f"found a PReLU of {weight.numel()} weights after a norm of {num_channels(norm)} channels"
 
 
 def _missing_tensors(norm: Norm) -> str | None:

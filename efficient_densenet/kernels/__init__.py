@@ -1,4 +1,4 @@
-"""The sets of kernels for the shared engine: portable PyTorch (`few_rows` for few pixels), Triton and Numba.
+"""The sets of kernels for the shared engine: portable PyTorch, Triton and Numba.
 
 `kernels_for` is the only place that chooses between them; each set implements `interface.Kernels`.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tensors import accumulation_dtype, device_type
-from . import few_rows, first_contact, portable
+from .._tensors import device_type
+from . import first_contact, portable
 from .interface import Kernels
 from .numba_cpu.host import openmp
 
@@ -28,11 +28,11 @@ for 10.0 and 12.0."""
 NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def kernels_for(values: Tensor, synchronized: bool = False, activations: Collection[str] = ()) -> Kernels:
+def kernels_for(values: Tensor, activations: Collection[str] = ()) -> Kernels:
     """The kernels for a stage with features like `values`, or for a stem with input `values`.
 
-    The device's kernels where they can run, else portable. `synchronized` says that the norms are synchronized over
-    several processes. `activations` are the names of the activations that the kernels are to apply.
+    The device's kernels where they can run, else portable. `activations` are the names of the activations that the
+    kernels are to apply.
     """
     if triton_supports(values) and all(_triton_applies(each, values) for each in activations):
         from .triton_gpu.host import operations as triton_kernels
@@ -42,9 +42,6 @@ def kernels_for(values: Tensor, synchronized: bool = False, activations: Collect
         from .numba_cpu.host import operations as numba_kernels
 
         return numba_kernels
-    is_exact = values.dtype is accumulation_dtype(values.dtype)
-    if device_type(values) == "cpu" and is_exact and not synchronized and 1 < values.shape[0] <= few_rows.MAX_ROWS:
-        return few_rows
     return portable
 
 

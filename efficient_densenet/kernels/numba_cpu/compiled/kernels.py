@@ -14,9 +14,7 @@ from .accumulation import (
     accumulate_grad,
     accumulate_pooled_grad,
     clear_sums,
-    clear_weight_sums,
     reduce_sums,
-    reduce_weight_sums,
     sum_run,
 )
 from .affine import affine_activation, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
@@ -184,7 +182,6 @@ def conv1x1_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
-    clear_weight_sums(conv, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     if following.output.data:
@@ -205,7 +202,6 @@ def conv1x1_backward(record):
             conv1x1_product(following, start, stop, activation, grad, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
-    reduce_weight_sums(conv, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
@@ -225,7 +221,6 @@ def conv3x3_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
-    clear_weight_sums(conv, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
@@ -240,7 +235,6 @@ def conv3x3_backward(record):
         accumulate_grad(conv, thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
-    reduce_weight_sums(conv, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
@@ -261,7 +255,6 @@ def pooled_conv1x1_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
-    clear_weight_sums(conv, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
@@ -279,7 +272,6 @@ def pooled_conv1x1_backward(record):
         accumulate_pooled_grad(args, thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
-    reduce_weight_sums(conv, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
