@@ -20,6 +20,7 @@ from helpers import assert_close, assert_same_gradients
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from efficient_densenet._compilers import CHECKPOINTS_UPDATE_ONCE
 from efficient_densenet.checkpoint import checkpoint, checkpoint_sequential
 
 aten = torch.ops.aten
@@ -219,7 +220,7 @@ def test_outer_saved_tensor_hooks_neither_warn_nor_see_what_is_chosen():
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="compiled calls are not checkpointed before PyTorch 2.11")
+@pytest.mark.skipif(not CHECKPOINTS_UPDATE_ONCE, reason="compiled calls are not checkpointed by this compiler")
 def test_selective_checkpointing_compiled():
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
     x = tensor(5, 4)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .._compilers import compiled_checkpoint_updates_once, is_exporting
+from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._recompute_mode import is_checkpointing_disabled
 from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tensors_hooks_enabled
 from ..norms.batch_norm import update_once
@@ -132,7 +132,7 @@ def _run_sequentially(*functions_and_input: Any) -> Any:
 
 
 def _checkpoint_compiled(function: Callable, args: tuple, kwargs: dict[str, Any], options: Options) -> Any:
-    if not compiled_checkpoint_updates_once():
+    if not CHECKPOINTS_UPDATE_ONCE:
         return function(*args, **kwargs)
     call = functools.partial(function, **kwargs) if kwargs else function
     context: dict[str, Any] = {} if options.context_fn is None else {"context_fn": options.context_fn}

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from .. import kernels
-from .._compilers import compiled_checkpoint_updates_once, is_exporting
+from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._tensors import compute_dtype
 from .._torch_private import functorch_is_active
 from ..checkpoint.parameters import parameters_of
@@ -250,7 +250,7 @@ def _compiled_engine(engine: Engine) -> Engine:
     `official` alone, and only some of them update running statistics once in it."""
     if engine in (Engine.PLAIN, Engine.SHARED):
         return engine
-    return Engine.OFFICIAL if compiled_checkpoint_updates_once() else Engine.PLAIN
+    return Engine.OFFICIAL if CHECKPOINTS_UPDATE_ONCE else Engine.PLAIN
 
 
 def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:
