@@ -182,7 +182,7 @@ DEFECTS = [
         "first contact: a slice's rows are made contiguous on the device",
         "return memory.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())",
         "return tensor.to(device)",
-        "compile_ahead",
+        "first_contact",
     ),
     Defect(
         "kernel cache: a file is used whatever its checksum",

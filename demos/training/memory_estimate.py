@@ -81,7 +81,7 @@ def fit_into_memory(
     memory = RunMemory(model, image_size, options)
     traced, images = memory.traced, f"{batch_size} images"
     if not (options.micro_batch_size or options.cuda_graph or is_resumed):
-        fitting = batch_that_fits(traced, memory.image_shape, budget, at_most=batch_size, with_spare=True)
+        fitting = batch_that_fits(traced, memory.image_shape, budget, at_most=batch_size)
         if 0 < fitting < batch_size:
             parts = -(-batch_size // fitting)
             batch_size = -(-batch_size // parts)
