@@ -110,15 +110,14 @@ def leaf_of(node: Any) -> Tensor:
     return node.variable
 
 
-_GLOBAL_HOOKS = [
-    _private(f"nn.modules.module._global_{kind}_hooks", SHARED)
-    for kind in ("forward_pre", "forward", "backward_pre", "backward")
-]
+_GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward"))
+for _name in _GLOBAL_HOOKS:
+    _private(f"nn.modules.module.{_name}", SHARED)
 
 
 def has_global_module_hooks() -> bool:
     """Return True if a hook is registered for all modules, as by `register_module_forward_hook`."""
-    return any(_GLOBAL_HOOKS)
+    return any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS)  # a compiler guards these attributes
 
 
 def hook_dicts(module: torch.nn.Module) -> list[dict[int, Any]]:

@@ -271,6 +271,19 @@ def test_error_under_autocast_is_at_most_twice_that_of_plain(family):
     assert _num_graphs() == 1
 
 
+def test_a_hook_on_all_modules_after_compiling_is_called():
+    plain = small_model("bc", efficient=False, block_config=(1,))
+    ours, x, seen = with_engine(plain, True), random_images("bc"), []
+    compiled = _compiled(ours, backend="eager", fullgraph=False)
+    assert_same_values(compiled, plain, x)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+    try:
+        assert_close(compiled(x), plain(x))
+    finally:
+        handle.remove()
+    assert seen.count(nn.Conv2d) >= 2 * sum(isinstance(module, nn.Conv2d) for module in plain.modules())
+
+
 # Converted models
 
 
