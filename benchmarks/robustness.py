@@ -26,9 +26,9 @@ from efficient_densenet.models.layers import DenseBlock
 
 sys.path.append(str(results.ROOT / "demos"))
 from training.data.augment import Transform
-from training.evaluate import load_dataset
 from training.models import ModelConfig, load_model
 from training.options import RunOptions
+from training.run import dataset_of_run
 
 BATCH_SIZE = 100
 
@@ -49,7 +49,7 @@ def measure(checkpoint: str = "", data: str | None = None, ways: Any = None, fol
         raise ValueError(f"unknown way {unknown[0]!r}: there are {', '.join(WAYS)}")
     path = Path(checkpoint) if checkpoint else results.ROOT / "checkpoints" / "digits"
     _, config = load_model(path)
-    test = load_dataset(path, RunOptions(data=data), config).test
+    test = dataset_of_run(path, RunOptions(data=data), config).test
     outputs = {name: _outputs(path, config, test, name) for name in WAYS if name in ("plain", *names)}
     measured = [_row(path.name, name, logits, outputs["plain"], test.labels) for name, logits in outputs.items()]
     print(table(measured))

@@ -53,26 +53,15 @@ def peak_memory(device: torch.device, reserved: bool = False) -> int:
     return high_water_mark(device) or 0
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 class EpochProgress:
-    """The progress of one epoch. With `visible=False`, as in all processes but the main one, it shows nothing.
+    """The progress of one epoch. With `visible=False`, as in all processes but the main one, it shows nothing."""
 
-    `whole_process` says what the peak memory is of, in the place of a device's tensors.
-    """
-
-    def __init__(
-        self, epoch: int, n_epochs: int, num_steps: int, initial_step: int, visible: bool, whole_process: bool = False
-    ) -> None:
-        self.memory = "peak memory of the process" if whole_process else "peak memory"
-        self.title, self.visible = f"epoch {epoch}/{n_epochs}", visible
-        on_terminal = visible and sys.stderr.isatty()
+    def __init__(self, title: str, num_steps: int, initial_step: int, visible: bool) -> None:
+        self.title, self.visible = title, visible
+        on_terminal = visible and sys.stderr is not None and sys.stderr.isatty()
         tqdm = need("tqdm", extra="demos").tqdm
         self.bar = tqdm(
-            total=num_steps, initial=initial_step, desc=self.title, unit="step", leave=False, disable=not on_terminal
+            total=num_steps, initial=initial_step, desc=title, unit="step", leave=False, disable=not on_terminal
         )
 
     def step(self, loss: float, error: float, images_per_second: float, peak_bytes: int) -> None:
@@ -87,16 +76,17 @@ class EpochProgress:
         with contextlib.suppress(OSError):
             self.bar.close()
 
-    def finish(self, row: dict[str, Any]) -> None:
+    def finish(self, row: dict[str, Any], whole_process: bool) -> None:
+        """Say what the epoch came to. With `whole_process` its peak memory is not that of tensors alone."""
         self.close()
-        if self.visible:
-            validation = (
-                ""
-                if row["valid_loss"] == ""
-                else f"validation loss {row['valid_loss']:.3f}, error {row['valid_error']:.2%}; "
-            )
-            say(
-                f"{self.title}: train loss {row['train_loss']:.3f}, error {row['train_error']:.2%}; {validation}"
-                f"{row['seconds']:.1f} s, {row['images_per_second']:,.0f} images/s, "
-                f"{self.memory} {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}"
-            )
+        if not self.visible:
+            return
+        validation = ""
+        if row["valid_loss"] != "":
+            validation = f"validation loss {row['valid_loss']:.3f}, error {row['valid_error']:.2%}; "
+        of_what = " of the process (Python, PyTorch and tensors)" if whole_process else ""
+        say(
+            f"{self.title}: train loss {row['train_loss']:.3f}, error {row['train_error']:.2%}; {validation}"
+            f"{row['seconds']:.1f} s, {row['images_per_second']:,.0f} images/s, "
+            f"peak memory{of_what} {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}"
+        )
