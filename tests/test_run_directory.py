@@ -279,7 +279,7 @@ def test_resume_begins_no_run_and_auto_begins_or_resumes(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     assert log_of(tmp_path / "run") == ["started", "finished"]
-    assert [path.name[:6] for path in (tmp_path / "run" / "tensorboard").iterdir()] == ["events", "events"]
+    assert [path.name[:6] for path in (tmp_path / "run" / "tensorboard").iterdir()] == ["events"]
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_the_state_is_saved_first_and_what_cannot_be_written_ends_no_run(tmp_pat
 
     monkeypatch.setattr("training.run.SECONDS_BETWEEN_PLOTS", 0)
     monkeypatch.setattr("training.run.plot_curves", fails)
-    monkeypatch.setattr("training.run.write_events", lambda *_: fails("", "", ""))
+    monkeypatch.setattr("training.results.EventWriter.add", lambda *_: fails("", "", ""))
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "run_log.txt")
     done = demo("cp_demo.py", *RUN, "--n_epochs", "2", "--tensorboard", cwd=tmp_path)

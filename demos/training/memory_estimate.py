@@ -72,9 +72,11 @@ def fit_into_memory(
         fitting = batch_that_fits(memory.traced, memory.image_shape, budget, at_most=batch_size, with_spare=True)
         if 0 < fitting < batch_size:
             parts = -(-batch_size // fitting)
-            images = f"{parts} micro-batches of {{}} images, as {images} at once do not fit{{}}"
-            batch_size = -(-batch_size // parts)
-            images = images.format(batch_size, _word_on_batch_norms(batch_size))
+            size = -(-batch_size // parts)
+            images = (
+                f"{parts} micro-batches of {size} images, as {images} at once do not fit{_word_on_batch_norms(size)}"
+            )
+            batch_size = size
             options = replace(options, micro_batch_size=batch_size)
     try:
         plan = Planner(memory.traced, (batch_size, *memory.image_shape)).plan(budget)

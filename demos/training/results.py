@@ -64,11 +64,16 @@ def plot_curves(folder: Path, rows: list[Row], title: str) -> None:
     files.write_atomic(folder / "curves.png", png.getvalue())
 
 
-def write_events(folder: Path, row: Row) -> None:
-    """Add a row to TensorBoard's events; what a killed run wrote of this epoch and later ones is hidden."""
-    from torch.utils.tensorboard import SummaryWriter
+class EventWriter:
+    """Writes rows as TensorBoard's scalars; what an interrupted run wrote of `next_epoch` and later ones is hidden."""
 
-    with SummaryWriter(str(folder / "tensorboard"), purge_step=row["epoch"]) as writer:
+    def __init__(self, folder: Path, next_epoch: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=next_epoch)
+
+    def add(self, row: Row) -> None:
         for column in COLUMNS[1:]:
             if row[column] != "":
-                writer.add_scalar(column, row[column], row["epoch"])
+                self.writer.add_scalar(column, row[column], row["epoch"])
+        self.writer.flush()

@@ -28,7 +28,7 @@ from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .memory_estimate import describe_expected_memory, fit_into_memory, largest_batch, what_to_change
 from .options import RunOptions, parse
 from .report import EpochProgress, may_fail, mib, peak_memory, say
-from .results import Row, check_dependencies, plot_curves, save_csv, write_events
+from .results import EventWriter, Row, check_dependencies, plot_curves, save_csv
 from .run_directory import LAST, RunDirectory, data_changes, merge_options, run_folder, this_process
 from .sharding import load_model_state
 from .signals import StopRequest, TrainingInterrupted
@@ -154,6 +154,7 @@ class Run:
         self.trainer = Trainer(self.model, self.transform, self.options, context)
         self.environment = f"engine {self._describe_engines()}; {self.context.describe()}"
         self.position, self.rows, self.peak, self.last_plot = TrainingPosition(), [], 0, time.monotonic()
+        self.events: EventWriter | None = None
         if state:
             self._restore(state)
         if context.is_main_process:
@@ -174,9 +175,10 @@ class Run:
                 remedy = f"then continue with --resume --accept_changed_data and --save {self.directory.folder}"
                 raise UndecodableImage(f"{exc}, {remedy}") from exc
             except torch.OutOfMemoryError as exc:
+                step = f"a step of {self.largest_batch} images with engine {self.options.engine}"
+                peak = mib(self._peak_memory())
                 raise MemoryError(
-                    f"out of memory in a step of {self.largest_batch} images with engine {self.options.engine}: tensors "
-                    f"had reached {mib(self._peak_memory())}: start over with --overwrite, and "
+                    f"out of memory in {step}: tensors had reached {peak}: start over with --overwrite, and "
                     f"{what_to_change(self.options)}"
                 ) from exc
 
@@ -262,6 +264,7 @@ class Run:
         models.write_config(folder, self.record | {"versions": versions})
         event = f"resumed {where}" if self.resumed else "started"
         self.directory.log(f"{event} {this_process()}; {self.environment}; PyTorch {torch.__version__}")
+        self.events = EventWriter(folder, self.position.epoch) if self.options.tensorboard else None
         if self.rows:
             save_csv(folder, self.rows)
         if self.resumed:
@@ -332,9 +335,7 @@ class Run:
         if row is best:
             self.directory.write(models.WEIGHTS, to_archive(state["model"]))
         self._save(state)
-        if self.options.tensorboard:
-            with may_fail("TensorBoard's events"):
-                write_events(self.directory.folder, row)
+        self._add_events(row)
 
     def _save(self, state: dict[str, Any], plot: bool = False) -> None:
         """Save the trainer's state first: nothing that fails afterwards costs an epoch."""
@@ -348,6 +349,11 @@ class Run:
         with may_fail("curves.png"):
             plot_curves(self.directory.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
         self.last_plot = time.monotonic()
+
+    def _add_events(self, row: Row) -> None:
+        if self.events:
+            with may_fail("TensorBoard's events"):
+                self.events.add(row)
 
     def _raise_if_stopped(self) -> None:
         number = int(self.stop_request.signal or 0)
@@ -376,9 +382,7 @@ class Run:
         self.directory.save_rows(self.rows)
         save_csv(folder, self.rows)
         self._plot()
-        if self.options.tensorboard:
-            with may_fail("TensorBoard's events"):
-                write_events(folder, self.rows[-1])
+        self._add_events(self.rows[-1])
         self.directory.log(f"finished: test error {test_error:.2%}")
         if self.options.memory is not None or self.context.device.type == "cuda":
             what = "the process, with Python and PyTorch," if self.context.device.type == "cpu" else "all tensors"
