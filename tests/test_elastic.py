@@ -61,36 +61,6 @@ def _is_worker(pid: str) -> bool:
     return not is_zombie and (b"cp_demo.py" in command or b"forked_demos.py" in command)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
-def test_a_killed_process_is_restarted_to_the_same_numbers(parallel, tmp_path):
-    words = _words(tmp_path, "--n_epochs", "5")
-    whole = _whole(words, tmp_path)
-    agent = _elastic([*words, "--parallel", parallel], 0.02, tmp_path)
-    await_file(tmp_path / "run" / "results.csv", agent)
-    os.kill(_workers(agent)[1], signal.SIGKILL)
-    assert agent.wait(40) == 0, agent.communicate()
-    log = (tmp_path / "run" / "run_log.txt").read_text()
-    assert len(re.findall("started|resumed in epoch", log)) == 2, log
-    same_run(tmp_path / "run", whole)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_torchrun_restarts_a_run_after_the_main_process_was_killed(parallel, tmp_path):
-    words = _words(tmp_path, "--n_epochs", "8")
-    whole = _whole_by_torchrun(words, tmp_path)
-    words = [*words, "--save", "run", "--resume", "auto", "--parallel", parallel]
-    launch = ["--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
-    agent = torchrun(*launch, CP_DEMO, *words, cwd=tmp_path)
-    await_file(tmp_path / "run" / "results.csv", agent)
-    os.kill(_workers(agent)[0], signal.SIGKILL)
-    _, errors = agent.communicate(timeout=120)
-    assert agent.returncode == 0, errors
-    assert "resumed in epoch" in (tmp_path / "run" / "run_log.txt").read_text()
-    same_run(tmp_path / "run", whole)
-
-
 def _await_write(folder: Path) -> bool:
     """Wait until last.pt is being written, for at most two seconds: processes may be starting."""
     deadline = time.monotonic() + 2
