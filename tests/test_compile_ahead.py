@@ -191,7 +191,7 @@ def _key(prepared, tensors) -> tuple[str, ...]:
     return prepared.kernel.fn.__name__, str(sorted(prepared.constants.items())), str(dtypes), str(aligned)
 
 
-@pytest.mark.parametrize(("dtype", "activation"), [(torch.float32, "relu"), (torch.bfloat16, "prelu")])
+@pytest.mark.parametrize(("dtype", "activation"), [(torch.float32, "relu"), (torch.bfloat16, "elu")])
 def test_all_kernels_of_a_comparison_are_compiled_ahead(dtype, activation, monkeypatch):
     """Of the same constants, for tensors of the same dtypes and alignment."""
 
@@ -215,5 +215,4 @@ def test_all_kernels_of_a_comparison_are_compiled_ahead(dtype, activation, monke
         with torch.no_grad(), contextlib.suppress(AssertionError):  # of a case that finds memory that nobody wrote
             check.function(operations, check.make_case())
     assert len(compared) > 20
-    assert any("None" in dtypes for _, _, dtypes, _ in compared) == (activation == "relu")
     assert sorted(compared - ahead) == []

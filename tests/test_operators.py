@@ -60,7 +60,6 @@ STAGES: dict[str, dict[str, Any]] = {
     "the input alone": {"consumer": "transition1", "trainable": "classifier"},
     "parameters alone": {"consumer": "transition1", "input": False},
     "bfloat16": {"consumer": "transition1", "dtype": torch.bfloat16, **CHANNELS_LAST},
-    "PReLU": {"consumer": "transition1", "activation": "prelu"},
     "frozen norms and ELU": {"consumer": "transition1", "frozen": "norm", "activation": "elu"},
     "float32 under autocast": {"consumer": "transition1", "dtype": torch.float32, "autocast": True},
 }

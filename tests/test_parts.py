@@ -18,7 +18,7 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from efficient_densenet import DenseBlock, convert_batchnorm
+from efficient_densenet import convert_batchnorm
 from efficient_densenet._mixins import add_mixin
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
@@ -298,12 +298,3 @@ def test_unknown_blocks_and_consumers_are_not_eligible():
 )
 def test_which_poolings_halve_the_size(pool, expected):
     assert parts.halves(pool) is expected
-
-
-def test_a_prelu_with_another_number_of_weights_is_refused():
-    (block,) = _randomized(DenseBlock(2, 4, 3, activation=nn.PReLU))
-    x = torch.randn(2, 4, 5, 5, dtype=torch.double)
-    assert choose.why_not(choose.Engine.SHARED, block, x) is None
-    block.denselayer2.relu1 = nn.PReLU(3).double()
-    reason = choose.why_not(choose.Engine.SHARED, block, x)
-    assert reason == "found a PReLU of 3 weights after a norm of 7 channels"

@@ -152,6 +152,28 @@ def test_single_value_per_channel_raises_as_in_plain():
         model(torch.randn(1, 3, 1, 1))
 
 
+def _outcome(model, x) -> str | torch.Tensor:
+    try:
+        return model(x).detach()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("eps", [0.0, -0.5])
+@pytest.mark.parametrize("name", ["norm0", "denseblock1.denselayer1.norm2", "denseblock1", "norm5"])
+def test_an_eps_with_which_batch_norm_raises_raises_as_in_plain(name, eps, training):
+    model = DenseNet(4, (2, 2), num_init_features=4, small_inputs=False, efficient=False).train(training)
+    changed = model.features.get_submodule(name)
+    for norm in (each for each in changed.modules() if isinstance(each, torch.nn.BatchNorm2d)):
+        norm.eps = eps
+    x = torch.randn(2, 3, 32, 32)
+    expected, found = _outcome(model, x), _outcome(copy.deepcopy(model).set_engine(True), x)
+    assert type(found) is type(expected)
+    assert found == expected if isinstance(expected, str) else torch.allclose(found, expected, atol=1e-5)
+
+
 def test_parameter_modified_in_place_before_the_backward_raises_autograd_error():
     model = small_model("bc", efficient="shared")
     loss = model(random_images("bc")).sum()

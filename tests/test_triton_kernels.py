@@ -97,7 +97,7 @@ def test_norm_parameters_in_half_precision(operation):
 
 @pytest.mark.parametrize(
     ("operation", "activation"),
-    [*((name, "relu") for name in OPERATIONS), *((name, "prelu") for name in OPERATIONS if name.endswith("backward"))],
+    [*((name, "relu") for name in OPERATIONS), *((name, "elu") for name in OPERATIONS if name.endswith("backward"))],
 )
 def test_program_instances_that_loop_and_tiles_of_one_image(operation, activation, monkeypatch):
     monkeypatch.setattr(triton_kernels, "MAX_PROGRAM_INSTANCES", 2)

@@ -236,6 +236,31 @@ DEFECTS = [
         "output[:, -new:]",
         "adapt_families",
     ),
+    # Conversion: what is converted, and its report
+    Defect(
+        "conversion: blocks without norms are left alone",
+        "reason is None or _convert_whole(module, engine)",
+        "reason is None",
+        "blocks_without_norms",
+    ),
+    Defect(
+        "conversion: a block without norms is found in the outermost module that has its convolutions",
+        "convolutions[1:]) and not any(map(is_block_without_norms, block.children()))",
+        "convolutions[1:])",
+        "blocks_without_norms",
+    ),
+    Defect(
+        "conversion: any convolutions are a block without norms",
+        "return all(each.in_channels == width for each, width in zip(convolutions, widths, strict=False))",
+        "return True",
+        "blocks_without_norms",
+    ),
+    Defect(
+        "conversion: an engine by name that cannot run a block without norms recomputes it",
+        "if engine in (Engine.PLAIN, Engine.SHARED) or not is_block",
+        "if not is_block",
+        "blocks_without_norms",
+    ),
     Defect("weights: keys keep their old names", "name = re.sub(pattern, replacement, name)", "pass", "weights"),
     # Training
     Defect(

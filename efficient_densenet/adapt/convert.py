@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
 
 from torch import nn
 
@@ -14,12 +13,20 @@ from ..engine.parts import BlockParts, NoPartsError, parts_of
 from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
 from .connection_pattern import ALONE, LayerCall
-from .conv_blocks import ConvertedConvBlock, convert_conv_block, report_conv_block, restore_conv_block
 from .converted import ConvertedBlock, convert_block, convert_layer, layers_called_alone, restore_block
 from .report import Changed, Report, saved_values_per_pixel
 from .sequences import ConvertedSequence, has_converted_blocks, holds_converted_blocks, stages_of
 from .stages import BlocksInARow, is_block
-from .structure import dense_lines_in, first_conv, has_forward, layers_in, layers_in_a_row, looks_dense
+from .structure import (
+    convolutions_in,
+    dense_lines_in,
+    first_conv,
+    has_forward,
+    is_block_without_norms,
+    layers_in,
+    layers_in_a_row,
+    looks_dense,
+)
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 from .trial import NotRunError, SideEffectError, VerificationError
 
@@ -59,8 +66,6 @@ def restore(model: nn.Module) -> nn.Module:
             restore_transition(module)
         if isinstance(module, ConvertedBlock):
             restore_block(module)
-        if isinstance(module, ConvertedConvBlock):
-            restore_conv_block(module)
         if isinstance(module, DenseBlock) and "_original_engine" in vars(module):
             module.engine = vars(module).pop("_original_engine")
     return model
@@ -78,11 +83,8 @@ def _convert_tree(
     if module in visited:
         return False
     visited.add(module)
-    if convert_conv_block(module, engine):
-        report.changed.append(report_conv_block(name, cast(ConvertedConvBlock, module)))
-        return True
     reason = _convert(module, engine, may_be_layer)
-    if reason is None:
+    if reason is None or _convert_whole(module, engine):
         report.changed.append(_changed(name, module, engine))
         return True
     children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
@@ -122,6 +124,17 @@ def _convert_layers(module: nn.Module, engine: Engine | None, reason: Exception)
         except (NoPartsError, VerificationError):
             pass
     return converted
+
+
+def _convert_whole(module: nn.Module, engine: Engine | None) -> bool:
+    """Let `engine` recompute `module` as a whole if it is a dense block without norms; return whether it does."""
+    if engine in (Engine.PLAIN, Engine.SHARED) or not is_block_without_norms(module):
+        return False
+    try:
+        convert_layer(module, engine, "found no norms in a dense block")
+    except (NoPartsError, VerificationError):
+        return False
+    return True
 
 
 def _as_found(reason: Exception) -> str:
@@ -232,6 +245,8 @@ def _layers_changed(
 
 def _count_layers(block: nn.Module) -> int:
     pattern = block._conversion.pattern if isinstance(block, ConvertedBlock) else None
+    if pattern == ALONE and is_block_without_norms(block):
+        return len(convolutions_in(block))
     if pattern is not None and pattern.is_layer:
         return 1
     ended = pattern is not None and pattern.last_only and pattern.layer_call == LayerCall(returns_input=True)
@@ -247,7 +262,7 @@ def _why_not(engine: Engine, block: nn.Module) -> str | None:
 
 def _report_lines(model: nn.Module, report: Report) -> None:
     """Report the dense lines in forwards of networks, as far as the modules that they use are not changed."""
-    blocks = {each for each in model.modules() if isinstance(each, (ConvertedBlock, ConvertedConvBlock))}
+    blocks = set(_blocks(model))
     inside = {module for block in blocks for module in block.modules()}
     for name, module in model.named_modules():
         if module not in inside and blocks.isdisjoint(module.modules()) and name not in report.unchanged:

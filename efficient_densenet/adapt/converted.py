@@ -38,6 +38,7 @@ from .sample import Sample, samples
 from .saved import saved_values_per_pixel
 from .structure import (
     channels_read,
+    is_block_without_norms,
     is_composed,
     layers_in,
     patterns_by_calls,
@@ -166,6 +167,8 @@ class ConvertedBlock(VerifiedModule):
     def recomputes(self) -> str:
         """What engines that recompute do of each layer, for a report."""
         pattern = self._pattern(recomputes=True)
+        if pattern == ALONE and is_block_without_norms(self):
+            return "the block whole, which has no norms"
         if pattern == ALONE:
             return "each layer whole, where the author's forward calls it"
         if pattern is None or pattern.layer_call is not None or read_block(self, pattern).layers[0].conv2 is None:
@@ -199,7 +202,7 @@ class ConvertedBlock(VerifiedModule):
     def saved_values_per_pixel(self, engine: Engine) -> int:
         """The values per pixel that an engine layer by layer saves for backward, measured in a trial; 0 if it fails."""
         forward, pattern = super().forward, self._pattern(recomputes=True)
-        if self._conversion.pair:
+        if pattern == ALONE:
             forward = of_one_tensor(forward, self._conversion.pair)
         if engine is not Engine.PLAIN:
             forward = partial(run_pattern, self, forward, cast(ConnectionPattern, pattern), True)
@@ -260,7 +263,7 @@ def convert_layer(layer: nn.Module, engine: Engine | None, reason: str) -> None:
     """Let `engine` recompute `layer` wherever its author's code calls it with one tensor, in a block that is not
     converted for `reason`. If that would compute something else, raise `VerificationError`."""
     try:
-        _convert(layer, engine, lambda: find_by_trial(layer, layer.forward, [ALONE], reason))
+        _convert(layer, engine, lambda: find_by_trial(layer, of_one_tensor(layer.forward), [ALONE], reason))
     except NotRunError as failure:
         try:
             _convert(layer, engine, lambda: find_pair(layer, layer.forward, reason))

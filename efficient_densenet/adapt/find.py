@@ -135,13 +135,13 @@ def find_pair(layer: nn.Module, forward: Callable, reason: str) -> Conversion:
     return replace(found, pair=first)
 
 
-def of_one_tensor(forward: Callable, pair: int) -> Callable[[Tensor], Tensor]:
-    """A forward that takes the concatenation of two tensors, the first of `pair` channels, and returns that of its
-    outputs."""
+def of_one_tensor(forward: Callable, pair: int = 0) -> Callable[[Tensor], Tensor]:
+    """A forward of one tensor that returns one, for a trial: several outputs are concatenated, and where `forward`
+    takes two tensors, they are the first `pair` channels and the others."""
 
     def concatenated(x: Tensor) -> Tensor:
-        output = forward((x[:, :pair], x[:, pair:]))
-        return output if isinstance(output, Tensor) else torch.cat(output, 1)
+        output = forward((x[:, :pair], x[:, pair:]) if pair else x)
+        return torch.cat(output, 1) if isinstance(output, (tuple, list)) else output
 
     return concatenated
 

@@ -36,7 +36,7 @@ def read_layer(
     for module in modules:
         if any(is_lazy(parameter) for parameter in module.parameters()):
             raise NoPartsError(f"found a {type(module).__name__} that has not seen data yet")
-        if _is_norm(module):
+        if is_any_norm(module):
             norms.append(module)
         elif isinstance(module, _ConvNd):
             convolutions.append(module)
@@ -86,7 +86,7 @@ def _activations(
 def leaf_modules(module: nn.Module) -> Iterator[nn.Module]:
     """The modules inside `module` that have no children, or that are norms or convolutions."""
     for child in module.children():
-        if _is_norm(child) or isinstance(child, _ConvNd) or not any(True for _ in child.children()):
+        if is_any_norm(child) or isinstance(child, _ConvNd) or not any(True for _ in child.children()):
             yield child
         else:
             yield from leaf_modules(child)
@@ -98,7 +98,7 @@ def is_composed(module: nn.Module) -> bool:
     return len(leaves) > 1 and any(isinstance(leaf, _ConvNd) for leaf in leaves)
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_any_norm(module: nn.Module) -> bool:
     """Whether `module` is a norm of any kind; the engines decide later which kinds they can run."""
     return isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm)) or "Norm" in type(module).__name__
 

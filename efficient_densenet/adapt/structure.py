@@ -4,22 +4,24 @@ names."""
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .._dimensions import classes
 from ..engine.parts import BlockParts, NoPartsError, block_reader, is_norm
 from .connection_pattern import ConnectionPattern, LayerCall
-from .layer_parts import has_forward, is_composed, is_dense_layer, is_lazy, read_layer
+from .layer_parts import has_forward, is_any_norm, is_composed, is_dense_layer, is_lazy, read_layer
 
 _BY_STRUCTURE, _LAST_ONLY = ConnectionPattern(), ConnectionPattern(last_only=True)
 _BATCH_NORMS = classes("BatchNorm")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_FEWEST_LAYERS = 3
+"""Convolutions of a dense block without norms; fewer save little."""
 
 
 def patterns_by_parts(block: nn.Module) -> list[ConnectionPattern]:
@@ -135,12 +137,12 @@ def channels_read(block: nn.Module) -> list[int]:
 
 def first_conv(module: nn.Module) -> _ConvNd:
     """The first convolution inside `module`."""
-    return next(each for each in module.modules() if isinstance(each, _ConvNd))
+    return convolutions_in(module)[0]
 
 
 def last_conv(module: nn.Module) -> _ConvNd:
     """The last convolution inside `module`."""
-    return [each for each in module.modules() if isinstance(each, _ConvNd)][-1]
+    return convolutions_in(module)[-1]
 
 
 def custom_norms_in(block: nn.Module) -> set[nn.Module]:
@@ -181,6 +183,31 @@ def _alike(first: nn.Module, other: nn.Module) -> bool:
     return [*map(type, first.modules())] == [*map(type, other.modules())]
 
 
+def is_block_without_norms(block: nn.Module) -> bool:
+    """Whether `block` has no norms, and each of its convolutions may read the input of the first one and the outputs
+    of all between. One convolution may come before these, if no module inside is such a block."""
+    if not has_forward(block) or any(map(is_any_norm, block.modules())):
+        return False
+    convolutions = convolutions_in(block)
+    if any(isinstance(each, _ConvTransposeNd) for each in convolutions):
+        return False
+    if _read_a_growing_concatenation(convolutions):
+        return True
+    return _read_a_growing_concatenation(convolutions[1:]) and not any(map(is_block_without_norms, block.children()))
+
+
+def _read_a_growing_concatenation(convolutions: Sequence[_ConvNd]) -> bool:
+    if len(convolutions) < _FEWEST_LAYERS:
+        return False
+    widths = accumulate((each.out_channels for each in convolutions), initial=convolutions[0].in_channels)
+    return all(each.in_channels == width for each, width in zip(convolutions, widths, strict=False))
+
+
+def convolutions_in(module: nn.Module) -> list[_ConvNd]:
+    """The convolutions inside `module`, in their order."""
+    return [each for each in module.modules() if isinstance(each, _ConvNd)]
+
+
 def _look_dense(all_widths: Sequence[tuple[int, ...]]) -> bool:
     widths = list(filter(None, all_widths))
     if len(widths) < (2 if len(widths) == len(all_widths) else 3):  # a child may be no layer
@@ -203,7 +230,7 @@ def _grow_densely(widths: Sequence[tuple[int, ...]]) -> bool:
 def _widths(layer: nn.Module) -> tuple[int, ...]:
     """The channels that a layer's first convolution reads and its last convolution writes; empty without
     convolutions."""
-    convolutions = [module for module in layer.modules() if isinstance(module, _ConvNd)]
+    convolutions = convolutions_in(layer)
     return (convolutions[0].in_channels, convolutions[-1].out_channels) if convolutions else ()
 
 

@@ -240,9 +240,9 @@ def is_activation(module: nn.Module) -> bool:
     return spec_of(module) is not None
 
 
-def activation_spec(module: nn.Module | None, default: ActivationSpec = RELU_SPEC) -> ActivationSpec:
-    """The settings of an activation that the engine runs; `default` where there is no module."""
-    spec = default if module is None else spec_of(module)
+def activation_spec(module: nn.Module | None) -> ActivationSpec:
+    """The settings of an activation that the engine runs; those of a ReLU where there is no module."""
+    spec = RELU_SPEC if module is None else spec_of(module)
     assert spec is not None  # or the block would have been refused
     return spec
 

@@ -35,10 +35,10 @@ class Backward:
         self.other_grad_input = other_grad_input
         self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, list(saved.parameters)
         self.features = saved.features
-        self.kernels = kernels_for(self.features, spec.sync_group is not None, spec.activations)
+        self.kernels = kernels_for(self.features, spec.activations)
         self.tensors = norm_convs(saved.parameters)
         features = saved.features, saved.statistics, saved.count
-        self.statistics = BackwardStatistics(spec, *features, self.tensors, self.kernels.needs_sums)
+        self.statistics = BackwardStatistics(spec, *features, self.tensors)
         self.grads: list[Tensor | None] = [None] * len(self.parameters)
         self.next_bottleneck: Conv1x1 | None = None
         self.scratch: scratch.Held = {}
@@ -139,7 +139,7 @@ class Backward:
     def _input(self, number: int, activation: ActivationSpec) -> AffineInput:
         """The input of the convolution after norm `number`, a norm of the features, and its activation."""
         tensors = self.tensors[number]
-        return self.statistics.input(number, self.statistics.norm(number, tensors), tensors.activation(activation))
+        return self.statistics.input(number, self.statistics.norm(number, tensors), activation)
 
     def _bottleneck(self, i: int) -> Conv1x1:
         """Layer i's 1×1 convolution. Its output is saved, or was computed in the backward of layer i + 1, or is
@@ -171,16 +171,15 @@ class Backward:
         grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
         sums = None if norm.frozen else self.statistics.own_sums(number)
         needs_grad_weight = self.needs_grads[number].conv_weight
-        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, is_only_consumer=True)
-        input = AffineInput(output, norm, self.tensors[number].activation(layer.activation2))
+        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums)
+        input = AffineInput(output, norm, layer.activation2)
         arguments = grad_output, input, self._weight(number), accumulator, self.shape
         grads = self.kernels.conv3x3_backward(*arguments, layer.dilation)
         if self.needs_grads[number - 1].conv_bias:
             self._store_bias(number - 1, norm.grad_conv_bias(grads.norm_bias))
         self._store(number, grads)
-        grad_input = grad_accum if norm.frozen else grads.values
-        if grad_input is not None:
-            return BatchNormBackward(output, grad_input)
+        if norm.frozen:
+            return BatchNormBackward(output, grad_accum)
         return self.statistics.own_grad_input(number, output, grad_accum)
 
     def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:
@@ -200,13 +199,11 @@ class Backward:
         self._store(number, grads)
 
     def _store(self, number: int, grads: Gradients) -> None:
-        """Store the gradients of norm `number`, and of the weights of the activation and the convolution after it."""
+        """Store the gradients of norm `number`, and of the weight of the convolution after it."""
         start, tensors, conv_weight = number * len(NormConv._fields), self.tensors[number], grads.conv_weight
         if conv_weight is not None and conv_weight.dim() != tensors.conv_weight.dim():
             conv_weight = conv_weight.view_as(tensors.conv_weight)
         self.grads[start : start + 3] = grads.norm_weight, grads.norm_bias, conv_weight
-        if grads.activation_weight is not None and tensors.activation_weight is not None:
-            self.grads[start + 4] = grads.activation_weight.sum_to_size(tensors.activation_weight.shape)
 
     def _store_bias(self, number: int, grad: Tensor) -> None:
         """Store the gradient of the bias of the convolution after norm `number`."""

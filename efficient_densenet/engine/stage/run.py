@@ -61,7 +61,7 @@ class StagePlan:
 
     Attributes:
         spec: the settings of the modules.
-        tensors: the parameters of the modules, five for each norm, as in `NormConv`.
+        tensors: the parameters of the modules, four for each norm, as in `NormConv`.
         running_statistics: running_mean and running_var of each frozen norm.
         updates: the norms with batch statistics.
     """
@@ -79,16 +79,10 @@ class StagePlan:
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
-        units = [
-            (norm, conv, layer.activation(i))
-            for layer in self.layers
-            for i, (norm, conv) in enumerate(zip(layer.norms, layer.convolutions, strict=True))
-        ]
-        units += [] if consumer is None else [(consumer.norm, consumer.conv, consumer.activation)]
+        units = [unit for layer in self.layers for unit in zip(layer.norms, layer.convolutions, strict=True)]
+        units += [] if consumer is None else [(consumer.norm, consumer.conv)]
         bias = None
-        for (norm, conv, activation), columns, frozen in zip(
-            units, self.spec.norm_columns, self.spec.norms_frozen, strict=True
-        ):
+        for (norm, conv), columns, frozen in zip(units, self.spec.norm_columns, self.spec.norms_frozen, strict=True):
             weight, norm_bias = weight_and_bias(norm)
             if frozen:
                 self.running_statistics += [norm.running_mean, norm.running_var]
@@ -97,7 +91,7 @@ class StagePlan:
             else:
                 self.updates.append(NormUpdate(norm, columns, bias))
             conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
-            self.tensors += [weight, norm_bias, conv_weight, bias, getattr(activation, "weight", None)]
+            self.tensors += [weight, norm_bias, conv_weight, bias]
 
     def apply(self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """The consumer's output, the block's output, or both, with `tensors` as the plan's parameters.

@@ -93,14 +93,14 @@ class _PlainStage:
         tensors = self.tensors[number]
         x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
         if layer.width:
-            x = tensors.activation(layer.activation1).forward(x)
+            x = layer.activation1.forward(x)
             x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, 1)
             frozen = self.spec.norm_columns[number + 1] if layer.norm2_frozen else None
             if frozen is not None and tensors.conv_bias is not None:  # the saved mean lacks this bias
                 x = x - tensors.conv_bias.detach().to(x.dtype).view(-1, *[1] * (x.dim() - 2))
             tensors = self.tensors[number + 1]
             x = self._norm(x, tensors, layer.norm2_eps, frozen)
-        x = tensors.activation(layer.activation2 if layer.width else layer.activation1).forward(x)
+        x = (layer.activation2 if layer.width else layer.activation1).forward(x)
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, layer.dilation)
         if layer.drop_rate:
             mask = self.saved.dropout_masks[self.spec.dropout_position(i)]
@@ -113,7 +113,7 @@ class _PlainStage:
         x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
         if not consumer.has_conv:
             return x
-        x = tensors.activation(consumer.activation).forward(x)
+        x = consumer.activation.forward(x)
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, 1)
         return dimensions_of(x).avg_pool(x, 2) if consumer.pools else x
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._compilers import cached_in_eager_mode, constant_to_compilers
 from ..._tensors import CHANNELS_LAST
-from ...kernels.activations import Activation, ActivationSpec
+from ...kernels.activations import ActivationSpec
 
 
 class LayerSpec(NamedTuple):
@@ -64,20 +64,13 @@ def columns_of(matrix: Tensor, columns: slice) -> Tensor:
 
 
 class NormConv(NamedTuple):
-    """The tensors of a norm, of the convolution after it and of the activation between them.
-
-    The convolution's bias may be None; a norm alone has no convolution either. Only a PReLU has a weight.
-    """
+    """The tensors of a norm and of the convolution after it. A norm alone has no convolution, a convolution perhaps no
+    bias."""
 
     norm_weight: Tensor
     norm_bias: Tensor
     conv_weight: Any
     conv_bias: Tensor | None
-    activation_weight: Tensor | None
-
-    def activation(self, spec: ActivationSpec) -> Activation:
-        """The activation with these settings."""
-        return spec.of_channels(self.activation_weight, self.norm_weight.shape[0])
 
 
 @dataclass
@@ -206,7 +199,7 @@ class StageSpec:
         return views
 
     def layer_tensors(self, i: int) -> slice:
-        """The slice of the stage's parameters that layer i has: five for each norm, as in `NormConv`."""
+        """The slice of the stage's parameters that layer i has: four for each norm, as in `NormConv`."""
         return _tensors(self.layer_norms[i])
 
     @property

@@ -41,5 +41,5 @@ def stem_at_the_start(modules: Sequence[nn.Module], x: Tensor) -> Stem | None:
 
 def run(stem: Stem, x: Tensor) -> Tensor:
     """The output of the four modules on `x`."""
-    conv, norm, activation_weight = stem.conv, stem.norm, getattr(stem.activation, "weight", None)
-    return apply(read_spec(stem, x), norm, x, norm.weight, norm.bias, conv.weight, conv.bias, activation_weight)
+    conv, norm = stem.conv, stem.norm
+    return apply(read_spec(stem, x), norm, x, norm.weight, norm.bias, conv.weight, conv.bias)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..._compilers import skipped_by_compilers
 from ..._tensors import autocast_disabled
-from ...kernels.activations import Activation
 from ..library import implement, needs_graph, refuse_batched_gradients, refuse_synchronized, run_operator
 from ..parts import Norm
 from ..stage.running_statistics import NormUpdate, update_running_statistics
@@ -26,11 +25,10 @@ def apply(
     norm_bias: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation_weight: Tensor | None = None,
 ) -> Tensor:
-    """The stem's output, with the parameters of `norm`, of the convolution and of the activation."""
+    """The stem's output, with the parameters of `norm` and of the convolution."""
     running = (norm.running_mean, norm.running_var) if spec.frozen else (None, None)
-    tensors = x, norm_weight, norm_bias, weight, bias, activation_weight, *running
+    tensors = x, norm_weight, norm_bias, weight, bias, *running
     output, statistics, *_ = run_operator("stem", stem, spec, tensors)
     if not spec.frozen:
         update_running_statistics([NormUpdate(norm, slice(0, statistics.shape[1]))], statistics)
@@ -56,7 +54,7 @@ class SharedStem(torch.autograd.Function):
     def forward(ctx: Any, spec: StemSpec, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         output, statistics, *count = operator.stem(spec, *tensors)
         ctx.spec = spec
-        ctx.save_for_backward(*tensors[:6], statistics, *(count or [None]))
+        ctx.save_for_backward(*tensors[:5], statistics, *(count or [None]))
         ctx.mark_non_differentiable(statistics, *count)
         ctx.set_materialize_grads(False)
         return output, statistics, *count
@@ -74,7 +72,7 @@ class SharedStem(torch.autograd.Function):
             function = partial(plain_stem, ctx.spec, statistics)
             with autocast_disabled(statistics):
                 return None, *differentiable_gradients(function, tensors, [grad_output]), None, None
-        needs_grad = ctx.needs_input_grad[1:7]
+        needs_grad = ctx.needs_input_grad[1:6]
         return None, *operator.stem_backward(ctx.spec, grad_output, ctx.saved_tensors, needs_grad), None, None
 
 
@@ -86,11 +84,10 @@ def plain_stem(
     norm_bias: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation_weight: Tensor | None,
 ) -> list[Tensor]:
     """The stem's output, by functions that autograd can differentiate any number of times."""
     dtype = spec.torch_dtype
     x = spec.conv.forward(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     x = plain_norm(x, norm_weight, norm_bias, spec.eps, statistics if spec.frozen else None)
-    x = Activation(spec.activation, activation_weight).forward(x)
+    x = spec.activation.forward(x)
     return [spec.pool.forward(x)[0].to(getattr(torch, spec.output_dtype))]

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from ..._tensors import memory_format_of
 from ...kernels import kernels_for
-from ...kernels.activations import Activation
 from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormAffine, StatisticsOutput
 from ...kernels.stem import slices
 from ...norms.sync_batch_norm import SyncGroup
@@ -42,16 +41,11 @@ class Convolved:
     def norm(self, weight: Tensor, bias: Tensor, statistics: Tensor) -> BatchNormAffine:
         return BatchNormAffine(weight, bias, statistics[INV_STD], statistics[MEAN], self.spec.frozen)
 
-    def activation(self, weight: Tensor | None) -> Activation:
-        """The stem's activation."""
-        return self.spec.activation.of_channels(weight, len(self.weight))
-
 
 def forward(
     convolved: Convolved,
     norm_weight: Tensor,
     norm_bias: Tensor,
-    activation_weight: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
 ) -> list[Tensor]:
@@ -70,6 +64,5 @@ def forward(
         count = synchronize_statistics(statistics, count, SyncGroup.named(spec.sync_group))
         matrix[VARIANCE].mul_(count / (count - 1))
     norm, dtype = convolved.norm(norm_weight, norm_bias, matrix), getattr(torch, spec.output_dtype)
-    activation = convolved.activation(activation_weight)
-    output = convolved.kernels.norm_activation_max_pool(values, norm, activation, spec.pool, dtype)
+    output = convolved.kernels.norm_activation_max_pool(values, norm, spec.activation, spec.pool, dtype)
     return [output, matrix, *([count] if isinstance(count, Tensor) else [])]

@@ -16,11 +16,11 @@ from .spec import StemSpec, decode
 
 LIBRARY.define(
     "stem(Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor? bias, "
-    "Tensor? activation_weight, Tensor? running_mean, Tensor? running_var, str spec) -> Tensor[]"
+    "Tensor? running_mean, Tensor? running_var, str spec) -> Tensor[]"
 )
 LIBRARY.define(
     "stem_backward(Tensor grad_output, Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor? bias, "
-    "Tensor? activation_weight, Tensor statistics, Tensor? count, bool[] needs_grad, str spec) -> Tensor[]"
+    "Tensor statistics, Tensor? count, bool[] needs_grad, str spec) -> Tensor[]"
 )
 
 
@@ -38,9 +38,9 @@ def stem(spec: StemSpec, *tensors: Any) -> list[Tensor]:
 def stem_backward(
     spec: StemSpec, grad_output: Tensor, tensors: Sequence[Any], needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of x, norm_weight, norm_bias, weight, bias and activation_weight, None where one is not needed.
+    """The gradients of x, norm_weight, norm_bias, weight and bias, None where one is not needed.
 
-    `tensors` are these six, the statistics and the count.
+    `tensors` are these five, the statistics and the count.
     """
     if are_ordinary(grad_output, *tensors):
         grads = iter(run_backward(spec, grad_output, *tensors, needs_grad=needs_grad))
@@ -57,13 +57,12 @@ def run_forward(
     norm_bias: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation_weight: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
 ) -> list[Tensor]:
     with autocast_disabled(x), scratch.reused():
         convolved = Convolved(spec, x, weight, bias)
-        return forward(convolved, norm_weight, norm_bias, activation_weight, running_mean, running_var)
+        return forward(convolved, norm_weight, norm_bias, running_mean, running_var)
 
 
 def run_backward(
@@ -74,7 +73,6 @@ def run_backward(
     norm_bias: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation_weight: Tensor | None,
     statistics: Tensor,
     count: Tensor | None,
     needs_grad: Sequence[bool],
@@ -83,14 +81,11 @@ def run_backward(
     with autocast_disabled(x), scratch.reused():
         convolved = Convolved(spec, x, weight, bias)
         norm = convolved.norm(norm_weight, norm_bias, statistics)
-        activation = convolved.activation(activation_weight)
-        *grads, grad_activation = backward(convolved, grad_output, norm, activation, count, needs_grad)
-    if grad_activation is not None and activation_weight is not None:
-        grad_activation = grad_activation.sum_to_size(activation_weight.shape)
-    inputs = x, norm_weight, norm_bias, weight, bias, activation_weight
+        grads = backward(convolved, grad_output, norm, count, needs_grad)
+    inputs = x, norm_weight, norm_bias, weight, bias
     grad_input, *grads = (
         grad.to(tensor.dtype) if needed and grad is not None and tensor is not None else None
-        for grad, tensor, needed in zip((*grads, grad_activation), inputs, needs_grad, strict=True)
+        for grad, tensor, needed in zip(grads, inputs, needs_grad, strict=True)
     )
     contiguous = [grad.contiguous() for grad in grads if grad is not None]
     return contiguous if grad_input is None else [_with_strides_like(x, grad_input), *contiguous]
