@@ -118,6 +118,7 @@ def test_a_killed_process_ends_the_others_at_once(tmp_path):
     first, second = fork_processes(2, DEMOS / "cp_demo.py", *ENDLESS, cwd=tmp_path)
     await_file(tmp_path / "run" / "results.csv", first)
     second.send_signal(signal.SIGKILL)
+    second.wait()
     _, errors = first.communicate(timeout=100)
     assert first.returncode == 1
     assert LOST in errors

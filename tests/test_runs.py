@@ -260,18 +260,18 @@ def test_a_run_finds_its_images_from_another_directory_and_never_downloads_them(
 
 def test_memory_decides_micro_batches_and_says_what_batch_norms_see(tmp_path):
     """The run is that of the micro-batch that was chosen, which its config has, and goes on with it anywhere."""
-    command = "--depth", "10", "--growth_rate", "24", "--n_epochs", "1", "--batch_size", "512", "--device", "cpu"
-    done = demo("cp_demo.py", *command, "--memory", "24MiB", "--save", "chosen", cwd=tmp_path)
+    command = *TINY, "--n_epochs", "1", "--batch_size", "512", "--device", "cpu"
+    done = demo("cp_demo.py", *command, "--memory", "40MiB", "--save", "chosen", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     chosen = re.search(
-        r"memory: --memory 24MiB: (\d+) micro-batches of (\d+) images, as 512 images at once do not fit; "
+        r"memory: --memory 40MiB: (\d+) micro-batches of (\d+) images, as 512 images at once do not fit; "
         r"batch norms take their statistics of \2 images at a time",
         done.stdout,
     )
     assert chosen is not None, done.stdout
     assert re.search(r"memory: about \d+ MiB .* was expected; the process, .*, took [0-9,]+ MiB", done.stdout)
     options = json.loads((tmp_path / "chosen" / "config.json").read_text())["options"]
-    assert (options["memory"], options["micro_batch_size"]) == ("24MiB", int(chosen[2]))
+    assert (options["memory"], options["micro_batch_size"]) == ("40MiB", int(chosen[2]))
     resumed = demo("cp_demo.py", "--save", "chosen", "--resume", "--memory", "1GiB", cwd=tmp_path)
     assert "test error" in resumed.stdout, resumed.stderr
     done = demo("cp_demo.py", *command, "--micro_batch_size", chosen[2], "--save", "given", cwd=tmp_path)

@@ -15,7 +15,7 @@ EXPECTED = (ValueError, OSError, FloatingPointError, MemoryError, ModuleNotFound
 """Errors that are reported as a sentence, without a traceback."""
 
 
-def command(function: Callable, options: type | None = None, about: str = "") -> None:
+def command(function: Callable, options: type | None = None, about: str | None = None) -> None:
     """Call `function` with the arguments of the command line.
 
     With a dataclass of `options` it gets those that were typed, and --help shows `about` and what the dataclass says.
@@ -29,7 +29,7 @@ def command(function: Callable, options: type | None = None, about: str = "") ->
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"  # without the line of code
     try:
         signature = inspect.signature(options or function)
-        doc = options and about + inspect.cleandoc(options.__doc__ or "").partition("\n")[2]
+        doc = options and (about or "") + inspect.cleandoc(options.__doc__ or "").partition("\n")[2]
         typed = _typed(signature, doc or function.__doc__)
         if options:  # those that are given by position are None where they are not
             function({name: value for name, value in typed.arguments.items() if (name, value) not in _NOT_GIVEN})

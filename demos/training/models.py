@@ -81,7 +81,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 
 def model_config(entries: Mapping[str, Any]) -> ModelConfig:
-    return ModelConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in entries.items()})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
+    return ModelConfig(**values)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -180,7 +180,9 @@ def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
     on_digits, from_zoo = options.data is None, options.model is not None
     defaults = {"n_epochs": 20 if on_digits else 300, "recipe": "one_cycle" if on_digits else "step"}
     defaults |= {"depth": None if from_zoo else 22 if on_digits else 100, "growth_rate": None if from_zoo else 12}
-    engine = {True: efficient_engine, False: "plain"}.get(options.efficient, options.efficient)
+    engine = options.efficient
+    if isinstance(engine, bool):
+        engine = efficient_engine if engine else "plain"
     defaults |= {"seed": secrets.randbits(31), "engine": engine}
     values = asdict(options)
     return RunOptions(**values | {name: default for name, default in defaults.items() if values[name] is None})
@@ -216,4 +218,5 @@ def _refuse_contradictions(options: Options) -> None:
 def block_config_for(depth: int) -> tuple[int, int, int]:
     """Three equal blocks of two-convolution layers; the stem, two transitions and the classifier are the other four."""
     check("depth", depth, DEPTH)
-    return ((depth - 4) // 6,) * 3
+    layers = (depth - 4) // 6
+    return layers, layers, layers

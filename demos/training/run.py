@@ -27,7 +27,7 @@ from .freezing import describe_frozen, freeze_parameters
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .memory_estimate import describe_expected_memory, fit_into_memory, largest_batch, what_to_change
 from .options import RunOptions, parse
-from .report import EpochProgress, may_fail, mib, peak_memory, say
+from .report import describe_epoch, may_fail, mib, peak_memory, progress_bar, say
 from .results import EventWriter, Row, check_dependencies, plot_curves, save_csv
 from .run_directory import LAST, RunDirectory, data_changes, merge_options, run_folder, this_process
 from .sharding import load_model_state
@@ -162,7 +162,7 @@ class Run:
         self.stop_request = StopRequest()
 
     def train(self) -> None:
-        with self.stop_request:
+        with self.stop_request.listening():
             state = self.trainer.state()
             self.context.on_main(lambda: self._prepare_directory(state))
             try:
@@ -288,12 +288,16 @@ class Run:
             torch.cuda.reset_peak_memory_stats(device)
         steps = num_steps(len(self.dataset.train), self.options.batch_size)
         title = f"epoch {position.epoch}/{self.options.n_epochs}"
-        progress = EpochProgress(title, steps, position.step, self.context.is_main_process)
-        with contextlib.closing(progress):
+        with progress_bar(title, steps, position.step, self.context.is_main_process) as bar:
             for _ in self.trainer.steps(self.dataset.train, position):
                 position.seconds = time.perf_counter() - started
                 loss, error = position.loss / position.seen, position.wrong / position.seen
-                progress.step(loss, error, position.seen / position.seconds, self._peak_memory())
+                speed, peak = position.seen / position.seconds, mib(self._peak_memory())
+                with contextlib.suppress(OSError):  # a terminal that was closed
+                    bar.set_postfix_str(
+                        f"loss {loss:.3f}, error {error:.2%}, {speed:,.0f} images/s, peak {peak}", False
+                    )
+                    bar.update()
                 self._raise_if_stopped()
             # Where processes evaluate different numbers of batches, they cannot agree on stopping between them.
             after_batch = self._raise_if_stopped if self.context.world_size == 1 else None
@@ -304,7 +308,8 @@ class Run:
         self.rows.append(row)
         self.position = TrainingPosition(position.epoch + 1)
         self._save_epoch(row)
-        progress.finish(row, whole_process=device.type == "cpu")
+        if self.context.is_main_process:
+            say(describe_epoch(title, row, whole_process=device.type == "cpu"))
 
     def _peak_memory(self) -> int:
         return peak_memory(self.context.device, reserved=self.options.cuda_graph)
@@ -356,7 +361,7 @@ class Run:
                 self.events.add(row)
 
     def _raise_if_stopped(self) -> None:
-        number = int(self.stop_request.signal or 0)
+        number = self.stop_request.received
         if self.context.all_reduce_sum([number])[0]:
             raise TrainingInterrupted(number)
 
@@ -364,7 +369,9 @@ class Run:
         state = self.trainer.state()
         if self.context.is_main_process:
             self._save(state, plot=True)
-            stopped = f"stopped by {interrupted.name} in epoch {self.position.epoch} after step {self.position.step}"
+            stopped = (
+                f"stopped by {interrupted.number.name} in epoch {self.position.epoch} after step {self.position.step}"
+            )
             self.directory.log(stopped)
             say(f"{stopped}: continue with --resume and --save {self.directory.folder}")
         self.context.barrier()  # a process that leaves while another one writes looks dead to it

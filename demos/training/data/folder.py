@@ -37,7 +37,7 @@ def decode(path: str | Path, image_size: int, channels: int = 3) -> Tensor:
     pillow = need("PIL.Image", extra="demos")
     try:
         with pillow.open(path, formats=sorted(set(FORMATS.values()))) as opened:
-            image = to_8bit(opened, channels)
+            image: Any = to_8bit(opened, channels)
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as exc:
         reason = (
             "it cannot be identified" if isinstance(exc, pillow.UnidentifiedImageError) else " ".join(f"{exc}".split())
@@ -108,9 +108,8 @@ def read(
     shape, cpu = (channels, image_size, image_size), torch.device("cpu")
     splits: dict[str, ImageSet] = {}
     for name, files in found.items():
-        splits[name] = StreamedImages(files, torch.arange(len(files)), shape, workers, cpu)
-        if not stream:
-            splits[name] = _decode_all(splits[name])
+        streamed = StreamedImages(files, torch.arange(len(files)), shape, workers, cpu)
+        splits[name] = streamed if stream else _decode_all(streamed)
     if "test" not in splits:
         splits["test"] = splits.pop("val")
     return splits, tuple(classes), _file_digest(folder, (path for files in found.values() for path, _ in files.samples))
