@@ -54,8 +54,8 @@ def test_the_committed_model_has_the_stated_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_predict_command_of_the_readme(tmp_path):
-    line = re.search(r"python (demos/predict\.py .*)", (ROOT / "README.md").read_text())[1]
+def test_the_predict_command_of_the_training_page(tmp_path):
+    line = re.search(r"python (demos/predict\.py demos/.*)", (ROOT / "docs" / "training.md").read_text())[1]
     done = demo("predict.py", *line.split()[1:], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for printed, image in zip(done.stdout.splitlines(), re.findall(r"\S+\.png", line), strict=True):
