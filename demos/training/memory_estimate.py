@@ -69,7 +69,7 @@ def fit_into_memory(
     memory = RunMemory(model, image_size, options)
     images = f"{batch_size} images"
     if not (options.micro_batch_size or options.cuda_graph or is_resumed):
-        fitting = batch_that_fits(memory.traced, memory.image_shape, budget, at_most=batch_size, with_spare=True)
+        fitting = batch_that_fits(memory.traced, memory.image_shape, budget, at_most=batch_size)
         if 0 < fitting < batch_size:
             parts = -(-batch_size // fitting)
             size = -(-batch_size // parts)
