@@ -34,3 +34,19 @@ def process_group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def fresh_compiler():
+    """A compiler that has seen nothing.
+
+    With recursive tags of dicts, which are the default of PyTorch 2.9 and 2.10 alone, it would miss changes of any
+    model's attributes and classes.
+    """
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tags = "use_recursive_dict_tags_for_guards"
+    with torch._dynamo.config.patch({tags: False} if hasattr(torch._dynamo.config, tags) else {}):
+        yield
