@@ -164,11 +164,13 @@ def _of_width(
 ) -> Sequence[ConnectionPattern]:
     """The patterns by which a block may return what it has returned. Without any, this raises `VerificationError` for a
     module that does not look dense; the trial of another one finds out what to say."""
-    shape = result.values[0].shape[1:]
-    same_size = shape[1:] == sample.shape(IMAGES, dimensions(block))[2:]
-    fitting = [each for each in patterns if same_size and may_return(block, each, sample.channels, shape[0])]
+    _, channels, *size = result.values[0].shape
+    same_size = size == [*sample.shape(IMAGES, dimensions(block))[2:]]
+    fitting = [
+        each for each in patterns if each == ALONE or (same_size and may_return(block, each, sample.channels, channels))
+    ]
     if not (fitting or looks_dense(block)):
-        raise VerificationError(f"returns {tuple(shape)} for an input of {sample.channels} channels")
+        raise VerificationError(f"returns {channels} channels for {sample.channels}")
     return fitting or patterns[:1]
 
 
