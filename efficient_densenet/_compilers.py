@@ -23,14 +23,16 @@ def is_exporting(training: bool) -> bool:
     return torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() and training)
 
 
-def compiled_checkpoint_updates_once() -> bool:
-    """Return True if a compiled `torch.utils.checkpoint` updates running statistics in the forward only."""
-    return torch.__version__ >= "2.11"
+CHECKPOINTS_UPDATE_ONCE = torch.__version__ >= "2.9"
+"""Whether a compiled `torch.utils.checkpoint` updates running statistics in the forward only."""
+
+READS_CONVERTED_MODULES = torch.__version__ >= "2.9"
+"""Whether the compiler traces how converted modules are read. Without it, the author's forward is compiled."""
 
 
 def may_read_converted_modules() -> bool:
-    """Return False under a compiler that cannot trace how converted modules are read, such as PyTorch 2.6's."""
-    return torch.__version__ >= "2.11" or not torch.compiler.is_compiling()
+    """Return False under a compiler that cannot trace how converted modules are read."""
+    return READS_CONVERTED_MODULES or not torch.compiler.is_compiling()
 
 
 def constant_to_compilers(function: Function) -> Function:
@@ -44,7 +46,7 @@ def constant_to_compilers(function: Function) -> Function:
 
 def specialized(value: float) -> float:
     """Return `value`, which a compiler then takes as a constant, even if it has seen other values of this argument."""
-    return float.fromhex(value.hex()) if torch.compiler.is_compiling() else value  # hex() adds a guard on symbols
+    return float(f"{value}") if torch.compiler.is_compiling() else value  # the text adds a guard on symbols
 
 
 def cached_in_eager_mode(function: Function) -> Function:

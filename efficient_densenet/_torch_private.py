@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.utils.parametrize
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointPolicy
 
 _FSDP = "torch.distributed.fsdp"
 
@@ -52,16 +50,6 @@ def tensor_hooks(tensor: Tensor) -> dict | None:
     return tensor._backward_hooks
 
 
-def is_accumulate_grad(node: torch.autograd.graph.Node) -> bool:
-    """Return True for an AccumulateGrad node, which accumulates the gradient of a leaf tensor."""
-    return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def leaf_of(node: Any) -> Tensor:
-    """Return the leaf tensor of an AccumulateGrad node."""
-    return node.variable
-
-
 def has_global_module_hooks() -> bool:
     """Return True if a hook is registered for all modules, as by `register_module_forward_hook`."""
     kinds = "forward_pre", "forward", "backward_pre", "backward"
@@ -85,6 +73,15 @@ _HOOK_DICTS = (
 def saved_tensors_hooks_enabled() -> bool:
     """Return False inside `torch.autograd.graph.disable_saved_tensors_hooks()`."""
     return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
+    """Return the pack and unpack hooks of the innermost `saved_tensors_hooks` context, or None outside of any.
+
+    PyTorch 2.6 does not tell: None.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore[reportAttributeAccessIssue]
+    return None if top is None else top(False)
 
 
 def parametrization_cache_enabled() -> bool:
@@ -159,11 +156,6 @@ def is_part_of_leaf(tensor: Tensor) -> bool:
     return (tensor if tensor._base is None else tensor._base).is_leaf
 
 
-def has_function_mode() -> bool:
-    """Return True inside a `TorchFunctionMode`, such as a `torch.device(...)` context or `set_default_device`."""
-    return torch._C._len_torch_function_stack() > 0
-
-
 def has_dispatch_mode() -> bool:
     """Return True inside a `TorchDispatchMode`, such as the tracing mode of a compiler."""
     return torch._C._len_torch_dispatch_stack() > 0
@@ -172,43 +164,6 @@ def has_dispatch_mode() -> bool:
 def without_dispatch_modes() -> AbstractContextManager:
     """Return a context in which no dispatch mode sees the operations. Tensor subclasses still do."""
     return _disable_current_modes() if has_dispatch_mode() else nullcontext()
-
-
-def early_stop_enabled(early_stop: bool) -> bool:
-    """Return `early_stop`, but False inside `torch.utils.checkpoint.set_checkpoint_early_stop(False)`."""
-    return early_stop and torch.utils.checkpoint._enable_checkpoint_early_stop is not False
-
-
-def bypass_saved_tensor_hooks(context: Any) -> None:
-    """Make a forward context of selective checkpointing keep its tensors itself, not through saved-tensor hooks."""
-    if hasattr(context, "respect_saved_tensors_hooks"):
-        context.respect_saved_tensors_hooks = False
-
-
-def observe_selection(forward: Any, recomputation: Any, observe: Callable[[Any, bool], None]) -> bool:
-    """Call `observe(operation, is_saved)` after each decision in the forward context of selective checkpointing.
-
-    An operation that changes a tensor in place is recomputed, whatever the policy says: a saved result would be
-    returned, but the tensor would not be changed. Return False if `forward` is no such context.
-    """
-    if not isinstance(forward, torch.utils.checkpoint._CachingTorchDispatchMode):
-        return False
-    saves = True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE
-
-    def recomputing_in_place(select: Callable[..., Any], observe: Callable[[Any, bool], None]) -> Callable[..., Any]:
-        def policy_fn(selective_context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-            policy = select(selective_context, operation, *args, **kwargs)
-            if policy in saves and getattr(getattr(operation, "_schema", None), "is_mutable", False):
-                policy = CheckpointPolicy.PREFER_RECOMPUTE
-            observe(operation, policy in saves)
-            return policy
-
-        return policy_fn
-
-    forward.policy_fn = recomputing_in_place(forward.policy_fn, observe)
-    if hasattr(recomputation, "policy_fn"):  # earlier versions of PyTorch ask the policy again
-        recomputation.policy_fn = recomputing_in_place(recomputation.policy_fn, lambda operation, is_saved: None)
-    return True
 
 
 def is_managed_by_fsdp(module: torch.nn.Module) -> bool:

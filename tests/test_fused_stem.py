@@ -21,7 +21,7 @@ from helpers import (
 from test_activations import MODULES
 from test_stem import _step
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
+from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels
 from efficient_densenet.engine import choose
@@ -38,7 +38,7 @@ pytest.importorskip("triton", reason="needs Triton")
 triton_operations = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
 triton_stem = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.stem")
 
-pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("mended_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [torch.contiguous_format, torch.channels_last]
 POOL = MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)

@@ -28,12 +28,13 @@ def first_use(monkeypatch, tmp_path):
     """The first use of a dtype in a process, which has two processors and no other kernels than `NAMES`."""
 
     def use(dtype: torch.dtype = torch.float32) -> bool:
-        load = functools.cache(compilation.load_or_compile.__wrapped__)
+        load = functools.cache(load_or_compile)
         monkeypatch.setattr(compilation, "load_or_compile", load)
         monkeypatch.setattr(compile_ahead, "_requests", lambda dtype: {name: requests(dtype)[name] for name in NAMES})
         return kernels._numba_compiles.__wrapped__(dtype)
 
-    requests = compile_ahead._requests
+    requests, load_or_compile = compile_ahead._requests, compilation.load_or_compile.__wrapped__
+    monkeypatch.setattr(compilation, "load_or_compile", load_or_compile)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(python_process, "num_processors", lambda: 2)
     return use

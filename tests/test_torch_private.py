@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from efficient_densenet._compilers import (
+    READS_CONVERTED_MODULES,
     constant_to_compilers,
     may_read_converted_modules,
     skipped_by_compilers,
@@ -24,17 +24,14 @@ from efficient_densenet._compilers import (
 from efficient_densenet._torch_private import (
     backward_inside_function_modes,
     below_autograd,
-    bypass_saved_tensor_hooks,
     class_before_fully_shard,
     convolutions_in_tf32,
-    early_stop_enabled,
     foreach_add_,
     foreach_copy_,
     foreach_lerp_,
     functorch_is_active,
     graph_task_id,
     has_dispatch_mode,
-    has_function_mode,
     has_global_module_hooks,
     has_hooks_of_fully_shard_only,
     has_torch_dispatch,
@@ -43,14 +40,11 @@ from efficient_densenet._torch_private import (
     im2col_conv3x3,
     im2col_conv3x3_backward,
     in_backward,
-    is_accumulate_grad,
     is_batched_gradient,
     is_flattened_by_fsdp1,
     is_managed_by_fsdp,
     is_part_of_leaf,
-    leaf_of,
     memory_key,
-    observe_selection,
     onednn_supports,
     parametrization_cache_enabled,
     policy_of_fully_shard,
@@ -61,6 +55,7 @@ from efficient_densenet._torch_private import (
     saved_tensors_hooks_enabled,
     sharding_of,
     tensor_hooks,
+    top_saved_tensors_hooks,
     will_execute,
     without_dispatch_modes,
     without_step_hooks,
@@ -140,14 +135,6 @@ def test_parametrization_cache_enabled():
     assert not parametrization_cache_enabled()
 
 
-def test_accumulate_grad_nodes():
-    x = torch.ones(2, requires_grad=True)
-    node = (x * 2).grad_fn
-    assert not is_accumulate_grad(node)
-    assert is_accumulate_grad(node.next_functions[0][0])
-    assert leaf_of(node.next_functions[0][0]) is x
-
-
 @pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
 def test_has_global_module_hooks(kind):
     assert not has_global_module_hooks()
@@ -190,18 +177,6 @@ def test_has_torch_dispatch():
     assert not has_torch_dispatch(nn.Parameter)
 
 
-def test_has_function_mode():
-    assert not has_function_mode()
-    with torch.device("meta"):
-        assert has_function_mode()
-    torch.set_default_device("meta")
-    try:
-        assert has_function_mode()
-    finally:
-        torch.set_default_device(None)
-    assert not has_function_mode()
-
-
 def test_without_dispatch_modes():
     class Recording(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -221,37 +196,12 @@ def test_without_dispatch_modes():
     assert len(seen) == 1
 
 
-def test_early_stop_enabled():
-    assert early_stop_enabled(True)
-    assert not early_stop_enabled(False)
-    for enabled in (True, False):
-        with set_checkpoint_early_stop(enabled):
-            assert early_stop_enabled(True) == enabled
-
-
-def test_selective_contexts_bypass_saved_tensor_hooks():
-    context, _ = create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
-    bypass_saved_tensor_hooks(context)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.shape, lambda shape: torch.ones(shape)), context:
-        y = torch.ones(2, requires_grad=True).sin()
-    assert y.requires_grad
-
-
-def test_observe_selection():
-    aten = torch.ops.aten
-    context, recomputation = create_selective_checkpoint_contexts([aten.sin.default, aten.add_.Tensor])
-    seen = []
-    assert observe_selection(context, recomputation, lambda operation, is_saved: seen.append((operation, is_saved)))
-    x, results = torch.ones(2), []
-    for each in (context, recomputation):
-        with each:
-            y = x.sin().cos()
-            y += 1
-        results.append(y)
-    assert torch.equal(results[0], x.sin().cos() + 1)
-    assert torch.equal(*results)
-    assert seen == [(aten.sin.default, True), (aten.cos.default, False), (aten.add_.Tensor, False)]
-    assert not observe_selection(torch.no_grad(), torch.no_grad(), seen.append)
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch 2.6 does not tell")
+def test_top_saved_tensors_hooks():
+    assert top_saved_tensors_hooks() is None
+    pack, unpack = (lambda tensor: tensor), (lambda tensor: tensor)
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert top_saved_tensors_hooks() == (pack, unpack)
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning", "ignore::FutureWarning")
@@ -369,7 +319,6 @@ def test_constant_to_compilers():
     assert len(calls) == 1
 
 
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="the compiler of PyTorch 2.6 breaks the graph at such a number")
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_specialized():
     """A compiler takes a number that has changed for a variable, which `constant_to_compilers` cannot have."""
@@ -417,7 +366,7 @@ def test_skipped_by_compilers():
 def test_may_read_converted_modules():
     assert may_read_converted_modules()
     compiled, _ = _compiled(lambda x: x + may_read_converted_modules(), fullgraph=True)
-    assert compiled(torch.zeros(1)).item() == (torch.__version__ >= "2.11")
+    assert compiled(torch.zeros(1)).item() == READS_CONVERTED_MODULES
 
 
 def test_saved_tensors_hooks_enabled():

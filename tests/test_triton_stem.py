@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from grids import grid
 from torch import Tensor
-from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
+from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import StemCase
@@ -18,7 +18,7 @@ from efficient_densenet.kernels.max_pooling import MaxPool
 pytest.importorskip("triton", reason="needs Triton")
 triton_stem = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.stem")
 
-pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("mended_interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [torch.contiguous_format, torch.channels_last]
 POOLS = {

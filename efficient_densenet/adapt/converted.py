@@ -79,14 +79,6 @@ class ConvertedBlock(VerifiedModule):
     def set_engine(self, engine: Engine | None) -> None:
         self._conversion = replace(self._conversion, engine=engine)
 
-    @property
-    def saves_all(self) -> bool:
-        return self._conversion.saves_all
-
-    @saves_all.setter
-    def saves_all(self, value: bool) -> None:
-        self._conversion = replace(self._conversion, saves_all=value)
-
     def keep_bottlenecks(self, layers: Collection[int]) -> None:
         self._conversion = replace(self._conversion, kept_bottlenecks=frozenset(layers))
 

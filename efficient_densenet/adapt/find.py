@@ -62,7 +62,7 @@ class Conversion(Verified):
         pair: the channels of the first of the two tensors that a layer takes as one argument; 0 if it takes a tensor.
         reason: why the parts of the layers do not describe the block, or None if they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
-        kept_bottlenecks, saves_all: what a budget of memory has decided, as in `EngineBlock`.
+        kept_bottlenecks: the positions of the layers whose bottlenecks the shared engine saves, as a budget decides.
         as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
     """
 
@@ -76,7 +76,6 @@ class Conversion(Verified):
     recomputes: bool = False
     as_a_whole: bool = True
     kept_bottlenecks: frozenset[int] = frozenset()
-    saves_all: bool = False
 
 
 def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:

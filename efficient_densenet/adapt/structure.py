@@ -98,7 +98,7 @@ def read_block(block: nn.Module, pattern: ConnectionPattern = _BY_STRUCTURE) -> 
 
 
 def _is_compiled(block: nn.Module) -> bool:
-    return "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule)
+    return "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule)
 
 
 def layers_in(block: nn.Module) -> list[nn.Module]:

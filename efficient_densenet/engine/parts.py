@@ -127,7 +127,7 @@ BlockReader = Callable[[nn.Module], BlockParts]
 ConsumerReader = Callable[[nn.Module], ConsumerParts | None]
 Reader = TypeVar("Reader", BlockReader, ConsumerReader)
 
-NORMS: set[type[nn.Module]] = {
+NORMS: tuple[type[nn.Module], ...] = (
     *classes("BatchNorm"),
     CpBatchNorm1d,
     CpBatchNorm2d,
@@ -137,7 +137,7 @@ NORMS: set[type[nn.Module]] = {
     SyncedBatchNorm3d,
     nn.SyncBatchNorm,
     CpSyncBatchNorm,
-}
+)
 """The classes that normalize as nn.BatchNorm does. A subclass that also applies an activation may be added if every
 reader lists that activation among the parts."""
 

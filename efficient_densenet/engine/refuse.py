@@ -90,7 +90,7 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
     for conv in layer.convolutions:
         if type(conv) is not DIMENSIONS[dims].Conv:
             return _wrong_class(conv, DIMENSIONS[dims].Conv)
-    for conv, size in zip(layer.convolutions[::-1], (3, 1), strict=False):
+    for conv, size in zip(layer.convolutions, (1, 3)[-len(layer.convolutions) :], strict=True):
         reason = _unusual_setting(conv, size)
         if reason is not None:
             return reason

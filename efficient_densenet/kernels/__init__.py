@@ -58,7 +58,7 @@ def triton_supports(values: Tensor) -> bool:
     if not (device_type(values) == "cuda" and type(values) is Tensor and values.dtype in _TRITON_DTYPES):
         return False
     if values.is_meta:  # nothing is launched
-        return importlib.util.find_spec("triton") is not None
+        return _imports_triton()
     return has_triton(values.device) and first_contact.may_run(values.device, values.dtype)
 
 
@@ -103,16 +103,29 @@ def _numba_compiles(dtype: torch.dtype) -> bool:
 
 
 @functools.cache
+def _imports_triton() -> bool:
+    """Whether Triton is installed and has all that the kernels use."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        importlib.import_module(f"{__name__}.triton_gpu.host.operations")
+    except Exception as error:  # a Triton release that is too old or too new may fail in any way
+        warnings.warn(
+            f"Triton's kernels cannot be imported here ({error}): the shared engine uses PyTorch's operations instead, "
+            "which are slower",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@functools.cache
 def has_triton(device: torch.device) -> bool:
     """Whether Triton is installed and supports the device, which is NVIDIA's with compute capability 8.0 or higher."""
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or capability < (8, 0):
+    if torch.version.hip is not None or capability < (8, 0) or not _imports_triton():
         return False
-    try:
-        driver = importlib.import_module("triton.runtime").driver
-    except ImportError:
-        return False
-    version = importlib.import_module("triton").__version__
+    driver, version = importlib.import_module("triton.runtime").driver, importlib.import_module("triton").__version__
     first = _FIRST_TRITON.get(capability[0], (0, 0))
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < first:
         warnings.warn(

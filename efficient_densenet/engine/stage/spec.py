@@ -121,7 +121,8 @@ class StageSpec:
         self._encoded: str | None = None
         self.torch_dtype: torch.dtype = getattr(torch, self.dtype)
         self.order = ChannelOrder(self.channels_read(len(self.layers)), self.newest_first)
-        self.output_order = self.order._replace(first=self.in_channels if self.new_features_only else 0)
+        first = self.in_channels if self.new_features_only else 0
+        self.output_order = ChannelOrder(self.order.total, self.newest_first, first)
         self.num_output_channels = self.output_order.total - self.output_order.first
         self.returns_features = self.return_features or self.consumer is None
         self.num_outputs = (self.consumer is not None) + self.returns_features

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..._tensors import memory_format_of
 from ...kernels import kernels_for
 from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormAffine, StatisticsOutput
-from ...kernels.stem import slices
+from ...kernels.row_tiles import slices
 from ...norms.sync_batch_norm import SyncGroup
 from ..refuse import convolved_size
 from ..stage.synchronized import synchronize_statistics
@@ -22,7 +22,7 @@ class Convolved:
         self.kernels = kernels_for(self.x, activations=[spec.activation.name])
         size = convolved_size(x.shape[2:], weight.shape[2:], *spec.conv[:3])
         shape = torch.Size([len(x), len(weight), *size])
-        self.image_tiles = list(slices(len(x), self.kernels.images_at_once(self.x, shape)))
+        self.image_tiles = slices(len(x), self.kernels.images_at_once(self.x, shape), x)
         self.values = self._convolve(shape, None if bias is None else bias.to(dtype))
         self.count = self.values.numel() // len(weight)
 
