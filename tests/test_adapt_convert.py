@@ -1,4 +1,4 @@
-"""What make_efficient converts beside the usual: convolutions of an author's class, second names, graphs of torch.fx."""
+"""Conversions beside the usual: convolutions of an author's class, second names, graphs of torch.fx."""
 
 import copy
 
