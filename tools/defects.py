@@ -69,12 +69,6 @@ DEFECTS = [
         "shared_matrix operators",
     ),
     Defect(
-        "layer groups: gradients of a stage released all at once",
-        "size + own > LAYER_GROUP_BYTES",
-        "False",
-        "shared_autograd",
-    ),
-    Defect(
         "second derivatives: dropout not scaled",
         "x = x * mask * (1 / (1 - layer.drop_rate or 1))",
         "x = x * mask",
