@@ -491,6 +491,72 @@ DEFECTS = [
         "if not is_block",
         "blocks_without_norms",
     ),
+    Defect(
+        "conversion: convolutions of an author's class are overlooked",
+        "isinstance(each, _ConvNd) or _is_custom_convolution(each)]",
+        "isinstance(each, _ConvNd)]",
+        "adapt_convert",
+    ),
+    Defect(
+        "conversion: a module's second name makes it a layer",
+        "children = [child for child in children if child not in inside]",
+        "inside.clear()",
+        "adapt_convert",
+    ),
+    Defect(
+        "conversion: a graph of torch.fx is said to be a list of layers",
+        "if isinstance(graph, GraphModule):",
+        "if False:",
+        "adapt_convert",
+    ),
+    Defect(
+        "conversion: tracing into a converted block is not told",
+        "if any(isinstance(each, Proxy) for each in args) and not for_quantization:",
+        "if False:",
+        "adapt_convert",
+    ),
+    Defect(
+        "conversion: modules of any width go through the whole trial",
+        "if not (fitting or looks_dense(block)):",
+        "if False:",
+        "adapt_convert",
+    ),
+    Defect(
+        "conversion: sequences of torch's own modules are tried",
+        "if not (looks_dense(block) or may_concatenate(block)):",
+        "if False:",
+        "adapt_convert",
+    ),
+    Defect(
+        "conversion: layers of a block are said to save what plain saves",
+        "kept_before, kept = (block.saved_values_per_pixel(each) for each in (Engine.PLAIN, used))",
+        "kept_before, kept = (block.saved_values_per_pixel(Engine.PLAIN) for each in (Engine.PLAIN, used))",
+        "blocks_without_norms",
+    ),
+    Defect(
+        "conversion: restored blocks keep the class of converted ones",
+        "    remove_mixin(block, ConvertedBlock)\n",
+        "    pass\n",
+        "blocks_without_norms adapt",
+    ),
+    Defect(
+        "conversion: a changed attribute is no reason to leave a block to its author's forward",
+        "        change = self._state_change()\n        if change is not None:",
+        "        change = self._state_change()\n        if False:",
+        "blocks_without_norms",
+    ),
+    Defect(
+        "conversion: a block's input is not copied before layers are recomputed",
+        "return x if run_first_half is layerwise.run_first_half_plain else x.clone()",
+        "return x",
+        "blocks_without_norms",
+    ),
+    Defect(
+        "conversion: the norms of recomputed layers are updated twice",
+        "if engine in (Engine.CHECKPOINT, Engine.OFFICIAL) or self._conversion.recomputes:",
+        "if False:",
+        "adapt_states adapt",
+    ),
     Defect("weights: keys keep their old names", "name = re.sub(pattern, replacement, name)", "pass", "weights"),
     # Training
     Defect(
