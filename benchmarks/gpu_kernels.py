@@ -13,13 +13,13 @@ For ATen's operations the rules are these, which tests/test_gpu_counts.py checks
   with three, 36 with four, 30 with five, and at most 320 blocks of 65,536 numbers.
 - What an operation does within, such as cuDNN's workspaces and conversions of layout, is not seen.
 
-For Triton kernels `KERNELS` says it by name and argument. A kernel moves the bytes that it touches: of a slice of a
-matrix's channels only its columns. A matrix that is not listed is an error, and so is a kernel that is not listed:
+For Triton kernels `KERNELS` has what each writes; every other tensor is read once, as if caches served whatever program
+instances share. Of a slice of a matrix's channels only its columns are moved. A kernel that is not listed is an error:
 whoever writes a kernel adds it here.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +35,6 @@ BATCH_NORMS = {"native_batch_norm", "native_batch_norm_backward", "cudnn_batch_n
 READ_TWICE = {"input", "grad_out", "grad_output"}
 """The arguments of a batch norm in training mode that are read for the sums first."""
 CAT_TENSORS, FOREACH_TENSORS, FOREACH_BLOCKS, FOREACH_BLOCK = 128, (110, 64, 48, 36, 30), 320, 65_536
-
-L2_BYTES = 50 << 20
-"""The L2 cache of an H200 (NVIDIA H100 Tensor Core GPU Architecture whitepaper), for which bytes are counted."""
 
 
 class Call:
@@ -109,222 +106,61 @@ def touched_bytes(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
-class Traffic(NamedTuple):
-    """The bytes that a launch moves through a GPU's memory, its L2 cache and its L1 caches."""
-
-    memory: int
-    l2: int
-    l1: int
-
-
-Grid, Arguments = tuple[int, ...], Mapping[str, Any]
-"""Of a launch. The arguments, by name, are compile-time constants too."""
-
-
 class Access(NamedTuple):
-    """How a launch reads an argument and writes it.
+    """How a Triton kernel uses its tensors; those that are not named here are read once.
 
-    `reads` and `writes` are how often all of it is read and written by the program instances that share it. The
-    instances of the grid axes `every` each read all that the others read: `every=(1,)` is an operand that each
-    instance of axis 1 reads. `loads`, if not once, is how often instances load it beside that, as the L2 cache sees it
-    and as L1 caches see it.
-
-    L1 caches see all loads and stores. The L2 cache sees none that an instance repeats, as if L1 caches served those.
-    Memory sees what several instances read only once, unless the argument is larger than the L2 cache, and then once
-    for axis 0: its instances start one after another and find in the cache what their neighbours have read.
-
-    `accumulates` marks a result that is read too, unless the kernel is launched with OVERWRITE. `only_with` names a
-    constant without which the kernel does not use the argument, in whose place any other tensor may stand.
+    `accumulates` are results that are read too, unless the kernel is launched with OVERWRITE. `only_with` names the
+    constant without which an argument is not used: any other tensor may stand in its place.
     """
 
-    reads: int = 0
-    writes: int = 0
-    every: tuple[int, ...] = ()
-    loads: Callable[[Grid, Arguments], tuple[float, float]] = lambda grid, arguments: (1, 1)
-    accumulates: bool = False
-    only_with: str = ""
+    writes: tuple[str, ...] = ()
+    accumulates: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
+    only_with: Mapping[str, str] = {}
 
-    def traffic(self, tensor: Tensor, grid: Grid, arguments: Arguments) -> Traffic:
-        if self.only_with and not arguments.get(self.only_with, True):
-            return Traffic(0, 0, 0)
-        nbytes = tensor.numel() * tensor.element_size()
-        reads = self.reads + (self.accumulates and not arguments.get("OVERWRITE", False))
-        in_memory = math.prod(grid[axis] for axis in self.every if axis > 0) if nbytes > L2_BYTES else 1
-        instances, in_caches = math.prod(grid[axis] for axis in self.every), self.loads(grid, arguments)
-        times = in_memory, *(instances * each for each in in_caches)
-        return Traffic(*(round(nbytes * (reads * each + self.writes)) for each in times))
+    def times(self, argument: str, constants: Mapping[str, Any]) -> int:
+        """The number of times that a launch reads or writes all of an argument."""
+        if not constants.get(self.only_with.get(argument, ""), True):
+            return 0
+        is_read_too = argument in self.accumulates and not constants.get("OVERWRITE", False)
+        return 2 if is_read_too or argument in self.updates else 1
 
 
-def launch_traffic(name: str, grid: Grid, arguments: Arguments) -> Traffic:
-    """The bytes that a launch moves."""
+KERNELS = {
+    "affine_activation_pool_forward": Access(writes=("output",)),
+    "affine_activation_pool_backward": Access(writes=("partial_sums",), accumulates=("grad_accum",)),
+    "batch_norm_grad_input": Access(writes=("output",)),
+    "conv1x1_forward": Access(writes=("output", "stats"), only_with={"stats": "WITH_STATISTICS"}),
+    "conv1x1_backward": Access(
+        writes=("partial_grad_weight", "partial_sums"),
+        accumulates=("grad_accum",),
+        only_with={"output": "HAS_SUMS", "out_sums": "HAS_SUMS"},
+    ),
+    "conv3x3_forward": Access(writes=("output", "stats"), only_with={"stats": "HAS_STATISTICS"}),
+    "conv3x3_grad_input": Access(writes=("partial_sums",), accumulates=("grad_accum",)),
+    "conv3x3_grad_weight": Access(writes=("partial_grad_weight",)),
+    "finish_backward": Access(
+        writes=("grad_norm_bias", "grad_norm_weight", "grad_activation_weight", "grad_weight"),
+        updates=("sums",),
+        only_with={"grad_weight": "HAS_GRAD_WEIGHT", "partial_grad_weight": "HAS_GRAD_WEIGHT", "sums": "HAS_SUMS"},
+    ),
+    "tile_statistics": Access(writes=("stats",)),
+    "combine_statistics": Access(writes=("result",)),
+    "image_statistics": Access(writes=("stats",)),
+    "norm_activation_max_pool_forward": Access(writes=("output",)),
+    "norm_activation_max_pool_backward_reduce": Access(writes=("indices", "partial_sums")),
+    "norm_activation_max_pool_backward": Access(writes=("grad_values",)),
+}
+
+
+def launch_bytes(name: str, arguments: Mapping[str, Any]) -> int:
+    """The bytes that a launch moves; `arguments`, by name, are compile-time constants too."""
     if name not in KERNELS:
         raise ValueError(
-            f"the Triton kernel {name!r} is not in KERNELS: add to benchmarks/gpu_kernels.py what it reads and writes"
+            f"the Triton kernel {name!r} is not in KERNELS: add to benchmarks/gpu_kernels.py what it writes"
         )
-    total = Traffic(0, 0, 0)
-    for argument, tensor in arguments.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        if argument not in KERNELS[name] and tensor.dim() > 1:
-            raise ValueError(
-                f"the matrix {argument!r} of the Triton kernel {name!r} is not in KERNELS: say in "
-                "benchmarks/gpu_kernels.py how the kernel uses it"
-            )
-        access = KERNELS[name].get(argument) or KERNELS[name].get("vectors", READ)
-        total = Traffic(*map(sum, zip(total, access.traffic(tensor, grid, arguments), strict=True)))
-    return total
-
-
-def _window(spans: float, tiles: float, taps: float, arguments: Arguments) -> tuple[float, float]:
-    """Loads of a 3×3 convolution's operand by its taps: `taps` a pixel. A tile of rows is a span of pixels; each of
-    `tiles` tiles of the other axis loads one for each row of the window, `spans` in all, which overlap where the image
-    is narrow. Neighboring tiles of rows load them too, so that only the overlap is in an L1 cache."""
-    shift = min(1, arguments["dilation"] * arguments["width"] / arguments["BLOCK_ROWS"])
-    return min(taps, tiles + (spans - tiles) * shift), taps
-
-
-def _inside(arguments: Arguments) -> tuple[float, float]:
-    """How many of a window's rows, and of its columns, are inside the image: the mean over all pixels."""
-    rows, columns = (3 - 2 * min(1, arguments["dilation"] / arguments[size]) for size in ("height", "width"))
-    return rows, columns
-
-
-def _forward_window(grid: Grid, arguments: Arguments) -> tuple[float, float]:
-    """A tile is loaded for each row of the window, with what it overlaps its neighbors, or for each tap."""
-    rows, columns = _inside(arguments)
-    if not arguments["SHIFT_SUMS"]:
-        return _window(3, 1, rows * columns, arguments)
-    overlap = 1 + 2 * arguments["dilation"] * (grid[0] - 1) / arguments["num_rows"]
-    in_l2, in_l1 = _window(3, 1, rows, arguments)
-    return in_l2 * overlap, in_l1 * overlap
-
-
-def _forward_steps(grid: Grid, arguments: Arguments) -> tuple[float, float]:
-    return 1, 3 if arguments["SHIFT_SUMS"] else 9
-
-
-def _grad_input_window(grid: Grid, arguments: Arguments) -> tuple[float, float]:
-    return _window(3, 1, math.prod(_inside(arguments)), arguments)
-
-
-def _grad_weight_window(grid: Grid, arguments: Arguments) -> tuple[float, float]:
-    """The tiles of columns, (tap, output channel), share the taps."""
-    width, block = arguments["OUT_CHANNELS"], arguments["BLOCK_COLUMNS"]
-    spans = {(column // block, column // width // 3, column % width) for column in range(9 * width)}
-    tiles = {(column // block, column % width) for column in range(9 * width)}
-    return _window(len(spans) / width, len(tiles) / width, math.prod(_inside(arguments)), arguments)
-
-
-def _means_twice(grid: Grid, arguments: Arguments) -> tuple[float, float]:
-    return 1, 1.5
-
-
-def _row_tiles(grid: Grid, arguments: Arguments) -> tuple[float, float]:
-    """Once for each tile of rows of an instance."""
-    return 1, math.ceil(arguments["num_rows"] / arguments["BLOCK_ROWS"]) / grid[1]
-
-
-def _pooled_pixels(grid: Grid, arguments: Arguments) -> tuple[float, float]:
-    """Once for each window that a pixel is in. What neighboring tiles load too is neglected."""
-    return 1, math.prod(arguments[f"KERNEL_{axis}"] / arguments[f"STRIDE_{axis}"] for axis in "YX")
-
-
-def _pooling_window(grid: Grid, arguments: Arguments) -> tuple[float, float]:
-    return 1, arguments["KERNEL_Y"] * arguments["KERNEL_X"]
-
-
-READ, WRITE, ACCUMULATE = Access(reads=1), Access(writes=1), Access(writes=1, accumulates=True)
-BY_SPLITS, BY_ROW_TILES = Access(reads=1, every=(1,)), Access(reads=1, every=(0,))
-BY_ALL = Access(reads=1, every=(0, 1))
-
-
-KERNELS: dict[str, dict[str, Access]] = {
-    "affine_activation_pool_forward": {"output": WRITE, "values": READ, "vectors": BY_SPLITS},
-    "affine_activation_pool_backward": {
-        "partial_sums": WRITE,
-        "grad_accum": ACCUMULATE,
-        "grad_output": READ,
-        "values": READ,
-        "vectors": BY_SPLITS,
-    },
-    "batch_norm_grad_input": {
-        "output": WRITE,
-        "grad_accum": READ,
-        "values": READ,
-        "sums": BY_SPLITS,
-        "vectors": BY_SPLITS,
-    },
-    "conv1x1_forward": {
-        "output": WRITE,
-        "stats": Access(writes=1, only_with="WITH_STATISTICS"),
-        "values": READ,
-        "weight": BY_ROW_TILES,
-        "vectors": BY_ROW_TILES,
-    },
-    "conv1x1_backward": {
-        "partial_grad_weight": WRITE,
-        "partial_sums": WRITE,
-        "grad_accum": ACCUMULATE,
-        "output": Access(reads=1, every=(0,), only_with="HAS_SUMS"),  # by the tiles of channels, one after another
-        "output_grad_accum": Access(reads=1, every=(0,)),
-        "out_mean": BY_ALL,
-        "out_inv_std": BY_ALL,
-        "out_sums": Access(reads=1, every=(0, 1), only_with="HAS_SUMS"),
-        "values": READ,
-        "weight": BY_SPLITS,
-        "vectors": BY_SPLITS,
-    },
-    "conv3x3_forward": {
-        "output": WRITE,
-        "stats": Access(writes=1, only_with="HAS_STATISTICS"),
-        "values": Access(reads=1, every=(1,), loads=_forward_window),
-        "weight": BY_ROW_TILES,
-        "vectors": Access(reads=1, every=(0, 1), loads=_forward_steps),
-    },
-    "conv3x3_grad_input": {
-        "partial_sums": WRITE,
-        "grad_accum": ACCUMULATE,
-        "grad_output": Access(reads=1, every=(0,), loads=_grad_input_window),
-        "values": READ,
-        "weight": Access(reads=1, every=(1,), loads=_row_tiles),
-        "vectors": BY_SPLITS,
-    },
-    "conv3x3_grad_weight": {
-        "partial_grad_weight": WRITE,
-        "grad_output": Access(reads=1, every=(1,), loads=_grad_weight_window),
-        "values": Access(reads=1, every=(0,)),
-        "vectors": Access(reads=1, every=(0, 2)),
-    },
-    "finish_backward": {
-        "grad_norm_bias": WRITE,
-        "grad_norm_weight": WRITE,
-        "grad_activation_weight": WRITE,
-        "grad_weight": Access(writes=1, only_with="HAS_GRAD_WEIGHT"),
-        "sums": Access(reads=1, writes=1, only_with="HAS_SUMS"),
-        "partial_sums": READ,
-        "partial_grad_weight": Access(reads=1, only_with="HAS_GRAD_WEIGHT"),
-    },
-    "tile_statistics": {"stats": WRITE, "values": READ},
-    "combine_statistics": {"result": WRITE, "stats": Access(reads=1, loads=_means_twice)},
-    "image_statistics": {"stats": WRITE, "values": READ},
-    "norm_activation_max_pool_forward": {
-        "output": WRITE,
-        "values": Access(reads=1, loads=_pooled_pixels),
-        "vectors": BY_ROW_TILES,
-    },
-    "norm_activation_max_pool_backward_reduce": {
-        "indices": WRITE,
-        "partial_sums": WRITE,
-        "grad_output": READ,
-        "values": Access(reads=1, loads=_pooled_pixels),
-        "vectors": BY_SPLITS,
-    },
-    "norm_activation_max_pool_backward": {
-        "grad_values": WRITE,
-        "indices": Access(reads=1, loads=_pooling_window),
-        "grad_output": Access(reads=1, loads=_pooling_window),
-        "values": READ,
-        "vectors": BY_ROW_TILES,
-    },
-}
-"""By kernel and argument; `vectors` are those of its arguments that are not named."""
+    tensors = [(argument, value) for argument, value in arguments.items() if isinstance(value, Tensor)]
+    return sum(
+        tensor.numel() * tensor.element_size() * KERNELS[name].times(argument, arguments)
+        for argument, tensor in tensors
+    )

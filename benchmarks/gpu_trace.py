@@ -17,13 +17,13 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from gpu_kernels import Call, launch_traffic, tensors_of
+from gpu_kernels import Call, launch_bytes, tensors_of
 from torch import Tensor, nn
 
 from efficient_densenet import kernels as kernel_sets
 from efficient_densenet._tensors import meta_stands_for
-from efficient_densenet._torch_private import backward_inside_function_modes, memory_key, without_dispatch_modes
-from efficient_densenet.memory.meta_autocast import MetaAutocast, autocast_on_meta
+from efficient_densenet._torch_private import backward_inside_function_modes, without_dispatch_modes
+from efficient_densenet.memory.meta_functions import MetaFunctions
 from efficient_densenet.memory.trace import MemoryMode, MemoryTrace
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,18 +31,13 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Computation:
-    """One operation of ATen, or one launch of a Triton kernel with its grid and the shapes of its tensors.
-
-    `bytes` move through memory. Of ATen's operations, whose kernels are not ours, as many are counted in the caches.
-    """
+    """One operation of ATen, or one launch of a Triton kernel with its grid and the shapes of its tensors."""
 
     name: str
     phase: str
     is_triton: bool
     launches: int
     bytes: int
-    l2_bytes: int
-    l1_bytes: int
     grid: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
 
@@ -52,20 +47,10 @@ class StepTrace(MemoryTrace):
     """What a step asks of the device, in order, and the memory of its tensors, gradients too."""
 
     computations: list[Computation] = field(default_factory=list)
-    events: list[tuple[int, int]] = field(default_factory=list)
-    """Each allocation, (address, bytes), and the end of each, (address, 0)."""
 
     @property
     def bytes(self) -> int:
         return sum(each.bytes for each in self.computations)
-
-    @property
-    def l2_bytes(self) -> int:
-        return sum(each.l2_bytes for each in self.computations)
-
-    @property
-    def l1_bytes(self) -> int:
-        return sum(each.l1_bytes for each in self.computations)
 
     def launches(self, phase: str | None = None, is_triton: bool | None = None) -> int:
         return sum(
@@ -102,19 +87,8 @@ class TracingMode(MemoryMode):
         if any(tensor.device.type == self.traced for tensor in tensors_of((args, kwargs, output))):
             call = Call(func, args, kwargs, output)
             if not call.is_free:
-                traffic = (call.bytes(),) * 3
-                self.trace.computations.append(Computation(call.name, self.phase, False, call.launches(), *traffic))
-
-    def _add(self, tensor: Tensor) -> None:
-        address = memory_key(tensor)
-        was_known = address in self.known
-        super()._add(tensor)
-        if address in self.known and not was_known:
-            self.trace.events.append((address, max(1, tensor.untyped_storage().nbytes())))
-
-    def _remove(self, address: int, size: int) -> None:
-        super()._remove(address, size)
-        self.trace.events.append((address, 0))
+                found = Computation(call.name, self.phase, False, call.launches(), call.bytes())
+                self.trace.computations.append(found)
 
     def add_launch(self, prepared: Any, *tensors: Any) -> None:
         """The stand-in for the function that launches a Triton kernel."""
@@ -124,8 +98,8 @@ class TracingMode(MemoryMode):
         named = dict(zip(inspect.signature(function).parameters, arguments, strict=False)) | prepared.constants
         shapes = tuple(tuple(value.shape) for value in named.values() if isinstance(value, torch.Tensor))
         name = function.__name__
-        traffic = launch_traffic(name, grid, named)
-        self.trace.computations.append(Computation(name, self.phase, True, 1, *traffic, grid, shapes))
+        nbytes = launch_bytes(name, named)
+        self.trace.computations.append(Computation(name, self.phase, True, 1, nbytes, grid, shapes))
 
 
 # A step on the meta device
@@ -143,18 +117,18 @@ def trace_step(network: nn.Module, images: Tensor, precision: str = "float32", r
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
     kind, dtype = images.device.type, AUTOCAST_DTYPES.get(precision)
     mode = TracingMode(kind, [*network.parameters(), *network.buffers(), images, labels])
-    autocast = MetaAutocast("cuda")
+    functions = MetaFunctions("cuda")
     with (
         _tensor_float_32(precision == "tf32"),
         triton_kernels(),
         _launches_replaced(mode.add_launch, run_kernels),
         meta_stands_for("cuda"),
-        autocast if kind == "meta" else contextlib.nullcontext(),
+        functions if kind == "meta" else contextlib.nullcontext(),
         mode,
     ):
-        with autocast_on_meta("cuda", dtype) if kind == "meta" else torch.autocast(kind, dtype, enabled=bool(dtype)):
+        with torch.autocast("cpu" if kind == "meta" else kind, dtype, enabled=dtype is not None):
             loss = F.cross_entropy(network(images), labels)
-        autocast.conversions.clear()
+        functions.conversions.clear()
         mode.start_backward()
         backward_inside_function_modes(loss)
     return mode.trace

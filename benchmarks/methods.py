@@ -105,14 +105,12 @@ class Method(NamedTuple):
     """A way to run a model.
 
     Attributes:
-        label: what it is, for the table.
         build: from arguments of `DenseNet` to a model.
         package: what must be installed.
         as_cuda_graph: whether forward, loss and backward run as one CUDA graph.
         layout: of weights and images in the place of the setting's, so that plain in another one is the reference.
     """
 
-    label: str
     build: Callable[[dict[str, Any]], nn.Module]
     package: str = "efficient_densenet"
     as_cuda_graph: bool = False
@@ -161,26 +159,24 @@ def _with_small_stem(arguments: dict[str, Any], model: Any) -> nn.Module:
 
 
 METHODS: dict[str, Method] = {
-    "plain": Method("torch modules, everything kept", partial(_ours, efficient="plain")),
-    "shared": Method("the features once, nothing concatenated", partial(_ours, efficient="shared")),
-    "shared_keep": Method("`shared`, bottlenecks kept", partial(_ours, efficient="shared", keep_bottleneck=True)),
-    "shared_portable": Method("`shared` without Numba", _portable),
-    "checkpoint": Method("our recomputation of each layer", partial(_ours, efficient="checkpoint")),
-    "official": Method("torch.utils.checkpoint around each layer", partial(_ours, efficient="official")),
-    "torchvision": Method("torchvision's DenseNet", partial(_torchvision, memory_efficient=False), "torchvision"),
-    "torchvision_efficient": Method(
-        "torchvision's, `memory_efficient=True`", partial(_torchvision, memory_efficient=True), "torchvision"
-    ),
-    "torchvision_converted": Method("torchvision's, `make_efficient`", _torchvision_converted, "torchvision"),
-    "timm": Method("timm's DenseNet", partial(_timm, memory_efficient=False), "timm"),
-    "timm_efficient": Method("timm's, `memory_efficient=True`", partial(_timm, memory_efficient=True), "timm"),
-    "graph_plain": Method("a CUDA graph of `plain`", partial(_ours, efficient="plain"), as_cuda_graph=True),
-    "graph_shared": Method("a CUDA graph of `shared`", partial(_ours, efficient="shared"), as_cuda_graph=True),
-    "compile_plain": Method("`torch.compile` of `plain`", partial(_compiled, efficient="plain")),
-    "compile_shared": Method("`torch.compile` of `shared`", partial(_compiled, efficient="shared")),
+    "plain": Method(partial(_ours, efficient="plain")),
+    "shared": Method(partial(_ours, efficient="shared")),
+    "shared_keep": Method(partial(_ours, efficient="shared", keep_bottleneck=True)),
+    "shared_portable": Method(_portable),
+    "checkpoint": Method(partial(_ours, efficient="checkpoint")),
+    "official": Method(partial(_ours, efficient="official")),
+    "torchvision": Method(partial(_torchvision, memory_efficient=False), "torchvision"),
+    "torchvision_efficient": Method(partial(_torchvision, memory_efficient=True), "torchvision"),
+    "torchvision_converted": Method(_torchvision_converted, "torchvision"),
+    "timm": Method(partial(_timm, memory_efficient=False), "timm"),
+    "timm_efficient": Method(partial(_timm, memory_efficient=True), "timm"),
+    "graph_plain": Method(partial(_ours, efficient="plain"), as_cuda_graph=True),
+    "graph_shared": Method(partial(_ours, efficient="shared"), as_cuda_graph=True),
+    "compile_plain": Method(partial(_compiled, efficient="plain")),
+    "compile_shared": Method(partial(_compiled, efficient="shared")),
 }
 METHODS |= {
-    f"{name}_channels_last": METHODS[name]._replace(label=f"`{name}` in channels_last", layout="channels_last")
+    f"{name}_channels_last": METHODS[name]._replace(layout="channels_last")
     for name in ("plain", "shared", "compile_plain")
 }
 ORDINARY = [name for name in METHODS if not METHODS[name].layout]

@@ -18,8 +18,8 @@ from comparison import OUT_OF_MEMORY
 from methods import METHODS, as_list
 from options import parse_arguments, run_command
 
-HEADER = ("| method | devices | batch | memory | time |", "|---|---|---:|---:|---:|")
-COMMAND = re.compile(r"<!-- python benchmarks/table\.py (.+?) -->\n+((?:\|.*\n?)*)")
+HEADER = ("| model, batch | method | devices | memory | time |", "|---|---|---|---:|---:|")
+COMMAND = re.compile(r"<!-- python benchmarks/table\.py (.+?) -->\n+((?:\|.*\n?)*(?:\nMeasured .*\n?)*)")
 
 
 def table(
@@ -62,8 +62,18 @@ def render(
     groups = list(dict.fromkeys(map(_group, rows)))
     order = selected.get("method", list(METHODS))
     rows.sort(key=lambda row: (groups.index(_group(row)), order.index(row["method"])))
-    with_model = len({row["model"] for row in rows}) > 1
-    return "\n".join([*HEADER, *(_line(row, with_model) for row in rows)])
+    return "\n".join([*HEADER, *map(_line, rows), "", provenance(rows)])
+
+
+def provenance(rows: Iterable[results.Row]) -> str:
+    """A caption with the device, PyTorch, date and commit of the rows."""
+    runs = dict.fromkeys(
+        f"on {row['device_name']} with PyTorch {row['torch'].partition('+')[0]}, {row['date']}, commit "
+        + row["commit"].replace("+", " with uncommitted changes")
+        for row in rows
+        if row["device_name"]
+    )
+    return f"Measured {'; '.join(runs)}."
 
 
 def outdated(text: str) -> list[str]:
@@ -89,14 +99,13 @@ def _read(file: str) -> list[results.Row]:
     return rows
 
 
-def _line(row: results.Row, with_model: bool) -> str:
-    name = f"`{row['method']}`: {METHODS[row['method']].label}" + (f" ({row['model']})" if with_model else "")
+def _line(row: results.Row) -> str:
     peak = row["tensor_peak_mib"] and f"{round(float(row['tensor_peak_mib'])):,} MiB"
     seconds = row["step_s_median"] and _seconds(float(row["step_s_median"]))
     cells = [
-        name,
+        f"{row['model']}, {row['batch_size']}",
+        f"`{row['method']}`",
         devices(row),
-        row["batch_size"],
         _failure(row["note"]) or _with_ratio(peak, row["tensor_peak_over_plain"]),
         _with_ratio(seconds, row["time_over_plain_median"]),
     ]

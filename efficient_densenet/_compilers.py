@@ -4,6 +4,7 @@
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -23,14 +24,16 @@ def is_exporting(training: bool) -> bool:
     return torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() and training)
 
 
-def compiled_checkpoint_updates_once() -> bool:
-    """Return True if a compiled `torch.utils.checkpoint` updates running statistics in the forward only."""
-    return torch.__version__ >= "2.11"
+CHECKPOINTS_UPDATE_ONCE = torch.__version__ >= "2.9"
+"""Whether a compiled `torch.utils.checkpoint` updates running statistics in the forward only."""
+
+READS_CONVERTED_MODULES = torch.__version__ >= "2.9"
+"""Whether the compiler traces how converted modules are read. Without it, the author's forward is compiled."""
 
 
 def may_read_converted_modules() -> bool:
-    """Return False under a compiler that cannot trace how converted modules are read, such as PyTorch 2.6's."""
-    return torch.__version__ >= "2.11" or not torch.compiler.is_compiling()
+    """Return False under a compiler that cannot trace how converted modules are read."""
+    return READS_CONVERTED_MODULES or not torch.compiler.is_compiling()
 
 
 def constant_to_compilers(function: Function) -> Function:
@@ -44,7 +47,7 @@ def constant_to_compilers(function: Function) -> Function:
 
 def specialized(value: float) -> float:
     """Return `value`, which a compiler then takes as a constant, even if it has seen other values of this argument."""
-    return float.fromhex(value.hex()) if torch.compiler.is_compiling() else value  # hex() adds a guard on symbols
+    return float(f"{value}") if torch.compiler.is_compiling() else value  # the text adds a guard on symbols
 
 
 def cached_in_eager_mode(function: Function) -> Function:
@@ -69,21 +72,31 @@ def skipped_by_compilers(function: Function) -> Function:
 
     `torch.compiler.disable` does this too, but imports the compiler.
     """
-    private: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-    if not hasattr(private, "skip_code"):
-        skip = private._FrameAction.SKIP
-        code = cast(Any, function).__code__
-        private.set_code_exec_strategy(code, private._FrameExecStrategy(skip, skip))
-        return function
+    try:
+        private: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+        if not hasattr(private, "skip_code"):
+            skip = private._FrameAction.SKIP
+            code = cast(Any, function).__code__
+            private.set_code_exec_strategy(code, private._FrameExecStrategy(skip, skip))
+            return function
+        skip_code, set_eval_frame = private.skip_code, private.set_eval_frame
+    except AttributeError:  # of a name that this PyTorch lacks
+
+        @functools.wraps(function)
+        def disabled(*args: Any, **kwargs: Any) -> Any:
+            uses_compiler = "torch._dynamo" in sys.modules
+            return (torch.compiler.disable(function) if uses_compiler else function)(*args, **kwargs)
+
+        return cast(Function, disabled)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:  # PyTorch 2.6 does not skip the functions called inside
-        callback = private.set_eval_frame(None)
+        callback = set_eval_frame(None)
         try:
             return function(*args, **kwargs)
         finally:
-            private.set_eval_frame(callback)
+            set_eval_frame(callback)
 
     skipped: Any = wrapper
-    private.skip_code(skipped.__code__)
+    skip_code(skipped.__code__)
     return skipped

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ._compilers import constant_to_compilers
 from ._torch_private import class_before_fully_shard
 
 if TYPE_CHECKING:
@@ -26,25 +27,26 @@ def add_mixin(module: nn.Module, mixin: type, innermost: bool = False) -> None:
         mixin: the class to add.
         innermost: True to put `mixin` after all mixins that `module` has already, False to put it before them.
     """
-    others = _mixins(module)
+    others = _mixins(type(module))
     module.__class__ = _subclass(base_class(type(module)), (mixin, *others) if innermost else (*others, mixin))
 
 
 def remove_mixin(module: nn.Module, mixin: type) -> None:
     """Undo `add_mixin`."""
-    if mixin not in _mixins(module):
+    if mixin not in _mixins(type(module)):
         raise RuntimeError(
             f"found a {type(module).__name__} whose class was changed again since {mixin.__name__} was added to it, as "
             "parametrizations do: undo that first"
         )
-    module.__class__ = _subclass(base_class(type(module)), tuple(m for m in _mixins(module) if m is not mixin))
+    module.__class__ = _subclass(base_class(type(module)), tuple(m for m in _mixins(type(module)) if m is not mixin))
 
 
 def original_class(module: nn.Module, *known: type) -> type[nn.Module]:
     """The class of `module` without its mixins if all of them are in `known`, and otherwise its class as it is."""
-    return base_class(type(module)) if set(_mixins(module)) <= set(known) else type(module)
+    return base_class(type(module)) if set(_mixins(type(module))) <= set(known) else type(module)
 
 
+@constant_to_compilers
 def base_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class to which mixins were added to make `cls`, or `cls` itself."""
     return vars(cls).get("_class_before_mixins", cls)
@@ -61,9 +63,10 @@ def _author_class(cls: type[nn.Module]) -> type[nn.Module]:
     return class_before_fully_shard(base_class(class_before_fully_shard(cls)))
 
 
-def _mixins(module: nn.Module) -> tuple[type, ...]:
-    """The mixins of `module`, the innermost first."""
-    return vars(type(module)).get("_added_mixins", ())
+@constant_to_compilers
+def _mixins(cls: type[nn.Module]) -> tuple[type, ...]:
+    """The mixins that were added to make `cls`, the innermost first."""
+    return vars(cls).get("_added_mixins", ())
 
 
 @cache
@@ -83,7 +86,7 @@ def _subclass(base: type[nn.Module], mixins: tuple[type, ...]) -> type[nn.Module
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle a module by its base class and mixins, which can be imported; the subclass itself cannot."""
     state = module.__getstate__() if hasattr(module, "__getstate__") else module.__dict__
-    return _new_instance, (base_class(type(module)), _mixins(module)), state
+    return _new_instance, (base_class(type(module)), _mixins(type(module))), state
 
 
 def _new_instance(base: type[nn.Module], mixins: tuple[type, ...]) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import DenseNet, __version__, create_model, kernels
+from . import DenseNet, __version__, _torch_private, create_model, kernels
 from .kernels import disk_cache, first_contact
 from .models.zoo import VARIANTS
 
@@ -25,6 +25,7 @@ KERNELS = (torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "ie
 def report(compare: bool = False) -> Iterator[str]:
     """The lines; with `compare`, the Triton kernels are compared with PyTorch's operations where that is not known."""
     yield f"efficient_densenet {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}"
+    yield from (str(_torch_private.why_not(each)) for each in dict.fromkeys(_torch_private.MISSING.values()))
     yield from _processor()
     yield from _triton(compare)
     directory = disk_cache.directory()
@@ -79,6 +80,12 @@ def _kernels(mode: str, verdict: Any) -> str:
     return f"PyTorch's operations, since {cause} {verdict.fault}"
 
 
+def warm_up() -> str:
+    """Compile the processor's kernels of all dtypes. Returns the names of those for which they run."""
+    ready = [dtype for dtype in kernels.NUMBA_DTYPES if kernels.numba_supports(torch.empty(1, dtype=dtype))]
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in ready)
+
+
 def prepare(name: str, batch_size: int, image_size: int | None, device: str) -> None:
     """Compile the kernels of a model by a training step."""
     model: DenseNet = create_model(name).to(device)
@@ -90,6 +97,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m efficient_densenet.doctor", description=__doc__)
     parser.add_argument("--compare", action="store_true", help="compare the Triton kernels now")
+    parser.add_argument("--warmup", action="store_true", help="compile all kernels now, as does their first use")
     parser.add_argument("--model", help="compile the kernels of this model of the zoo, by a training step")
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--image_size", type=int, help="default: 32 for models for CIFAR, 224 for others")
@@ -98,8 +106,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    for line in report(arguments.compare):
+    for line in report(arguments.compare or arguments.warmup):
         print(line)
+    if arguments.warmup:
+        print(f"compiled the kernels for {warm_up() or 'nothing, since they do not run here'}")
     if arguments.model:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         prepare(arguments.model, arguments.batch_size, arguments.image_size, device)

@@ -15,7 +15,7 @@ from efficient_densenet.checkpoint import checkpoint_wrapper
 
 
 class _ConvolutionsOnly(nn.Module):
-    """A residual dense block without norms, as in super resolution, that does more than the engine knows."""
+    """A residual dense block without norms, as in super resolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,13 +26,13 @@ class _ConvolutionsOnly(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = [x]
         for i in range(3):
-            features.append(self.relu(self.get_submodule(f"conv{i}")(torch.cat(features, 1))).tanh())
+            features.append(self.relu(self.get_submodule(f"conv{i}")(torch.cat(features, 1))))
         return self.last(torch.cat(features, 1)) * 0.2 + x
 
 
 def test_a_residual_dense_block_is_reported_with_the_snippet_that_recomputes_it():
     model = nn.Sequential(nn.Conv2d(3, START, 1), _ConvolutionsOnly())
-    report = make_efficient(model)
+    report = make_efficient(model, "shared")
     assert list(report.unchanged) == ["1"]
     assert not report.lines
     assert report.unchanged["1"].startswith("found a Conv2d, where a dense layer is norm, activation and convolution")

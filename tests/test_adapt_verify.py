@@ -218,8 +218,9 @@ def test_other_activations(activation):
     )
     plain = copy.deepcopy(model.double())
     report = make_efficient(model)
-    if activation == "tanh":
-        assert report.changed[0].engine.startswith("checkpoint (found a Tanh inside a layer")
+    if activation in ("tanh", "prelu"):
+        found = {"tanh": "Tanh", "prelu": "PReLU"}[activation]
+        assert report.changed[0].engine.startswith(f"checkpoint (found a {found} inside a layer")
         assert not report.joined
     else:
         assert [each.engine for each in report.changed] == ["shared", "shared"]

@@ -83,13 +83,16 @@ def test_files_are_named_by_device_torch_model_and_batch():
 
 def test_the_table_shows_the_rows_of_the_file(file):
     text = table.render([str(file)], allocator="tcmalloc")
-    assert text.splitlines()[2:] == [
-        "| `plain`: torch modules, everything kept | 1 CPU thread, tcmalloc | 2 | 2,000 MiB (1.00×) | 2.00 s (1.00×) |",
-        "| `shared`: the features once, nothing concatenated | 1 CPU thread, tcmalloc | 2 | 171 MiB (0.09×) "
-        "| 500 ms (0.25×) |",
-        "| `timm`: timm's DenseNet | 1 CPU thread, tcmalloc | 2 | out of memory | – |",
+    assert text.splitlines()[2:5] == [
+        "| densenet_bc_10_4, 2 | `plain` | 1 CPU thread, tcmalloc | 2,000 MiB (1.00×) | 2.00 s (1.00×) |",
+        "| densenet_bc_10_4, 2 | `shared` | 1 CPU thread, tcmalloc | 171 MiB (0.09×) | 500 ms (0.25×) |",
+        "| densenet_bc_10_4, 2 | `timm` | 1 CPU thread, tcmalloc | out of memory | – |",
     ]
-    assert len(table.render([str(file)], methods="plain,shared").splitlines()) == 6
+    assert text.endswith(
+        f"\n\nMeasured on A processor with PyTorch {torch.__version__.partition('+')[0]}, "
+        f"{results.read(file)[0]['date']}, commit {results.commit().replace('+', ' with uncommitted changes')}."
+    )
+    assert len(table.render([str(file)], methods="plain,shared").splitlines()) == 8
     with pytest.raises(ValueError, match="no row with"):
         table.render([str(file)], precision="bf16")
 
@@ -100,6 +103,7 @@ def test_a_table_in_a_readme_is_compared_with_its_file(file, tmp_path):
     readme = f"# Title\n\n<!-- python benchmarks/table.py {command} -->\n{shown}\n\nText | that is no table\n"
     assert table.outdated(readme) == []
     assert table.outdated(readme.replace("171", "170")) == [command]
+    assert table.outdated(readme.replace("A processor", "Another")) == [command]
     (tmp_path / "README.md").write_text(readme.replace("171", "170"))
     with pytest.raises(SystemExit, match=r"differs from: python benchmarks/table\.py"):
         table.table(check=str(tmp_path / "README.md"))

@@ -8,19 +8,16 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import comparison
 import options
-import plot
 import pytest
 import rows as results
 import run as benchmark
 import table
 import torch
 import worker
-from methods import METHODS, ORDINARY, Setting, architecture, as_list, choose, expand, unavailable_reason
-from torch.autograd import DeviceType
+from methods import METHODS, Setting, architecture, as_list, choose, expand, unavailable_reason
 
 from efficient_densenet import DenseNet, kernels
 
@@ -119,29 +116,6 @@ def test_out_of_memory_is_noted_in_the_row_and_the_others_have_times(method, com
     assert rows["timm"]["time_over_plain_median"] == ("" if method == "plain" else "0.500")
 
 
-def test_a_sweep_writes_memory_to_one_file(fake, tmp_path):
-    benchmark.run(sweep="depth", device="cpu", folder=str(tmp_path))
-    (path,) = tmp_path.iterdir()
-    rows = results.read(path)
-    assert path.name.endswith("_depth_sweep.csv")
-    assert {plot.depth(row) for row in rows} == {40, 70, 100, 130, 160, 190, 220, 250}
-    assert {(row["batch_size"], row["rounds"]) for row in rows} == {("8", "0")}
-
-
-def test_an_interrupted_run_writes_its_measurements(fake, monkeypatch, tmp_path):
-    def interrupted(self, method):
-        raise SystemExit
-
-    monkeypatch.setattr(comparison.Comparison, "_fits_another", lambda self: False)
-    monkeypatch.setattr(comparison.Comparison, "_step", interrupted)
-    with pytest.raises(SystemExit):
-        benchmark.run(TINY.model, 2, methods="plain,shared,checkpoint", device="cpu", folder=str(tmp_path))
-    (path,) = tmp_path.iterdir()
-    plain, shared, checkpoint = results.read(path)
-    assert plain["tensor_peak_mib"] == shared["tensor_peak_mib"] == "1000.0"
-    assert (plain["note"], checkpoint["note"]) == ("", "not measured: the run was ended before")
-
-
 def test_a_run_measures_and_writes_rows(tmp_path):
     benchmark.run(**TINY_OPTIONS, methods="shared", rounds=1, folder=str(tmp_path))
     (path,) = tmp_path.iterdir()
@@ -184,20 +158,6 @@ def test_a_worker_reports_errors():
             process.request("free")
 
 
-def test_compilers_find_what_they_compiled_in_the_directory_that_is_given(monkeypatch, tmp_path):
-    def start(*_, env, **__):
-        directories.append(env["TORCHINDUCTOR_CACHE_DIR"])
-        return SimpleNamespace(kill=lambda: None, communicate=lambda: None)
-
-    directories = []
-    monkeypatch.setattr(comparison.subprocess, "Popen", start)
-    for given in (str(tmp_path), "", ""):
-        with comparison.WorkerProcess("plain", TINY, compiler_cache=given):
-            pass
-    assert directories[0] == str(tmp_path)
-    assert len(set(directories)) == 3
-
-
 @pytest.mark.parametrize(("precision", "layout"), [("bf16", "contiguous"), ("fp16", "channels_last")])
 def test_a_task_has_the_precision_and_layout(precision, layout):
     task = worker.Task("plain", replace(TINY, precision=precision, layout=layout))
@@ -216,22 +176,6 @@ def test_a_row_names_the_kernels_that_the_shared_engine_runs(monkeypatch):
     assert worker.Task("shared", TINY).prepare()["kernels"] == ("Numba" if with_numba else "portable")
     monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
     assert worker.Task("torchvision_converted", TINY).prepare()["kernels"] == "portable"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_compiled_methods_train():
-    names = [name for name in ORDINARY if name.startswith("compile")]
-    peaks = {name: worker.Task(name, TINY).prepare()["tensor_peak"] for name in names}
-    assert 0 < peaks["compile_shared"] < peaks["compile_plain"]
-
-
-def test_out_of_memory_errors_are_recognized():
-    with pytest.raises(RuntimeError) as raised:
-        torch.empty(2**55)
-    assert worker.is_out_of_memory(raised.value)
-    assert worker.is_out_of_memory(torch.OutOfMemoryError())
-    assert not worker.is_out_of_memory(ValueError())
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name.startswith(("torchvision", "timm"))])
@@ -291,23 +235,6 @@ def test_a_profile_lists_what_takes_longest(monkeypatch, tmp_path):
     assert shares == sorted(shares, reverse=True)
 
 
-def test_a_profile_of_a_gpu_lists_kernels_and_not_what_launched_them():
-    class Event(SimpleNamespace):
-        __hash__ = object.__hash__
-
-    times = {"aten::mm": (DeviceType.CPU, 400), "sgemm": (DeviceType.CUDA, 100), "copy": (DeviceType.CUDA, 300)}
-    events = [
-        Event(key=key, device_type=device, count=2, self_device_time_total=time, self_cpu_time_total=9)
-        for key, (device, time) in times.items()
-    ]
-    total, *lines = worker.longest(events, on_gpu=True)
-    assert total == "4 kernels a step, together 0.40 ms:"
-    assert [line.split() for line in lines] == [
-        ["0.300", "ms", "75.0%", "2", "×", "copy"],
-        ["0.100", "ms", "25.0%", "2", "×", "sgemm"],
-    ]
-
-
 # Options
 
 
@@ -354,14 +281,6 @@ def test_invalid_options_are_errors(arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         benchmark.run(**arguments)
-
-
-def test_an_allocator_is_found_by_name(monkeypatch, tmp_path):
-    for name in ("libtcmalloc_minimal.so.4.5.10", "libtcmalloc_minimal.so.4", "libtcmalloc_minimal_debug.so"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(comparison, "FOLDERS", (str(tmp_path),))
-    assert comparison.find_allocator("tcmalloc") == str(tmp_path / "libtcmalloc_minimal.so.4")
-    assert comparison.find_allocator("") == comparison.find_allocator("system") == ""
 
 
 def test_options_are_parsed(monkeypatch, capsys):

@@ -36,19 +36,17 @@ from third_party_models import (
 from torch import Tensor, nn
 
 from efficient_densenet import FCDenseNet, features, make_efficient, restore
+from efficient_densenet._compilers import CHECKPOINTS_UPDATE_ONCE, READS_CONVERTED_MODULES
 from efficient_densenet.models.backbone import MAPS
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore"),  # of the compiler
     pytest.mark.filterwarnings("error:Dynamo detected a call to a .functools.lru_cache"),  # of ours
 ]
 
-FULL_GRAPHS = torch.__version__ >= "2.11"
-needs_full_graphs = pytest.mark.skipif(
-    not FULL_GRAPHS, reason="the compiler of PyTorch 2.6 breaks the graph, as between the modules of a network"
-)
 reads_converted_modules = pytest.mark.skipif(
-    not FULL_GRAPHS, reason="the compiler of PyTorch 2.6 runs the author's forward of a converted module"
+    not READS_CONVERTED_MODULES, reason="this compiler cannot trace how converted modules are read"
 )
 needs_cpp = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler"
@@ -56,13 +54,7 @@ needs_cpp = pytest.mark.skipif(
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(autouse=True)
-def _a_compiler_that_has_seen_nothing():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-
-
-def _compiled(model: nn.Module, backend: Any = "aot_eager", fullgraph: bool = FULL_GRAPHS, **options: Any) -> nn.Module:
+def _compiled(model: nn.Module, backend: Any = "aot_eager", fullgraph: bool = True, **options: Any) -> nn.Module:
     return torch.compile(model, backend=backend, fullgraph=fullgraph, **options)
 
 
@@ -133,7 +125,6 @@ def _images_for(case: str) -> Tensor:
     return x.to(memory_format=torch.channels_last) if case == "channels_last" else x
 
 
-@needs_full_graphs
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.exhaustive) for case in NETWORKS]
 )
@@ -165,7 +156,6 @@ def test_a_graph_break_inside_the_model_matches_plain():
     assert_same_buffers(ours, plain)
 
 
-@needs_full_graphs
 def test_batches_and_images_of_several_sizes_compile_twice():
     plain = small_model("bc", efficient=False, block_config=(2, 1))
     ours = with_engine(plain, "shared")
@@ -178,7 +168,6 @@ def test_batches_and_images_of_several_sizes_compile_twice():
     assert _num_graphs() == 2
 
 
-@needs_full_graphs
 def test_modes_engines_and_settings_changed_after_compiling_are_noticed():
     plain = small_model("bc", efficient=False, block_config=(2,), drop_rate=0.2)
     ours, x = with_engine(plain, "shared"), random_images("bc")
@@ -211,7 +200,6 @@ def test_modes_engines_and_settings_changed_after_compiling_are_noticed():
     assert_same_buffers(ours, plain)
 
 
-@needs_full_graphs
 def test_without_gradients_and_in_eval_mode_it_matches_plain():
     plain = small_model("bc", efficient=False, block_config=(2, 1))
     ours, x = with_engine(plain, "shared"), random_images("bc")
@@ -235,7 +223,6 @@ def _operators_in(model: nn.Module, x: Tensor) -> list[str]:
     return names
 
 
-@needs_full_graphs
 def test_the_graph_has_one_operator_for_each_stage_and_nothing_else_of_a_block():
     model = small_model("imagenet", efficient="shared")
     names = _operators_in(model, random_images("imagenet"))
@@ -245,7 +232,6 @@ def test_the_graph_has_one_operator_for_each_stage_and_nothing_else_of_a_block()
     assert sum("getitem" in name for name in names) == 2 * 5  # the outputs and the statistics, which nothing slices
 
 
-@needs_full_graphs
 @pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_saved_for_backward_are_the_features_statistics_masks_and_kept_bottlenecks(keep):
     model = small_model("bc", efficient="shared", drop_rate=0.3 * keep, keep_bottleneck=keep)
@@ -266,7 +252,6 @@ def test_saved_for_backward_are_the_features_statistics_masks_and_kept_bottlenec
     assert shapes == sorted(expected)
 
 
-@needs_full_graphs
 @pytest.mark.parametrize("family", ["bc", pytest.param("imagenet", marks=pytest.mark.exhaustive)])
 def test_error_under_autocast_is_at_most_twice_that_of_plain(family):
     """The median over several networks, all of which one compiled module runs in turn."""
@@ -286,6 +271,19 @@ def test_error_under_autocast_is_at_most_twice_that_of_plain(family):
     assert _num_graphs() == 1
 
 
+def test_a_hook_on_all_modules_after_compiling_is_called():
+    plain = small_model("bc", efficient=False, block_config=(1,))
+    ours, x, seen = with_engine(plain, True), random_images("bc"), []
+    compiled = _compiled(ours, backend="eager", fullgraph=False)
+    assert_same_values(compiled, plain, x)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+    try:
+        assert_close(compiled(x), plain(x))
+    finally:
+        handle.remove()
+    assert seen.count(nn.Conv2d) >= 2 * sum(isinstance(module, nn.Conv2d) for module in plain.modules())
+
+
 # Converted models
 
 
@@ -293,8 +291,8 @@ def test_error_under_autocast_is_at_most_twice_that_of_plain(family):
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in MODELS]
 )
 def test_converted_models_match_plain(name):
-    if "efficient" in name and not FULL_GRAPHS:
-        pytest.skip("compiled by PyTorch 2.6, the author's own checkpointing updates running statistics twice")
+    if "efficient" in name and not CHECKPOINTS_UPDATE_ONCE:
+        pytest.skip("under this compiler, the author's own checkpointing updates running statistics twice")
     plain = build(name)
     ours, plain = copy.deepcopy(plain), plain_reference(name, plain)
     make_efficient(ours)
@@ -357,7 +355,6 @@ def test_an_author_s_attribute_changed_after_compiling_is_noticed():
 
 @pytest.mark.exhaustive
 @needs_cpp
-@needs_full_graphs
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_inductor_training_matches_plain(mode):
     plain = small_model("bc", efficient=False, block_config=(1, 1))

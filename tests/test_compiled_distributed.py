@@ -14,13 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from efficient_densenet import DenseNet
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(
-        torch.__version__ < "2.11",
-        reason="the compiler of PyTorch 2.6 breaks the graph, as between the modules of a network",
-    ),
-]
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")

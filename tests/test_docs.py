@@ -20,8 +20,6 @@ from pathlib import Path
 import budgets
 import checkpointing as checkpointing_benchmark
 import communication
-import conv_blocks
-import gpu_allocator
 import gpu_counts
 import gpu_host
 import options as benchmark_options
@@ -54,12 +52,10 @@ BENCHMARKS = {
     "table.py": table.table,
     "checkpointing.py": checkpointing_benchmark.measure,
     "gpu_counts.py": gpu_counts.count,
-    "gpu_allocator.py": gpu_allocator.count,
     "gpu_host.py": gpu_host.measure,
     "communication.py": communication.communication,
     "replicas.py": replicas.overlap,
     "budgets.py": budgets.compare,
-    "conv_blocks.py": conv_blocks.compare,
 }
 
 

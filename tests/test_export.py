@@ -55,6 +55,16 @@ def test_export_with_any_batch_size(engine):
         assert_close(exported(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_any_mode(strict, training):
+    """PyTorch before 2.8 exports strictly by default."""
+    model, x = small_model("bc").train(training), random_images("bc")
+    exported = torch.export.export(model, (x,), strict=strict).module()
+    assert_close(exported(x), model(x))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("engine", [True, pytest.param("shared", marks=pytest.mark.exhaustive)])
 def test_onnx_export_of_a_trained_model_matches_plain(engine):

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -19,15 +18,16 @@ import pytest
 import torch
 from helpers import kernel_modules
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
+from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import DenseNet, create_model, doctor, kernels
-from efficient_densenet.kernels import check_on_device, disk_cache, first_contact
+from efficient_densenet.kernels import check_on_device, first_contact, python_process
 from efficient_densenet.kernels.activations import TABLE
+from efficient_densenet.kernels.comparison import Case, StemCase
 
 pytest.importorskip("triton", reason="needs Triton")
 launch, operations, tiles, conv3x3 = kernel_modules("triton_gpu", "launch", "operations", "tiles", "conv3x3")
-pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("mended_interpreter")
 GPU = torch.device("cuda", 0)
 KERNELS = [
     *("tile_statistics", "combine_statistics", "affine_activation_pool_forward", "affine_activation_pool_backward"),
@@ -121,19 +121,14 @@ def test_a_kernel_that_cannot_be_compiled_or_launched_is_named(error, monkeypatc
     assert _find_fault() == f"conv3x3_backward raises RuntimeError: {error}"
 
 
-def test_a_comparison_goes_on_if_kernels_cannot_be_compiled_ahead(monkeypatch):
-    def compile_ahead(functions, capability, processes):
-        compiled.append((len(functions), capability))
-        raise OSError("no more processes")
-
-    compiled, compared = [], []
-    (module,) = kernel_modules("triton_gpu", "compile_ahead")
-    monkeypatch.setattr(module, "compile_ahead", compile_ahead)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(check_on_device, "_compare", lambda kernels, device, tolerance, check: compared.append(check))
-    assert check_on_device.find_fault("cuda:0", torch.float32, "ieee", num_threads=1) is None
-    assert compiled == [(len(compared), (9, 0))]
+@pytest.mark.parametrize("case", [Case((2, 3, 5), 6, 16), StemCase(5, torch.float32)])
+def test_a_case_on_a_device_keeps_strides_and_offsets(case):
+    moved = vars(case.on("meta"))
+    tensors = {name: each for name, each in vars(case).items() if isinstance(each, torch.Tensor)}
+    assert len(tensors) > 2
+    for name, tensor in tensors.items():
+        assert moved[name].is_meta
+        assert (moved[name].stride(), moved[name].storage_offset()) == (tensor.stride(), tensor.storage_offset()), name
 
 
 def test_nan_is_a_difference():
@@ -151,14 +146,14 @@ def contact(monkeypatch, tmp_path):
     """A GPU, and what the process of a comparison says: `returncode`, `stdout` and `stderr`; `starts` counts them."""
     said = SimpleNamespace(returncode=0, stdout=_verdict(), stderr="", starts=0, error=None)
 
-    def run(command, **options):
+    def run(*compared):
         said.starts += 1
         if said.error:
             raise said.error
-        return subprocess.CompletedProcess(command, said.returncode, said.stdout, said.stderr)
+        return subprocess.CompletedProcess([], said.returncode, said.stdout, said.stderr)
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(first_contact.subprocess, "run", run)
+    monkeypatch.setattr(first_contact, "_run", run)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -172,8 +167,9 @@ def _in_another_process() -> bool:
     return first_contact.may_run(GPU, torch.float32)
 
 
-def test_what_was_compared_is_not_compared_again(contact):
+def test_what_was_compared_is_not_compared_again(contact, caplog):
     assert first_contact.may_run(GPU, torch.float32)
+    assert "comparing the Triton kernels for float32 with PyTorch's operations on a GPU once" in caplog.text
     assert first_contact.may_run(torch.device("cuda"), torch.float32)
     assert _in_another_process()
     assert contact.starts == 1
@@ -214,7 +210,7 @@ APPLYING = [name for name in KERNELS if name.startswith(("conv", "affine", "norm
 @pytest.mark.usefixtures("few_sizes")
 @pytest.mark.parametrize(
     "activation",
-    ["prelu", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TABLE if name not in ("relu", "prelu"))],
+    ["elu", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TABLE if name not in ("relu", "elu"))],
 )
 def test_every_kernel_that_applies_an_activation_is_compared(activation, monkeypatch):
     launched, original = set(), launch.launch
@@ -304,27 +300,24 @@ UNCERTAIN = [
 
 
 @pytest.mark.parametrize(("returncode", "stdout", "error", "found"), UNCERTAIN)
-def test_what_says_nothing_about_the_kernels_is_kept_for_minutes(
-    returncode, stdout, error, found, contact, monkeypatch
+def test_the_next_process_compares_again_where_nothing_is_known_of_the_kernels(
+    returncode, stdout, error, found, contact
 ):
     contact.returncode, contact.error, contact.stdout = returncode, error, stdout
     with pytest.warns(UserWarning, match=f"since they could not be compared: .*{found}"):
         assert not first_contact.may_run(GPU, torch.float32)
+    assert not first_contact.may_run(GPU, torch.float32)  # without a second warning
     contact.returncode, contact.error, contact.stdout = 0, None, _verdict()
-    with pytest.warns(UserWarning, match=found):  # so that the processes of a run do not try one after the other
-        assert not _in_another_process()
     assert contact.starts == 1
-    now = time.time()
-    monkeypatch.setattr(first_contact.time, "time", lambda: now + 601)
     assert _in_another_process()
     assert contact.starts == 2
 
 
-def test_a_frozen_application_starts_nothing(contact, monkeypatch):
+def test_a_frozen_application_starts_nothing(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.warns(UserWarning, match="no Python interpreter to start"):
-        assert not first_contact.may_run(GPU, torch.float32)
-    assert contact.starts == 0
+    verdict = first_contact._compare(0, torch.float32, "ieee", "relu")
+    assert not verdict.certain
+    assert "no Python interpreter to start" in verdict.fault
 
 
 @pytest.mark.parametrize(("mode", "runs"), [("trust", True), ("off", False)])
@@ -338,40 +331,6 @@ def test_an_unknown_mode_is_refused(contact, monkeypatch):
     monkeypatch.setenv(first_contact.VARIABLE, "yes")
     with pytest.raises(ValueError, match="EFFICIENT_DENSENET_TRITON is 'yes', but must be one of check, trust, off"):
         first_contact.may_run(GPU, torch.float32)
-
-
-LOCKED = f"""
-from {disk_cache.__package__} import disk_cache
-with disk_cache.lock("a lock", b"key", 60):
-    print("locked", flush=True)
-    input()
-"""
-
-
-@pytest.mark.skipif(disk_cache.fcntl is None, reason="this system has no such locks")
-def test_a_process_waits_for_another_one_that_compares_but_not_for_ever(contact, tmp_path):
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    other = subprocess.Popen([sys.executable, "-c", LOCKED], env=environment, **pipes)
-    assert other.stdout.readline() == "locked\n"
-    started = time.monotonic()
-    with disk_cache.lock("a lock", b"key", 1):
-        assert time.monotonic() - started > 1
-    with disk_cache.lock("a lock", b"another key", 60):
-        pass
-    threading.Timer(1, other.communicate, ["\n"]).start()
-    with disk_cache.lock("a lock", b"key", 60):
-        assert other.wait(timeout=60) == 0
-
-
-def test_a_process_that_was_started_meanwhile_does_not_keep_the_lock(contact):
-    with disk_cache.lock("a lock", b"key", 1):
-        sleeper = subprocess.Popen(["sleep", "60"], close_fds=False)
-    started = time.monotonic()
-    with disk_cache.lock("a lock", b"key", 60):
-        assert time.monotonic() - started < 50
-    sleeper.kill()
-    sleeper.wait()
 
 
 def test_a_system_without_unix_users_keeps_nothing(contact, monkeypatch):
@@ -410,15 +369,29 @@ def test_lack_of_memory_is_no_fault_of_a_kernel(error, monkeypatch):
         _find_fault()
 
 
-def test_a_process_without_its_parent_ends():
-    code = f"import sys, time, {check_on_device.__name__} as c; c._end_with(int(sys.argv[1]), 600); time.sleep(99)"
-    script = f"{sys.executable} -c '{code}' $$ >/dev/null & echo $!"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(["sh", "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{int(done.stdout)}/exe").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+@pytest.mark.parametrize(("seconds", "found"), [(1, "ended with status 1"), (-9, "timed out")])
+def test_a_comparison_that_never_ends_is_ended(seconds, found, monkeypatch):
+    """It ends itself and, where it cannot, is ended ten seconds later."""
+
+    def start(module, *arguments, **options):
+        started.append(python_process_start(__name__, *arguments, **options))
+        return started[-1]
+
+    started, python_process_start = [], python_process.start
+    monkeypatch.setattr(python_process, "start", start)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(first_contact, "SECONDS", seconds)
+    verdict = first_contact._compare(0, torch.float32, "ieee", "relu")
+    assert not verdict.certain
+    assert found in verdict.fault
+    assert started[0].poll() is not None
+
+
+def main(*arguments: str) -> None:
+    """A comparison that never ends."""
+    check_on_device.find_fault = lambda *_: time.sleep(600)
+    torch.zeros = torch.cuda.get_device_name = lambda *_, **__: None
+    check_on_device.main(*arguments)
 
 
 def _recording(launches: set) -> Callable:

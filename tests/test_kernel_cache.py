@@ -21,7 +21,6 @@ from helpers import assert_same_step, kernel_modules, random_images, small_model
 from kernel_operations import check
 
 import efficient_densenet
-from efficient_densenet import kernels
 from efficient_densenet.kernels import disk_cache
 from efficient_densenet.kernels.comparison import Case
 from efficient_densenet.kernels.numba_cpu.host import openmp
@@ -148,19 +147,6 @@ def test_any_flipped_bit_and_any_length_is_noticed(cache):
     file.write_bytes(whole)
     assert disk_cache.load("any", key) == content
     assert disk_cache.load("any", b"of another") is None
-
-
-def test_the_fast_kernels_stay_when_their_files_are_damaged(cache, monkeypatch):
-    """Here those that are tried before anything runs."""
-    compiled = []
-    monkeypatch.setattr(
-        numba_kernels,
-        "compile_kernel",
-        lambda kernel, dtype: compiled.append(compilation.load_or_compile.__wrapped__(KERNEL, dtype, None)),
-    )
-    os.truncate(file_of(cache), 100)
-    assert kernels._has_numba.__wrapped__()
-    assert [each.from_disk for each in compiled] == [False, True]
 
 
 def test_files_and_their_directory_are_the_users_alone(cache):

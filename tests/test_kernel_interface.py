@@ -16,7 +16,6 @@ from efficient_densenet.kernels.interface import Kernels
 MEMBERS = {name: member for name, member in vars(Kernels).items() if inspect.isfunction(member) and name[0] != "_"}
 IMPLEMENTATIONS = {
     "portable": "torch",
-    "few_rows": "torch",
     "numba_cpu.host.operations": "numba",
     "triton_gpu.host.operations": "triton",
 }

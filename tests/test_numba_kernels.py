@@ -24,7 +24,7 @@ from kernel_operations import (
 
 from efficient_densenet import DenseBlock, kernels
 from efficient_densenet.engine import choose
-from efficient_densenet.kernels import activations, few_rows, portable
+from efficient_densenet.kernels import activations, portable
 from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case, is_valid
 from efficient_densenet.kernels.interface import Conv1x1, StatisticsOutput
 from efficient_densenet.kernels.numba_cpu.host import openmp
@@ -33,8 +33,16 @@ from efficient_densenet.memory import tensor_peak
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, compilation, numba_kernels, gemm, micro_kernel, memory, vector_math = kernel_modules(
-    "numba_cpu", "operations", "compilation", "kernels", "gemm", "micro_kernel", "memory", "vector_math"
+operations, compilation, compile_ahead, numba_kernels, gemm, micro_kernel, memory, vector_math = kernel_modules(
+    "numba_cpu",
+    "operations",
+    "compilation",
+    "compile_ahead",
+    "kernels",
+    "gemm",
+    "micro_kernel",
+    "memory",
+    "vector_math",
 )
 check = functools.partial(check, operations)
 
@@ -278,7 +286,7 @@ def test_kernels_for_selects_them_for_their_dtypes():
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is operations
     for other in (torch.empty(2, 2, dtype=torch.float16), torch.empty(2, 2, device="meta"), _subclass()):
-        assert kernels.kernels_for(other) in (portable, few_rows)
+        assert kernels.kernels_for(other) is portable
 
 
 def _subclass():
@@ -290,23 +298,27 @@ def _subclass():
 
 def test_without_numba_portable_is_used_without_a_warning(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not kernels._has_numba.__wrapped__()
+    assert not kernels._numba_compiles.__wrapped__(torch.float32)
 
 
 def test_without_gnu_openmp_portable_is_used_without_a_warning(monkeypatch):
     monkeypatch.setattr(openmp, "available", openmp.available.__wrapped__)
     monkeypatch.setattr(openmp, "functions", lambda: openmp._library().no_such_function)
-    assert not kernels._has_numba.__wrapped__()
+    assert not kernels._numba_compiles.__wrapped__(torch.float32)
 
 
-def test_broken_numba_warns(monkeypatch):
-    def fail(*args, **kwargs):
-        raise TypeError("no such argument")
+def test_numba_that_compiles_no_bfloat16_runs_the_other_dtypes(monkeypatch):
+    def requests(dtype):
+        if dtype is torch.bfloat16:
+            raise TypeError("no such argument")
+        return {}
 
-    monkeypatch.setattr(compilation, "CompiledKernel", fail)
-    monkeypatch.setattr(numba_kernels, "compile_kernel", compilation.load_or_compile.__wrapped__)
-    with pytest.warns(UserWarning, match="Numba cannot run here .no such argument.*slower"):
-        assert not kernels._has_numba.__wrapped__()
+    monkeypatch.setattr(compile_ahead, "_requests", requests)
+    monkeypatch.setattr(kernels, "_numba_compiles", functools.cache(kernels._numba_compiles.__wrapped__))
+    with pytest.warns(UserWarning, match="the kernels for bfloat16 here .no such argument.*slower"):
+        assert kernels.kernels_for(torch.empty(4, 4, dtype=torch.bfloat16)) is portable
+    assert not kernels.numba_multiplies(torch.bfloat16)
+    assert kernels.kernels_for(torch.empty(4, 4)) is operations
 
 
 def _gradients(block, x):

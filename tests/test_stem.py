@@ -23,8 +23,7 @@ from efficient_densenet import DenseNet, create_model
 from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.refuse import can_share_stem
-from efficient_densenet.engine.stem import Stem
-from efficient_densenet.engine.stem import autograd as stem_function
+from efficient_densenet.engine.stem import Stem, run_with_parameters
 from efficient_densenet.engine.stem.spec import read_spec
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import saved_bytes, tensor_peak
@@ -100,7 +99,7 @@ def test_values_gradients_and_buffers(dims, size, last, tile_bytes, frozen, chan
 def test_every_activation(activation, dims, size, last, tile_bytes, frozen, channels, monkeypatch):
     monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile_bytes)
     layout = CHANNELS_LAST[dims] if last else torch.contiguous_format
-    plain = _with_activation(activation, channels, dims, num_init_features=channels).to(memory_format=layout)
+    plain = _with_activation(activation, dims, num_init_features=channels).to(memory_format=layout)
     if frozen:
         freeze_norms(plain, "norm0")
     ours = with_engine(plain, "shared")
@@ -110,29 +109,21 @@ def test_every_activation(activation, dims, size, last, tile_bytes, frozen, chan
     assert_same_buffers(ours, plain)
 
 
-def _with_activation(activation: str, num_weights: int = 1, dims: int = 2, **overrides) -> DenseNet:
+def _with_activation(activation: str, dims: int = 2, **overrides) -> DenseNet:
     plain = _plain(dims, **overrides)
     plain.features.relu0 = ACTIVATIONS[activation]()
-    if activation == "prelu":
-        plain.features.relu0 = nn.PReLU(num_weights)
-        nn.init.normal_(plain.features.relu0.weight)
     return plain.double()
 
 
-def test_a_prelu_with_a_single_weight_and_a_frozen_convolution():
-    plain = _with_activation("prelu")
-    plain.features.conv0.weight.requires_grad_(False)
-    assert_same_step(with_engine(plain, "shared"), plain, _input(13, 12))
+def test_an_activation_with_weights_is_no_part_of_a_stem():
+    stem = _with_activation("silu").features[:4]
+    assert can_share_stem(*stem, _input(13, 12))
+    assert not can_share_stem(stem[0], stem[1], nn.PReLU(), stem[3], _input(13, 12))
 
 
-@pytest.mark.parametrize(("num_weights", "fits"), [(1, True), (6, True), (3, False)])
-def test_a_prelu_must_fit(num_weights, fits):
-    assert can_share_stem(*_with_activation("prelu", num_weights).features[:4], _input(13, 12)) is fits
-
-
-@pytest.mark.parametrize(*pairwise(activation=["prelu", "silu", "elu"], dims=[1, 2, 3], frozen=[False, True]))
+@pytest.mark.parametrize(*pairwise(activation=["silu", "elu"], dims=[1, 2, 3], frozen=[False, True]))
 def test_second_derivatives_of_activations(activation, dims, frozen):
-    plain = _with_activation(activation, 6, dims)
+    plain = _with_activation(activation, dims)
     if frozen:
         freeze_norms(plain, "norm0")
     ours = with_engine(plain, "shared")
@@ -209,7 +200,7 @@ def test_gradcheck():
     """It also leaves out the gradient of the output."""
     stem, x = Stem(*_plain().features[:4]), _input(5, 6, batch=2).requires_grad_()
     tensors, spec = [stem.norm.weight, stem.norm.bias, stem.conv.weight], read_spec(stem, x)
-    assert torch.autograd.gradcheck(lambda *inputs: stem_function.apply(spec, stem.norm, *inputs, None), (x, *tensors))
+    assert torch.autograd.gradcheck(lambda x, *each: run_with_parameters(spec, stem, x, (*each, None)), (x, *tensors))
 
 
 def test_retain_graph():
@@ -352,12 +343,12 @@ def test_a_convolution_without_an_output_pixel_raises_plain_s_error(frozen):
         dims=[1, 2, 3],
         channels=FEW_AND_MANY,
         autocast=[False, True],
-        activation=["relu", "prelu", "elu", "gelu", "hardtanh"],
+        activation=["relu", "elu", "gelu", "hardtanh"],
         strength=3,
     )
 )
 def test_errors_are_at_most_twice_plain_s(dims, channels, autocast, activation):
-    exact = _with_activation(activation, channels, dims, num_init_features=channels)
+    exact = _with_activation(activation, dims, num_init_features=channels)
     plain = copy.deepcopy(exact).float()
     x = _input(*(31, 17, 12)[:dims]) + 5  # a mean that is large beside the deviation
     reference = _step(exact, x)

@@ -15,7 +15,7 @@ import torch
 from grids import grid, pairwise
 from helpers import add_conv_biases, assert_close, backward, freeze_norms, random_images, small_model, with_engine
 from kernel_operations import check, check_non_finite, check_variance_far_from_zero
-from triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401 (a fixture)
+from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels
 from efficient_densenet.kernels import portable, row_tiles
@@ -27,7 +27,7 @@ triton_kernels = importlib.import_module("efficient_densenet.kernels.triton_gpu.
 conv1x1 = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.conv1x1")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
+pytestmark = pytest.mark.usefixtures("mended_interpreter")
 needs_device = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 
 
@@ -97,7 +97,7 @@ def test_norm_parameters_in_half_precision(operation):
 
 @pytest.mark.parametrize(
     ("operation", "activation"),
-    [*((name, "relu") for name in OPERATIONS), *((name, "prelu") for name in OPERATIONS if name.endswith("backward"))],
+    [*((name, "relu") for name in OPERATIONS), *((name, "elu") for name in OPERATIONS if name.endswith("backward"))],
 )
 def test_program_instances_that_loop_and_tiles_of_one_image(operation, activation, monkeypatch):
     monkeypatch.setattr(triton_kernels, "MAX_PROGRAM_INSTANCES", 2)

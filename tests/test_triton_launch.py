@@ -3,12 +3,14 @@
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
 
 import contextlib
-import importlib
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 from triton_interpreter import language_attributes, restore_language
+
+from efficient_densenet import kernels
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = triton.language
@@ -196,19 +198,52 @@ def test_kernels_with_hooks_of_their_own_and_unknown_versions_of_triton_launch_a
     driver, kernel, monkeypatch
 ):
     kernel.pre_run_hooks.append(lambda *_, **__: None)
-    monkeypatch.setattr(triton, "__version__", triton.__version__)
-    for version in (triton.__version__, "4.0.1"):
-        monkeypatch.setattr(triton, "__version__", version)
-        for _ in range(2):
-            assert not _launch(kernel).launchers
-        kernel.pre_run_hooks.clear()
+    for _ in range(2):
+        assert not _launch(kernel).launchers
+    kernel.pre_run_hooks.clear()
+    monkeypatch.setattr(triton, "__version__", "4.0.1")
+    with pytest.warns(UserWarning, match="Triton 4.0.1 is not known"):
+        assert not _launch(kernel).launchers
+    assert not _launch(kernel).launchers  # without a second warning
     assert len(driver.compiled) == 4
 
 
+def _imported_anew():
+    """Another copy of the module."""
+    spec = importlib.util.spec_from_file_location(launching.__name__, launching.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+@pytest.mark.parametrize("missing", ["triton.knobs", "triton.compiler.CompiledKernel"])
+def test_a_triton_that_lacks_private_names_launches_kernels_itself(missing, driver, kernel, monkeypatch):
+    owner, _, name = missing.rpartition(".")
+    if not hasattr(importlib.import_module(owner), name):
+        pytest.skip("this version never had it")
+    with monkeypatch.context() as without:
+        without.delattr(importlib.import_module(owner), name)
+        copy = _imported_anew()
+    prepared = copy.Launch(kernel, (5,), 32, 1, ADDEND=2.0, BLOCK=32)
+    with pytest.warns(UserWarning, match="is not known to this version of efficient_densenet"):
+        copy.launch(prepared, Tensor(16), Tensor())
+    copy.launch(prepared, Tensor(16), Tensor())
+    assert len(driver.compiled) == 2
+
+
+def test_a_triton_that_cannot_be_imported_is_not_used(monkeypatch):
+    def fail(name):
+        raise AttributeError("module 'triton' has no attribute 'language'")
+
+    monkeypatch.setattr(kernels.importlib, "import_module", fail)
+    with pytest.warns(UserWarning, match="cannot be imported here .*no attribute 'language'.* slower"):
+        assert not kernels._imports_triton.__wrapped__()
+
+
 def test_this_version_of_triton_is_known():
-    assert launching._is_known_version(), (
+    assert launching._is_known(), (
         f"Triton {triton.__version__} is new: read how `JITFunction.run` calls `CompiledKernel.run` there, and widen "
-        "_is_known_version"
+        "_is_known"
     )
 
 

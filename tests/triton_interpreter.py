@@ -1,4 +1,4 @@
-"""What Triton's interpreter does otherwise than a GPU, mended: fixtures for tests of kernels."""
+"""Fixtures that mend Triton's interpreter where it does otherwise than a GPU, or fails."""
 
 import importlib
 from typing import Any
@@ -8,9 +8,10 @@ import torch
 
 
 @pytest.fixture
-def bfloat16_in_the_interpreter(monkeypatch):
-    """The interpreter keeps bfloat16 as the upper 16 bits of a float32. Unpatched, it multiplies these as integers, and
-    converts by truncation."""
+def mended_interpreter(monkeypatch):
+    """An interpreter that multiplies bfloat16 as numbers and rounds to it: unpatched, it keeps the upper 16 bits of a
+    float32, multiplies them as integers, and truncates. Up to Triton 3.6, it also takes `int` of arrays with one
+    element, for which NumPy 2.4 raises."""
     if torch.cuda.is_available():
         return
     language = importlib.import_module("triton.language")
@@ -33,6 +34,12 @@ def bfloat16_in_the_interpreter(monkeypatch):
         rounded = torch.from_numpy(value.data.copy()).bfloat16().view(torch.int16).numpy().view("uint16")
         return handle(rounded, bfloat16)
 
+    def patch_tensor(tensor, *scope):
+        patch_tensor_of_triton(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    patch_tensor_of_triton = interpreter._patch_lang_tensor
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
     monkeypatch.setattr(builder, "create_dot", create_dot)
     monkeypatch.setattr(builder, "create_fp_trunc", create_fp_trunc)
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
 
 from torch import nn
+from torch.fx import GraphModule
 
 from .._checks import check_module
 from .._mixins import add_mixin, remove_mixin
@@ -14,12 +14,21 @@ from ..engine.parts import BlockParts, NoPartsError, parts_of
 from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
 from .connection_pattern import ALONE, LayerCall
-from .conv_blocks import ConvertedConvBlock, convert_conv_block, report_conv_block, restore_conv_block
 from .converted import ConvertedBlock, convert_block, convert_layer, layers_called_alone, restore_block
 from .report import Changed, Report, saved_values_per_pixel
+from .sample import dimensions
 from .sequences import ConvertedSequence, has_converted_blocks, holds_converted_blocks, stages_of
 from .stages import BlocksInARow, is_block
-from .structure import dense_lines_in, first_conv, has_forward, layers_in, layers_in_a_row, looks_dense
+from .structure import (
+    convolutions_in,
+    dense_lines_in,
+    first_conv,
+    has_forward,
+    is_block_without_norms,
+    layers_in,
+    layers_in_a_row,
+    looks_dense,
+)
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 from .trial import NotRunError, SideEffectError, VerificationError
 
@@ -44,6 +53,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
             add_mixin(module, ConvertedSequence)
         elif isinstance(module, ConvertedSequence) and not holds_converted_blocks(module):
             remove_mixin(module, ConvertedSequence)
+    _explain_graphs(model, report)
     report.transitions = _convert_transitions(model, parsed)
     _report_lines(model, report)
     _report_stages(model, report, parsed)
@@ -59,8 +69,6 @@ def restore(model: nn.Module) -> nn.Module:
             restore_transition(module)
         if isinstance(module, ConvertedBlock):
             restore_block(module)
-        if isinstance(module, ConvertedConvBlock):
-            restore_conv_block(module)
         if isinstance(module, DenseBlock) and "_original_engine" in vars(module):
             module.engine = vars(module).pop("_original_engine")
     return model
@@ -78,11 +86,8 @@ def _convert_tree(
     if module in visited:
         return False
     visited.add(module)
-    if convert_conv_block(module, engine):
-        report.changed.append(report_conv_block(name, cast(ConvertedConvBlock, module)))
-        return True
     reason = _convert(module, engine, may_be_layer)
-    if reason is None:
+    if reason is None or _convert_whole(module, engine):
         report.changed.append(_changed(name, module, engine))
         return True
     children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
@@ -124,6 +129,17 @@ def _convert_layers(module: nn.Module, engine: Engine | None, reason: Exception)
     return converted
 
 
+def _convert_whole(module: nn.Module, engine: Engine | None) -> bool:
+    """Let `engine` recompute `module` as a whole if it is a dense block without norms; return whether it does."""
+    if engine in (Engine.PLAIN, Engine.SHARED) or not is_block_without_norms(module):
+        return False
+    try:
+        convert_layer(module, engine, "found no norms in a dense block")
+    except (NoPartsError, VerificationError):
+        return False
+    return True
+
+
 def _as_found(reason: Exception) -> str:
     return str(reason) if str(reason).startswith("found") else f"found that it {reason}"
 
@@ -147,6 +163,18 @@ def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Ex
         except (NoPartsError, VerificationError) as reason:
             return reason
     return None
+
+
+def _explain_graphs(model: nn.Module, report: Report) -> None:
+    """Say why nothing is converted inside graphs of torch.fx, which run the modules of blocks one by one."""
+    for prefix, graph in model.named_modules():
+        if isinstance(graph, GraphModule):
+            names = {f"{prefix}.{name}" if prefix else name for name, _ in graph.named_modules()}
+            for name in names & report.unchanged.keys():
+                report.unchanged[name] = (
+                    "found a graph of torch.fx, which runs the modules of a dense block one by one: convert the model "
+                    "first, and keep its blocks as leaf modules when it is traced"
+                )
 
 
 def _convert_transitions(model: nn.Module, engine: Engine | None) -> list[str]:
@@ -232,6 +260,8 @@ def _layers_changed(
 
 def _count_layers(block: nn.Module) -> int:
     pattern = block._conversion.pattern if isinstance(block, ConvertedBlock) else None
+    if pattern == ALONE and is_block_without_norms(block):
+        return len(convolutions_in(block))
     if pattern is not None and pattern.is_layer:
         return 1
     ended = pattern is not None and pattern.last_only and pattern.layer_call == LayerCall(returns_input=True)
@@ -242,12 +272,12 @@ def _why_not(engine: Engine, block: nn.Module) -> str | None:
     """Why `engine` cannot run `block` on a small input of the parameters' dtype and device."""
     conv = first_conv(block)
     parameter = next(conv.parameters())  # not conv.weight, which a parametrization would compute
-    return choose.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size))))
+    return choose.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * dimensions(block))))
 
 
 def _report_lines(model: nn.Module, report: Report) -> None:
     """Report the dense lines in forwards of networks, as far as the modules that they use are not changed."""
-    blocks = {each for each in model.modules() if isinstance(each, (ConvertedBlock, ConvertedConvBlock))}
+    blocks = set(_blocks(model))
     inside = {module for block in blocks for module in block.modules()}
     for name, module in model.named_modules():
         if module not in inside and blocks.isdisjoint(module.modules()) and name not in report.unchanged:

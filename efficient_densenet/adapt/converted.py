@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import may_read_converted_modules
@@ -39,6 +40,7 @@ from .sample import Sample, samples
 from .saved import saved_values_per_pixel
 from .structure import (
     channels_read,
+    is_block_without_norms,
     is_composed,
     layers_in,
     patterns_by_calls,
@@ -64,7 +66,7 @@ class ConvertedBlock(VerifiedModule):
         if not kwargs and len(args) == 1 and self._conversion.pair and _is_pair(args[0]):
             return self._run_pair(args[0])
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            self._check_not_quantized(*args)
+            self._see_tracer(*args)
             return super().forward(*args, **kwargs)
         plan = None if self._conversion.verified is None else choose.plan_block(self, args[0])
         if plan is None or plan.engine is Engine.PLAIN:
@@ -77,14 +79,6 @@ class ConvertedBlock(VerifiedModule):
 
     def set_engine(self, engine: Engine | None) -> None:
         self._conversion = replace(self._conversion, engine=engine)
-
-    @property
-    def saves_all(self) -> bool:
-        return self._conversion.saves_all
-
-    @saves_all.setter
-    def saves_all(self, value: bool) -> None:
-        self._conversion = replace(self._conversion, saves_all=value)
 
     def keep_bottlenecks(self, layers: Collection[int]) -> None:
         self._conversion = replace(self._conversion, kept_bottlenecks=frozenset(layers))
@@ -167,6 +161,8 @@ class ConvertedBlock(VerifiedModule):
     def recomputes(self) -> str:
         """What engines that recompute do of each layer, for a report."""
         pattern = self._pattern(recomputes=True)
+        if pattern == ALONE and is_block_without_norms(self):
+            return "the block whole, which has no norms"
         if pattern == ALONE:
             return "each layer whole, where the author's forward calls it"
         if pattern is None or pattern.layer_call is not None or read_block(self, pattern).layers[0].conv2 is None:
@@ -200,7 +196,7 @@ class ConvertedBlock(VerifiedModule):
     def saved_values_per_pixel(self, engine: Engine) -> int:
         """The values per pixel that an engine layer by layer saves for backward, measured in a trial; 0 if it fails."""
         forward, pattern = super().forward, self._pattern(recomputes=True)
-        if self._conversion.pair:
+        if pattern == ALONE:
             forward = of_one_tensor(forward, self._conversion.pair)
         if engine is not Engine.PLAIN:
             forward = partial(run_pattern, self, forward, cast(ConnectionPattern, pattern), True)
@@ -208,13 +204,20 @@ class ConvertedBlock(VerifiedModule):
             return saved_values_per_pixel(run, forward)
         return 0
 
-    def _check_not_quantized(self, *args: Any) -> None:
-        """Raise RuntimeError for the tracer of FX quantization, which would not find norms under the exactly-once rule.
+    def _see_tracer(self, *args: Any) -> None:
+        """Warn that a tracer of torch.fx makes a graph of the author's forward. Raise RuntimeError for the tracer of FX
+        quantization, which would not find norms under the exactly-once rule.
 
-        The tracer fuses modules of exactly torch's classes, and silently ignores modules of subclasses.
+        The latter fuses modules of exactly torch's classes, and silently ignores modules of subclasses.
         """
         before = self._conversion.exactly_once_norms
         for_quantization = any(type(getattr(each, "tracer", None)).__name__ == "QuantizationTracer" for each in args)
+        if any(isinstance(each, Proxy) for each in args) and not for_quantization:
+            choose.warn_once(
+                f"torch.fx traces into a {type(self).__name__}, a converted dense block: its graph runs the author's "
+                f"layers and saves no memory. Keep such blocks as leaf modules, as by create_feature_extractor(..., "
+                "tracer_kwargs={'leaf_modules': [" + type(self).__name__ + "]})"
+            )
         if for_quantization and before is not None:
             names = (name for name, module in self.named_modules() if isinstance(module, UpdatesOnce))
             if any(name not in before for name in names):
@@ -262,7 +265,7 @@ def convert_layer(layer: nn.Module, engine: Engine | None, reason: str) -> None:
     """Let `engine` recompute `layer` wherever its author's code calls it with one tensor, in a block that is not
     converted for `reason`. If that would compute something else, raise `VerificationError`."""
     try:
-        _convert(layer, engine, lambda: find_by_trial(layer, layer.forward, [ALONE], reason))
+        _convert(layer, engine, lambda: find_by_trial(layer, of_one_tensor(layer.forward), [ALONE], reason))
     except NotRunError as failure:
         try:
             _convert(layer, engine, lambda: find_pair(layer, layer.forward, reason))

@@ -107,12 +107,12 @@ def _layer_calls(names: dict[nn.Module, Path], layer: nn.Module, calls: Sequence
 def _kind(call: Call) -> str:
     if isinstance(call, (ActivationSpec, str)):
         return "a" if isinstance(call, ActivationSpec) else "p" if call in POOL_FUNCTIONS else "?"
-    if _is_norm(call):
+    if is_any_norm(call):
         return "n"
     return next((kind for kind, cls in (("c", _ConvNd), ("d", _DropoutNd), ("p", POOLS)) if isinstance(call, cls)), "a")
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_any_norm(module: nn.Module) -> bool:
     """Whether `module` is a norm of any kind; the engines decide later which kinds they can run."""
     return isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm)) or "Norm" in type(module).__name__
 
@@ -177,30 +177,30 @@ def _drop_rate(layer: nn.Module) -> str:
 
 
 def check_structure(layer: nn.Module) -> list[_ConvNd]:
-    """The convolutions of a layer, in the order of their use if they show it; `NoPartsError` if it cannot be dense."""
+    """The convolutions of a layer, in the order of their use; `NoPartsError` if it cannot be dense."""
     leaves = list(leaf_modules(layer))
     lazy = next((leaf for leaf in leaves if any(map(is_lazy, leaf.parameters()))), None)
     if lazy is not None:
         raise NoPartsError(f"found a {type(lazy).__name__} that has not seen data yet")
-    if not 1 <= sum(map(_is_norm, leaves)) == len(convolutions_in(layer)) <= 2:
+    convolutions = [leaf for leaf in leaves if isinstance(leaf, _ConvNd)]
+    if not 1 <= sum(map(is_any_norm, leaves)) == len(convolutions) <= 2:
         raise _error(layer, "of", leaves)
-    return convolutions_in(layer)
+    return in_order_of_use(convolutions)
 
 
-def convolutions_in(layer: nn.Module) -> list[_ConvNd]:
-    """The convolutions inside, in the order of their use as far as their widths show it."""
-    convolutions = [module for module in layer.modules() if isinstance(module, _ConvNd)]
+def in_order_of_use(convolutions: list[Any]) -> list[Any]:
+    """Convolutions in the order of their use, as far as the widths of two show it, or else of their registration."""
     if len(convolutions) == 2:
         first, second = convolutions
         if first.out_channels != second.in_channels and second.out_channels == first.in_channels:
-            convolutions.reverse()
+            return [second, first]
     return convolutions
 
 
 def leaf_modules(module: nn.Module) -> Iterator[nn.Module]:
     """The modules inside `module` that have no children, or that are norms or convolutions."""
     for child in module.children():
-        if _is_norm(child) or isinstance(child, _ConvNd) or not any(True for _ in child.children()):
+        if is_any_norm(child) or isinstance(child, _ConvNd) or not any(True for _ in child.children()):
             yield child
         else:
             yield from leaf_modules(child)

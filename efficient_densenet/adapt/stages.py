@@ -27,7 +27,6 @@ class BlocksInARow(nn.Sequential):
     def __init__(self, blocks: Sequence[ConvertedBlock], parts: BlockParts) -> None:
         super().__init__(*blocks)
         self.engine, self._parts = blocks[0].engine, parts
-        self.saves_all = all(block.saves_all for block in blocks)
 
     def dense_parts(self) -> BlockParts:
         return self._parts
@@ -58,7 +57,7 @@ def stages(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
             group = _transition([each for _, each in rest])
             together = module if len(group) == 1 else nn.Sequential(*group)
         grouped.append((name, together))
-        del rest[: len(group)]
+        rest = rest[len(group) :]
     return grouped
 
 
@@ -104,8 +103,8 @@ def _continues(first: BlockParts, layers: Sequence[LayerParts], following: Block
 
 def _transition(modules: Sequence[nn.Module]) -> Sequence[nn.Module]:
     """The first of `modules` that may form a transition: norm, activation, 1×1 convolution, average pooling."""
-    count = 0
-    for is_expected, module in zip((is_norm, is_activation, _is_conv1x1, halves), modules, strict=False):
+    expected, count = (is_norm, is_activation, _is_conv1x1, halves), 0
+    for is_expected, module in zip(expected[: len(modules)], modules[: len(expected)], strict=True):
         if must_be_called(module) or not is_expected(module):
             break
         count += 1

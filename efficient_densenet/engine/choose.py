@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from .. import kernels
-from .._compilers import compiled_checkpoint_updates_once, is_exporting
+from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._tensors import compute_dtype
 from .._torch_private import functorch_is_active
 from ..checkpoint.parameters import parameters_of
@@ -45,14 +45,7 @@ class Engine(str, Enum):
 
 class EngineBlock(Protocol):
     """The attributes of a dense block that this module uses. The models' `DenseBlock` and adapt's `ConvertedBlock`
-    have them.
-
-    Attributes:
-        saves_all: whether the block saves everything, rather than recompute it, where the shared engine cannot run it
-            and no engine is requested.
-    """
-
-    saves_all: bool
+    have them."""
 
     @property
     def engine(self) -> Engine | None:
@@ -250,7 +243,7 @@ def _compiled_engine(engine: Engine) -> Engine:
     `official` alone, and only some of them update running statistics once in it."""
     if engine in (Engine.PLAIN, Engine.SHARED):
         return engine
-    return Engine.OFFICIAL if compiled_checkpoint_updates_once() else Engine.PLAIN
+    return Engine.OFFICIAL if CHECKPOINTS_UPDATE_ONCE else Engine.PLAIN
 
 
 def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:
@@ -261,8 +254,6 @@ def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPl
     if torch.compiler.is_compiling():
         may_recompute = as_engine_block(block).why_not_recompute() is None
         return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
-    if as_engine_block(block).saves_all:
-        return BlockPlan(Engine.PLAIN)
     plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
     warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan

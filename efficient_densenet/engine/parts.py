@@ -127,7 +127,7 @@ BlockReader = Callable[[nn.Module], BlockParts]
 ConsumerReader = Callable[[nn.Module], ConsumerParts | None]
 Reader = TypeVar("Reader", BlockReader, ConsumerReader)
 
-NORMS: set[type[nn.Module]] = {
+NORMS: tuple[type[nn.Module], ...] = (
     *classes("BatchNorm"),
     CpBatchNorm1d,
     CpBatchNorm2d,
@@ -137,7 +137,7 @@ NORMS: set[type[nn.Module]] = {
     SyncedBatchNorm3d,
     nn.SyncBatchNorm,
     CpSyncBatchNorm,
-}
+)
 """The classes that normalize as nn.BatchNorm does. A subclass that also applies an activation may be added if every
 reader lists that activation among the parts."""
 
@@ -240,9 +240,9 @@ def is_activation(module: nn.Module) -> bool:
     return spec_of(module) is not None
 
 
-def activation_spec(module: nn.Module | None, default: ActivationSpec = RELU_SPEC) -> ActivationSpec:
-    """The settings of an activation that the engine runs; `default` where there is no module."""
-    spec = default if module is None else spec_of(module)
+def activation_spec(module: nn.Module | None) -> ActivationSpec:
+    """The settings of an activation that the engine runs; those of a ReLU where there is no module."""
+    spec = RELU_SPEC if module is None else spec_of(module)
     assert spec is not None  # or the block would have been refused
     return spec
 

@@ -84,18 +84,14 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
         if not _is_norm_of(norm, dims):
             return _wrong_class(norm, DIMENSIONS[dims].BatchNorm)
     for activation in layer.activations:
-        reason = why_not_activation(activation)
-        if reason is not None:
-            return reason
-    for i, norm in enumerate(layer.norms):
-        reason = _wrong_weight(layer.activation(i), norm)
+        reason = _why_not_activation(activation)
         if reason is not None:
             return reason
     for conv in layer.convolutions:
         if type(conv) is not DIMENSIONS[dims].Conv:
             return _wrong_class(conv, DIMENSIONS[dims].Conv)
-    for conv, size in zip(layer.convolutions[::-1], (3, 1), strict=False):
-        reason = unusual_setting(conv, size)
+    for conv, size in zip(layer.convolutions, (1, 3)[-len(layer.convolutions) :], strict=True):
+        reason = _unusual_setting(conv, size)
         if reason is not None:
             return reason
     for norm in layer.norms:
@@ -105,11 +101,13 @@ def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module])
     return None
 
 
-def why_not_activation(activation: nn.Module) -> str | None:
+def _why_not_activation(activation: nn.Module) -> str | None:
     if is_activation(activation):
         return None
     cls = type(activation)
     name = cls.__name__ if cls.__module__.startswith("torch.") else f"{cls.__module__}.{cls.__name__}"
+    if any(True for _ in activation.parameters()):
+        return f"found a {name} inside a layer, where the shared engine takes activations without weights"
     return f"found a {name} inside a layer, which is no activation of the shared engine"
 
 
@@ -151,15 +149,21 @@ def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
     frozen = [uses_running_statistics(norm) for norm in (first, *norms_inside)]
     if any(sync_group(norm) != sync_group(first) for norm in norms_inside) or (joined and len(set(frozen)) > 1):
         return "found synchronized norms and other norms in one block"
-    if not all(frozen) and _is_single_value(first, x.shape[0] * x.shape[2:].numel()):
-        return "found a single value per channel, which has no variance"
+    reasons = (_why_norm_raises(norm, x.shape[0] * x.shape[2:].numel()) for norm in (first, *norms_inside))
+    for reason in reasons:
+        if reason is not None:
+            return reason
     return None
 
 
-def _is_single_value(norm: Norm, count: int) -> bool:
-    """Whether a norm of batch statistics has one value per channel; `count` is how many this process has."""
-    group = sync_group(norm)
-    return count == 1 and (group is None or group.size == 1)
+def _why_norm_raises(norm: Norm, count: int) -> str | None:
+    """Why PyTorch's batch norm raises on `count` values per channel in this process, or None."""
+    in_training, group = not uses_running_statistics(norm), sync_group(norm)
+    if in_training and count == 1 and (group is None or group.size == 1):
+        return "found a single value per channel, which has no variance"
+    if eps_of(norm) < 0 or (in_training and eps_of(norm) == 0):
+        return f"found a norm with eps={eps_of(norm)}, which is to be positive in training"
+    return None
 
 
 def why_not_precision(
@@ -221,8 +225,8 @@ def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
     norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
     if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
         return None
-    if not uses_running_statistics(norm) and _is_single_value(norm, x.shape[0] * x.shape[2:].numel()):
-        return None  # the norm itself raises: a single value has no variance
+    if _why_norm_raises(norm, x.shape[0] * x.shape[2:].numel()) is not None:
+        return None  # the norm itself raises
     return parts if why_not_precision([([norm], convolutions)], x) is None else None
 
 
@@ -233,11 +237,9 @@ def _can_share_consumer(parts: ConsumerParts, dims: int) -> bool:
         return False
     if len(parts.activations) > 1 or not all(map(is_activation, parts.activations)):
         return False
-    if _wrong_weight(parts.activation, norm) is not None:
-        return False
     if conv is None:
         return not _may_widen(norm)
-    return type(conv) is DIMENSIONS[dims].Conv and not unusual_setting(conv, 1)
+    return type(conv) is DIMENSIONS[dims].Conv and not _unusual_setting(conv, 1)
 
 
 def can_share_stem(conv: Any, norm: Norm, activation: nn.Module, pool: Any, x: Tensor) -> bool:
@@ -249,8 +251,6 @@ def can_share_stem(conv: Any, norm: Norm, activation: nn.Module, pool: Any, x: T
         return False
     if not (_is_norm_of(norm, dims) and not _missing_tensors(norm)) or _may_widen(norm):
         return False
-    if _wrong_weight(activation, norm) is not None:
-        return False
     if any(map(must_be_called, (conv, norm, activation, pool))) or pool.return_indices:
         return False
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
@@ -258,8 +258,8 @@ def can_share_stem(conv: Any, norm: Norm, activation: nn.Module, pool: Any, x: T
     size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
     if min(size) < 1:
         return False  # the convolution itself raises where it has no output pixel
-    if not uses_running_statistics(norm) and _is_single_value(norm, x.shape[0] * size.numel()):
-        return False  # the norm itself raises: a single value has no variance
+    if _why_norm_raises(norm, x.shape[0] * size.numel()) is not None:
+        return False  # the norm itself raises
     return num_channels(norm) == conv.out_channels and why_not_precision([([norm], [conv])], x) is None
 
 
@@ -276,7 +276,7 @@ def _dims(conv: _ConvNd) -> int:
     return len(conv.kernel_size)
 
 
-def unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
+def _unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
     """A setting in which `conv` is not a DenseNet's convolution, which keeps the spatial size and may have a bias."""
     dims, dilation = _dims(conv), conv.dilation[0]
     padding = (kernel_size // 2 * dilation,) * dims
@@ -318,14 +318,6 @@ def _is_norm_of(norm: Norm, dims: int) -> bool:
     """Whether this is a norm of signals, images or volumes that the shared engine can run."""
     of_dims = isinstance(norm, (DIMENSIONS[dims].BatchNorm, nn.SyncBatchNorm))  # the second one is of any dimension
     return is_norm(norm) and (of_dims or (dims == 2 and is_frozen_batch_norm(norm)))
-
-
-def _wrong_weight(activation: nn.Module | None, norm: Norm) -> str | None:
-    """Why the weight of a PReLU does not fit the norm before it, or None."""
-    weight = getattr(activation, "weight", None)
-    if weight is None or weight.numel() in (1, num_channels(norm)):
-        return None
-    return f"found a PReLU of {weight.numel()} weights after a norm of {num_channels(norm)} channels"
 
 
 def _missing_tensors(norm: Norm) -> str | None:

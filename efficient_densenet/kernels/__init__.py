@@ -1,4 +1,4 @@
-"""The sets of kernels for the shared engine: portable PyTorch (`few_rows` for few pixels), Triton and Numba.
+"""The sets of kernels for the shared engine: portable PyTorch, Triton and Numba.
 
 `kernels_for` is the only place that chooses between them; each set implements `interface.Kernels`.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tensors import accumulation_dtype, device_type
-from . import few_rows, first_contact, portable
+from .._tensors import device_type
+from . import first_contact, portable
 from .interface import Kernels
 from .numba_cpu.host import openmp
 
@@ -25,14 +25,14 @@ _FIRST_TRITON = {10: (3, 3), 12: (3, 3)}
 """The first version of Triton for a compute capability, by its major number, where an older one ends the process: 3.2
 for 10.0 and 12.0."""
 
-_NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def kernels_for(values: Tensor, synchronized: bool = False, activations: Collection[str] = ()) -> Kernels:
+def kernels_for(values: Tensor, activations: Collection[str] = ()) -> Kernels:
     """The kernels for a stage with features like `values`, or for a stem with input `values`.
 
-    The device's kernels where they can run, else portable. `synchronized` says that the norms are synchronized over
-    several processes. `activations` are the names of the activations that the kernels are to apply.
+    The device's kernels where they can run, else portable. `activations` are the names of the activations that the
+    kernels are to apply.
     """
     if triton_supports(values) and all(_triton_applies(each, values) for each in activations):
         from .triton_gpu.host import operations as triton_kernels
@@ -42,9 +42,6 @@ def kernels_for(values: Tensor, synchronized: bool = False, activations: Collect
         from .numba_cpu.host import operations as numba_kernels
 
         return numba_kernels
-    is_exact = values.dtype is accumulation_dtype(values.dtype)
-    if device_type(values) == "cpu" and is_exact and not synchronized and 1 < values.shape[0] <= few_rows.MAX_ROWS:
-        return few_rows
     return portable
 
 
@@ -61,7 +58,7 @@ def triton_supports(values: Tensor) -> bool:
     if not (device_type(values) == "cuda" and type(values) is Tensor and values.dtype in _TRITON_DTYPES):
         return False
     if values.is_meta:  # nothing is launched
-        return importlib.util.find_spec("triton") is not None
+        return _imports_triton()
     return has_triton(values.device) and first_contact.may_run(values.device, values.dtype)
 
 
@@ -73,27 +70,49 @@ def _triton_applies(activation: str, values: Tensor) -> bool:
 
 
 def numba_supports(values: Tensor) -> bool:
-    """Whether the Numba kernels can run on `values`."""
-    return device_type(values) == "cpu" and type(values) is Tensor and values.dtype in _NUMBA_DTYPES and _has_numba()
+    """Whether the Numba kernels can run on `values`. At the first use of a dtype, they are compiled."""
+    if not (device_type(values) == "cpu" and type(values) is Tensor and values.dtype in NUMBA_DTYPES):
+        return False
+    return _numba_compiles(values.dtype)
 
 
 def numba_multiplies(dtype: torch.dtype) -> bool:
-    """Whether the Numba kernels multiply in this dtype without widening it first. They must be able to run."""
-    if dtype not in _NUMBA_DTYPES:
+    """Whether the Numba kernels multiply in this dtype without widening it first."""
+    if dtype not in NUMBA_DTYPES or not _numba_compiles(dtype):
         return False
     return importlib.import_module(f"{__name__}.numba_cpu.host.products").product_of(dtype).operand is dtype
 
 
 @functools.cache
-def _has_numba() -> bool:
-    """Whether Numba is installed and works, and PyTorch exports the functions that its kernels call."""
+def _numba_compiles(dtype: torch.dtype) -> bool:
+    """Whether Numba is installed and compiles the kernels for this dtype, which it does here at their first use, and
+    PyTorch exports the functions that they call."""
     if importlib.util.find_spec("numba") is None or not openmp.available():
         return False
     try:
-        importlib.import_module(f"{__name__}.numba_cpu.compiled.kernels").check()
+        importlib.import_module(f"{__name__}.numba_cpu.host.compile_ahead").compile_ahead(dtype)
     except Exception as error:  # a Numba release that is too old or too new may fail in any way
         warnings.warn(
-            f"Numba cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
+            f"Numba cannot compile the kernels for {str(dtype).removeprefix('torch.')} here "
+            f"({' '.join(str(error).split())[:300]}): the shared engine uses PyTorch's operations instead, which are "
+            "slower. Numba 0.62 and newer were tried",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@functools.cache
+def _imports_triton() -> bool:
+    """Whether Triton is installed and has all that the kernels use."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        importlib.import_module(f"{__name__}.triton_gpu.host.operations")
+    except Exception as error:  # a Triton release that is too old or too new may fail in any way
+        warnings.warn(
+            f"Triton's kernels cannot be imported here ({error}): the shared engine uses PyTorch's operations instead, "
+            "which are slower",
             stacklevel=2,
         )
         return False
@@ -104,13 +123,9 @@ def _has_numba() -> bool:
 def has_triton(device: torch.device) -> bool:
     """Whether Triton is installed and supports the device, which is NVIDIA's with compute capability 8.0 or higher."""
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or capability < (8, 0):
+    if torch.version.hip is not None or capability < (8, 0) or not _imports_triton():
         return False
-    try:
-        driver = importlib.import_module("triton.runtime").driver
-    except ImportError:
-        return False
-    version = importlib.import_module("triton").__version__
+    driver, version = importlib.import_module("triton.runtime").driver, importlib.import_module("triton").__version__
     first = _FIRST_TRITON.get(capability[0], (0, 0))
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < first:
         warnings.warn(

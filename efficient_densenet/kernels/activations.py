@@ -1,9 +1,8 @@
 """The activations between a norm and a convolution: the one table that all kernels read.
 
-Each is a function y = f(z) and its derivative, written once, as formulas of z, of a channel's `weight` (of a PReLU
-alone) and of up to two constants a and b. Compiled kernels bind the formulas to functions of their own for `exp`,
-`expm1`, `erf`, `sigmoid` and `where` (`bound`). `portable` and second derivatives use PyTorch's function and its
-backward.
+Each is a function y = f(z) without weights and its derivative, written once, as formulas of z and of up to two
+constants a and b. Compiled kernels bind the formulas to functions of their own for `exp`, `expm1`, `erf`, `sigmoid` and
+`where` (`bound`). `portable` and second derivatives use PyTorch's function and its backward.
 
 The kernels have a ReLU of their own, which takes no derivative: its mask is y > 0.
 """
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._compilers import cached_in_eager_mode, specialized
-from .._tensors import as_dtype
 
 math: Any = torch
 expm1: Any = torch.expm1
@@ -31,50 +29,22 @@ class ActivationSpec(NamedTuple):
     a: float = 0.0
     b: float = 0.0
 
-    def of_channels(self, weight: Tensor | None, channels: int) -> "Activation":
-        """The activation of this many channels; a PReLU with a single weight applies it to each of them."""
-        return Activation(self, None if weight is None else weight.expand(channels))
-
-    @property
-    def is_known_from_output(self) -> bool:
-        """Whether y = f(z) determines f'(z)."""
-        has_backward = TABLE[self.name].backward_from_output is not None
-        return has_backward and (self.a >= 0 or self.name == "hardtanh")
-
-
-class Activation(NamedTuple):
-    """An activation as kernels take it. `weight` is (channels,), and None unless the activation has one."""
-
-    spec: ActivationSpec = ActivationSpec()
-    weight: Tensor | None = None
-
-    def backward_from_output(self, grad: Tensor, y: Tensor) -> Tensor:
-        """grad · f'(z) from y = f(z), by PyTorch."""
-        backward = TABLE[self.spec.name].backward_from_output
-        assert backward is not None  # `is_known_from_output`
-        return backward(grad, y, *self.spec[1:])
-
     @property
     def is_relu(self) -> bool:
-        return self.spec.name == "relu"
+        return self.name == "relu"
 
     def forward(self, z: Tensor) -> Tensor:
-        """y of z, a pixel matrix (pixels, channels) or images (N, channels, *spatial), by PyTorch."""
-        return TABLE[self.spec.name].function(z, self._weight(z), *self.spec[1:])
+        """y = f(z), by PyTorch."""
+        return TABLE[self.name].function(z, self.a, self.b)
 
-    def backward(self, grad: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
-        """grad · f'(z), by PyTorch; and the gradient of the weight, where there is one, before the sum over pixels."""
+    def backward(self, grad: Tensor, z: Tensor) -> Tensor:
+        """grad · f'(z), by PyTorch."""
         if z.is_meta:  # where PyTorch composes some backwards of several operations
-            return torch.empty_like(grad), None if self.weight is None else torch.empty_like(grad)
-        grads = TABLE[self.spec.name].backward(grad, z, self._weight(z), *self.spec[1:])
-        return grads if isinstance(grads, tuple) else (grads, None)
-
-    def _weight(self, z: Tensor) -> Tensor | None:
-        return None if self.weight is None else as_dtype(self.weight, z.dtype)
+            return torch.empty_like(grad)
+        return TABLE[self.name].backward(grad, z, self.a, self.b)
 
 
-RELU_SPEC = ActivationSpec()
-RELU, IDENTITY = Activation(), Activation(ActivationSpec("identity"))
+RELU_SPEC, IDENTITY = ActivationSpec(), ActivationSpec("identity")
 
 
 def spec_of(module: nn.Module) -> ActivationSpec | None:
@@ -91,7 +61,7 @@ def spec_of(module: nn.Module) -> ActivationSpec | None:
 
 @cached_in_eager_mode
 def module_of(spec: ActivationSpec) -> nn.Module:
-    """A module with these settings, for an activation that a forward applies by a function. It has no weight."""
+    """A module with these settings, for an activation that a forward applies by a function."""
     make: Any = TABLE[spec.name].module
     num_constants = len(TABLE[spec.name].constants(make()))
     return make("tanh") if spec.name == "gelu_tanh" else make(*spec[1:][:num_constants])
@@ -106,7 +76,7 @@ def spec_of_operation(name: str, *arguments: Any) -> ActivationSpec | None:
             arguments = (alpha,)
         case "relu6", ():
             name, arguments = "hardtanh", (0, 6)
-    is_known = name in TABLE and TABLE[name].weight_derivative is None and len(arguments) < len(ActivationSpec._fields)
+    is_known = name in TABLE and len(arguments) < len(ActivationSpec._fields)
     return ActivationSpec(name, *map(float, arguments)) if is_known else None
 
 
@@ -114,22 +84,18 @@ class Definition(NamedTuple):
     """One activation.
 
     Attributes:
-        formula, derivative: f(z) and f'(z), of (z, weight, a, b).
-        function, backward: PyTorch's function of (z, weight, a, b), and its backward of (grad, z, weight, a, b).
+        formula, derivative: f(z) and f'(z), of (z, a, b).
+        function, backward: PyTorch's function of (z, a, b), and its backward of (grad, z, a, b).
         module: PyTorch's class.
         constants: a and b, from a module.
-        weight_derivative: the derivative of f(z) by the weight, where there is one.
-        backward_from_output: PyTorch's backward of (grad, y, a, b), where y determines f'(z) if a is not negative.
     """
 
     formula: Callable[..., Any]
     derivative: Callable[..., Any]
     function: Callable[..., Tensor]
-    backward: Callable[..., Any]
+    backward: Callable[..., Tensor]
     module: type[nn.Module]
     constants: Callable[[Any], tuple[float, ...]] = lambda module: ()
-    weight_derivative: Callable[..., Any] | None = None
-    backward_from_output: Callable[..., Tensor] | None = None
 
 
 def bound(formula: Callable[..., Any], functions: Any, expm1: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,91 +105,79 @@ def bound(formula: Callable[..., Any], functions: Any, expm1: Callable[..., Any]
     return FunctionType(formula.__code__, formula.__globals__ | names, formula.__name__)
 
 
-def _identity(z, weight, a, b):
+def _identity(z, a, b):
     return z
 
 
-def _identity_derivative(z, weight, a, b):
+def _identity_derivative(z, a, b):
     return math.where(z == z, 1.0, 1.0)  # of any z, NaN too
 
 
-def _relu(z, weight, a, b):
+def _relu(z, a, b):
     return math.where(z <= 0.0, 0.0, z)  # NaN stays NaN
 
 
-def _relu_derivative(z, weight, a, b):
+def _relu_derivative(z, a, b):
     return math.where(z <= 0.0, 0.0, 1.0)
 
 
-def _leaky_relu(z, weight, a, b):
+def _leaky_relu(z, a, b):
     return math.where(z > 0.0, z, z * a)
 
 
-def _leaky_relu_derivative(z, weight, a, b):
+def _leaky_relu_derivative(z, a, b):
     return math.where(z > 0.0, 1.0, a)
 
 
-def _prelu(z, weight, a, b):
-    return math.where(z > 0.0, z, z * weight)
-
-
-def _prelu_derivative(z, weight, a, b):
-    return math.where(z > 0.0, 1.0, weight)
-
-
-def _prelu_weight_derivative(z, weight, a, b):
-    return math.where(z > 0.0, 0.0, z)
-
-
-def _elu(z, weight, a, b):
+def _elu(z, a, b):
     return math.where(z > 0.0, z, a * expm1(z))
 
 
-def _elu_derivative(z, weight, a, b):
+def _elu_derivative(z, a, b):
     return math.where(z > 0.0, 1.0, a * math.exp(z))
 
 
-def _silu(z, weight, a, b):
+def _silu(z, a, b):
     return z * math.sigmoid(z)
 
 
-def _silu_derivative(z, weight, a, b):
+def _silu_derivative(z, a, b):
     s = math.sigmoid(z)
     return s * (1.0 + z * (1.0 - s))
 
 
-def _gelu(z, weight, a, b):
+def _gelu(z, a, b):
     return 0.5 * z * (1.0 + math.erf(z * 0.7071067811865476))
 
 
-def _gelu_derivative(z, weight, a, b):
+def _gelu_derivative(z, a, b):
     return 0.5 * (1.0 + math.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * math.exp(-0.5 * z * z)
 
 
-def _gelu_tanh(z, weight, a, b):
+def _gelu_tanh(z, a, b):
     return z * math.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))  # tanh(u) = 2 · sigmoid(2u) − 1
 
 
-def _gelu_tanh_derivative(z, weight, a, b):
+def _gelu_tanh_derivative(z, a, b):
     s = math.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
     return s + z * s * (1.0 - s) * (1.5957691216057308 * (1.0 + 0.134145 * z * z))
 
 
-def _hardtanh(z, weight, a, b):
+def _hardtanh(z, a, b):
     return math.where(z < a, a, math.where(z > b, b, z))
 
 
-def _hardtanh_derivative(z, weight, a, b):
+def _hardtanh_derivative(z, a, b):
     return math.where((z <= a) | (z >= b), 0.0, 1.0)
 
 
-def _mish(z, weight, a, b):
+def _mish(z, a, b):
     e = math.exp(math.where(z < 20.0, z, 20.0))  # tanh(softplus(z)) = n / (n + 2) with n = e · (e + 2)
     n = e * (e + 2.0)
     return z * (n / (n + 2.0))
 
 
-def _mish_derivative(z, weight, a, b):
+def _mish_derivative(z, a, b):
     e = math.exp(math.where(z < 20.0, z, 20.0))
     n = e * (e + 2.0)
     t = n / (n + 2.0)
@@ -236,80 +190,67 @@ TABLE = {
     "identity": Definition(
         _identity,
         _identity_derivative,
-        lambda z, w, a, b: z,
-        lambda g, z, w, a, b: g,
+        lambda z, a, b: z,
+        lambda g, z, a, b: g,
         nn.Identity,
-        backward_from_output=lambda g, y, a, b: g,
     ),
     "relu": Definition(
         _relu,
         _relu_derivative,
-        lambda z, w, a, b: F.relu(z),
-        lambda g, z, w, a, b: _aten.threshold_backward(g, z, 0),
+        lambda z, a, b: F.relu(z),
+        lambda g, z, a, b: _aten.threshold_backward(g, z, 0),
         nn.ReLU,
-        backward_from_output=lambda g, y, a, b: _aten.threshold_backward(g, y, 0),
     ),
     "leaky_relu": Definition(
         _leaky_relu,
         _leaky_relu_derivative,
-        lambda z, w, a, b: F.leaky_relu(z, a),
-        lambda g, z, w, a, b: _aten.leaky_relu_backward(g, z, a, False),
+        lambda z, a, b: F.leaky_relu(z, a),
+        lambda g, z, a, b: _aten.leaky_relu_backward(g, z, a, False),
         nn.LeakyReLU,
         lambda module: (module.negative_slope,),
-        backward_from_output=lambda g, y, a, b: _aten.leaky_relu_backward(g, y, a, True),
-    ),
-    "prelu": Definition(
-        _prelu,
-        _prelu_derivative,
-        lambda z, w, a, b: F.prelu(z, w),
-        lambda g, z, w, a, b: _aten._prelu_kernel_backward(g, z, w.view(-1, *[1] * (z.dim() - 2))),
-        nn.PReLU,
-        weight_derivative=_prelu_weight_derivative,
     ),
     "elu": Definition(
         _elu,
         _elu_derivative,
-        lambda z, w, a, b: F.elu(z, a),
-        lambda g, z, w, a, b: _aten.elu_backward(g, a, 1, 1, False, z),
+        lambda z, a, b: F.elu(z, a),
+        lambda g, z, a, b: _aten.elu_backward(g, a, 1, 1, False, z),
         nn.ELU,
         lambda module: (module.alpha,),
-        backward_from_output=lambda g, y, a, b: _aten.elu_backward(g, a, 1, 1, True, y),
     ),
     "silu": Definition(
         _silu,
         _silu_derivative,
-        lambda z, w, a, b: F.silu(z),
-        lambda g, z, w, a, b: _aten.silu_backward(g, z),
+        lambda z, a, b: F.silu(z),
+        lambda g, z, a, b: _aten.silu_backward(g, z),
         nn.SiLU,
     ),
     "gelu": Definition(
         _gelu,
         _gelu_derivative,
-        lambda z, w, a, b: F.gelu(z),
-        lambda g, z, w, a, b: _aten.gelu_backward(g, z),
+        lambda z, a, b: F.gelu(z),
+        lambda g, z, a, b: _aten.gelu_backward(g, z),
         nn.GELU,  # with approximate="none"
     ),
     "gelu_tanh": Definition(
         _gelu_tanh,
         _gelu_tanh_derivative,
-        lambda z, w, a, b: F.gelu(z, approximate="tanh"),
-        lambda g, z, w, a, b: _aten.gelu_backward(g, z, approximate="tanh"),
+        lambda z, a, b: F.gelu(z, approximate="tanh"),
+        lambda g, z, a, b: _aten.gelu_backward(g, z, approximate="tanh"),
         nn.GELU,
     ),
     "hardtanh": Definition(
         _hardtanh,
         _hardtanh_derivative,
-        lambda z, w, a, b: F.hardtanh(z, a, b),
-        lambda g, z, w, a, b: _aten.hardtanh_backward(g, z, a, b),
+        lambda z, a, b: F.hardtanh(z, a, b),
+        lambda g, z, a, b: _aten.hardtanh_backward(g, z, a, b),
         nn.Hardtanh,
         lambda module: (module.min_val, module.max_val),
-        backward_from_output=lambda g, y, a, b: _aten.hardtanh_backward(g, y, a, b),
     ),
     "mish": Definition(
         _mish,
         _mish_derivative,
-        lambda z, w, a, b: F.mish(z),
-        lambda g, z, w, a, b: _aten.mish_backward(g, z),
+        lambda z, a, b: F.mish(z),
+        lambda g, z, a, b: _aten.mish_backward(g, z),
         nn.Mish,
     ),
 }
@@ -317,4 +258,4 @@ TABLE = {
 NAMES = {definition.module: name for name, definition in reversed(TABLE.items())} | {nn.ReLU6: "hardtanh"}
 """The name of the activation of each class: "gelu" for nn.GELU, whatever it approximates."""
 
-_OF_TIMM = {"PReLU": "prelu", "GELU": "gelu", "GELUTanh": "gelu_tanh", "Swish": "silu", "Mish": "mish"}
+_OF_TIMM = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "Swish": "silu", "Mish": "mish"}

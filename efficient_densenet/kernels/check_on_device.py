@@ -4,16 +4,14 @@
 here and not in a training run.
 """
 
-import contextlib
+import faulthandler
 import functools
 import importlib
 import itertools
 import json
 import math
-import os
-import signal
+import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -39,18 +37,16 @@ ALIGNED_CONV3X3 = [((2, 6, 6), *channels) for channels in ((128, 32), (192, 48),
 """Those of densenet121, densenet161 and BC-100-12."""
 
 FEATURES = {"centered": True, "centered_bottleneck": False}
-"""As they are stored, while bottlenecks, the inputs of 3×3 convolutions, are not centered."""
+"""Arguments of a case as in a stage whose norms are not frozen: features are stored centered, bottlenecks are not."""
 
 LARGE = [((9, 128, 128), 16, 48), ((2, 96, 96), 16, 128), ((2, 96, 96), 16, 192)]
 """So many rows that program instances have several tiles of them, or that statistics are of many tiles."""
-
-_HOST = f"{__package__}.triton_gpu.host"
 
 _random_numbers = threading.Lock()
 """Held by the thread that draws from PyTorch's generator, so that each case has the same numbers everywhere."""
 
 _LACKS = "out of memory", "ALLOC_FAILED", "busy or unavailable"
-"""Of messages that say nothing about a kernel."""
+"""Parts of error messages that mean resources are missing, not a wrong kernel."""
 
 
 class Check(NamedTuple):
@@ -69,14 +65,12 @@ def find_fault(
     """The first kernel that fails, and what was found; or None. With another activation than ReLU, of which all kernels
     have been compared before, only those that apply it run, on few cases.
 
-    On a GPU the kernels are compiled before, in so many processes. Then the smaller cases run in several threads, and
-    the large ones one by one.
+    The smaller cases run in several threads, which compile their kernels; then the large ones run one by one.
     """
-    kernels = importlib.import_module(f"{_HOST}.operations")
+    kernels = importlib.import_module(f"{__package__}.triton_gpu.host.operations")
     compare = partial(_compare, kernels, device, TOLERANCES[precision if dtype is torch.float32 else dtype])
     small, large = _checks_on(device, dtype, activation)
-    if device.startswith("cuda"):
-        _compile_ahead(kernels, device, dtype, activation, num_threads)
+    random.Random(0).shuffle(small)  # neighbors use the same kernels, which several threads would compile
     with ThreadPoolExecutor(num_threads) as pool:
         faults = itertools.chain((pool.map if num_threads > 1 else map)(compare, small), map(compare, large))
         fault = next(filter(None, faults), None)
@@ -85,7 +79,7 @@ def find_fault(
 
 
 def _checks_on(device: str, dtype: torch.dtype, activation: str) -> tuple[list[Check], list[Check]]:
-    """The small ones, and the large ones."""
+    """The small checks, and the large ones."""
     if activation != "relu":
         return [*checks_of_activation(activation, dtype)], []
     return [*checks(dtype)], [*large_checks(dtype)] if device.startswith("cuda") else []
@@ -94,8 +88,9 @@ def _checks_on(device: str, dtype: torch.dtype, activation: str) -> tuple[list[C
 def checks(dtype: torch.dtype) -> Iterator[Check]:
     for operation, function in OPERATIONS.items():
         for shape, channels, width in UNALIGNED:
-            for setting, options in SETTINGS.items():
+            for setting in "usual", "overwrite", "frozen", "no_grad_weight":
                 if is_valid(operation, shape, channels, setting) and (setting == "usual" or channels == 36):
+                    options = SETTINGS[setting] if setting == "frozen" else _options(operation)[0] | SETTINGS[setting]
                     yield Check(operation, function, partial(Case, shape, channels, width, dtype, **options))
         for shape, channels, width in ALIGNED_CONV3X3 if "conv3x3" in operation else ALIGNED:
             for options in _options(operation):
@@ -104,9 +99,10 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
         for shape, dilation in [((2, 9), 1), ((2, 4, 3, 5), 1), ((2, 5, 13), 2)]:
             yield Check(operation, OPERATIONS[operation], partial(Case, shape, 9, 16, dtype, dilation=dilation))
     for operation, function in STEM_OPERATIONS.items():
-        for memory_format in torch.contiguous_format, torch.channels_last:
-            for channels, size in ((3, (9, 14)), (64, (9, 14)), (64, (8, 12))):
-                yield Check(operation, function, partial(StemCase, channels, dtype, memory_format, size))
+        for size in (9, 14), (8, 12):
+            yield Check(operation, function, partial(StemCase, 64, dtype, torch.contiguous_format, size))
+        for channels in 3, 64:
+            yield Check(operation, function, partial(StemCase, channels, dtype, torch.channels_last))
 
 
 def checks_of_activation(activation: str, dtype: torch.dtype) -> Iterator[Check]:
@@ -135,22 +131,9 @@ def large_checks(dtype: torch.dtype) -> Iterator[Check]:
 
 
 def _options(operation: str) -> list[dict[str, bool]]:
-    """Those of an operation in a stage."""
+    """Arguments of an operation's cases in a stage."""
     options = {} if "conv3x3" in operation or operation == "batch_statistics" else FEATURES
     return [options, options | {"overwrite": True}] if operation.endswith("backward") else [options]
-
-
-def _compile_ahead(kernels: Any, device: str, dtype: torch.dtype, activation: str, processes: int) -> None:
-    """Compile the kernels in processes. What is not compiled here, the threads compile."""
-
-    @torch.no_grad()
-    def launch(check: Check) -> None:
-        check.function(kernels, check.make_case().on("meta"))
-
-    with contextlib.suppress(Exception), torch.cuda.device(device):  # whose limits the meta device has
-        launches = [partial(launch, check) for check in itertools.chain(*_checks_on(device, dtype, activation))]
-        module = importlib.import_module(f"{_HOST}.compile_ahead")
-        module.compile_ahead(launches, torch.cuda.get_device_capability(), processes)
 
 
 @torch.no_grad()
@@ -173,7 +156,7 @@ def _compare(kernels: Any, device: str, tolerance: float, check: Check) -> str |
 
 
 def _largest_difference(results: Results, exact: Results) -> float:
-    """Of elements, over the largest value of the tensor. Infinite for NaN."""
+    """The largest difference of elements, over the largest value of the tensor. Infinite for NaN."""
     worst = 0.0
     for result, reference in zip(results, exact, strict=True):
         difference = float((result - reference).abs().max() / reference.abs().max())
@@ -181,9 +164,9 @@ def _largest_difference(results: Results, exact: Results) -> float:
     return worst
 
 
-def main(device: str, dtype: str, precision: str, activation: str, seconds: str, parent: str) -> None:
+def main(device: str, dtype: str, precision: str, activation: str, seconds: str) -> None:
     """Print the verdict: the name of the device with the fault, or with what is lacking."""
-    _end_with(int(parent), int(seconds))
+    faulthandler.dump_traceback_later(int(seconds), exit=True)  # even in a kernel that never ends
     torch.set_num_threads(1)  # each of our threads would have as many of its own
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     verdict: dict[str, str | None] = {"device": None, "fault": None, "lacks": None}
@@ -195,16 +178,3 @@ def main(device: str, dtype: str, precision: str, activation: str, seconds: str,
     except (CannotCompareError, RuntimeError, AssertionError) as error:  # PyTorch finds no such device, or it is taken
         verdict["lacks"] = " ".join(str(error).split())[:300]
     print(VERDICT + json.dumps(verdict), flush=True)
-
-
-def _end_with(parent: int, seconds: int) -> None:
-    """End with the process that has started this one, and after so many seconds even in a kernel that never ends."""
-    if hasattr(signal, "alarm"):
-        signal.alarm(seconds)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import portable
-from .activations import RELU, TABLE, Activation, ActivationSpec
+from .activations import ActivationSpec
 from .interface import (
     AffineInput,
     BatchNormAffine,
@@ -31,9 +31,9 @@ _CONSTANTS = {"leaky_relu": (0.2,), "elu": (0.7,), "hardtanh": (-0.5, 2.0)}
 """The constants of a case's activation."""
 
 
-def _activation(name: str) -> tuple[ActivationSpec, bool]:
-    """The activation of a case, and whether it has a weight."""
-    return ActivationSpec(name, *_CONSTANTS.get(name, ())), TABLE[name].weight_derivative is not None
+def _activation(name: str) -> ActivationSpec:
+    """The activation of a case."""
+    return ActivationSpec(name, *_CONSTANTS.get(name, ()))
 
 
 def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -93,8 +93,7 @@ class Case(_Arguments):
         self.norm_weight, self.norm_bias, mean = (torch.randn(channels, device=self.device) for _ in range(3))
         self.inv_std, self.mean = torch.rand(channels, device=self.device) + 0.5, None if centered else mean
         self.sums = torch.randn(2, channels + 4, device=self.device)[:, 3 : channels + 3]
-        self.activation_spec, has_weight = _activation(activation)
-        self.activation_weight = torch.rand(channels, device=self.device) - 0.3 if has_weight else None
+        self.activation = _activation(activation)
         self.weight1x1, self.pooled_weight = self._matrix(width, channels), self._matrix(channels // 2 + 1, channels)
         self.weight3x3 = torch.randn(width, channels, *[3] * (len(shape) - 1), device=self.device).to(dtype)
         self.grad_output, self.grad_affine = self._matrix(num_rows, width), self._matrix(num_rows, channels)
@@ -109,14 +108,9 @@ class Case(_Arguments):
         weight, bias, inv_std = (vector[:channels] for vector in (self.norm_weight, self.norm_bias, self.inv_std))
         return BatchNormAffine(weight, bias, inv_std, mean, self.frozen)
 
-    def activation(self, channels: int | None = None) -> Activation:
-        """The activation of all channels, or of the first."""
-        weight = self.activation_weight
-        return Activation(self.activation_spec, None if weight is None else weight[:channels])
-
     @property
     def input(self) -> AffineInput:
-        return AffineInput(self.values, self.norm(), self.activation())
+        return AffineInput(self.values, self.norm(), self.activation)
 
     def accumulator(self, grad_accum: Tensor, overwrite: bool = False) -> GradAccumulator:
         """Under a frozen norm there are no sums."""
@@ -127,8 +121,7 @@ class Case(_Arguments):
         """What a backward kernel has returned and written."""
         conv_weight = [] if grads.conv_weight is None else [grads.conv_weight]
         sums = [] if accumulator.sums is None else [accumulator.sums]
-        weights = [*conv_weight, *([] if grads.activation_weight is None else [grads.activation_weight])]
-        return *weights, grads.norm_bias, grads.norm_weight, *sums, accumulator.grad_accum
+        return *conv_weight, grads.norm_bias, grads.norm_weight, *sums, accumulator.grad_accum
 
     def batch_norm_backward(
         self, values: Tensor, grad_accum: Tensor, channels: int, centered: bool | None = None
@@ -162,9 +155,7 @@ class Case(_Arguments):
 
     def conv1x1_with_statistics(self, kernels: Any) -> Results:
         def function(statistics: StatisticsOutput) -> Tensor:
-            mean, _, inv_std = statistics.rows
-            norm = BatchNormAffine(torch.ones_like(mean), torch.zeros_like(mean), inv_std, mean)
-            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics, norm, RELU))
+            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics))
 
         return self.with_statistics(function, len(self.weight1x1))
 
@@ -183,7 +174,7 @@ class Case(_Arguments):
     def next_bottleneck_in_place(self, kernels: Any) -> Results:
         """As the engine calls it: with fewer channels, and in place of the values behind grad_output."""
         fewer, output = max(1, self.values.shape[1] - 2), self.grad_output.clone(memory_format=torch.contiguous_format)
-        input = AffineInput(self.values[:, :fewer], self.norm(fewer), self.activation(fewer))
+        input = AffineInput(self.values[:, :fewer], self.norm(fewer), self.activation)
         grad_output, accumulator = self.grad_bottleneck(output), self.accumulator(self.grad_accum.clone())
         conv = Conv1x1(input, self.weight1x1[:, :fewer], output)
         grads = kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
@@ -244,17 +235,12 @@ class StemCase(_Arguments):
         )
         vectors = torch.tensor([[1.0, -1, 2], [1, 2, -1], [0.5, 1, 2], [0, 1, -2]])
         self.vectors = vectors.repeat(1, channels)[:, :channels].contiguous()
-        self.activation_spec, has_weight = _activation(activation)
-        self.activation_weight = torch.tensor([0.25, -0.5, 0]).repeat(channels)[:channels] if has_weight else None
+        self.activation = _activation(activation)
 
     @property
     def norm(self) -> BatchNormAffine:
         weight, bias, inv_std, mean = self.vectors
         return BatchNormAffine(weight, bias, inv_std, mean)
-
-    @property
-    def activation(self) -> Activation:
-        return Activation(self.activation_spec, self.activation_weight)
 
     def statistics(self, kernels: Any) -> Results:
         matrix = torch.zeros(3, self.values.shape[1], device=self.values.device, dtype=self.vectors.dtype)
@@ -262,13 +248,12 @@ class StemCase(_Arguments):
         return matrix.unbind()
 
     def backward(self, kernels: Any) -> Results:
-        """The gradients of the norm, of the activation's weight and of the images."""
+        """The gradients of the norm and of the images."""
         grad_images, count = self.values.clone(memory_format=torch.preserve_format), self.values[:, 0].numel()
         settings = self.norm, self.activation, self.POOL
         places, sums = kernels.norm_activation_max_pool_reduce(self.grad_output, self.values, *settings)
         kernels.norm_activation_max_pool_backward(self.grad_output, places, grad_images, *settings, sums, count)
-        weight = [] if sums.activation_weight is None else [sums.activation_weight]
-        return *weight, sums.norm_bias, sums.norm_weight, grad_images
+        return sums.norm_bias, sums.norm_weight, grad_images
 
 
 STEM_OPERATIONS: dict[str, Callable[[Any, StemCase], Results]] = {

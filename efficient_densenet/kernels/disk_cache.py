@@ -9,25 +9,17 @@ import contextlib
 import functools
 import hashlib
 import os
-import platform
 import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl: Any = None
 
 FILES_PER_KERNEL = 16
 """The number of files kept for a kernel, the most recently used: for several dtypes, processors and versions."""
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-_ABANDONED_AFTER = 3600  # seconds: longer than any process writes a temporary file or keeps a lock
+_ABANDONED_AFTER = 3600  # seconds: longer than any process writes a temporary file
 
 
 def load(name: str, key: bytes) -> bytes | None:
@@ -54,41 +46,14 @@ def store(name: str, key: bytes, content: bytes) -> None:
             _remove_old_files(private, name)
 
 
-@contextlib.contextmanager
-def lock(name: str, key: bytes, seconds: float) -> Iterator[None]:
-    """Keep this machine's other processes and threads out, if the directory allows it, and for so many seconds."""
-    private = directory()
-    if private is None or fcntl is None:
-        yield
-        return
-    path = _file(private, name, key + platform.node().encode()).with_suffix(".lock")
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            file = stack.enter_context(open(path, "w"))
-            _wait_for_lock(file.fileno(), time.monotonic() + seconds)
-            # Closing the file is not enough: a process that was forked meanwhile may keep it open.
-            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        yield
-
-
-def _wait_for_lock(descriptor: int, deadline: float) -> None:
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-
-
 def directory() -> Path | None:
     """The directory of the files; None if there is none that this user alone may write."""
     return _private_directory(_directory())
 
 
 def _directory() -> Path | None:
-    """This user's own directory, inside a directory that other users may be able to write; None without a home, or
-    without users as Unix has them."""
+    """This user's own directory, inside a directory that other users may be able to write. It is None without a home,
+    or without users as Unix has them."""
     if not hasattr(os, "geteuid"):
         return None
     try:
@@ -173,10 +138,9 @@ def _replace(file: Path, content: bytes) -> None:
 
 
 def _remove_old_files(directory: Path, name: str) -> None:
-    """Remove a kernel's least recently used files, old locks, and temporary files that killed processes have left."""
+    """Remove a kernel's least recently used files, and temporary files that killed processes have left."""
     by_use = sorted(directory.glob(f"{name}-*.kernel"), key=_modified, reverse=True)
-    others = (*directory.glob("*.tmp"), *directory.glob("*.lock"))
-    abandoned = (file for file in others if _modified(file) < time.time() - _ABANDONED_AFTER)
+    abandoned = (file for file in directory.glob("*.tmp") if _modified(file) < time.time() - _ABANDONED_AFTER)
     for file in (*by_use[FILES_PER_KERNEL:], *abandoned):
         file.unlink(missing_ok=True)
 

@@ -1,8 +1,9 @@
 """The first contact of the Triton kernels with a device: there they are compared with PyTorch's operations.
 
 A process of its own compares them (`check_on_device`), so that a kernel that aborts, never ends or breaks the CUDA
-context harms no training run, and no comparison runs inside of a graph capture. The verdict is kept on disk, for the
-device, the versions, the sources and the dtype. Activations other than ReLU are compared when they are first used.
+context harms no training run, and no comparison runs inside of a graph capture. What it finds about the kernels is kept
+on disk, for the device, the versions, the sources and the dtype; where it finds nothing about them, the next process
+tries again. Activations other than ReLU are compared when they are first used.
 """
 
 import contextlib
@@ -13,15 +14,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from . import convolution, disk_cache
+from . import convolution, disk_cache, python_process
 from .check_on_device import STARTED, VERDICT
 
 VARIABLE = "EFFICIENT_DENSENET_TRITON"
@@ -31,18 +30,10 @@ MODES = {
     "off": "run PyTorch's operations instead",
 }
 
-SECONDS = 180
+SECONDS = 120
 """The most time of a comparison."""
 
-_KEPT = 600.0
-"""Seconds for which it is kept that there was no comparison, for the other processes of a run."""
 _CRASHES = [-each for each in signal.Signals if each.name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")]
-_START = """
-import sys
-sys.path[:] = sys.argv.pop(1).split("\\n")
-from {module} import main
-main(*sys.argv[1:])
-"""
 
 
 class Verdict(NamedTuple):
@@ -50,11 +41,6 @@ class Verdict(NamedTuple):
 
     fault: str
     certain: bool = True
-    time: float = 0.0
-
-    @property
-    def is_valid(self) -> bool:
-        return self.certain or 0 <= time.time() - self.time < _KEPT
 
 
 def may_run(device: torch.device, dtype: torch.dtype, activation: str = "relu") -> bool:
@@ -84,32 +70,31 @@ def mode() -> str:
 def verdict(index: int, dtype: torch.dtype, precision: str, *, activation: str) -> Verdict:
     """The verdict on disk, or a new one; with a warning where there is a fault."""
     compared = index, dtype, precision, activation
-    name, key = _file_name(*compared[1:]), _key(*compared)
+    kind = _name(dtype) if activation == "relu" else f"{_name(dtype)} and {activation}"
+    device = torch.cuda.get_device_name(index)
     found = stored_verdict(*compared)
     if found is None:
-        with disk_cache.lock(name, key, SECONDS):  # of several processes on a device, one compares and the others wait
-            found = stored_verdict(*compared)
-            if found is None:
-                found = _compare(*compared)
-                disk_cache.store(name, key, json.dumps(found).encode())
+        python_process.logger.warning(
+            "comparing the Triton kernels for %s with PyTorch's operations on %s once, about 15 s", kind, device
+        )
+        found = _compare(*compared)
+        if found.certain:
+            disk_cache.store(_file_name(*compared[1:]), _key(*compared), found.fault.encode())
     if found.fault:
         cause = "of what a comparison has found" if found.certain else "they could not be compared"
         report = ". Please report it with what `python -m efficient_densenet.doctor` prints" if found.certain else ""
-        kind = _name(dtype) if activation == "relu" else f"{_name(dtype)} and {activation}"
         warnings.warn(
-            f"PyTorch's operations, which are slower, run in the place of the Triton kernels for {kind} on "
-            f"{torch.cuda.get_device_name(index)}, since {cause}: {found.fault}. {VARIABLE}=trust runs the kernels "
-            f"unchecked{report}",
+            f"PyTorch's operations, which are slower, run in the place of the Triton kernels for {kind} on {device}, "
+            f"since {cause}: {found.fault}. {VARIABLE}=trust runs the kernels unchecked{report}",
             stacklevel=2,
         )
     return found
 
 
 def stored_verdict(index: int, dtype: torch.dtype, precision: str, activation: str) -> Verdict | None:
-    """That of an earlier comparison, or None."""
+    """The verdict of an earlier comparison, or None."""
     content = disk_cache.load(_file_name(dtype, precision, activation), _key(index, dtype, precision, activation))
-    found = None if content is None else Verdict(*json.loads(content))
-    return found if found and found.is_valid else None
+    return None if content is None else Verdict(content.decode())
 
 
 def _file_name(dtype: torch.dtype, precision: str, activation: str) -> str:
@@ -120,44 +105,38 @@ def _compare(index: int, dtype: torch.dtype, precision: str, activation: str) ->
     try:
         return _verdict_of(_run(index, dtype, precision, activation), torch.cuda.get_device_name(index))
     except Exception as error:  # whatever it is, training goes on
-        return Verdict(f"the comparison could not be run ({error})", certain=False, time=time.time())
+        return Verdict(f"the comparison could not be run ({error})", certain=False)
 
 
 def _run(index: int, dtype: torch.dtype, precision: str, activation: str) -> subprocess.CompletedProcess:
-    if not sys.executable or getattr(sys, "frozen", False):
-        raise RuntimeError("there is no Python interpreter to start, as in a frozen application")
-    # The modules are this process's own, from its own paths, which the working directory need not be among.
-    start, paths = _START.format(module=f"{__package__}.check_on_device"), "\n".join(sys.path)
-    arguments = f"cuda:{index}", _name(dtype), precision, activation, str(SECONDS), str(os.getpid())
-    return subprocess.run(
-        [sys.executable, "-c", start, paths, *arguments],
-        env=os.environ | {VARIABLE: "off"},  # whatever it starts compares nothing
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=SECONDS + 10,
-        check=False,
-    )
+    arguments = f"cuda:{index}", _name(dtype), precision, activation, str(SECONDS)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    off = {VARIABLE: "off"}  # whatever it starts compares nothing
+    with python_process.start(f"{__package__}.check_on_device", *arguments, environment=off, **streams) as process:
+        try:
+            output = process.communicate(timeout=SECONDS + 10)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, *output)
 
 
 def _verdict_of(done: subprocess.CompletedProcess, device_name: str) -> Verdict:
-    """From what the process has printed. Where that says nothing about the kernels, nothing is certain."""
+    """The verdict that the process has printed. Where it says nothing about the kernels, nothing is certain."""
     said = [line.removeprefix(VERDICT) for line in done.stdout.splitlines() if line.startswith(VERDICT)]
     if not said:
         fault = f"the comparison ended with status {done.returncode}: {' '.join(done.stderr.split())[-300:]}"
-        return Verdict(fault, STARTED in done.stdout and done.returncode in _CRASHES, time.time())
+        return Verdict(fault, STARTED in done.stdout and done.returncode in _CRASHES)
     content = json.loads(said[-1])
     if content["lacks"] is not None:
-        return Verdict(content["lacks"], certain=False, time=time.time())
+        return Verdict(content["lacks"], certain=False)
     if content["device"] != device_name:
         found = f"the process that compares finds {content['device']} in the place of {device_name}"
-        return Verdict(f"{found}: set CUDA_VISIBLE_DEVICES before Python starts", certain=False, time=time.time())
+        return Verdict(f"{found}: set CUDA_VISIBLE_DEVICES before Python starts", certain=False)
     return Verdict(content["fault"] or "")
 
 
 def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> bytes:
-    """All on which the verdict depends."""
+    """Everything that the verdict depends on."""
     parts = [
         torch.cuda.get_device_name(index),
         torch.cuda.get_device_capability(index),
@@ -175,7 +154,7 @@ def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> byt
 
 @functools.cache
 def _driver_version() -> str:
-    """As the kernel module of the driver says or, where the driver is the host system's as under WSL2, its library."""
+    """The version that the driver's kernel module names or, under WSL2, where the host system has it, its library."""
     file = Path("/proc/driver/nvidia/version")
     if file.exists():
         return file.read_text()

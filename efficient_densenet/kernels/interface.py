@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import as_dtype
-from .activations import RELU, Activation
+from .activations import RELU_SPEC, ActivationSpec
 from .max_pooling import MaxPool
 
 MEAN, VARIANCE, INV_STD = range(3)
@@ -73,15 +73,11 @@ class BatchNormAffine(_BatchNorm):
 
 
 class AffineInput(NamedTuple):
-    """A convolution's input y = f(scale · values + shift): a batch norm and its activation f, applied on the fly.
-
-    `output` is y where a kernel has computed it already.
-    """
+    """A convolution's input y = f(scale · values + shift): a batch norm and its activation f, applied on the fly."""
 
     values: Tensor  # (pixels, channels)
     norm: BatchNormAffine
-    activation: Activation = RELU
-    output: Tensor | None = None
+    activation: ActivationSpec = RELU_SPEC
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,39 +85,31 @@ class AffineInput(NamedTuple):
         return self.norm.inv_std.dtype
 
     def tile(self, rows: slice) -> "AffineInput":
-        return self._replace(values=self.values[rows], output=None)
+        return self._replace(values=self.values[rows])
 
 
 class GradAccumulator(NamedTuple):
     """Where a backward kernel accumulates: grad_accum += grad_scale · grad, or `=` with `overwrite`.
 
-    γ · grad_bias and γ · grad_weight of the norm are added to `sums`, (2, channels). It is None under a frozen norm,
-    and for kernels without `needs_sums`. `needs_grad_weight` is False where the convolution's weight does
-    not require a gradient. With `is_only_consumer` no other kernel accumulates in grad_accum.
+    γ · grad_bias and γ · grad_weight of the norm are added to `sums`, (2, channels), which is None under a frozen norm.
+    `needs_grad_weight` is False where the convolution's weight does not require a gradient.
     """
 
     grad_accum: Tensor  # (pixels, channels)
     overwrite: bool = False
     needs_grad_weight: bool = True
     sums: Tensor | None = None
-    is_only_consumer: bool = False
 
     def tile(self, rows: slice) -> "GradAccumulator":
         return self._replace(grad_accum=self.grad_accum[rows])
 
 
 class Gradients(NamedTuple):
-    """The gradients of the parameters, which a backward kernel returns; the norm's are in the accumulation dtype.
-
-    `values` is the gradient of the input's values, where the kernel of their only consumer has computed it already. The
-    kernel may then leave grad_accum and sums unchanged.
-    """
+    """The gradients of the parameters, which a backward kernel returns; the norm's are in the accumulation dtype."""
 
     norm_weight: Tensor
     norm_bias: Tensor
     conv_weight: Tensor | None = None
-    values: Tensor | None = None
-    activation_weight: Tensor | None = None
 
 
 class StatisticsOutput:
@@ -146,8 +134,8 @@ class BatchNormBackward(NamedTuple):
     """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)): a batch norm's backward with known sums.
 
     g is `grad_accum`, `sums` are Σ g and Σ g · x̂ over `count` rows, (2, channels), and `inv_std` is r. x̂ is
-    (values − mean) · r; `mean` is None where the values are stored centered. `sums` is None for kernels without
-    `needs_sums`. Where `inv_std` is None too, as under a frozen norm, `grad_accum` is grad_input already.
+    (values − mean) · r; `mean` is None where the values are stored centered. Where `inv_std` and `sums` are None, as
+    under a frozen norm, `grad_accum` is grad_input already.
     """
 
     values: Tensor  # (pixels, channels)
@@ -173,14 +161,9 @@ class Kernels(Protocol):
     """A set of kernels, which a module implements. `portable` shows each of them in a few lines of PyTorch.
 
     `*_forward` reads an `AffineInput` y. `*_backward` computes the gradient of y, multiplies it by the activation's
-    derivative, accumulates the product g in `accumulator`, and returns the gradients of the norm, of the activation's
-    weight and, where it is needed, of the convolution's weight.
+    derivative, accumulates the product g in `accumulator`, and returns the gradients of the norm and, where it is
+    needed, of the convolution's weight.
     """
-
-    @property
-    def needs_sums(self) -> bool:
-        """Whether `batch_norm_grad_input` reads `sums`. If not, it computes the sums itself."""
-        ...
 
     def batch_statistics(self, values: Tensor, statistics: StatisticsOutput) -> None:
         """Writes the statistics over the rows of values, (pixels, channels)."""
@@ -208,13 +191,8 @@ class Kernels(Protocol):
         """Writes conv.output."""
         ...
 
-    def conv1x1_forward_with_statistics(
-        self, conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
-    ) -> AffineInput:
-        """Writes conv.output and its statistics. The mean and inv_std of `norm` are rows of these statistics.
-
-        Returns the input of the convolution after `norm` and `activation`.
-        """
+    def conv1x1_forward_with_statistics(self, conv: Conv1x1, statistics: StatisticsOutput) -> None:
+        """Writes conv.output and its statistics."""
         ...
 
     def conv1x1_backward(
@@ -282,7 +260,7 @@ class Kernels(Protocol):
         ...
 
     def norm_activation_max_pool(
-        self, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool, dtype: torch.dtype
+        self, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool, dtype: torch.dtype
     ) -> Tensor:
         """max_pool(f(norm(values))) of images in `dtype`, in the memory format of `values`.
 
@@ -291,10 +269,10 @@ class Kernels(Protocol):
         ...
 
     def norm_activation_max_pool_reduce(
-        self, grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool
+        self, grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool
     ) -> tuple[Tensor, Gradients]:
         """The indices of the maxima, −1 where a ReLU is inactive, for `norm_activation_max_pool_backward`; and the
-        gradients of the norm and of the activation's weight."""
+        gradients of the norm."""
         ...
 
     def norm_activation_max_pool_backward(
@@ -303,7 +281,7 @@ class Kernels(Protocol):
         indices: Tensor,
         values: Tensor,
         norm: BatchNormAffine,
-        activation: Activation,
+        activation: ActivationSpec,
         pool: MaxPool,
         sums: Gradients,
         count: int,

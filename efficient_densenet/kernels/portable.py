@@ -14,7 +14,7 @@ and returns the gradients of the norm and of the convolution's weight (None wher
 are in the accumulation dtype: float32 for half precisions.
 
 On small inputs a kernel takes the time of its calls of PyTorch. Small inputs have one tile, so that nothing is sliced,
-and use no scratch, which takes longer to find than PyTorch takes to allocate. `few_rows` needs even fewer calls.
+and use no scratch, which takes longer to find than PyTorch takes to allocate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, as_dtype, device_type
 from . import convolution, scratch
-from .activations import Activation
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .interface import (
     AffineInput,
@@ -44,11 +43,9 @@ from .stem import (  # noqa: F401 (the stem's operations in this set)
     norm_activation_max_pool_reduce,
 )
 
-needs_sums = True
-
-Sums = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
-"""grad_weight of a convolution and of an activation, None where there is none; Σ grad and Σ grad · values over the
-rows, (channels,) each. grad is the gradient of the norm's output."""
+Sums = tuple[Tensor | None, Tensor, Tensor]
+"""grad_weight of a convolution, None where there is none; Σ grad and Σ grad · values over the rows, (channels,) each.
+grad is the gradient of the norm's output."""
 
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
@@ -110,7 +107,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     for tile in tiles(input.values, input.dtype):
         grad = rows(grad_output, tile)
         buffer = scratch.take("accumulation_tile", grad.shape, input.dtype, grad.device)
-        sums = _add_partial_sums(sums, (None, None, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
+        sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
     return _finish(sums, input.norm, accumulator)
 
 
@@ -120,13 +117,10 @@ def conv1x1_forward(conv: Conv1x1) -> None:
         _conv1x1_tile(conv, tile)
 
 
-def conv1x1_forward_with_statistics(
-    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
-) -> AffineInput:
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
     """The convolution and its output's statistics."""
     conv1x1_forward(conv)
     batch_statistics(conv.output, statistics)
-    return AffineInput(conv.output, norm, activation)
 
 
 def conv1x1_backward(
@@ -157,11 +151,15 @@ def conv1x1_backward(
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     """conv(y), (pixels, out_channels); padding = dilation keeps the spatial size. A tile holds whole images."""
-    outputs = [
-        to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
-        for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
-    ]
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    output = weight.new_empty(0)
+    for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        part = to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
+        if tile is WHOLE:
+            return part
+        if tile.start == 0:
+            output = part.new_empty(len(input.values), part.shape[1])
+        rows(output, tile).copy_(part)
+    return output
 
 
 def conv3x3_forward_with_statistics(
@@ -251,12 +249,12 @@ def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
 def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `activated`."""
+    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `_activated`."""
     for tile in tiles(input.values, input.dtype, multiple_of):
-        yield tile, *activated(rows(input.values, tile), input, dtype)
+        yield tile, *_activated(rows(input.values, tile), input, dtype)
 
 
-def activated(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _activated(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """f(scale · values + shift) of a tile's values in `dtype`, and a buffer in the accumulation dtype.
 
     The activation is in this buffer unless its dtype differs, so the buffer is free only after the activation's last
@@ -278,7 +276,7 @@ def _affine(values: Tensor, norm: BatchNormAffine) -> Tensor:
 
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
     input, weight, output = conv
-    activation, _ = activated(rows(input.values, tile), input, weight.dtype)
+    activation, _ = _activated(rows(input.values, tile), input, weight.dtype)
     torch.mm(activation, weight.t(), out=rows(output, tile))
 
 
@@ -307,28 +305,26 @@ def _batch_norm_grad_input_tile(
     return as_dtype(grad_input.addcmul_(grad_accum, inv_std), values.dtype)
 
 
-def mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
+def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
     """ReLU's backward in place: zero where the activation is not positive."""
     return _relu_backward(grad, activation, 0, grad_input=grad)
 
 
 def _activation_backward(
     grad: Tensor, activation: Tensor, input: AffineInput, accumulator: GradAccumulator, tile: slice, buffer: Tensor
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Steps 2 to 4 for a tile: the gradient of the activation's weight, and the sums of `_accumulate_grad`. `buffer` is
-    free, or has the activation."""
+) -> tuple[Tensor, Tensor]:
+    """Steps 2 to 4 for a tile: the sums of `_accumulate_grad`. `buffer` is free, or has the activation."""
     if input.activation.is_relu:
-        return None, *_accumulate_grad(mask_inactive(grad, activation), input, accumulator, tile, buffer)
-    grad, grad_weight = grad_before_activation(grad, rows(input.values, tile), input)
-    return grad_weight, *_accumulate_grad(grad, input, accumulator, tile, buffer)
+        grad = _mask_inactive(grad, activation)
+    else:
+        grad = _grad_before_activation(grad, rows(input.values, tile), input)
+    return _accumulate_grad(grad, input, accumulator, tile, buffer)
 
 
-def grad_before_activation(grad: Tensor, values: Tensor, input: AffineInput) -> tuple[Tensor, Tensor | None]:
-    """The gradient of z in the dtype of `grad`, the gradient of y = f(z), and the gradient of the activation's
-    weight."""
+def _grad_before_activation(grad: Tensor, values: Tensor, input: AffineInput) -> Tensor:
+    """The gradient of z in the dtype of `grad`, the gradient of y = f(z)."""
     z = _affine(values, input.norm)
-    grad_z, grad_weight = input.activation.backward(as_dtype(grad, z.dtype), z)
-    return as_dtype(grad_z, grad.dtype), None if grad_weight is None else grad_weight.sum(0)
+    return as_dtype(input.activation.backward(as_dtype(grad, z.dtype), z), grad.dtype)
 
 
 def _accumulate_grad(
@@ -358,11 +354,11 @@ def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
 def _finish(sums: Sums | None, norm: BatchNormAffine, accumulator: GradAccumulator) -> Gradients:
     """After the last tile: the gradients of the norm and of the convolution's weight."""
     assert sums is not None  # there is a tile
-    conv_weight, activation_weight, grad_bias, product_sum = sums
+    conv_weight, grad_bias, product_sum = sums
     grad_weight = norm.grad_weight(grad_bias, product_sum)
     if accumulator.sums is not None:
         accumulator.sums.addcmul_(norm.grad_scale, torch.stack([grad_bias, grad_weight]))
-    return Gradients(grad_weight, grad_bias, conv_weight, activation_weight=activation_weight)
+    return Gradients(grad_weight, grad_bias, conv_weight)
 
 
 def _to_images(matrix: Tensor, tile: slice, shape: torch.Size) -> Tensor:

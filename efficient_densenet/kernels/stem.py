@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, accumulation_dtype, device_type, memory_format_of
 from . import scratch
-from .activations import Activation
+from .activations import ActivationSpec
 from .interface import BatchNormAffine, BatchNormBackward, Gradients, StatisticsOutput
 from .max_pooling import MaxPool
-from .row_tiles import tile_bytes_for
+from .row_tiles import slices, tile_bytes_for
 
 Tile = tuple[slice, slice]
 """A slice of the images, and a slice of their channels."""
@@ -39,7 +39,7 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
 
 
 def norm_activation_max_pool(
-    values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool, dtype: torch.dtype
+    values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool, dtype: torch.dtype
 ) -> Tensor:
     output = None
     for tile in _tiles(values):
@@ -51,34 +51,30 @@ def norm_activation_max_pool(
 
 
 def norm_activation_max_pool_reduce(
-    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool
+    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool
 ) -> tuple[Tensor, Gradients]:
     """Σ g and Σ g · (z − mean) are summed over the maxima only."""
     assert norm.mean is not None
     indices, memory_format, dims = None, memory_format_of(values), _reduced(values)
     grad_sum, product_sum = torch.zeros_like(norm.mean), torch.zeros_like(norm.mean)
-    weight_sum = None if activation.weight is None else torch.zeros_like(norm.mean)
     for tile in _tiles(values):
         maxima, tile_indices = (
             each.contiguous(memory_format=memory_format) for each in _pooled_tile(values, tile, norm, activation, pool)
         )
-        grad, grad_weight = grad_output[tile].to(norm.mean.dtype), None
+        grad = grad_output[tile].to(norm.mean.dtype)
         at_maxima = values[tile].flatten(2).gather(2, tile_indices.flatten(2)).view_as(tile_indices)
         centered = at_maxima - _by_channel(norm.mean, tile, values)
         if activation.is_relu:
             inactive = maxima <= 0
             grad, tile_indices = grad.masked_fill(inactive, 0), tile_indices.masked_fill_(inactive, -1)
         else:
-            grad, grad_weight = _grad_before_activation(grad, centered, values, tile, norm, activation)
+            grad = _grad_before_activation(grad, centered, values, tile, norm, activation)
         grad_sum[tile[1]] += grad.sum(dims)
         product_sum[tile[1]] += centered.mul_(grad).sum(dims)
-        if weight_sum is not None and grad_weight is not None:
-            weight_sum[tile[1]] += grad_weight.sum(dims)
         indices = _empty_pooled(values, maxima, torch.int32) if indices is None else indices
         indices[tile] = tile_indices
     assert indices is not None  # there is a tile
-    grad_norm_weight = _of_centered(norm).grad_weight(grad_sum, product_sum)
-    return indices, Gradients(grad_norm_weight, grad_sum, activation_weight=weight_sum)
+    return indices, Gradients(_of_centered(norm).grad_weight(grad_sum, product_sum), grad_sum)
 
 
 def norm_activation_max_pool_backward(
@@ -86,7 +82,7 @@ def norm_activation_max_pool_backward(
     indices: Tensor,
     values: Tensor,
     norm: BatchNormAffine,
-    activation: Activation,
+    activation: ActivationSpec,
     pool: MaxPool,
     sums: Gradients,
     count: int,
@@ -101,7 +97,7 @@ def norm_activation_max_pool_backward(
         grad = torch.where(active < 0, 0, grad_output[tile].to(centered.dtype))
         grad = pool.backward(grad, active.clamp_min_(0), centered)
         if not activation.is_relu:
-            grad, _ = _grad_before_activation(grad, centered, values, tile, norm, activation)
+            grad = _grad_before_activation(grad, centered, values, tile, norm, activation)
         grad.mul_(_by_channel(grad_scale, tile, values)).addcmul_(centered, _by_channel(slope, tile, values))
         values[tile] = grad.add_(_by_channel(constant, tile, values))
 
@@ -118,16 +114,14 @@ def _grad_coefficients(
 
 
 def _pooled_tile(
-    values: Tensor, tile: Tile, norm: BatchNormAffine, activation: Activation, pool: MaxPool
+    values: Tensor, tile: Tile, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool
 ) -> tuple[Tensor, Tensor]:
     """The maxima of the pooling and their indices, for a tile."""
     assert norm.mean is not None
     buffer = _centered(values, tile, norm.mean, _pooling_format(values, tile))
     # Round before the activation, as plain modules do: rounding makes some values equal, and so changes the indices.
     normalized = _normalized(buffer, values, tile, norm, out=buffer).to(values.dtype)
-    return pool.forward(
-        normalized.clamp_min_(0) if activation.is_relu else _of_tile(activation, tile).forward(normalized)
-    )
+    return pool.forward(normalized.clamp_min_(0) if activation.is_relu else activation.forward(normalized))
 
 
 def _normalized(
@@ -139,17 +133,11 @@ def _normalized(
 
 
 def _grad_before_activation(
-    grad: Tensor, centered: Tensor, values: Tensor, tile: Tile, norm: BatchNormAffine, activation: Activation
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the norm's output, from that of the activation's; and the gradient of the activation's weight
-    before the sum over the pixels."""
+    grad: Tensor, centered: Tensor, values: Tensor, tile: Tile, norm: BatchNormAffine, activation: ActivationSpec
+) -> Tensor:
+    """The gradient of the norm's output, from that of the activation's."""
     normalized = _normalized(centered, values, tile, norm).to(values.dtype).to(grad.dtype)  # rounded as in the forward
-    return _of_tile(activation, tile).backward(grad, normalized)
-
-
-def _of_tile(activation: Activation, tile: Tile) -> Activation:
-    """The same activation for the tile's channels."""
-    return activation if activation.weight is None else activation._replace(weight=activation.weight[tile[1]])
+    return activation.backward(grad, normalized)
 
 
 def _of_centered(norm: BatchNormAffine) -> BatchNormAffine:
@@ -192,17 +180,10 @@ def _reduced(values: Tensor) -> list[int]:
 
 
 def _tiles(values: Tensor) -> Iterator[Tile]:
-    for images in slices(len(values), images_at_once(values, values.shape)):
-        for channels in slices(values.shape[1], _channels_per_tile(values, values.shape)):
+    for images in slices(len(values), images_at_once(values, values.shape), values):
+        for channels in slices(values.shape[1], _channels_per_tile(values, values.shape), values):
             yield images, channels
 
 
 def _channels_per_tile(x: Tensor, shape: torch.Size) -> int:
     return tile_bytes_for(x) // (math.prod(shape[2:]) * accumulation_dtype(x.dtype).itemsize)
-
-
-def slices(count: int, step: int) -> Iterator[slice]:
-    """Slices of `step` of `count` things; one empty slice if there are none."""
-    step = max(1, step)
-    for start in range(0, max(1, count), step):
-        yield slice(start, min(start + step, count))

@@ -45,7 +45,7 @@ class DenseNet(DenseModel):
         out_indices, maps: which maps, as in `features`.
         activation: a name, "relu", "relu6", "leaky_relu", "prelu", "elu", "silu", "gelu" or "mish", or a class or
             function that makes a module: `activation=lambda: nn.LeakyReLU(0.2)`. Modules keep the names `relu0` to
-            `relu5`, under which a PReLU's weights are in the state dict.
+            `relu5`, under which a PReLU's weights are in the state dict; its blocks run by `checkpoint`.
     """
 
     weights_report: WeightsReport  # from `create_model` with weights

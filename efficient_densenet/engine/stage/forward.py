@@ -21,7 +21,7 @@ class StageInputs(NamedTuple):
 
     Attributes:
         x: the stage's input.
-        parameters: five for each norm, as in `NormConv`.
+        parameters: four for each norm, as in `NormConv`.
         running_statistics: running_mean and running_var of each frozen norm.
         dropout_masks: True where a layer's output is kept, (N, growth_rate, *spatial), for each layer with dropout.
         stored: x as the features of an earlier stage and, unless the norms are frozen, their statistics; else empty.
@@ -41,7 +41,7 @@ class Forward:
         self.spec, self.inputs, self.x = spec, inputs, inputs.x
         self.shape = torch.Size([self.x.shape[0], *self.x.shape[2:]])
         features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
-        self.kernels = kernels_for(features, spec.sync_group is not None, spec.activations)
+        self.kernels = kernels_for(features, spec.activations)
         self.statistics = ForwardStatistics(spec, self.kernels, features, *inputs.stored[1:])
         self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype, self.kernels))
         self.bottlenecks: list[Tensor] = []
@@ -56,7 +56,7 @@ class Forward:
         outputs = [] if self.spec.consumer is None else [self._consumer(self.spec.consumer)]
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
 
-    def saved(self) -> list[Tensor]:
+    def computed(self) -> list[Tensor]:
         """The tensors computed for the backward, in the order of `SavedStage`, without `StageInputs.stored`."""
         computed = [self.statistics.features, self.statistics.finish()][len(self.inputs.stored) :]
         count = self.statistics.count
@@ -86,7 +86,7 @@ class Forward:
             norm = self.statistics.frozen_norm(tensors, output, self._running(number))
         else:
             norm = self.statistics.affine(number, tensors)
-        return self.statistics.input(number, norm, tensors.activation(activation))
+        return self.statistics.input(number, norm, activation)
 
     def _running(self, number: int) -> Sequence[Tensor]:
         """running_mean and running_var of a frozen norm."""
@@ -121,15 +121,14 @@ class Forward:
         conv = bottleneck_conv(input, self._weight(first).flatten(1), layer.keep_bottleneck)
         if layer.keep_bottleneck:
             self.bottlenecks.append(conv.output)
-        output, activation = self.statistics.output(number + 1, layer.norm2_eps), second.activation(layer.activation2)
+        output = self.statistics.output(number + 1, layer.norm2_eps)
         if layer.norm2_frozen:
             self.kernels.conv1x1_forward(conv)
             norm = self.statistics.frozen_norm(second, output, self._running(number + 1), first.conv_bias)
-            return AffineInput(conv.output, norm, activation)
-        norm = self.statistics.own_norm(second, output)
-        normalized = self.kernels.conv1x1_forward_with_statistics(conv, output, norm, activation)
+            return AffineInput(conv.output, norm, layer.activation2)
+        self.kernels.conv1x1_forward_with_statistics(conv, output)
         self.statistics.synchronize(output)
-        return normalized
+        return AffineInput(conv.output, self.statistics.own_norm(second, output), layer.activation2)
 
     def _consumer(self, consumer: ConsumerSpec) -> Tensor:
         number, shape = self.spec.consumer_norm, self.shape

@@ -12,11 +12,12 @@ from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
 from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
-from ..library import run_operator
+from ..operator import run_operator
 from ..parts import BlockParts, ConsumerParts, LayerParts, activation_spec, weight_and_bias
 from ..sharded import run_inside
-from .autograd import stage, stored_features
+from .block_features import remember_features, stored_features
 from .forward import StageInputs
+from .operator import STAGE
 from .running_statistics import NormUpdate, update_running_statistics
 from .spec import ConsumerSpec, LayerSpec, StageSpec, shared_spec
 
@@ -61,7 +62,7 @@ class StagePlan:
 
     Attributes:
         spec: the settings of the modules.
-        tensors: the parameters of the modules, five for each norm, as in `NormConv`.
+        tensors: the parameters of the modules, four for each norm, as in `NormConv`.
         running_statistics: running_mean and running_var of each frozen norm.
         updates: the norms with batch statistics.
     """
@@ -79,16 +80,10 @@ class StagePlan:
         self.tensors: list[Tensor | None] = []
         self.running_statistics: list[Tensor] = []
         self.updates: list[NormUpdate] = []
-        units = [
-            (norm, conv, layer.activation(i))
-            for layer in self.layers
-            for i, (norm, conv) in enumerate(zip(layer.norms, layer.convolutions, strict=True))
-        ]
-        units += [] if consumer is None else [(consumer.norm, consumer.conv, consumer.activation)]
+        units = [unit for layer in self.layers for unit in zip(layer.norms, layer.convolutions, strict=True)]
+        units += [] if consumer is None else [(consumer.norm, consumer.conv)]
         bias = None
-        for (norm, conv, activation), columns, frozen in zip(
-            units, self.spec.norm_columns, self.spec.norms_frozen, strict=True
-        ):
+        for (norm, conv), columns, frozen in zip(units, self.spec.norm_columns, self.spec.norms_frozen, strict=True):
             weight, norm_bias = weight_and_bias(norm)
             if frozen:
                 self.running_statistics += [norm.running_mean, norm.running_var]
@@ -97,7 +92,7 @@ class StagePlan:
             else:
                 self.updates.append(NormUpdate(norm, columns, bias))
             conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
-            self.tensors += [weight, norm_bias, conv_weight, bias, getattr(activation, "weight", None)]
+            self.tensors += [weight, norm_bias, conv_weight, bias]
 
     def apply(self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """The consumer's output, the block's output, or both, with `tensors` as the plan's parameters.
@@ -105,10 +100,13 @@ class StagePlan:
         `stored` are features that a block has stored already, and their statistics.
         """
         inputs = StageInputs(x, tensors, self.running_statistics, self.dropout_masks(x), stored)
-        results = run_operator("stage", stage, self.spec, inputs)
+        results = run_operator(STAGE, self.spec, inputs)
         count = self.spec.num_outputs
+        features, statistics, *_ = *stored, *results[count:]
+        if not torch.compiler.is_compiling():
+            remember_features(self.spec, results[0], features, statistics)
         if self.updates:
-            update_running_statistics(self.updates, [*stored, *results[count:]][1])
+            update_running_statistics(self.updates, statistics)
         return tuple(results[:count])
 
     def dropout_masks(self, x: Tensor) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._compilers import cached_in_eager_mode, constant_to_compilers
 from ..._tensors import CHANNELS_LAST
-from ...kernels.activations import Activation, ActivationSpec
+from ...kernels.activations import ActivationSpec
 
 
 class LayerSpec(NamedTuple):
@@ -64,20 +64,13 @@ def columns_of(matrix: Tensor, columns: slice) -> Tensor:
 
 
 class NormConv(NamedTuple):
-    """The tensors of a norm, of the convolution after it and of the activation between them.
-
-    The convolution's bias may be None; a norm alone has no convolution either. Only a PReLU has a weight.
-    """
+    """The tensors of a norm and of the convolution after it. A norm alone has no convolution, a convolution perhaps no
+    bias."""
 
     norm_weight: Tensor
     norm_bias: Tensor
     conv_weight: Any
     conv_bias: Tensor | None
-    activation_weight: Tensor | None
-
-    def activation(self, spec: ActivationSpec) -> Activation:
-        """The activation with these settings."""
-        return spec.of_channels(self.activation_weight, self.norm_weight.shape[0])
 
 
 @dataclass
@@ -128,7 +121,8 @@ class StageSpec:
         self._encoded: str | None = None
         self.torch_dtype: torch.dtype = getattr(torch, self.dtype)
         self.order = ChannelOrder(self.channels_read(len(self.layers)), self.newest_first)
-        self.output_order = self.order._replace(first=self.in_channels if self.new_features_only else 0)
+        first = self.in_channels if self.new_features_only else 0
+        self.output_order = ChannelOrder(self.order.total, self.newest_first, first)
         self.num_output_channels = self.output_order.total - self.output_order.first
         self.returns_features = self.return_features or self.consumer is None
         self.num_outputs = (self.consumer is not None) + self.returns_features
@@ -206,7 +200,7 @@ class StageSpec:
         return views
 
     def layer_tensors(self, i: int) -> slice:
-        """The slice of the stage's parameters that layer i has: five for each norm, as in `NormConv`."""
+        """The slice of the stage's parameters that layer i has: four for each norm, as in `NormConv`."""
         return _tensors(self.layer_norms[i])
 
     @property
@@ -284,15 +278,6 @@ class SavedStage(NamedTuple):
     bottlenecks: Sequence[Tensor]
     dropout_masks: Sequence[Tensor]
     parameters: Sequence[Tensor | None]
-
-    @classmethod
-    def of(cls, spec: StageSpec, tensors: Sequence[Any]) -> "SavedStage":
-        """From features, statistics, `count` if there is one, bottlenecks, masks and parameters in one list."""
-        features, statistics, *rest = tensors
-        count = rest.pop(0) if spec.has_count else None
-        start = sum(layer.keep_bottleneck for layer in spec.layers)
-        stop = start + sum(1 for layer in spec.layers if layer.drop_rate)
-        return cls(features, statistics, count, rest[:start], rest[start:stop], rest[stop:])
 
 
 def norm_convs(tensors: Sequence[Any]) -> list[NormConv]:

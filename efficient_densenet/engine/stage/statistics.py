@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._tensors import accumulation_dtype, device_type
-from ...kernels.activations import Activation
+from ...kernels.activations import ActivationSpec
 from ...kernels.interface import (
     INV_STD,
     MEAN,
@@ -41,7 +41,7 @@ class _FeatureStatistics:
         weight, bias, *_ = tensors
         return BatchNormAffine(weight, bias, self.inv_std[self.spec.feature_columns[number]])
 
-    def input(self, number: int, norm: BatchNormAffine, activation: Activation) -> AffineInput:
+    def input(self, number: int, norm: BatchNormAffine, activation: ActivationSpec) -> AffineInput:
         """The input of the convolution after norm `number`, a norm of the features, and its activation."""
         return AffineInput(columns_of(self.features, self.spec.feature_columns[number]), norm, activation)
 
@@ -144,7 +144,6 @@ class BackwardStatistics(_FeatureStatistics):
         matrix: Tensor,
         count: Count | None,
         tensors: Sequence[NormConv],
-        needs_sums: bool,
     ) -> None:
         self.spec, self.features, self.dtype = spec, features, matrix.dtype
         self.sync_group = SyncGroup.named(spec.sync_group)
@@ -158,7 +157,6 @@ class BackwardStatistics(_FeatureStatistics):
             for norm, i in spec.own_positions.items()
         }
         self._segments = () if spec.frozen else tuple(zip(spec.segments(features), inv_stds, sums, strict=False))
-        self._needs_sums = needs_sums and not spec.frozen
 
     def norm(self, number: int, tensors: NormConv) -> BatchNormAffine:
         """The affine map of norm `number`, a norm of the features."""
@@ -175,13 +173,11 @@ class BackwardStatistics(_FeatureStatistics):
 
     def sums_of_features(self, number: int) -> Tensor | None:
         """Where γ · grad_bias and γ · grad_weight of norm `number`, a norm of the features, are added; or None."""
-        return columns_of(self.sums, self.spec.feature_columns[number]) if self._needs_sums else None
+        return columns_of(self.sums, self.spec.feature_columns[number]) if not self.spec.frozen else None
 
     def grad_input(self, segment: int, grad_accum: Tensor) -> BatchNormBackward:
         """The gradient of a segment whose last consumer is done, from the sum of the consumers' gradients."""
         features, inv_std, sums = self._segments[segment]
-        if not self._needs_sums:
-            return BatchNormBackward(features, grad_accum, inv_std)
         return self._grad_input(features, grad_accum, (inv_std, None), sums)
 
     def own_grad_input(self, number: int, values: Tensor, grad_accum: Tensor) -> BatchNormBackward:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..._tensors import as_dtype, memory_format_of
-from ...kernels.activations import Activation
 from ...kernels.interface import BatchNormAffine, Gradients
 from ...norms.sync_batch_norm import SyncGroup
 from .forward import Convolved
@@ -16,19 +15,19 @@ def backward(
     convolved: Convolved,
     grad_output: Tensor,
     norm: BatchNormAffine,
-    activation: Activation,
     count: Tensor | None,
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, norm.weight, norm.bias, conv.weight, conv.bias and the activation's weight, for each channel.
+    """The gradients of x, norm.weight, norm.bias, conv.weight and conv.bias.
 
     `needs_grad` says which of them are needed; `count` is the number of values per channel in a sync group. The
     gradient of the convolution's output is written over the output.
     """
-    values, pool, kernels = convolved.values, convolved.spec.pool, convolved.kernels
+    values, kernels = convolved.values, convolved.kernels
+    activation, pool = convolved.spec.activation, convolved.spec.pool
     grad_output = grad_output.contiguous(memory_format=memory_format_of(values))  # once, for both kernels
     indices, grads = kernels.norm_activation_max_pool_reduce(grad_output, values, norm, activation, pool)
-    needs_grad_input, _, _, needs_grad_weight, needs_grad_bias, _ = needs_grad
+    needs_grad_input, _, _, needs_grad_weight, needs_grad_bias = needs_grad
     grad_input, grad_weight = None, None
     if needs_grad_input or needs_grad_weight:
         sums = grads, convolved.count
@@ -37,7 +36,7 @@ def backward(
         kernels.norm_activation_max_pool_backward(grad_output, indices, values, norm, activation, pool, *sums)
         grad_input, grad_weight = _conv_backward(convolved, needs_grad_input, needs_grad_weight)
     grad_bias = norm.grad_conv_bias(grads.norm_bias) if needs_grad_bias else None
-    return grad_input, grads.norm_weight, grads.norm_bias, grad_weight, grad_bias, grads.activation_weight
+    return grad_input, grads.norm_weight, grads.norm_bias, grad_weight, grad_bias
 
 
 def _sums_of_processes(grads: Gradients, count: Tensor, sync_group: SyncGroup | None) -> Gradients:

@@ -44,14 +44,14 @@ def _relu_backward_pixel(input, accumulator, row, left, grad_output, grads, prod
 
 
 @inlined
-def _relu_backward_row(conv, thread, row, left, grad_output, grads, products, zero):
+def _relu_backward_row(conv, row, left, grad_output, grads, products, zero):
     """Accumulate the gradient of one pixel, masked by the ReLU."""
     prefetch_row(conv.accumulator.grad_accum, row, conv.gradients.channels)
     _relu_backward_pixel(conv.input, conv.accumulator, row, left, grad_output, grads, products, zero)
 
 
 @inlined
-def _pooled_relu_backward_row(pooled, thread, row, left, grad_output, grads, products, zero):
+def _pooled_relu_backward_row(pooled, row, left, grad_output, grads, products, zero):
     """Accumulate the gradient of every pixel in an output pixel's window, masked by the ReLU."""
     conv, images = pooled.conv, pooled.images
     first = first_pixel(row, images)
@@ -63,7 +63,7 @@ def _pooled_relu_backward_row(pooled, thread, row, left, grad_output, grads, pro
 
 
 @inlined
-def _affine_backward_row(affine, thread, row, left, grad_output, grads, products, zero):
+def _affine_backward_row(affine, row, left, grad_output, grads, products, zero):
     """Accumulate the gradient of one pixel, without a ReLU."""
     width, overwrite = len(grad_output), affine.accumulator.overwrite
     prefetch_row(affine.accumulator.grad_accum, row, affine.gradients.channels)
@@ -80,18 +80,12 @@ def _affine_backward_row(affine, thread, row, left, grad_output, grads, products
 
 
 @inlined
-def _formula_backward_pixel(conv, thread, row, left, grad_output, grads, products, zero):
-    """Accumulate the gradient of one pixel, times the activation's derivative; and the gradient of its weight."""
+def _formula_backward_pixel(conv, row, left, grad_output, grads, products, zero):
+    """Accumulate the gradient of one pixel, times the activation's derivative."""
     input, accumulator, width, buffer = conv.input, conv.accumulator, len(grad_output), row_buffer(zero)
-    overwrite, weight_sums = accumulator.overwrite, conv.activation_weight
-    if weight_sums.result:
-        z = normalized_row(input, row, left, width, buffer, zero)
-        apply_formula(input.activation.weight_derivative, input.activation, left, width, buffer, zero)
-        sums = elements(weight_sums.partials, thread * input.channels + left, width, 1.0)
-        for j in range(width):
-            sums[j] += grad_output[j] * z[j]
+    overwrite = accumulator.overwrite
     derivative = normalized_row(input, row, left, width, buffer, zero)
-    apply_formula(input.activation.derivative, input.activation, left, width, buffer, zero)
+    apply_formula(input.activation.derivative, input.activation, width, buffer, zero)
     values, grad_accum = row_of(input.values, row, left, width), row_of(accumulator.grad_accum, row, left, width)
     grad_scale = elements(accumulator.grad_scale, left, width, zero)
     for j in range(width):
@@ -102,21 +96,21 @@ def _formula_backward_pixel(conv, thread, row, left, grad_output, grads, product
 
 
 @inlined
-def _formula_backward_row(conv, thread, row, left, grad_output, grads, products, zero):
+def _formula_backward_row(conv, row, left, grad_output, grads, products, zero):
     """Accumulate the gradient of one pixel."""
     prefetch_row(conv.accumulator.grad_accum, row, conv.gradients.channels)
-    _formula_backward_pixel(conv, thread, row, left, grad_output, grads, products, zero)
+    _formula_backward_pixel(conv, row, left, grad_output, grads, products, zero)
 
 
 @inlined
-def _pooled_formula_backward_row(pooled, thread, row, left, grad_output, grads, products, zero):
+def _pooled_formula_backward_row(pooled, row, left, grad_output, grads, products, zero):
     conv, images = pooled.conv, pooled.images
     first = first_pixel(row, images)
     for i in range(images.has_depth + 1):
         for k in range(images.has_height + 1):
             for pixel in range(first, first + 2):
                 pixel += (i * images.height + k) * images.width
-                _formula_backward_pixel(conv, thread, pixel, left, grad_output, grads, products, zero)
+                _formula_backward_pixel(conv, pixel, left, grad_output, grads, products, zero)
 
 
 def _accumulation(backward_row):
@@ -137,7 +131,7 @@ def _accumulation(backward_row):
                     grads[j] = products[j] = 0
                 for row in range(begin, min(begin + run, stop)):
                     grad = elements(grad_output, (row - start) * stride + left, width, element)
-                    backward_row(args, thread, row, left, grad, grads, products, zero)
+                    backward_row(args, row, left, grad, grads, products, zero)
                 for j in range(width):
                     sum_of_grads[j] += grads[j]
                     sum_of_products[j] += products[j]
@@ -170,28 +164,6 @@ def accumulate_pooled_grad(pooled, thread, start, stop, grad_output, stride, zer
         _accumulate_pooled_formula_grad(pooled, sums, run, thread, start, stop, grad_output, stride, zero, zero)
     else:
         _accumulate_pooled_relu_grad(pooled, sums, run, thread, start, stop, grad_output, stride, zero, zero)
-
-
-@compiled
-def clear_weight_sums(conv, thread):
-    """Clear the thread's sums for the gradient of the activation's weight."""
-    if conv.activation_weight.result:
-        clear(conv.activation_weight.partials + thread * conv.input.channels * 8, conv.input.channels, 1.0)
-
-
-@compiled
-def reduce_weight_sums(conv, thread, threads, zero):
-    """Add up the gradient of the activation's weight of all threads. Each thread has some of the channels."""
-    if conv.activation_weight.result:
-        channels = conv.input.channels
-        result = elements(conv.activation_weight.result, 0, channels, zero)
-        partials = elements(conv.activation_weight.partials, 0, threads * channels, 1.0)
-        first, last = partition(channels, thread, threads)
-        for j in range(first, last):
-            total = 0.0
-            for i in range(threads):
-                total += partials[i * channels + j]
-            result[j] = total
 
 
 @compiled

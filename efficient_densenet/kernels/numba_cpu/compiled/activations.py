@@ -12,14 +12,14 @@ import torch
 from ...activations import TABLE, bound
 from ..host.compilation import ARITHMETIC, CompiledKernel, Kernel, compile_kernel, subroutine
 from .intrinsics import call_subroutine, inlined, stack_bytes
-from .memory import elements, offset, row_of
+from .memory import elements, row_of
 from .vector_math import functions_for, in_dtype
 
 ROW = 256
 """The most channels of a row that are computed at once, on the stack."""
 
-FORMULAS = "formula", "derivative", "weight_derivative"
-"""The subroutines of an activation; the last is for its weight."""
+FORMULAS = "formula", "derivative"
+"""The subroutines of an activation."""
 
 row_buffer = stack_bytes(ROW * 8)
 
@@ -35,17 +35,16 @@ def _subroutine(name: str, formula: str, dtype: torch.dtype) -> Kernel:
     numpy_dtype, definition = np.dtype(str(dtype).removeprefix("torch.")), TABLE[name]
     functions = functions_for(numpy_dtype)
     function = in_dtype(bound(getattr(definition, formula), functions, functions.expm1), numpy_dtype)
-    has_weight = definition.weight_derivative is not None
 
-    def apply(row, count, weight, constants, zero):
+    def apply(row, count, constants, zero):
         """row = formula(row) of `count` channels."""
-        values, weights = elements(row, 0, count, zero), elements(weight, 0, count, zero)
+        values = elements(row, 0, count, zero)
         a, b = elements(constants, 0, 1, zero)[0], elements(constants, 1, 1, zero)[0]
         for j in range(count):
-            values[j] = function(values[j], weights[j] if has_weight else zero, a, b)
+            values[j] = function(values[j], a, b)
 
     apply.__name__ = apply.__qualname__ = f"{name}_{formula}"
-    return subroutine(integers=4)(apply)
+    return subroutine(integers=3)(apply)
 
 
 @inlined
@@ -59,7 +58,6 @@ def normalized_row(input, row, left, width, buffer, zero):
 
 
 @inlined
-def apply_formula(formula, activation, left, width, buffer, zero):
+def apply_formula(formula, activation, width, buffer, zero):
     """Apply a formula of the activation, its address, to the buffer."""
-    weight = offset(activation.weight, left, zero)
-    call_subroutine(formula, (buffer, width, weight, activation.constants, zero))
+    call_subroutine(formula, (buffer, width, activation.constants, zero))

@@ -62,7 +62,7 @@ def _affine_formula(input, start, stop, activation, operand, zero):
         for left in range(0, channels, ROW):
             width = min(ROW, channels - left)
             y = normalized_row(input, row, left, width, buffer, zero)
-            apply_formula(input.activation.formula, input.activation, left, width, buffer, zero)
+            apply_formula(input.activation.formula, input.activation, width, buffer, zero)
             output = elements(activation, (row - start) * stride + left, width, operand)
             for j in range(width):
                 output[j] = y[j]

@@ -5,19 +5,16 @@ own partial sums, which all threads reduce after a barrier. A tile's intermediat
 and so in its L1 and L2 caches.
 """
 
-import torch
 from numba import carray
 
 from ..host import arguments
-from ..host.compilation import compile_kernel, kernel
+from ..host.compilation import kernel
 from .accumulation import (
     accumulate_affine_grad,
     accumulate_grad,
     accumulate_pooled_grad,
     clear_sums,
-    clear_weight_sums,
     reduce_sums,
-    reduce_weight_sums,
     sum_run,
 )
 from .affine import affine_activation, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
@@ -30,7 +27,7 @@ from .convolution import (
     reduce_grad_weight,
     weight_columns,
 )
-from .gemm import gemm, pack_weight
+from .gemm import pack_weight
 from .im2col import col2im, im2col
 from .intrinsics import compiled
 from .memory import buffer_stride_of, convert, copy, offset, pad_cells, stride_of
@@ -185,7 +182,6 @@ def conv1x1_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
-    clear_weight_sums(conv, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     if following.output.data:
@@ -206,7 +202,6 @@ def conv1x1_backward(record):
             conv1x1_product(following, start, stop, activation, grad, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
-    reduce_weight_sums(conv, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
@@ -226,7 +221,6 @@ def conv3x3_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
-    clear_weight_sums(conv, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
@@ -241,7 +235,6 @@ def conv3x3_backward(record):
         accumulate_grad(conv, thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
-    reduce_weight_sums(conv, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
@@ -262,7 +255,6 @@ def pooled_conv1x1_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
-    clear_weight_sums(conv, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
     barrier(args.openmp)
@@ -280,7 +272,6 @@ def pooled_conv1x1_backward(record):
         accumulate_pooled_grad(args, thread, start, stop, activation, grad_stride, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
-    reduce_weight_sums(conv, thread, threads, zero)
     if conv.grad_weight.result:
         reduce_grad_weight(conv, thread, threads, zero)
 
@@ -306,7 +297,8 @@ def _row_buffer(scratch, thread, count, zero):
     return offset(scratch.data, (thread + 1) * scratch.thread_stride - count, zero)
 
 
-def check() -> None:
-    """Raise Numba's exception if it cannot compile kernels."""
-    compile_kernel(gemm, torch.float32)
-    compile_kernel(conv1x1_backward, torch.float32)
+ALL = (
+    *(conv1x1_backward, pooled_conv1x1_backward, conv1x1_forward, conv3x3_backward, conv3x3_forward),
+    *(batch_statistics, pooled_conv1x1_forward, affine_backward, batch_norm_grad_input),
+)
+"""All kernels. Those that take the longest to compile come first."""

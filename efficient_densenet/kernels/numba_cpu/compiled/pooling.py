@@ -51,6 +51,6 @@ def _add_formula(input, row, channels, output, fraction, zero):
     for left in range(0, channels, ROW):
         width = min(ROW, channels - left)
         y = normalized_row(input, row, left, width, buffer, zero)
-        apply_formula(input.activation.formula, input.activation, left, width, buffer, zero)
+        apply_formula(input.activation.formula, input.activation, width, buffer, zero)
         for j in range(width):
             output[left + j] += y[j] * fraction

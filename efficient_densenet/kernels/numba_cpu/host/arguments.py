@@ -94,13 +94,11 @@ class Norm:
 
 
 class ActivationRecord:
-    """Addresses of the subroutines with the activation's formulas, of its weight (channels,) and of its two constants,
-    all in the dtype of the arithmetic. It is absent for a ReLU."""
+    """Addresses of the subroutines with the activation's formulas and of its two constants, in the dtype of the
+    arithmetic. It is absent for a ReLU."""
 
     formula: Address
     derivative: Address
-    weight_derivative: Address | None
-    weight: Address | None
     constants: Address
 
 
@@ -187,14 +185,6 @@ class GradWeight:
     result: Address
 
 
-class WeightSums:
-    """The gradient of the activation's weight (channels,), and each thread's partial sums (threads, channels) in
-    float64."""
-
-    partials: Address
-    result: Address
-
-
 class GradAccumulatorRecord:
     """grad_accum += grad_scale · grad, or `=` with `overwrite`."""
 
@@ -256,15 +246,13 @@ class Images:
 
 
 class ConvBackward:
-    """The arguments of the backward of every convolution. `grad_weight` is absent where it is not needed, and
-    `activation_weight` where the activation has no weight."""
+    """The arguments of the backward of every convolution. `grad_weight` is absent where it is not needed."""
 
     input: AffineInputRecord
     weight: PackedWeight
     accumulator: GradAccumulatorRecord
     gradients: NormGradients
     grad_weight: GradWeight | None
-    activation_weight: WeightSums | None
 
 
 class BatchStatisticsArguments:

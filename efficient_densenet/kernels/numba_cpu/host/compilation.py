@@ -101,8 +101,10 @@ class CompiledKernel:
         return ctypes.CFUNCTYPE(None, *arguments)(self.address)
 
 
-_lock = threading.RLock()
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+lock = threading.RLock()
+"""Held by the thread that compiles."""
+
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
@@ -111,15 +113,14 @@ def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | No
     `operand` is the dtype of the operands of products, by default the dtype of the arithmetic. Threads that call this
     at the same time get the same kernel.
     """
-    with _lock:
+    with lock:
         return load_or_compile(kernel, dtype, operand)
 
 
 @functools.cache
 def load_or_compile(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
     """`compile_kernel`, for one thread at a time."""
-    arithmetic = ARITHMETIC[dtype]
-    signature = kernel.signature(*(_numpy_dtype(each) for each in (arithmetic, dtype, operand or arithmetic)))
+    signature = _signature(kernel, dtype, operand)
     name, key = kernel.function.__name__, _key(kernel.function, signature)
     stored = disk_cache.load(name, key)
     if stored is not None:
@@ -128,6 +129,17 @@ def load_or_compile(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | N
     file = _compile(kernel.function, signature)
     disk_cache.store(name, key, b"\0".join(file))
     return CompiledKernel(file, signature, from_disk=False)
+
+
+def is_stored(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> bool:
+    """Whether `compile_kernel` would load the kernel from disk."""
+    key = _key(kernel.function, _signature(kernel, dtype, operand))
+    return disk_cache.load(kernel.function.__name__, key) is not None
+
+
+def _signature(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None) -> Signature:
+    arithmetic = ARITHMETIC[dtype]
+    return kernel.signature(*(_numpy_dtype(each) for each in (arithmetic, dtype, operand or arithmetic)))
 
 
 def _compile(function: Callable, signature: Signature) -> ObjectFile:

@@ -14,12 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...._tensors import as_dtype
 from ... import portable, scratch
-from ...activations import TABLE, Activation
 from ...interface import (
     AffineInput,
-    BatchNormAffine,
     BatchNormBackward,
     Conv1x1,
     GradAccumulator,
@@ -36,8 +33,6 @@ from .launch import gemm_address, launch, openmp_functions
 from .products import product_of
 from .records import absent
 from .tiling import Tiles
-
-needs_sums = True
 
 affine_forward = portable.affine_forward
 arranged_weights = portable.arranged_weights
@@ -103,13 +98,11 @@ def conv1x1_forward(conv: Conv1x1) -> None:
     return _conv1x1(conv, None)
 
 
-def conv1x1_forward_with_statistics(
-    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
-) -> AffineInput:
-    if not _supported(conv.input, conv.weight):
-        return portable.conv1x1_forward_with_statistics(conv, statistics, norm, activation)
-    _conv1x1(conv, statistics)
-    return AffineInput(conv.output, norm, activation)
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
+    if _supported(conv.input, conv.weight):
+        _conv1x1(conv, statistics)
+    else:
+        portable.conv1x1_forward_with_statistics(conv, statistics)
 
 
 def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
@@ -135,8 +128,7 @@ def conv1x1_backward(
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
-    has_weight_sums = input.activation.weight is not None
-    tiles = tiling.for_backward(*_limits(), *settings, has_weight_sums=has_weight_sums)
+    tiles = tiling.for_backward(*_limits(), *settings)
     grads, memory = _new_gradients(input, accumulator, weight), _scratch(tiles, weight)
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
     record = (
@@ -199,7 +191,7 @@ def conv3x3_backward(
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
     rows, grads = input.values.shape[0], _new_gradients(input, accumulator, weight)
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight
-    tiles = tiling.for_backward(*_limits(), *settings, has_weight_sums=input.activation.weight is not None)
+    tiles = tiling.for_backward(*_limits(), *settings)
     memory = _scratch(tiles, weight)
     record = (
         *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
@@ -241,7 +233,7 @@ def pooled_conv1x1_backward(
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
     rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
     settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window
-    tiles = tiling.for_backward(*_limits(), *settings, has_weight_sums=input.activation.weight is not None)
+    tiles = tiling.for_backward(*_limits(), *settings)
     grads = _new_gradients(input, accumulator, weight)
     memory = _scratch(tiles, weight)
     record = (
@@ -308,8 +300,7 @@ def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Ten
     conv_weight, dtype = None, ARITHMETIC[weight.dtype]
     if accumulator.needs_grad_weight:
         conv_weight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-    activation_weight = None if input.activation.weight is None else torch.empty_like(norm_bias)
-    return Gradients(norm_weight, norm_bias, conv_weight, activation_weight=activation_weight)
+    return Gradients(norm_weight, norm_bias, conv_weight)
 
 
 def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tiles) -> Fields:
@@ -353,28 +344,17 @@ def _conv_backward(
         *arguments.GradAccumulatorRecord.of(accumulator, input.norm, start + tiles.vectors),
         *arguments.NormGradients.of(grads, accumulator.sums, input.norm, start + tiles.partials),
         *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
-        *_weight_sums(input, grads, start + tiles.partials, tiles),
     )
-
-
-def _weight_sums(input: AffineInput, grads: Gradients, partials: int, tiles: Tiles) -> Fields:
-    """Their partials come after the two sums for the norm."""
-    if grads.activation_weight is None:
-        return absent(arguments.WeightSums)
-    return partials + 2 * 8 * tiles.threads * input.values.shape[1], grads.activation_weight
 
 
 def _activation(input: AffineInput, dtype: torch.dtype) -> Fields:
     activation = input.activation
     if activation.is_relu or input.values.is_meta:
         return absent(arguments.ActivationRecord)
-    weight = 0 if activation.weight is None else as_dtype(activation.weight, input.dtype).contiguous()
-    return *_formulas(activation.spec.name, dtype), weight, _numbers(activation.spec[1:], input.dtype)[0]
+    return *_formulas(activation.name, dtype), _numbers(activation[1:], input.dtype)[0]
 
 
 @functools.cache
 def _formulas(name: str, dtype: torch.dtype) -> Fields:
-    """The addresses of the activation's formula, its derivative and the derivative by its weight, if it has one."""
-    formulas = [each for each in FORMULAS if getattr(TABLE[name], each) is not None]
-    addresses = [compiled_formula(name, each, dtype).address for each in formulas]
-    return *addresses, *(0,) * (len(FORMULAS) - len(formulas))
+    """The addresses of the activation's formula and of its derivative."""
+    return tuple(compiled_formula(name, each, dtype).address for each in FORMULAS)

@@ -118,10 +118,9 @@ def for_backward(
     needs_grad_weight: bool,
     window: int = 1,
     next_weight: torch.Size | None = None,
-    has_weight_sums: bool = False,
 ) -> Tiles:
     """For the backward of a convolution with a weight of this shape, and of the next bottleneck if there is one, whose
-    weight is no larger. `has_weight_sums` says that the activation has a weight, of which partials are summed too."""
+    weight is no larger."""
     out_channels, in_channels, taps = conv_sizes(weight)
     columns, in_columns = (whole_panels(each, itemsize) for each in (taps * out_channels, in_channels))
     threads = num_threads(tile, threads, rows)
@@ -133,7 +132,7 @@ def for_backward(
         *(threads, tile_rows, itemsize, tile_rows * per_row + row_sums),
         panels=taps * out_channels * in_columns,
         next_panels=0 if next_weight is None else next_weight[1] * whole_panels(next_weight[0], itemsize),
-        partials=(2 + has_weight_sums) * in_channels,
+        partials=2 * in_channels,
         grad_weight=in_channels * columns if needs_grad_weight else 0,
         vectors=2 * in_channels,
         next_vectors=0 if next_weight is None else 2 * next_weight[1],

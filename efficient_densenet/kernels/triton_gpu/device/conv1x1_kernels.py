@@ -10,7 +10,7 @@ launch.
 import triton
 import triton.language as tl
 
-from .activations import activate, activation_weight_gradient, grad_before_activation, load_activation_weight
+from .activations import activate, grad_before_activation
 from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, store_pair
 from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
@@ -27,7 +27,6 @@ def conv1x1_forward(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     weight,
     num_rows,
     channels,
@@ -63,8 +62,7 @@ def conv1x1_forward(
         x = tl.load(values + offsets(row, values_stride, channel), row_mask & channel_mask[None, :], 0.0).to(tl.float32)
         w = tl.load(weight + offsets(out_channel, channels, channel), out_mask[:, None] & channel_mask[None, :], 0.0)
         scale, shift = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
-        alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
-        activation = as_operand(activate(x * scale + shift, alpha, ACTIVATION, A, B), w, PRECISION)
+        activation = as_operand(activate(x * scale + shift, ACTIVATION, A, B), w, PRECISION)
         total = tl.dot(activation, tl.trans(as_operand(w, w, PRECISION)), total, input_precision=PRECISION)
     result = total.to(output.dtype.element_ty)
     tl.store(output + offsets(row, OUT_STRIDE, out_channel), result, row_mask & out_mask[None, :])
@@ -122,7 +120,6 @@ def conv1x1_backward(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     weight,
     inv_count,
     num_rows,
@@ -155,7 +152,7 @@ def conv1x1_backward(
     which is then passed as `output` too.
     g = (grad_output @ weight[out_channels, channels]) · f'(z) exists a tile at a time:
     grad_accum += grad_scale · g (`=` with OVERWRITE),
-    partial_sums[splits, 2 or 3, channels] = Σ g, Σ g · values and, of a PReLU, the gradient of its weight,
+    partial_sums[splits, 2, channels] = Σ g and Σ g · values,
     partial_grad_weight[splits, OUT_STRIDE, channels] = grad_output.T @ y (split-K). Grid: (channel tiles, splits).
 
     The output channels come in two parts, BLOCK_OUT and BLOCK_REST, so that 192 channels need not be padded to 256.
@@ -166,7 +163,6 @@ def conv1x1_backward(
     channel_mask = channel < channels
     scale, shift = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     accum_scale = scale if FROZEN else load_vector(norm_weight, channel, channel_mask)
-    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     tile_row = tl.arange(0, BLOCK_ROWS)
 
     out = tl.arange(0, BLOCK_OUT)
@@ -191,8 +187,6 @@ def conv1x1_backward(
 
     grad_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
     product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
-    if ACTIVATION == "prelu":
-        alpha_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         first = tl.cast(start, tl.int64)
         row_mask = (tile_row < num_rows - start)[:, None]
@@ -200,7 +194,7 @@ def conv1x1_backward(
         out_tile, out_accum_tile = output + first * OUT_STRIDE, output_grad_accum + first * OUT_STRIDE
         x = tl.load(values + first * values_stride + tile_offsets(tile_row, values_stride, channel), mask, 0.0)
         z = x.to(tl.float32) * scale + shift
-        activation = activate(z, alpha, ACTIVATION, A, B)
+        activation = activate(z, ACTIVATION, A, B)
         y = as_operand(activation, w, PRECISION)
         offset, tile_mask = tile_offsets(tile_row, OUT_STRIDE, out), row_mask & out_mask[None, :]
         grad_out = grad_output_operand(out_tile, out_accum_tile, offset, tile_mask, a, b, c, w, PRECISION)
@@ -215,9 +209,7 @@ def conv1x1_backward(
             if NEEDS_GRAD_WEIGHT:
                 grad_weight_rest = tl.dot(tl.trans(grad_rest), y, grad_weight_rest, input_precision=PRECISION)
             grad = tl.dot(grad_rest, w_rest, grad, input_precision=PRECISION)
-        if ACTIVATION == "prelu":
-            alpha_sum += tl.sum(activation_weight_gradient(grad, z, alpha, A, B), 0)
-        grad = grad_before_activation(grad, activation, z, alpha, ACTIVATION, A, B)
+        grad = grad_before_activation(grad, activation, z, ACTIVATION, A, B)
         accum_tile = grad_accum + first * accum_stride + tile_offsets(tile_row, accum_stride, channel)
         accumulate(accum_tile, grad * accum_scale, mask, OVERWRITE)
         grad_sum += tl.sum(grad, 0)
@@ -228,7 +220,5 @@ def conv1x1_backward(
         tl.store(partial_grad_weight + tile_offsets(out, channels, channel), grad_weight, w_mask)
         if BLOCK_REST:
             tl.store(partial_grad_weight + tile_offsets(rest, channels, channel), grad_weight_rest, w_rest_mask)
-    partial_sums += split * (3 if ACTIVATION == "prelu" else 2) * channels
+    partial_sums += split * 2 * channels
     store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
-    if ACTIVATION == "prelu":
-        tl.store(partial_sums + 2 * channels + channel, alpha_sum, channel_mask)

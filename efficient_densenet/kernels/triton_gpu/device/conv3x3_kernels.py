@@ -20,7 +20,7 @@ compiled for sixteen tile shapes: its operands and accumulators took 200 to 255 
 import triton
 import triton.language as tl
 
-from .activations import activate, activation_weight_gradient, grad_before_activation, load_activation_weight
+from .activations import activate, grad_before_activation
 from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, store_pair
 from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
@@ -33,12 +33,12 @@ SIZES_3X3 = [*SIZES, "dilation", "output_stride", "grad_output_stride"]
 
 @triton.jit
 def load_activation(
-    values, row, stride, channel, mask, scale, shift, alpha, ACTIVATION: tl.constexpr, A: tl.constexpr, B: tl.constexpr
+    values, row, stride, channel, mask, scale, shift, ACTIVATION: tl.constexpr, A: tl.constexpr, B: tl.constexpr
 ):
     """f(z), zero outside the mask; z = scale · values + shift; and the values."""
     x = tl.load(values + offsets(row, stride, channel), mask, 0.0).to(tl.float32)
     z = x * scale + shift
-    return tl.where(mask, activate(z, alpha, ACTIVATION, A, B), 0.0), z, x
+    return tl.where(mask, activate(z, ACTIVATION, A, B), 0.0), z, x
 
 
 @triton.jit
@@ -71,7 +71,6 @@ def conv3x3_forward(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     weight,
     num_rows,
     channels,
@@ -118,7 +117,6 @@ def conv3x3_forward(
         channel = step // loads * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
         channel_mask = channel < channels
         a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
-        alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
         if SHIFT_SUMS:
             dy, dx, tap = (step % 3 - 1) * dilation, 0, step % 3 * 3
         else:
@@ -126,9 +124,7 @@ def conv3x3_forward(
         inside = in_matrix & (y + dy >= 0) & (y + dy < height) & (x + dx >= 0) & (x + dx < width)
         mask = inside[:, None] & channel_mask[None, :]
         pixel = row + dy * width + dx
-        pixels, _z, _values = load_activation(
-            values, pixel, values_stride, channel, mask, a, b, alpha, ACTIVATION, A, B
-        )
+        pixels, _z, _values = load_activation(values, pixel, values_stride, channel, mask, a, b, ACTIVATION, A, B)
         w_pointers = weight + offsets(out_channel * 9 + tap, channels, channel)
         w_mask = out_mask[:, None] & channel_mask[None, :]
         w = tl.load(w_pointers, w_mask, 0.0)
@@ -161,7 +157,6 @@ def conv3x3_grad_input(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     weight,
     num_rows,
     channels,
@@ -189,7 +184,7 @@ def conv3x3_grad_input(
 
     g = conv_transpose3x3(grad_output, weight) · f'(z) exists a tile at a time:
     grad_accum += grad_scale · g (`=` with OVERWRITE),
-    partial_sums[splits, 2 or 3, channels] = Σ g, Σ g · values and, of a PReLU, the gradient of its weight.
+    partial_sums[splits, 2, channels] = Σ g and Σ g · values.
     grad_scale is the norm's weight or, with FROZEN, the scale of its affine map. Grid: (channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
@@ -199,10 +194,7 @@ def conv3x3_grad_input(
     channel_mask = channel < channels
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
-    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     grad_sum, product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32), tl.zeros((BLOCK_CHANNELS,), tl.float32)
-    if ACTIVATION == "prelu":
-        alpha_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         y, x = row // width % height, row % width
@@ -219,17 +211,13 @@ def conv3x3_grad_input(
             tile, w = as_operand(tile, w, PRECISION), as_operand(w, w, PRECISION)
             grad = tl.dot(tile, w, grad, input_precision=PRECISION)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
-        activation, z, value = load_activation(values, row, values_stride, channel, mask, a, b, alpha, ACTIVATION, A, B)
-        if ACTIVATION == "prelu":
-            alpha_sum += tl.sum(activation_weight_gradient(grad, z, alpha, A, B), 0)
-        grad = grad_before_activation(grad, activation, z, alpha, ACTIVATION, A, B)
+        activation, z, value = load_activation(values, row, values_stride, channel, mask, a, b, ACTIVATION, A, B)
+        grad = grad_before_activation(grad, activation, z, ACTIVATION, A, B)
         accumulate(grad_accum + offsets(row, accum_stride, channel), grad * c, mask, OVERWRITE)
         grad_sum += tl.sum(grad, 0)
         product_sum += tl.sum(grad * value, 0)
-    partial_sums += tl.program_id(1).to(tl.int64) * (3 if ACTIVATION == "prelu" else 2) * channels
+    partial_sums += tl.program_id(1).to(tl.int64) * 2 * channels
     store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
-    if ACTIVATION == "prelu":
-        tl.store(partial_sums + 2 * channels + channel, alpha_sum, channel_mask)
 
 
 @triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
@@ -241,7 +229,6 @@ def conv3x3_grad_weight(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     num_rows,
     channels,
     height,
@@ -276,13 +263,12 @@ def conv3x3_grad_weight(
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     column_mask, channel_mask = tap < 9, channel < channels
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
-    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     total = tl.zeros((BLOCK_COLUMNS, BLOCK_CHANNELS), tl.float32)
     for start in range(tl.program_id(2) * BLOCK_ROWS, num_rows, tl.num_programs(2) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None]
         activation, _z, _values = load_activation(
-            values, row, values_stride, channel, mask & channel_mask[None, :], a, b, alpha, ACTIVATION, A, B
+            values, row, values_stride, channel, mask & channel_mask[None, :], a, b, ACTIVATION, A, B
         )
         y, x = (row // width % height)[:, None] - dy, (row % width)[:, None] - dx
         mask = mask & column_mask[None, :] & (y >= 0) & (y < height) & (x >= 0) & (x < width)

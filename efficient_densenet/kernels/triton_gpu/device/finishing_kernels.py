@@ -26,7 +26,6 @@ def sum_of_splits(partials, splits, stride, column, mask, BLOCK_SPLITS: tl.const
 def finish_backward(
     grad_norm_bias,
     grad_norm_weight,
-    grad_activation_weight,
     grad_weight,
     sums,
     partial_sums,
@@ -41,7 +40,6 @@ def finish_backward(
     sums_stride,
     HAS_MEAN: tl.constexpr,
     HAS_SUMS: tl.constexpr,
-    HAS_ACTIVATION_WEIGHT: tl.constexpr,
     HAS_GRAD_WEIGHT: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -50,8 +48,7 @@ def finish_backward(
     """A norm's gradients from partial_sums[splits, 2, channels] of Σ g and Σ g · x, and the gradient of a convolution's
     weight: grad_norm_bias[channels] = Σ g, grad_norm_weight[channels] = r · (Σ g · x − μ · Σ g).
 
-    With HAS_ACTIVATION_WEIGHT, partial_sums has a third row, whose sum is grad_activation_weight[channels]. With
-    HAS_SUMS, sums[2, channels] += γ · grad_norm_bias and γ · grad_norm_weight. With HAS_GRAD_WEIGHT,
+    With HAS_SUMS, sums[2, channels] += γ · grad_norm_bias and γ · grad_norm_weight. With HAS_GRAD_WEIGHT,
     grad_weight[out_channels, channels, TAPS] = the sum of partial_grad_weight[weight_splits, out_channels, TAPS,
     channels].
     Grid: (channel tiles + tiles of grad_weight,).
@@ -60,7 +57,7 @@ def finish_backward(
     if tl.program_id(0) < channel_tiles:
         channel = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         mask = channel < channels
-        stride = (3 if HAS_ACTIVATION_WEIGHT else 2) * channels
+        stride = 2 * channels
         grad_sum = sum_of_splits(partial_sums, splits, stride, channel, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
         product_sum = partial_sums + channels
         product_sum = sum_of_splits(product_sum, splits, stride, channel, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
@@ -70,10 +67,6 @@ def finish_backward(
         row_mask = mask[None, :]
         tl.store(grad_norm_bias + channel[None, :], grad_sum, row_mask)
         tl.store(grad_norm_weight + channel[None, :], product_sum, row_mask)
-        if HAS_ACTIVATION_WEIGHT:
-            alpha_sum = partial_sums + 2 * channels
-            alpha_sum = sum_of_splits(alpha_sum, splits, stride, channel, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
-            tl.store(grad_activation_weight + channel[None, :], alpha_sum, row_mask)
         if HAS_SUMS:
             weight, row = load_vector(norm_weight, channel, mask), sums + channel[None, :]
             tl.store(row, tl.load(row, row_mask, 0.0) + weight * grad_sum, row_mask)

@@ -92,7 +92,6 @@ def window_maximum(
     mean,
     scale,
     bias,
-    alpha,
     channels,
     height,
     width,
@@ -129,7 +128,7 @@ def window_maximum(
         if ACTIVATION == "relu":
             is_maximum = inside & ((y > maximum) | (y != y))
         else:
-            y = activate(y, alpha, ACTIVATION, A, B).to(values.dtype.element_ty).to(tl.float32)
+            y = activate(y, ACTIVATION, A, B).to(values.dtype.element_ty).to(tl.float32)
             is_maximum = inside & ((y > maximum) | (y != y) | (place < 0))  # the first, where all are −∞
         maximum = tl.where(is_maximum, y, maximum)
         value = tl.where(is_maximum, z, value)

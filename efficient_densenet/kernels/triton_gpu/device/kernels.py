@@ -12,8 +12,7 @@ A norm is given by its own vectors, of any floating dtype: weight γ, bias β, m
 stored centered) and inv_std r. It is the affine map with scale = γ · r and shift = β − μ · scale. `grad_scale` is scale
 where the norm is FROZEN, else γ.
 
-ACTIVATION, A and B are those of `activations`. Only a PReLU has an activation_weight, α, and a third partial sum, which
-is its gradient.
+ACTIVATION, A and B are those of `activations`.
 
 DIVISIBILITY is a power of two that divides `channels` and every stride, so that the compiler may vectorize loads and
 stores. Products and sums are in float32.
@@ -24,7 +23,7 @@ stores. Products and sums are in float32.
 import triton
 import triton.language as tl
 
-from .activations import activate, activation_weight_gradient, grad_before_activation, load_activation_weight
+from .activations import activate, grad_before_activation
 from .device_functions import (
     SIZES,
     VECTORS,
@@ -46,7 +45,6 @@ def affine_activation_pool_forward(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     num_rows,
     channels,
     values_stride,
@@ -69,7 +67,6 @@ def affine_activation_pool_forward(
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
-    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
@@ -77,7 +74,7 @@ def affine_activation_pool_forward(
         for i in tl.static_range(POOL * POOL):
             pixel = window_pixel(row, height, width, i, POOL)
             z = tl.load(values + offsets(pixel, values_stride, channel), mask, 0.0).to(tl.float32) * a + b
-            total += activate(z, alpha, ACTIVATION, A, B)
+            total += activate(z, ACTIVATION, A, B)
         tl.store(output + offsets(row, channels, channel), total * (1.0 / (POOL * POOL)), mask)
 
 
@@ -91,7 +88,6 @@ def affine_activation_pool_backward(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     num_rows,
     channels,
     accum_stride,
@@ -113,7 +109,7 @@ def affine_activation_pool_backward(
 
     For each pixel x of a window, g = f'(scale · x + shift) · grad_output / POOL²:
     grad_accum += grad_scale · g (`=` with OVERWRITE),
-    partial_sums[splits, 2 or 3, channels] = Σ g, Σ g · x and, of a PReLU, the gradient of its weight.
+    partial_sums[splits, 2, channels] = Σ g and Σ g · x.
     Grid: (channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
@@ -121,12 +117,9 @@ def affine_activation_pool_backward(
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
-    alpha = load_activation_weight(activation_weight, channel, channel_mask, ACTIVATION)
     c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
     grad_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
     product_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
-    if ACTIVATION == "prelu":
-        alpha_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
@@ -136,16 +129,12 @@ def affine_activation_pool_backward(
             pixel = window_pixel(row, height, width, i, POOL)
             x = tl.load(values + offsets(pixel, values_stride, channel), mask, 0.0).to(tl.float32)
             z = x * a + b
-            grad = grad_before_activation(pooled_grad, z, z, alpha, ACTIVATION, A, B)
+            grad = grad_before_activation(pooled_grad, z, z, ACTIVATION, A, B)
             accumulate(grad_accum + offsets(pixel, accum_stride, channel), grad * c, mask, OVERWRITE)
             grad_sum += grad
             product_sum += grad * x
-            if ACTIVATION == "prelu":
-                alpha_sum += activation_weight_gradient(pooled_grad, z, alpha, A, B)
-    partial_sums += tl.program_id(1).to(tl.int64) * (3 if ACTIVATION == "prelu" else 2) * channels
+    partial_sums += tl.program_id(1).to(tl.int64) * 2 * channels
     store_pair(partial_sums, tl.sum(grad_sum, 0), tl.sum(product_sum, 0), channel, channel_mask, channels)
-    if ACTIVATION == "prelu":
-        tl.store(partial_sums + 2 * channels + channel, tl.sum(alpha_sum, 0), channel_mask)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)

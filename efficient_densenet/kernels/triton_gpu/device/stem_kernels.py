@@ -11,7 +11,7 @@ may vectorize.
 import triton
 import triton.language as tl
 
-from .activations import activation_weight_gradient, grad_before_activation, relu
+from .activations import grad_before_activation, relu
 from .device_functions import SIZES, VECTORS, divisible, store_pair
 from .image_tiles import (
     by_row,
@@ -73,7 +73,6 @@ def norm_activation_max_pool_forward(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     num_rows,
     channels,
     height,
@@ -108,11 +107,10 @@ def norm_activation_max_pool_forward(
     scale = load_channels(norm_weight, channel, channel_mask, CHANNELS_LAST)
     scale *= load_channels(inv_std, channel, channel_mask, CHANNELS_LAST)
     bias = load_channels(norm_bias, channel, channel_mask, CHANNELS_LAST)
-    alpha = load_channels(activation_weight, channel, channel_mask, CHANNELS_LAST) if ACTIVATION == "prelu" else 0.0
     pooled_pixels = pooled_height * pooled_width
     image, pixel = row // pooled_pixels, row % pooled_pixels
     maximum, _, _ = window_maximum(
-        values, image, pixel, channel, mask, center, scale, bias, alpha, channels, height, width, pooled_width,
+        values, image, pixel, channel, mask, center, scale, bias, channels, height, width, pooled_width,
         KERNEL_Y, KERNEL_X, STRIDE_Y, STRIDE_X, PADDING_Y, PADDING_X, ACTIVATION, A, B, CHANNELS_LAST,
     )  # fmt: skip
     outputs = image_pointers(output, image, pooled_pixels, channels, CHANNELS_LAST)
@@ -130,7 +128,6 @@ def norm_activation_max_pool_backward_reduce(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     num_rows,
     channels,
     height,
@@ -153,8 +150,7 @@ def norm_activation_max_pool_backward_reduce(
 ):
     """indices = each maximum's place in its window, −1 where a ReLU is inactive. A row is a pooled pixel.
 
-    With g = grad_output · f'(norm(z)): partial_sums[splits, 2 or 3, channels] = Σ g, Σ g · (z − mean) and, of a PReLU,
-    the gradient of its weight.
+    With g = grad_output · f'(norm(z)): partial_sums[splits, 2, channels] = Σ g and Σ g · (z − mean).
     Grid: (channel tiles, splits).
     """
     if CHANNELS_LAST:
@@ -165,18 +161,15 @@ def norm_activation_max_pool_backward_reduce(
     scale = load_channels(norm_weight, channel, channel_mask, CHANNELS_LAST)
     scale *= load_channels(inv_std, channel, channel_mask, CHANNELS_LAST)
     bias = load_channels(norm_bias, channel, channel_mask, CHANNELS_LAST)
-    alpha = load_channels(activation_weight, channel, channel_mask, CHANNELS_LAST) if ACTIVATION == "prelu" else 0.0
     pooled_pixels = pooled_height * pooled_width
     grad_sum = zero_tile(BLOCK_ROWS, BLOCK_CHANNELS, CHANNELS_LAST)
     product_sum = zero_tile(BLOCK_ROWS, BLOCK_CHANNELS, CHANNELS_LAST)
-    if ACTIVATION == "prelu":
-        alpha_sum = zero_tile(BLOCK_ROWS, BLOCK_CHANNELS, CHANNELS_LAST)
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = tile_mask(row < num_rows, channel_mask, CHANNELS_LAST)
         image, pixel = row // pooled_pixels, row % pooled_pixels
         maximum, z, place = window_maximum(
-            values, image, pixel, channel, mask, center, scale, bias, alpha, channels, height, width, pooled_width,
+            values, image, pixel, channel, mask, center, scale, bias, channels, height, width, pooled_width,
             KERNEL_Y, KERNEL_X, STRIDE_Y, STRIDE_X, PADDING_Y, PADDING_X, ACTIVATION, A, B, CHANNELS_LAST,
         )  # fmt: skip
         if ACTIVATION == "relu":
@@ -187,16 +180,12 @@ def norm_activation_max_pool_backward_reduce(
         grads = image_pointers(grad_output, image, pooled_pixels, channels, CHANNELS_LAST) + offsets
         grad = tl.load(grads, mask, 0.0).to(tl.float32)
         normalized = normalize(z, center, scale, bias, values)
-        if ACTIVATION == "prelu":
-            alpha_sum += activation_weight_gradient(grad, normalized, alpha, A, B)
-        grad = grad_before_activation(grad, maximum, normalized, alpha, ACTIVATION, A, B)
+        grad = grad_before_activation(grad, maximum, normalized, ACTIVATION, A, B)
         grad_sum += grad
         product_sum += tl.where(mask, grad * (z - center), 0.0)
-    partial_sums += tl.program_id(1).to(tl.int64) * (3 if ACTIVATION == "prelu" else 2) * channels
+    partial_sums += tl.program_id(1).to(tl.int64) * 2 * channels
     grad_sum, product_sum = sum_of_rows(grad_sum, CHANNELS_LAST), sum_of_rows(product_sum, CHANNELS_LAST)
     store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
-    if ACTIVATION == "prelu":
-        tl.store(partial_sums + 2 * channels + channel, sum_of_rows(alpha_sum, CHANNELS_LAST), channel_mask)
 
 
 @triton.jit(do_not_specialize=STEM_SIZES, do_not_specialize_on_alignment=VECTORS)
@@ -209,7 +198,6 @@ def norm_activation_max_pool_backward(
     norm_bias,
     mean,
     inv_std,
-    activation_weight,
     sum_grad_weight,
     sum_grad_bias,
     per_value,
@@ -250,7 +238,6 @@ def norm_activation_max_pool_backward(
     r = load_channels(inv_std, channel, channel_mask, CHANNELS_LAST)
     scale = load_channels(norm_weight, channel, channel_mask, CHANNELS_LAST) * r
     bias = load_channels(norm_bias, channel, channel_mask, CHANNELS_LAST)
-    alpha = load_channels(activation_weight, channel, channel_mask, CHANNELS_LAST) if ACTIVATION == "prelu" else 0.0
     slope = -scale * per_value * r * load_channels(sum_grad_weight, channel, channel_mask, CHANNELS_LAST)
     constant = -scale * per_value * load_channels(sum_grad_bias, channel, channel_mask, CHANNELS_LAST)
     cells_x = (width + PADDING_X + STRIDE_X - 1) // STRIDE_X
@@ -272,7 +259,7 @@ def norm_activation_max_pool_backward(
             z = tl.load(inputs + offsets, inside, 0.0).to(tl.float32)
         if ACTIVATION != "relu":
             normalized = normalize(z, center, scale, bias, values)
-            grad = grad_before_activation(grad, normalized, normalized, alpha, ACTIVATION, A, B)
+            grad = grad_before_activation(grad, normalized, normalized, ACTIVATION, A, B)
         result = scale * grad
         if not FROZEN:
             result += (z - center) * slope + constant

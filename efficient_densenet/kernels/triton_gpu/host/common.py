@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...activations import Activation, ActivationSpec
-from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
+from ...activations import ActivationSpec
+from ...interface import BatchNormAffine, Gradients, StatisticsOutput
 from ..device import finishing_kernels, statistics_kernels
 from . import launch
 
@@ -42,20 +42,8 @@ def norm_vectors(norm: BatchNormAffine) -> tuple[tuple[Tensor, Tensor, Tensor, T
     return (weight, bias, inv_std if norm.mean is None else norm.mean.contiguous(), inv_std), norm.mean is not None
 
 
-def input_vectors(input: AffineInput) -> tuple[tuple[Tensor | None, ...], bool]:
-    """The vectors of the norm, and the activation's weight if it has one; whether there is a mean."""
-    vectors, has_mean = norm_vectors(input.norm)
-    weight = input.activation.weight
-    return (*vectors, None if weight is None else weight.contiguous()), has_mean
-
-
 def activation_constants(spec: ActivationSpec) -> dict[str, Any]:
     return {"ACTIVATION": spec.name, "A": spec.a, "B": spec.b}
-
-
-def num_sums(activation: Activation) -> int:
-    """The number of rows of a backward kernel's partial sums."""
-    return 2 if activation.weight is None else 3
 
 
 def with_contiguous_rows(matrix: Tensor) -> Tensor:
@@ -71,30 +59,24 @@ def finish_backward(
     partial_conv_weight: Tensor | None = None,
     taps: int = 1,
 ) -> Gradients:
-    """The norm's gradients, which are also added to an accumulator's `sums`, and the
-    activation's, from partial sums (splits, 2 or 3, channels).
+    """The norm's gradients, which are also added to an accumulator's `sums`, from partial sums (splits, 2, channels).
 
     The partial sums of a weight's gradient, (splits, out_channels, taps, channels), are added up into `conv_weight`,
     (out_channels, channels, taps), if it is given.
     """
-    splits, num_sums, channels = partial_sums.shape
+    splits, _, channels = partial_sums.shape
     grads = Gradients(partial_sums.new_empty(channels), partial_sums.new_empty(channels), conv_weight)
-    has_activation_weight = num_sums == 3
-    if has_activation_weight:
-        grads = grads._replace(activation_weight=partial_sums.new_empty(channels))
     (weight, _, mean, inv_std), has_mean = norm_vectors(norm)
     # In the place of an absent tensor, another tensor is passed, which the kernel does not read.
     conv_weight_or_any, sums_or_any, partial_conv_weight_or_any = (
         partial_sums if each is None else each for each in (conv_weight, sums, partial_conv_weight)
     )
-    outputs = grads.norm_bias, grads.norm_weight, grads.activation_weight, conv_weight_or_any, sums_or_any
+    outputs = grads.norm_bias, grads.norm_weight, conv_weight_or_any, sums_or_any
     inputs = partial_sums, partial_conv_weight_or_any, weight, mean, inv_std
     num_weights = 0 if conv_weight is None else conv_weight.numel()
     weight_splits = 0 if partial_conv_weight is None else partial_conv_weight.shape[0]
     sizes = splits, weight_splits, channels, num_weights, 0 if sums is None else sums.stride(0)
-    finishing = _finishing_launch(
-        sizes, has_mean, sums is not None, has_activation_weight, conv_weight is not None, taps
-    )
+    finishing = _finishing_launch(sizes, has_mean, sums is not None, conv_weight is not None, taps)
     launch.launch(finishing, *outputs, *inputs)
     return grads
 
@@ -104,15 +86,13 @@ def _finishing_launch(
     sizes: tuple[int, ...],
     has_mean: bool,
     has_sums: bool,
-    has_activation_weight: bool,
     has_grad_weight: bool,
     taps: int,
 ) -> launch.Launch:
     channels, num_weights = sizes[2:4]
     columns = _FINISHING_TILE["BLOCK_COLUMNS"]
     grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
-    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": has_sums, "HAS_ACTIVATION_WEIGHT": has_activation_weight}
-    constants |= {"HAS_GRAD_WEIGHT": has_grad_weight, "TAPS": taps}
+    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": has_sums, "HAS_GRAD_WEIGHT": has_grad_weight, "TAPS": taps}
     return launch.Launch(finishing_kernels.finish_backward, grid, *sizes, **constants, **_FINISHING_TILE)
 
 

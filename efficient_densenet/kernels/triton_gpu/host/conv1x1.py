@@ -19,8 +19,7 @@ from .common import (
     cdiv,
     divisibility,
     finish_backward,
-    input_vectors,
-    num_sums,
+    norm_vectors,
     with_contiguous_rows,
 )
 
@@ -34,9 +33,9 @@ def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
     tile = tiles.forward_tile(tiles.slice_width(width), products, limits)
     row_tiles = cdiv(num_rows, tile.rows)
     stats = values.new_empty(row_tiles if with_statistics else 0, 2, width, dtype=torch.float32)
-    vectors, has_mean = input_vectors(conv.input)
+    vectors, has_mean = norm_vectors(conv.input.norm)
     sizes = num_rows, channels, values.stride(0)
-    constants = conv.input.activation.spec, has_mean, with_statistics, products.input_precision, weight.dtype, tile
+    constants = conv.input.activation, has_mean, with_statistics, products.input_precision, weight.dtype, tile
     for out, forward_launch in _forward_launches(width, sizes, *constants):
         tensors = _from(conv.output, out), _from(stats, out), values, *vectors, _from(weight, out, -2)
         launch.launch(forward_launch, *tensors)
@@ -77,12 +76,11 @@ def backward(
     channel_tiles, num_slices = cdiv(channels, tile.channels), cdiv(width, tiles.slice_width(width))
     splits = tiles.backward_splits(num_rows, channel_tiles, tile, products, limits)
     partial_grad_weight = values.new_empty(splits if needs_grad_weight else 0, *weight.shape, dtype=torch.float32)
-    rows_of_sums = num_sums(input.activation)
-    partial_sums = values.new_empty(num_slices, splits, rows_of_sums, channels, dtype=torch.float32)
-    (vectors, has_mean), (norm_backward, has_sums, has_out_mean) = input_vectors(input), _norm_backward(grad_output)
+    partial_sums = values.new_empty(num_slices, splits, 2, channels, dtype=torch.float32)
+    (vectors, has_mean), (norm_backward, has_sums, has_out_mean) = norm_vectors(input.norm), _norm_backward(grad_output)
     sizes = num_rows, channels, grad_accum.stride(0), values.stride(0), 0 if sums is None else sums.stride(0)
     constants = has_mean, input.norm.frozen, needs_grad_weight, accumulator.overwrite, has_sums, has_out_mean
-    settings = input.activation.spec, products.input_precision, weight.dtype, tile, (channel_tiles, splits)
+    settings = input.activation, products.input_precision, weight.dtype, tile, (channel_tiles, splits)
     launches = _backward_launches(width, grad_output.count, sizes, *constants, *settings)
     for i, (out, backward_launch) in enumerate(launches):
         outputs = _from(partial_grad_weight, out, -2), partial_sums[i], grad_accum

@@ -24,9 +24,8 @@ from .common import (
     combine_statistics,
     divisibility,
     finish_backward,
-    input_vectors,
+    norm_vectors,
     num_splits,
-    num_sums,
     with_contiguous_rows,
 )
 from .tiles import KIB, DeviceLimits, device_limits
@@ -75,9 +74,9 @@ def forward(
     row_tiles = cdiv(num_rows, tile_rows)
     output = weight.new_empty(num_rows, out_channels)
     stats = weight.new_empty(row_tiles if has_statistics else 0, 2, out_channels, dtype=torch.float32)
-    vectors, has_mean = input_vectors(input)
+    vectors, has_mean = norm_vectors(input.norm)
     sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
-    constants = input.activation.spec, has_mean, has_statistics, shift_sums, precision(), (values.dtype, output.dtype)
+    constants = input.activation, has_mean, has_statistics, shift_sums, precision(), (values.dtype, output.dtype)
     forward_launch = _forward_launch(row_tiles, sizes, *constants, tuple(tile.items()))
     launch.launch(forward_launch, output, stats, values, *vectors, weight)
     if statistics is not None:
@@ -135,18 +134,18 @@ def _grad_input(
     shape: torch.Size,
     dilation: int,
 ) -> Tensor:
-    """Accumulates the gradient g of the values; returns the partial sums, (splits, 2 or 3, channels)."""
+    """Accumulates the gradient g of the values; returns the partial sums, (splits, 2, channels)."""
     values, weight, grad_accum = with_contiguous_rows(input.values), _channels_last(weight), accumulator.grad_accum
     (num_rows, channels), limits = values.shape, device_limits(values.device)
     tile = grad_input_tile(weight.shape[0], weight.dtype, limits.shared_memory)
     channel_tiles = cdiv(channels, tile["BLOCK_CHANNELS"])
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], channel_tiles, 8 * limits.multiprocessors)
-    partial_sums = values.new_empty(splits, num_sums(input.activation), channels, dtype=torch.float32)
-    vectors, has_mean = input_vectors(input)
+    partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
+    vectors, has_mean = norm_vectors(input.norm)
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
     sizes = num_rows, channels, *shape[1:], dilation, *strides
     constants = has_mean, input.norm.frozen, accumulator.overwrite, precision(), (values.dtype, grad_output.dtype)
-    settings = weight.shape[0], sizes, input.activation.spec, *constants, tuple(tile.items())
+    settings = weight.shape[0], sizes, input.activation, *constants, tuple(tile.items())
     grad_input_launch = _grad_input_launch((channel_tiles, splits), *settings)
     launch.launch(grad_input_launch, partial_sums, grad_accum, grad_output, values, *vectors, weight)
     return partial_sums
@@ -183,10 +182,10 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     programs = 2 * device_limits(values.device).multiprocessors
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=4)
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
-    vectors, has_mean = input_vectors(input)
+    vectors, has_mean = norm_vectors(input.norm)
     sizes = num_rows, channels, *shape[1:], dilation, grad_output.stride(0), values.stride(0)
     constants = has_mean, precision(), (values.dtype, grad_output.dtype), tuple(tile.items())
-    settings = out_channels, sizes, input.activation.spec, *constants
+    settings = out_channels, sizes, input.activation, *constants
     grad_weight_launch = _grad_weight_launch((*tiles, splits), *settings)
     launch.launch(grad_weight_launch, partial_grad_weight, grad_output, values, *vectors)
     return partial_grad_weight

@@ -4,21 +4,21 @@
 host several times as long as the launch, and a step has hundreds of launches. `kernel[grid](...)` also returns the
 compiled kernel. Later launches for which Triton would choose the same compiled kernel call its launcher directly.
 
-Only this file and `compile_ahead` use undocumented parts of Triton: here `CompiledKernel.run`, the order of its
-arguments, and the place of launch hooks. Versions of Triton that this file does not know, and interpreted kernels, are
-launched by `kernel[grid](...)` alone.
+Only this file uses undocumented parts of Triton: `CompiledKernel.run`, the order of its arguments, and the place of
+launch hooks. Versions of Triton that this file does not know, and interpreted kernels, are launched by
+`kernel[grid](...)` alone.
 """
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
 import triton
 from torch import Tensor
-from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 MAX_INT32 = 2**31 - 1
@@ -36,19 +36,16 @@ class _Launcher(NamedTuple):
     metadata: Any
     constants: tuple[Any, ...]
     get_current_stream: Callable[[int], int]
-    kept_alive: tuple[Any, CompiledKernel]
+    kept_alive: tuple[Any, Any]
 
 
 _launchers: dict[tuple[Any, ...], dict[tuple[Any, ...], _Launcher]] = {}
 """By the kernel, the properties of the numbers, and the constants; then by those of the tensors. The key contains the
 id of a kernel, which stays valid: the launcher keeps the kernel alive."""
 
-_recorded: list[tuple["Launch", Sequence[Tensor | None]]] | None = None
-"""The launches on the meta device, inside of `recorded`."""
-
 
 class Launch:
-    """A launch but for its tensors: what follows from their sizes and is the same in each step of a training.
+    """All of a launch but its tensors. It depends on their sizes only, and is the same in each step of a training.
 
     Args:
         kernel: a function decorated by `triton.jit`. Its parameters are tensors, then numbers, then `tl.constexpr`.
@@ -72,7 +69,7 @@ def _specialization(number: float) -> tuple[Any, ...]:
 
 
 cached = functools.lru_cache(maxsize=4096)
-"""For functions that make launches. With images of one size, there are as many of a kind as the model has layers."""
+"""A cache for functions that make launches. With images of one size, a kind has as many as the model has layers."""
 
 
 @cached
@@ -111,28 +108,15 @@ def _launch_by_triton(prepared: Launch, tensors: Sequence[Tensor | None]) -> Any
     """Returns the compiled kernel, or another object where Triton interprets it or compiles it later, and nothing on
     the meta device, where there is nothing to compute."""
     if cast(Tensor, tensors[0]).is_meta:
-        if _recorded is not None:
-            _recorded.append((prepared, tensors))
         return None
     with torch.cuda.device_of(tensors[0]):
         return prepared.kernel[prepared.grid](*tensors, *prepared.numbers, **prepared.options)
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[Launch, Sequence[Tensor | None]]]]:
-    """The launches on the meta device inside of the context, with their tensors."""
-    global _recorded
-    before, _recorded = _recorded, []
-    try:
-        yield _recorded
-    finally:
-        _recorded = before
-
-
 def _remember(key: tuple[Any, ...], prepared: Launch, compiled: Any, num_tensors: int) -> None:
     """Keep the launcher of a kernel that has just been launched."""
     kernel, constants = prepared.kernel, prepared.constants
-    if not _is_known_version() or not isinstance(compiled, CompiledKernel) or kernel.pre_run_hooks:
+    if not _is_known() or not isinstance(compiled, _CompiledKernel) or kernel.pre_run_hooks:
         return
     # Since Triton 3.3 a launcher takes the constants too, although it does not read them.
     names = kernel.arg_names[num_tensors + len(prepared.numbers) :] if _version() >= (3, 3) else []
@@ -152,18 +136,34 @@ def _version() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 
 
-def _is_known_version() -> bool:
-    """Whether `_remember` was written for this version of Triton."""
-    return (3, 2) <= _version() <= (3, 9)
+_CompiledKernel: Any = getattr(getattr(triton, "compiler", None), "CompiledKernel", ())
 
 
 def _hook_owner() -> Any:
     """The object that has Triton's launch hooks: `knobs.runtime` since 3.4, `CompiledKernel` before."""
-    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
-    return runtime if hasattr(runtime, "launch_enter_hook") else CompiledKernel
+    owners = getattr(getattr(triton, "knobs", None), "runtime", None), _CompiledKernel
+    return next((each for each in owners if hasattr(each, "launch_enter_hook")), _NO_HOOKS)
 
 
+_NO_HOOKS = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
 _HOOK_OWNER = _hook_owner()
+
+
+def _is_known() -> bool:
+    """Whether `_remember` was written for this version of Triton, and finds what it needs of it."""
+    if (3, 2) <= _version() <= (3, 9) and _CompiledKernel and _HOOK_OWNER is not _NO_HOOKS:
+        return True
+    _warn_of(triton.__version__)
+    return False
+
+
+@functools.cache
+def _warn_of(version: str) -> None:
+    warnings.warn(
+        f"Triton {version} is not known to this version of efficient_densenet, which leaves each launch to it: a step "
+        "takes the host several times as long. The results are the same",
+        stacklevel=2,
+    )
 
 
 def _has_launch_hooks() -> bool:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ...._dimensions import DIMENSIONS
 from ... import portable, row_tiles
-from ...activations import IDENTITY, Activation
+from ...activations import IDENTITY
 from ...interface import (
     AffineInput,
-    BatchNormAffine,
     BatchNormBackward,
     Conv1x1,
     GradAccumulator,
@@ -34,9 +33,8 @@ from .common import (
     combine_statistics,
     divisibility,
     finish_backward,
-    input_vectors,
+    norm_vectors,
     num_splits,
-    num_sums,
     with_contiguous_rows,
 )
 from .stem import (  # noqa: F401 (the stem's operations in this set)
@@ -46,8 +44,6 @@ from .stem import (  # noqa: F401 (the stem's operations in this set)
     norm_activation_max_pool_backward,
     norm_activation_max_pool_reduce,
 )
-
-needs_sums = True
 
 SECTOR_BYTES = 32
 """The smallest read of a GPU. In-place updates of a slice of channels are efficient if its rows fill whole sectors."""
@@ -122,12 +118,9 @@ def conv1x1_forward(conv: Conv1x1) -> None:
     conv1x1.forward(conv, with_statistics=False)
 
 
-def conv1x1_forward_with_statistics(
-    conv: Conv1x1, statistics: StatisticsOutput, norm: BatchNormAffine, activation: Activation
-) -> AffineInput:
+def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
     stats, block_rows = conv1x1.forward(conv, with_statistics=True)
     combine_statistics(stats, block_rows, conv.output.shape[0], statistics)
-    return AffineInput(conv.output, norm, activation)
 
 
 def conv1x1_backward(
@@ -252,8 +245,8 @@ def _activation_tiles(
     pixels, pooled_pixels = math.prod(sizes), math.prod(pooled_sizes)
     image_bytes = pooled_pixels * input.values.shape[1] * dtype.itemsize
     tile_images = max(1, row_tiles.TILE_BYTES["cuda"] // max(1, image_bytes))
-    for start in range(0, max(1, num_images), tile_images):
-        stop = min(start + tile_images, num_images)
+    for images in row_tiles.slices(num_images, tile_images, input.values):
+        start, stop = images.start, images.stop
         tile, count = slice(start * pixels, stop * pixels), stop - start
         activation = _affine_activation_pool(input.tile(tile), dtype, torch.Size([count, *sizes]), pool)
         output_tile = slice(start * pooled_pixels, stop * pooled_pixels)
@@ -262,12 +255,12 @@ def _activation_tiles(
 
 def _affine_activation_pool(input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int = 1) -> Tensor:
     """average_pool(f(scale · values + shift)) in `dtype`, (pooled pixels, channels)."""
-    values, (vectors, has_mean) = with_contiguous_rows(input.values), input_vectors(input)
+    values, (vectors, has_mean) = with_contiguous_rows(input.values), norm_vectors(input.norm)
     num_images, height, width = _as_images(shape)
     num_rows, channels = num_images * (height // pool) * (width // pool), values.shape[1]
     output = values.new_empty(num_rows, channels, dtype=dtype)
     sizes = channels, values.stride(0), height, width
-    constants = {"HAS_MEAN": has_mean, "POOL": pool, **activation_constants(input.activation.spec), **_TILE}
+    constants = {"HAS_MEAN": has_mean, "POOL": pool, **activation_constants(input.activation), **_TILE}
     constants["DIVISIBILITY"] = divisibility(values.dtype, *sizes[:2])
     grid = _grid(num_rows, channels, _TILE)
     pool_launch = launch.cached_launch(kernels.affine_activation_pool_forward, grid, num_rows, *sizes, **constants)
@@ -282,7 +275,7 @@ def _affine_activation_pool_backward(
     shape: torch.Size,
     pool: int = 1,
 ) -> Tensor:
-    """Accumulates the gradient g of the affine map; returns the partial sums, (splits, 2 or 3, channels)."""
+    """Accumulates the gradient g of the affine map; returns the partial sums, (splits, 2, channels)."""
     values, grad_accum, overwrite = with_contiguous_rows(input.values), accumulator.grad_accum, accumulator.overwrite
     if overwrite and any(size % pool for size in shape[1:]):
         grad_accum.zero_()  # pixels at the edge of an odd size are in no window: the kernel does not write them
@@ -291,12 +284,12 @@ def _affine_activation_pool_backward(
     alignment = divisibility(values.dtype, channels, *strides)
     tile = _UNALIGNED_POOLED_TILE if pool > 1 and alignment == 1 else _TILE
     grid = _grid(num_rows, channels, tile)
-    partial_sums = values.new_empty(grid[1], num_sums(input.activation), channels, dtype=torch.float32)
-    vectors, has_mean = input_vectors(input)
+    partial_sums = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
+    vectors, has_mean = norm_vectors(input.norm)
     tensors = partial_sums, grad_accum, grad_output.contiguous(), values, *vectors
     _, height, width = _as_images(shape)
     constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "POOL": pool, **tile}
-    constants |= {"OVERWRITE": overwrite, "DIVISIBILITY": alignment, **activation_constants(input.activation.spec)}
+    constants |= {"OVERWRITE": overwrite, "DIVISIBILITY": alignment, **activation_constants(input.activation)}
     sizes = num_rows, channels, *strides, height, width
     launch.launch(launch.cached_launch(kernels.affine_activation_pool_backward, grid, *sizes, **constants), *tensors)
     return partial_sums

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...._tensors import memory_format_of
 from ... import stem as portable_stem
-from ...activations import Activation
-from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
+from ...activations import ActivationSpec
+from ...interface import BatchNormAffine, Gradients, StatisticsOutput
 from ...max_pooling import MaxPool
 from ..device import stem_kernels
 from . import launch
@@ -24,9 +24,8 @@ from .common import (
     combine_statistics,
     divisibility,
     finish_backward,
-    input_vectors,
+    norm_vectors,
     num_splits,
-    num_sums,
 )
 
 _STATISTICS_TILE = {False: (512, 4), True: (256, 16)}
@@ -66,32 +65,32 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
 
 
 def norm_activation_max_pool(
-    values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool, dtype: torch.dtype
+    values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool, dtype: torch.dtype
 ) -> Tensor:
     if not supports(values.shape, pool):
         return portable_stem.norm_activation_max_pool(values, norm, activation, pool, dtype)
     output = _empty_pooled(values, pool, dtype)
-    constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation.spec)
+    constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation)
     num_rows, sizes = _rows(output), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
-    grid, vectors = _tiles(num_rows, values.shape[1], constants), _vectors(values, norm, activation)
+    grid, vectors = _tiles(num_rows, values.shape[1], constants), norm_vectors(norm)[0]
     kernel = stem_kernels.norm_activation_max_pool_forward
     launch.launch(launch.cached_launch(kernel, grid, num_rows, *sizes, **constants), output, values, *vectors)
     return output
 
 
 def norm_activation_max_pool_reduce(
-    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: Activation, pool: MaxPool
+    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool
 ) -> tuple[Tensor, Gradients]:
     """The indices are the positions of the maxima within their windows."""
     if not supports(values.shape, pool):
         return portable_stem.norm_activation_max_pool_reduce(grad_output, values, norm, activation, pool)
     indices = _empty_pooled(values, pool, torch.int8)
-    constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation.spec)
+    constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation)
     num_rows, channels = _rows(indices), values.shape[1]
     channel_tiles = cdiv(channels, constants["BLOCK_CHANNELS"])
     splits = num_splits(num_rows, constants["BLOCK_ROWS"], channel_tiles, MAX_PROGRAM_INSTANCES)
-    partial_sums = values.new_empty(splits, num_sums(activation), channels, dtype=torch.float32)
-    tensors = indices, partial_sums, grad_output, values, *_vectors(values, norm, activation)
+    partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
+    tensors = indices, partial_sums, grad_output, values, *norm_vectors(norm)[0]
     sizes = *values.shape[1:], *pool.pooled_size(values.shape[2:])
     kernel, grid = stem_kernels.norm_activation_max_pool_backward_reduce, (channel_tiles, splits)
     launch.launch(launch.cached_launch(kernel, grid, num_rows, *sizes, **constants), *tensors)
@@ -104,7 +103,7 @@ def norm_activation_max_pool_backward(
     indices: Tensor,
     values: Tensor,
     norm: BatchNormAffine,
-    activation: Activation,
+    activation: ActivationSpec,
     pool: MaxPool,
     sums: Gradients,
     count: int,
@@ -113,19 +112,15 @@ def norm_activation_max_pool_backward(
         return portable_stem.norm_activation_max_pool_backward(
             grad_output, indices, values, norm, activation, pool, sums, count
         )
-    constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation.spec)
+    constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation)
     constants["FROZEN"] = norm.frozen
     constants["num_warps"] = 4 if constants["CHANNELS_LAST"] else 8  # a row has many pixels: half as many registers
-    vectors = _vectors(values, norm, activation)
+    vectors = norm_vectors(norm)[0]
     num_rows = len(values) * math.prod(map(_cells, values.shape[2:], pool.padding, pool.stride))
     grid, sizes = _tiles(num_rows, values.shape[1], constants), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
     tensors = values, indices, grad_output, values, *vectors, sums.norm_weight, sums.norm_bias
     kernel = stem_kernels.norm_activation_max_pool_backward
     return launch.launch(launch.cached_launch(kernel, grid, 1 / count, num_rows, *sizes, **constants), *tensors)
-
-
-def _vectors(values: Tensor, norm: BatchNormAffine, activation: Activation) -> tuple[Tensor | None, ...]:
-    return input_vectors(AffineInput(values, norm, activation))[0]
 
 
 def _constants(values: Tensor, tiles: dict[bool, tuple[int, int]]) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""All kernels for a dtype are compiled at its first use, in several processes, with one line that says so."""
+
+import functools
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import kernel_modules
+
+from efficient_densenet import doctor, kernels
+from efficient_densenet.kernels import disk_cache, python_process
+from efficient_densenet.kernels.numba_cpu.host import openmp
+
+pytest.importorskip("numba", reason="the kernels are compiled by Numba")
+if not openmp.available():
+    pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
+compilation, compile_ahead, numba_kernels, launch = kernel_modules(
+    "numba_cpu", "compilation", "compile_ahead", "kernels", "launch"
+)
+NAMES = ["batch_norm_grad_input", "batch_statistics"]
+"""The two kernels that take the shortest time to compile."""
+
+
+@pytest.fixture
+def first_use(monkeypatch, tmp_path):
+    """The first use of a dtype in a process, which has two processors and no other kernels than `NAMES`."""
+
+    def use(dtype: torch.dtype = torch.float32) -> bool:
+        load = functools.cache(load_or_compile)
+        monkeypatch.setattr(compilation, "load_or_compile", load)
+        monkeypatch.setattr(compile_ahead, "_requests", lambda dtype: {name: requests(dtype)[name] for name in NAMES})
+        return kernels._numba_compiles.__wrapped__(dtype)
+
+    requests, load_or_compile = compile_ahead._requests, compilation.load_or_compile.__wrapped__
+    monkeypatch.setattr(compilation, "load_or_compile", load_or_compile)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(python_process, "num_processors", lambda: 2)
+    return use
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The kernels for which processes are started."""
+
+    def start(module, dtype, *names):
+        found.append(names)
+        return python_process_start(module, dtype, *names)
+
+    found, python_process_start = [], python_process.start
+    monkeypatch.setattr(python_process, "start", start)
+    return found
+
+
+def stored() -> set[str]:
+    directory = disk_cache.directory()
+    return set() if directory is None else {file.name.split("-")[0] for file in directory.glob("*.kernel")}
+
+
+def test_the_first_use_compiles_in_processes_and_says_so(first_use, started, caplog, capfd):
+    assert first_use()
+    assert started == [(NAMES[1],)]
+    assert stored() == set(NAMES)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("compiling kernels for float32 once")
+    assert record.getMessage().endswith("about 2 s")
+    assert record.name == "efficient_densenet"
+    assert record.levelno >= logging.lastResort.level  # shown without any configuration
+    assert first_use()
+    assert len(caplog.records) == len(started) == 1
+
+
+def test_all_kernels_are_compiled(monkeypatch):
+    defined = {name for name, each in vars(numba_kernels).items() if getattr(each, "pack", None)}
+    assert {*compile_ahead._requests(torch.float32)} == defined | {"gemm"}
+
+
+def test_a_process_compiles_what_it_is_told(first_use):
+    compile_ahead.main("float32", NAMES[0])
+    assert stored() == {NAMES[0]}
+
+
+def sleeping(*_):
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def failing(*_):
+    return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+
+
+def not_starting(*_):
+    raise OSError("no more processes")
+
+
+@pytest.mark.parametrize("start", [sleeping, failing, not_starting])
+def test_whatever_processes_fail_to_compile_is_compiled_here(start, first_use, monkeypatch):
+    started = []
+    monkeypatch.setattr(python_process, "start", lambda *_: started.append(start()) or started[-1])
+    monkeypatch.setattr(compile_ahead, "_MOST_SECONDS", 0 if start is sleeping else 60)
+    assert first_use()
+    assert stored() == set(NAMES)
+    assert all(process.poll() is not None for process in started)
+
+
+def test_without_a_cache_no_process_is_started(first_use, started, monkeypatch, caplog):
+    monkeypatch.setattr(disk_cache, "directory", lambda: None)
+    assert first_use()
+    assert started == []
+    assert "in this process, about 4 s" in caplog.text
+
+
+def test_a_frozen_application_compiles_by_itself(first_use, monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert first_use()
+    assert stored() == set(NAMES)
+
+
+def test_the_doctor_compiles_ahead(monkeypatch, capsys):
+    used = []
+    monkeypatch.setattr(compile_ahead, "compile_ahead", used.append)
+    monkeypatch.setattr(kernels, "_numba_compiles", kernels._numba_compiles.__wrapped__)
+    monkeypatch.setattr(sys, "argv", ["doctor", "--warmup"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    doctor.main()
+    assert {*used} == {torch.float32, torch.float64, torch.bfloat16}
+    assert "compiled the kernels for float32, float64, bfloat16" in capsys.readouterr().out
