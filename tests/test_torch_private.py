@@ -70,6 +70,7 @@ from efficient_densenet._torch_private import (
     without_step_hooks,
 )
 from efficient_densenet.engine import choose
+from efficient_densenet.kernels.convolution import conv3x3
 from efficient_densenet.memory import predict, tensor_peak
 
 PACKAGE = Path(efficient_densenet.__file__).parent
@@ -141,6 +142,9 @@ def test_a_name_that_torch_lacks_costs_the_feature_that_needs_it_and_neither_the
     assert all(sentence in str(warning.message) for warning in caught)
     if feature == _torch_private.SHARED:
         assert caught
+    elif feature == _torch_private.IM2COL:
+        images, weight = torch.randn(2, 3, 4, 5), torch.randn(6, 3, 3, 3)
+        assert torch.equal(conv3x3(images, weight, 1), F.conv2d(images, weight, padding=1))
     if feature in USES:
         with pytest.raises((RuntimeError, ValueError), match=re.escape(sentence)):
             USES[feature](model, x)
