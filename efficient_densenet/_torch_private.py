@@ -149,12 +149,6 @@ def parametrization_cache_enabled() -> bool:
     return bool(torch.nn.utils.parametrize._cache_enabled)  # not looked up once: the value changes
 
 
-def will_execute(node: torch.autograd.graph.Node) -> bool:
-    """Return True if the backward that the calling thread executes will run `node`: `grad` of some inputs skips
-    nodes."""
-    return torch._C._will_engine_execute_node(node)
-
-
 def queue_backward_callback(callback: Callable[[], Any]) -> None:
     """Call `callback` at the end of the backward that the calling thread executes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

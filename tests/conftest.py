@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, which looks once
-from efficient_densenet.engine.stage import groups
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,17 +34,6 @@ def process_group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(0, id="a layer at a time"),
-        pytest.param(groups.LAYER_GROUP_BYTES, id="a stage at a time", marks=pytest.mark.exhaustive),
-    ]
-)
-def layer_groups(request, monkeypatch):
-    """The stages of small networks would otherwise form one layer group, the simpler case."""
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", request.param)
 
 
 @pytest.fixture

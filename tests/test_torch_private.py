@@ -65,7 +65,6 @@ from efficient_densenet._torch_private import (
     sharding_of,
     tensor_hooks,
     top_saved_tensors_hooks,
-    will_execute,
     without_dispatch_modes,
     without_step_hooks,
 )
@@ -237,16 +236,6 @@ def test_has_global_module_hooks(kind):
     assert has_global_module_hooks()
     handle.remove()
     assert not has_global_module_hooks()
-
-
-def test_will_execute():
-    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
-    left, right, seen = x * 2, y * 2, []
-    total = (left + right).sum()
-    total.register_hook(lambda _: seen.append((will_execute(left.grad_fn), will_execute(right.grad_fn))))
-    torch.autograd.grad(total, [x], retain_graph=True)
-    total.backward()
-    assert seen == [(True, False), (True, True)]
 
 
 def test_memory_key():
