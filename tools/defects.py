@@ -645,4 +645,62 @@ DEFECTS = [
         "partial(dict, read_state_dict(entry.source()))",
         "data",
     ),
+    # Versions of PyTorch: private names and compilers
+    Defect("versions: a name that PyTorch lacks ends the import", "MISSING[name] = feature", "raise", "torch_private"),
+    Defect("versions: a lost name is warned of at every use", "_told.add(message)", "pass", "torch_private"),
+    Defect(
+        "versions: the shared engine starts without a name that it needs",
+        "if why_not_shared() is not None:",
+        "if False:",
+        "torch_private",
+    ),
+    Defect(
+        "versions: doctor is silent about lost names",
+        "in dict.fromkeys(_torch_private.MISSING.values())",
+        "in ()",
+        "torch_private",
+    ),
+    Defect("versions: im2col without its private name", "and why_not(IM2COL) is None", "", "torch_private"),
+    Defect(
+        "versions: a cache of parametrizations goes unseen",
+        "return bool(torch.nn.utils.parametrize._cache_enabled)",
+        "return False",
+        "torch_private",
+    ),
+    Defect("versions: transforms go unseen", "return _are_transforms_active()", "return False", "torch_private"),
+    Defect(
+        "versions: batched gradients go unseen",
+        "return grad is not None and _is_legacy_batchedtensor(grad)",
+        "return False",
+        "torch_private",
+    ),
+    Defect(
+        "versions: hooks on all modules go unseen",
+        "return any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS)",
+        "return False",
+        "torch_private",
+    ),
+    Defect("compilers: a changed number becomes a variable", 'float(f"{value}")', "float(value)", "torch_private"),
+    Defect(
+        "compilers: a constant is traced", "._dynamo_marked_constant = True", "._is_constant = True", "torch_private"
+    ),
+    Defect(
+        "compilers: operators are looked into outside of graphs",
+        "private.set_code_exec_strategy(code, private._FrameExecStrategy(skip, skip))",
+        "pass",
+        "torch_private",
+    ),
+    Defect(
+        "compilers: the author's forward of a converted module is compiled",
+        "return READS_CONVERTED_MODULES or not torch",
+        "return not torch",
+        "torch_private compiled",
+    ),
+    Defect(
+        "export: operators of the shared engine are exported",
+        "return torch.compiler._is_exporting_flag",
+        "return False",
+        "export",
+    ),
+    Defect("a layer's kernel sizes the wrong way round", "(1, 3)[-len", "(3, 1)[-len", "parts shared"),
 ]
