@@ -23,7 +23,7 @@ NAMES: dict[str, str] = {}
 MISSING: dict[str, str] = {}
 """The names that this PyTorch lacks, as in `NAMES`."""
 _RAISES = object()
-_warned: set[str] = set()
+_told: set[str] = set()
 
 
 def _private(name: str, feature: str, otherwise: Any = _RAISES) -> Any:
@@ -39,8 +39,8 @@ def _private(name: str, feature: str, otherwise: Any = _RAISES) -> Any:
         message = str(why_not(feature))
         if otherwise is _RAISES:
             raise RuntimeError(message)
-        if message not in _warned:
-            _warned.add(message)
+        if message not in _told:
+            _told.add(message)
             warnings.warn(message, stacklevel=3)
         return otherwise
 
