@@ -13,7 +13,7 @@ _COLUMNS = ROW
 """The number of channels that are summed at once, in registers or in the L1 cache."""
 
 _RUN = 32
-"""The number of rows that are summed in the dtype of the arithmetic. These short sums are added up in float64."""
+"""The number of pixels that are summed in the dtype of the arithmetic. These short sums are added up in float64."""
 
 _sums_buffer = stack_buffer(_COLUMNS)
 
@@ -24,15 +24,11 @@ def clear_sums(sums, thread):
     clear(sums.partials + thread * count * 8, count, 1.0)
 
 
-@compiled
-def sum_run(pixels):
-    """The number of a gradient's rows in a run, if each row stands for `pixels` pixels."""
-    return _RUN // pixels
-
-
 @inlined
-def _relu_backward_pixel(input, accumulator, row, left, grad_output, grads, products, zero):
-    width, overwrite = len(grad_output), accumulator.overwrite
+def _relu_pixel(args, row, left, grad_output, grads, products, zero):
+    """Accumulate the gradient of one pixel, masked by the ReLU."""
+    input, accumulator, width = args.conv.input, args.conv.accumulator, len(grad_output)
+    overwrite = accumulator.overwrite
     values, grad_accum = row_of(input.values, row, left, width), row_of(accumulator.grad_accum, row, left, width)
     scale, shift = elements(input.scale, left, width, zero), elements(input.shift, left, width, zero)
     grad_scale = elements(accumulator.grad_scale, left, width, zero)
@@ -44,45 +40,9 @@ def _relu_backward_pixel(input, accumulator, row, left, grad_output, grads, prod
 
 
 @inlined
-def _relu_backward_row(conv, row, left, grad_output, grads, products, zero):
-    """Accumulate the gradient of one pixel, masked by the ReLU."""
-    prefetch_row(conv.accumulator.grad_accum, row, conv.gradients.channels)
-    _relu_backward_pixel(conv.input, conv.accumulator, row, left, grad_output, grads, products, zero)
-
-
-@inlined
-def _pooled_relu_backward_row(pooled, row, left, grad_output, grads, products, zero):
-    """Accumulate the gradient of every pixel in an output pixel's window, masked by the ReLU."""
-    conv, images = pooled.conv, pooled.images
-    first = first_pixel(row, images)
-    for i in range(images.has_depth + 1):
-        for k in range(images.has_height + 1):
-            for pixel in range(first, first + 2):
-                pixel += (i * images.height + k) * images.width
-                _relu_backward_pixel(conv.input, conv.accumulator, pixel, left, grad_output, grads, products, zero)
-
-
-@inlined
-def _affine_backward_row(affine, row, left, grad_output, grads, products, zero):
-    """Accumulate the gradient of one pixel, without a ReLU."""
-    width, overwrite = len(grad_output), affine.accumulator.overwrite
-    prefetch_row(affine.accumulator.grad_accum, row, affine.gradients.channels)
-    values, grad_accum = (
-        row_of(affine.values, row, left, width),
-        row_of(affine.accumulator.grad_accum, row, left, width),
-    )
-    grad_scale = elements(affine.accumulator.grad_scale, left, width, zero)
-    for j in range(width):
-        grad = grad_output[j]
-        grads[j] += grad
-        products[j] += grad * values[j]
-        grad_accum[j] = grad * grad_scale[j] + (zero if overwrite else grad_accum[j])
-
-
-@inlined
-def _formula_backward_pixel(conv, row, left, grad_output, grads, products, zero):
+def _formula_pixel(args, row, left, grad_output, grads, products, zero):
     """Accumulate the gradient of one pixel, times the activation's derivative."""
-    input, accumulator, width, buffer = conv.input, conv.accumulator, len(grad_output), row_buffer(zero)
+    input, accumulator, width, buffer = args.conv.input, args.conv.accumulator, len(grad_output), row_buffer(zero)
     overwrite = accumulator.overwrite
     derivative = normalized_row(input, row, left, width, buffer, zero)
     apply_formula(input.activation.derivative, input.activation, width, buffer, zero)
@@ -96,21 +56,45 @@ def _formula_backward_pixel(conv, row, left, grad_output, grads, products, zero)
 
 
 @inlined
-def _formula_backward_row(conv, row, left, grad_output, grads, products, zero):
-    """Accumulate the gradient of one pixel."""
-    prefetch_row(conv.accumulator.grad_accum, row, conv.gradients.channels)
-    _formula_backward_pixel(conv, row, left, grad_output, grads, products, zero)
+def _affine_row(args, row, left, grad_output, grads, products, zero):
+    """Accumulate the gradient of one pixel, without an activation."""
+    width, accumulator = len(grad_output), args.accumulator
+    overwrite = accumulator.overwrite
+    prefetch_row(accumulator.grad_accum, row, args.gradients.channels)
+    values, grad_accum = row_of(args.values, row, left, width), row_of(accumulator.grad_accum, row, left, width)
+    grad_scale = elements(accumulator.grad_scale, left, width, zero)
+    for j in range(width):
+        grad = grad_output[j]
+        grads[j] += grad
+        products[j] += grad * values[j]
+        grad_accum[j] = grad * grad_scale[j] + (zero if overwrite else grad_accum[j])
 
 
-@inlined
-def _pooled_formula_backward_row(pooled, row, left, grad_output, grads, products, zero):
-    conv, images = pooled.conv, pooled.images
-    first = first_pixel(row, images)
-    for i in range(images.has_depth + 1):
-        for k in range(images.has_height + 1):
-            for pixel in range(first, first + 2):
-                pixel += (i * images.height + k) * images.width
-                _formula_backward_pixel(conv, pixel, left, grad_output, grads, products, zero)
+def _prefetched(backward_pixel):
+    """`backward_pixel` for a row of a convolution without pooling."""
+
+    @inlined
+    def backward_row(args, row, left, grad_output, grads, products, zero):
+        prefetch_row(args.conv.accumulator.grad_accum, row, args.conv.gradients.channels)
+        backward_pixel(args, row, left, grad_output, grads, products, zero)
+
+    return backward_row
+
+
+def _in_window(backward_pixel):
+    """`backward_pixel` for every pixel in the window of a pooled output row."""
+
+    @inlined
+    def backward_row(args, row, left, grad_output, grads, products, zero):
+        images = args.images
+        first = first_pixel(row, images)
+        for i in range(images.has_depth + 1):
+            for k in range(images.has_height + 1):
+                for pixel in range(first, first + 2):
+                    pixel += (i * images.height + k) * images.width
+                    backward_pixel(args, pixel, left, grad_output, grads, products, zero)
+
+    return backward_row
 
 
 def _accumulation(backward_row):
@@ -139,31 +123,34 @@ def _accumulation(backward_row):
     return accumulate
 
 
-accumulate_affine_grad = _accumulation(_affine_backward_row)
-_accumulate_relu_grad = _accumulation(_relu_backward_row)
-_accumulate_formula_grad = _accumulation(_formula_backward_row)
-_accumulate_pooled_relu_grad = _accumulation(_pooled_relu_backward_row)
-_accumulate_pooled_formula_grad = _accumulation(_pooled_formula_backward_row)
+_accumulate_affine = _accumulation(_affine_row)
+_accumulate_relu = _accumulation(_prefetched(_relu_pixel))
+_accumulate_formula = _accumulation(_prefetched(_formula_pixel))
+_accumulate_pooled_relu = _accumulation(_in_window(_relu_pixel))
+_accumulate_pooled_formula = _accumulation(_in_window(_formula_pixel))
 
 
 @compiled
-def accumulate_grad(conv, thread, start, stop, grad_output, stride, zero):
-    """Accumulate rows start to stop of grad_output, the gradient of a convolution's input."""
-    sums, run = conv.gradients, sum_run(1)
-    if conv.input.activation.formula:
-        _accumulate_formula_grad(conv, sums, run, thread, start, stop, grad_output, stride, zero, zero)
-    else:
-        _accumulate_relu_grad(conv, sums, run, thread, start, stop, grad_output, stride, zero, zero)
+def accumulate_affine_grad(args, thread, start, stop, grad_output, stride, zero):
+    """Accumulate rows start to stop of grad_output, the gradient of a norm's output."""
+    element = args.grad_output.element
+    _accumulate_affine(args, args.gradients, _RUN, thread, start, stop, grad_output, stride, element, zero)
 
 
 @compiled
-def accumulate_pooled_grad(pooled, thread, start, stop, grad_output, stride, zero):
-    """Accumulate the gradient of every pixel in the windows of the output rows start to stop."""
-    sums, run = pooled.conv.gradients, sum_run(pooled.window)
-    if pooled.conv.input.activation.formula:
-        _accumulate_pooled_formula_grad(pooled, sums, run, thread, start, stop, grad_output, stride, zero, zero)
+def accumulate_grad(args, thread, start, stop, grad_output, stride, zero):
+    """Accumulate rows start to stop of grad_output, the gradient of a convolution's input; with pooling, the gradient
+    of every pixel in the windows of these output rows."""
+    sums, run = args.conv.gradients, _RUN // args.window
+    if args.conv.input.activation.formula:
+        if args.window > 1:
+            _accumulate_pooled_formula(args, sums, run, thread, start, stop, grad_output, stride, zero, zero)
+        else:
+            _accumulate_formula(args, sums, run, thread, start, stop, grad_output, stride, zero, zero)
+    elif args.window > 1:
+        _accumulate_pooled_relu(args, sums, run, thread, start, stop, grad_output, stride, zero, zero)
     else:
-        _accumulate_pooled_relu_grad(pooled, sums, run, thread, start, stop, grad_output, stride, zero, zero)
+        _accumulate_relu(args, sums, run, thread, start, stop, grad_output, stride, zero, zero)
 
 
 @compiled
