@@ -24,14 +24,15 @@ from ...interface import (
     StatisticsOutput,
 )
 from ...portable import halved
-from ..compiled import kernels
-from ..compiled.activations import FORMULAS, compiled_formula
-from . import arguments, tiling
-from .arguments import Fields
-from .compilation import ARITHMETIC
+from .. import arguments
+from ..arguments import Fields
+from ..compiler.compilation import ARITHMETIC, compile_kernel
+from ..compiler.records import absent
+from ..kernels import kernels
+from ..kernels.activations import FORMULAS, subroutine_of
+from . import tiling
 from .launch import gemm_address, launch, openmp_functions
 from .products import product_of
-from .records import absent
 from .tiling import Tiles
 
 affine_forward = portable.affine_forward
@@ -349,4 +350,5 @@ def _activation(input: AffineInput, dtype: torch.dtype) -> Fields:
 @functools.cache
 def _formulas(name: str, dtype: torch.dtype) -> Fields:
     """The addresses of the activation's formula and of its derivative."""
-    return tuple(compiled_formula(name, each, dtype).address for each in FORMULAS)
+    arithmetic = ARITHMETIC[dtype]
+    return tuple(compile_kernel(subroutine_of(name, each, arithmetic), arithmetic).address for each in FORMULAS)

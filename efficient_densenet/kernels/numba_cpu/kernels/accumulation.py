@@ -3,8 +3,8 @@ the batch norm."""
 
 from numba import carray
 
+from ..compiler.intrinsics import compiled, inlined, stack_buffer
 from .activations import ROW, apply_formula, normalized_row, row_buffer
-from .intrinsics import compiled, inlined, stack_buffer
 from .memory import clear, elements, prefetch_row, row_of
 from .pooling import first_pixel
 from .threads import partition

@@ -16,9 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from ...._tensors import as_dtype
-from ... import interface
-from .records import Element, Operand
+from ..._tensors import as_dtype
+from .. import interface
+from .compiler.records import Element, Operand
 
 REMEMBERED_SIZES = 4096
 """The number of cached results of functions of sizes: the sizes are the same in every step."""

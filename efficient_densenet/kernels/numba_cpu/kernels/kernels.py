@@ -7,8 +7,9 @@ and so in its L1 and L2 caches.
 
 from numba import carray
 
-from ..host import arguments
-from ..host.compilation import kernel
+from .. import arguments
+from ..compiler.compilation import kernel
+from ..compiler.intrinsics import compiled
 from .accumulation import accumulate_affine_grad, accumulate_grad, clear_sums, reduce_sums
 from .affine import affine_activation, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
 from .convolution import (
@@ -22,7 +23,6 @@ from .convolution import (
 )
 from .gemm import pack_weight
 from .im2col import col2im, im2col
-from .intrinsics import compiled
 from .memory import buffer_stride_of, convert, copy, offset, pad_cells, stride_of
 from .pooling import pooled_affine_activation
 from .statistics import clear_statistics, reduce_statistics, update_statistics
