@@ -238,7 +238,7 @@ def test_the_first_product_is_compared(monkeypatch, factor):
             with torch.autocast("cpu", enabled=False):
                 of_c[:] = (factor * numbers_a.view(m, 2 * cells) @ by_k).numpy().ravel()
 
-    monkeypatch.setattr(gemm_amx, "compile_kernel", lambda kernel, dtype: Compiled)
+    monkeypatch.setattr(products, "compile_kernel", lambda kernel, dtype: Compiled)
     assert products._is_right() == (factor == 1)
     with torch.autocast("cpu", torch.bfloat16):  # a model may ask for it there first
         assert products._is_right() == (factor == 1)
