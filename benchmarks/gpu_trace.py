@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from efficient_densenet import kernels as kernel_sets
 from efficient_densenet._tensors import meta_stands_for
 from efficient_densenet._torch_private import backward_inside_function_modes, without_dispatch_modes
-from efficient_densenet.memory.meta_autocast import MetaAutocast, autocast_on_meta
+from efficient_densenet.memory.meta_functions import MetaFunctions
 from efficient_densenet.memory.trace import MemoryMode, MemoryTrace
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -117,18 +117,18 @@ def trace_step(network: nn.Module, images: Tensor, precision: str = "float32", r
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
     kind, dtype = images.device.type, AUTOCAST_DTYPES.get(precision)
     mode = TracingMode(kind, [*network.parameters(), *network.buffers(), images, labels])
-    autocast = MetaAutocast("cuda")
+    functions = MetaFunctions("cuda")
     with (
         _tensor_float_32(precision == "tf32"),
         triton_kernels(),
         _launches_replaced(mode.add_launch, run_kernels),
         meta_stands_for("cuda"),
-        autocast if kind == "meta" else contextlib.nullcontext(),
+        functions if kind == "meta" else contextlib.nullcontext(),
         mode,
     ):
-        with autocast_on_meta("cuda", dtype) if kind == "meta" else torch.autocast(kind, dtype, enabled=bool(dtype)):
+        with torch.autocast("cpu" if kind == "meta" else kind, dtype, enabled=dtype is not None):
             loss = F.cross_entropy(network(images), labels)
-        autocast.conversions.clear()
+        functions.conversions.clear()
         mode.start_backward()
         backward_inside_function_modes(loss)
     return mode.trace

@@ -33,8 +33,8 @@ def meta_stands_for(device: str) -> Iterator[None]:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a convolution of `x` computes: autocast's, which does not apply to float64, or x's."""
-    device = device_type(x)
-    return torch.get_autocast_dtype(device) if autocast_enabled(x) and x.dtype != torch.float64 else x.dtype
+    uses_autocast = autocast_enabled(x) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(autocast_device(x)) if uses_autocast else x.dtype
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,14 +47,21 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
+def autocast_device(x: Tensor) -> str:
+    """The device type whose autocast applies to x. Tensors that stand for those of another device have the CPU's, which
+    every kind of checkpoint restores in a recomputation, also on a machine without a GPU."""
+    kind = x.device.type
+    return "cpu" if kind == "meta" and device_type(x) != kind else kind
+
+
 def autocast_enabled(x: Tensor) -> bool:
-    device = device_type(x)
+    device = autocast_device(x)
     return _is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def autocast_disabled(x: Tensor) -> contextlib.AbstractContextManager:
     """Turn autocast off on the device of `x`: the engines convert dtypes explicitly."""
-    device = device_type(x)
+    device = autocast_device(x)
     return torch.autocast(device, enabled=False) if _is_autocast_available(device) else contextlib.nullcontext()
 
 

@@ -1,116 +1,98 @@
-"""`CheckpointFunction`, `checkpoint_sequential`, offloading, and how `checkpoint` finds parameters."""
+"""`checkpoint`, `checkpoint_sequential` and `CheckpointFunction`: what they take, what they find, what they return."""
 
-import copy
 import functools
+import logging
+import threading
 import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checkpoint_outcomes import assert_network_like_plain, assert_same_outcome, network, outcome, tensor
-from helpers import assert_close, assert_same_buffers
+from checkpoint_outcomes import (
+    Fickle,
+    assert_like_plain,
+    assert_network_like_plain,
+    assert_same_outcome,
+    network,
+    networks,
+    outcome,
+    plain_call,
+    tensor,
+)
+from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from efficient_densenet import checkpoint as cp
 from efficient_densenet.checkpoint import (
     CheckpointFunction,
+    call,
     checkpoint,
     checkpoint_sequential,
     checkpoint_wrapper,
-    offload,
+    disable_checkpointing,
+    is_checkpointing,
+    is_recomputing,
 )
 from efficient_densenet.memory import saved_bytes
 
 
-def test_checkpoint_function_as_in_the_original_repository():
-    """`import checkpoint as cp` becomes `from efficient_densenet import checkpoint as cp`."""
-    norm, relu, conv = nn.BatchNorm2d(5).double(), nn.ReLU(inplace=True), nn.Conv2d(5, 2, 1).double()
-    plain = nn.Sequential(norm, relu, conv)
-    features = [tensor(2, 3, 4, 4).requires_grad_(), tensor(2, 2, 4, 4).requires_grad_()]
-
-    def bn_function(*inputs):
-        return conv(relu(norm(torch.cat(inputs, 1))))
-
-    def ours(*inputs):
-        args = inputs + tuple(norm.parameters()) + tuple(conv.parameters())
-        return cp.CheckpointFunction.apply(bn_function, len(inputs), *args)
-
-    actual = outcome(ours, features)
-    grads = [p.grad.clone() for p in plain.parameters()]
-    plain.zero_grad()
-    assert_same_outcome(actual, outcome(bn_function, features))
-    for grad, parameter in zip(grads, plain.parameters(), strict=True):
-        assert_close(grad, parameter.grad)
+def _apply_function(net, x):
+    return CheckpointFunction.apply(net, 1, x, *net.parameters())
 
 
-def test_checkpoint_function_returns_a_tensor_or_a_tuple():
-    x = tensor(3).requires_grad_()
-    assert isinstance(CheckpointFunction.apply(torch.sin, 1, x), torch.Tensor)
-    pair = CheckpointFunction.apply(lambda x: (x.sin(), x.argmax()), 1, x)
-    assert isinstance(pair, tuple)
-    assert [p.requires_grad for p in pair] == [True, False]
+def _nested(net, x):
+    return checkpoint(lambda x: net[3:](checkpoint(net[:3], x)), x)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda net, x: checkpoint(net, x),
-        lambda net, x: checkpoint(net.forward, x),
-        lambda net, x: checkpoint(functools.partial(net), x),
-        lambda net, x: checkpoint(lambda x: net(x), x, parameters=net.parameters()),
-        lambda net, x: checkpoint(lambda x: net(x), x, parameters=net),
-        lambda net, x: checkpoint(lambda x: net(x), x, parameters=[net]),
-        lambda net, x: checkpoint_sequential(net, 3, x),
-        lambda net, x: checkpoint_sequential(list(net), 1, x),
-        lambda net, x: checkpoint_wrapper(net)(x),
-        lambda net, x: checkpoint(net, x * 1, offload=True),
-        lambda net, x: checkpoint_wrapper(net, offload_to_cpu=True)(x * 1),
-    ],
-)
+RUNS = {
+    "a module": checkpoint,
+    "a method": lambda net, x: checkpoint(net.forward, x),
+    "a partial": lambda net, x: checkpoint(functools.partial(net), x),
+    "a closure": lambda net, x: checkpoint(lambda x: net(x), x),
+    "a closure, listed": lambda net, x: checkpoint(lambda x: net(x), x, parameters=net.parameters()),
+    "a module of other options": lambda net, x: checkpoint(net, x, offload=True, early_stop=False),
+    "a sequence": lambda net, x: checkpoint_sequential(net, 3, x),
+    "a list": lambda net, x: checkpoint_sequential(list(net), 1, x),
+    "a wrapped module": lambda net, x: checkpoint_wrapper(net)(x),
+    "nested": _nested,
+    "CheckpointFunction": _apply_function,
+    "as in torch's tutorials": lambda net, x: checkpoint(lambda x: net(x), x, use_reentrant=False),
+    "torch's keywords": lambda net, x: checkpoint(
+        net, x, use_reentrant=False, preserve_rng_state=True, determinism_check="none", early_stop=True, debug=False
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("needs_grad", [True, False])
-def test_modules_methods_and_closures_find_their_parameters(call, needs_grad):
-    assert_network_like_plain(call, needs_grad)
+def test_every_way_to_call_it_trains_as_plain(run, needs_grad):
+    """Outputs, gradients, buffers and random states, of a network with a batch norm and a dropout."""
+    assert_network_like_plain(RUNS[run], needs_grad)
 
 
-@pytest.mark.parametrize("needs_grad", [True, False])
-def test_an_unlisted_parameter_of_a_closure_is_an_error(needs_grad):
-    net = nn.Linear(4, 3).double()
-    x = tensor(2, 4).requires_grad_(needs_grad)
-    with pytest.raises(RuntimeError, match=r"uses 2 tensor\(s\) that require a gradient.*parameters=\[\.\.\.\]"):
-        checkpoint(lambda x: net(x), x)
-    with pytest.raises(RuntimeError, match=r"1 tensor\(s\) that require a gradient.*of shape \(3,\)"):
-        checkpoint(lambda x: net(x), x, parameters=[net.weight])
-    hidden = (x @ net.weight.t()).detach().requires_grad_()
-    computed = hidden * 2
-    with pytest.raises(RuntimeError, match=r"of shape \(2, 3\)"):
-        checkpoint(lambda x: x.sum() * computed, x)
+def test_use_reentrant_gives_a_sentence_and_the_same_gradients():
+    run = functools.partial(checkpoint, use_reentrant=True)
+    with pytest.warns(
+        UserWarning, match="found use_reentrant=True, which this checkpoint does not have: it recomputes"
+    ):
+        assert_network_like_plain(run, needs_grad=False)
 
 
-def test_a_tensor_outside_the_module_gets_its_gradient():
-    class Tied(nn.Module):
-        def forward(self, x):
-            return x @ elsewhere
-
-    elsewhere = tensor(4, 4).requires_grad_()
-    x = tensor(2, 4)
-    checkpoint(Tied(), x).sum().backward()
-    assert_close(elsewhere.grad, x.sum(0)[:, None].expand(4, 4))
-
-
-def test_arguments_of_other_types_are_named():
-    with pytest.raises(TypeError, match="found a NoneType among the inputs and parameters of"):
-        CheckpointFunction.apply(torch.add, 2, tensor(3).requires_grad_(), None)
-    with pytest.raises(TypeError, match="found a str in parameters"):
-        checkpoint(torch.sin, tensor(2).requires_grad_(), parameters=["weight"])
-
-
-def test_a_parameter_that_is_frozen_or_unused_gets_no_gradient():
-    net = network()
-    net[0].weight.requires_grad_(False)
-    unused = tensor(3).requires_grad_()
-    checkpoint(lambda x: net(x), tensor(5, 4), parameters=[net, unused]).sum().backward()
-    assert net[0].weight.grad is None
-    assert unused.grad is None
-    assert net[0].bias.grad is not None
+def test_determinism_check_and_debug_are_torch_s(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", False)
+    assert_network_like_plain(functools.partial(checkpoint, debug=True))
+    for options, message in (({}, "different metadata"), ({"debug": True}, "Operations executed during recomputation")):
+        with pytest.raises(RuntimeError, match=message):
+            checkpoint(
+                Fickle(torch.sin, lambda x: x[:2].sin()), tensor(3).requires_grad_() * 1, **options
+            ).sum().backward()
+    changed = Fickle(torch.sin, lambda x: x.sin().double())
+    checkpoint(changed, torch.ones(3, requires_grad=True) * 1, determinism_check="none").sum().backward()
+    with pytest.raises(ValueError, match="determinism_check should be one of"):
+        checkpoint(torch.sin, tensor(3).requires_grad_(), determinism_check="all")
 
 
 class Holder:
@@ -125,25 +107,196 @@ class Holder:
     __call__ = method
 
 
-REACHED = {
-    "an attribute": lambda holder, x, **options: checkpoint(lambda x: holder.inner[0]["net"](x), x, **options),
-    "another function": lambda holder, x, **options: checkpoint(lambda x: _called(holder, x), x, **options),
-    "an argument": lambda holder, x, **options: checkpoint(lambda n, x: n(x), holder.inner[0]["net"], x, **options),
-    "a method": lambda holder, x, **options: checkpoint(holder.method, x, **options),
-    "a callable object": lambda holder, x, **options: checkpoint(holder, x, **options),
-    "a sequence": lambda holder, x, **options: checkpoint_sequential([holder, torch.tanh], 2, x, **options),
-}
-
-
 def _called(holder, x):
     return holder.method(x)
+
+
+REACHED = {
+    "an attribute": lambda holder, x: checkpoint(lambda x: holder.inner[0]["net"](x), x),
+    "another function": lambda holder, x: checkpoint(lambda x: _called(holder, x), x),
+    "a default": lambda holder, x: checkpoint(lambda x, holder=holder: holder(x), x),
+    "an argument": lambda holder, x: checkpoint(lambda n, x: n(x), holder.inner[0]["net"], x),
+    "a method": lambda holder, x: checkpoint(holder.method, x),
+    "a callable object": lambda holder, x: checkpoint(holder, x),
+    "a sequence": lambda holder, x: checkpoint_sequential([holder, torch.tanh], 2, x),
+}
 
 
 @pytest.mark.parametrize("how", REACHED)
 def test_indirectly_referenced_norms_update_once(how):
     net = network()
-    REACHED[how](Holder(net), tensor(5, 4).requires_grad_(), parameters=iter(net.parameters())).sum().backward()
+    REACHED[how](Holder(net), tensor(5, 4).requires_grad_()).sum().backward()
     assert net[1].num_batches_tracked == 1
+
+
+def test_what_only_a_list_of_parameters_names_updates_once():
+    net, hidden = network(), iter([])
+
+    def function(x):
+        return next(hidden)(x)
+
+    hidden = iter([net, net])
+    checkpoint(function, tensor(5, 4).requires_grad_(), parameters=[net]).sum().backward()
+    assert net[1].num_batches_tracked == 1
+    with pytest.raises(TypeError, match="found a str in parameters"):
+        checkpoint(torch.sin, tensor(2).requires_grad_(), parameters=["weight"])
+
+
+def test_checkpoint_function_as_in_the_original_repository():
+    """`import checkpoint as cp` becomes `from efficient_densenet import checkpoint as cp`."""
+    norm, relu, conv = nn.BatchNorm2d(5).double(), nn.ReLU(inplace=True), nn.Conv2d(5, 2, 1).double()
+    features = [tensor(2, 3, 4, 4).requires_grad_(), tensor(2, 2, 4, 4).requires_grad_()]
+
+    def bn_function(*inputs):
+        return conv(relu(norm(torch.cat(inputs, 1))))
+
+    def ours(*inputs):
+        args = inputs + tuple(norm.parameters()) + tuple(conv.parameters())
+        return cp.CheckpointFunction.apply(bn_function, len(inputs), *args)
+
+    plain = nn.Sequential(norm, relu, conv)
+    actual = outcome(ours, features)
+    grads = [p.grad.clone() for p in plain.parameters()]
+    plain.zero_grad()
+    assert_same_outcome(actual, outcome(bn_function, features))
+    for grad, parameter in zip(grads, plain.parameters(), strict=True):
+        assert_close(grad, parameter.grad)
+    assert norm.num_batches_tracked == 2
+
+
+def test_checkpoint_function_says_what_is_wrong_with_its_arguments():
+    x, form = tensor(3).requires_grad_(), r"CheckpointFunction.apply\(function, number_of_inputs, \*inputs"
+    with pytest.raises(TypeError, match=f"found a Tensor as the number of inputs of .*sin: {form}"):
+        CheckpointFunction.apply(torch.sin, x, x)
+    for number, message in ((3, "found 3 .* followed by 2 tensors"), (-1, "found -1 .* followed by 2 tensors")):
+        with pytest.raises(ValueError, match=f"{message}: {form}"):
+            CheckpointFunction.apply(torch.add, number, x, x)
+    with pytest.raises(TypeError, match=r"found a NoneType among the inputs and parameters of .*add"):
+        CheckpointFunction.apply(torch.add, 2, x, None)
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: Any
+
+
+class Named(NamedTuple):
+    a: torch.Tensor
+    b: int
+
+
+def _shared(x, y, rest):
+    return x * y + rest[0] * rest[1]
+
+
+def _structures(a, b, c):
+    first, key, pair = [a, {"k": (b, 3)}], {"z": [c, None, "s"]}, Named(b, 4)
+    return first[0] * first[1]["k"][0] + key["z"][0] * pair.b
+
+
+CASES = {
+    "structures": _structures,
+    "a shared tensor": lambda a, b, c: _shared(a, a, [a, b]) + c,
+    "views of one another": lambda a, b, c: (a * a[:1].expand_as(a), b.t() @ c),
+    "integers and booleans": lambda a, b, c: (a.argmax(), a > 0, (a * (b > 0)).sum(), c.long()),
+    "a None among the results": lambda a, b, c: (None, a * b, [None, c.sin()]),
+    "an input as a result": lambda a, b, c: (a, a * b, [c, b]),
+    "one result twice": lambda a, b, c: (lambda y: (y, [y], y + c))(a * b),
+    "results that are views": lambda a, b, c: (a.view(-1), (b * c)[0], a.t()),
+    "a result without gradient": lambda a, b, c: ((a * b).detach(), c.sin(), a.detach()),
+    "an unused input": lambda a, b, c: a * c,
+    "complex numbers": lambda a, b, c: torch.view_as_real(torch.complex(a, b) * c),
+    "in-place operations on its own tensors": lambda a, b, c: (a * b).add_(c).relu_(),
+}
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_results_behave_as_in_the_plain_call(case, computed):
+    """With arguments that are leaves of the graph, of which one requires no gradient, and with computed ones."""
+    inputs = [tensor(2, 3).requires_grad_(needed) for needed in (True, computed, True)]
+    if not computed:
+        assert_like_plain(CASES[case], *inputs)
+        return
+    runs = (checkpoint, plain_call)
+    actual, expected = (outcome(lambda a, b, c, run=run: run(CASES[case], a * 1, b * 1, c * 1), inputs) for run in runs)
+    assert_same_outcome(actual, expected)
+
+
+def test_arguments_in_structures_get_gradients_and_results_keep_their_structure():
+    a, b, c = (tensor(2, 3).requires_grad_() for _ in range(3))
+    inner = a * 1
+
+    def function(first, *, key, pair):
+        return {"sum": [first[0] * first[1]["k"][0] + pair.left], "n": 7, "t": (key["z"][0].exp(), "x"), "pair": pair}
+
+    result = checkpoint(function, [inner, {"k": (b, 3)}], key={"z": [c, None, "s"]}, pair=Pair(c, "kept"))
+    assert (list(result), result["n"], result["t"][1], result["pair"].right) == (
+        ["sum", "n", "t", "pair"],
+        7,
+        "x",
+        "kept",
+    )
+    (result["sum"][0] + result["t"][0]).sum().backward()
+    for actual, expected in ((a.grad, b), (b.grad, a), (c.grad, 1 + c.exp())):
+        assert_close(actual, expected.detach())
+    result = checkpoint(lambda tensors: tensors[0].sin(), [inner])
+    inner.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+@pytest.mark.parametrize("change_inside", [True, False])
+@pytest.mark.parametrize("run", [checkpoint, lambda function, x: CheckpointFunction.apply(function, 1, x)])
+def test_an_input_changed_in_place_is_an_error(run, change_inside):
+    y = tensor(3).requires_grad_() * 1
+    output = run(lambda x: (x.mul_(2) if change_inside else x).sin().exp(), y)
+    if not change_inside:
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_arguments_are_the_same_objects_in_the_recomputation():
+    x, y, plain = tensor(3).requires_grad_(), tensor(3).requires_grad_() * 1, tensor(3)
+    y.scale, seen = 0.5, []
+
+    def function(a, b, c, *, again):
+        seen.append((a is x, b is y, c is plain, again is y, b.scale))
+        return (a * b * c).sin().exp() * again
+
+    checkpoint(function, x, y, plain, again=y).sum().backward()
+    assert seen == [(True, True, True, True, 0.5)] * 2
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_hook_that_the_function_registers_on_its_argument_fires_once(computed):
+    fired, x = [], tensor(3).requires_grad_()
+
+    def function(a):
+        a.register_hook(lambda grad: fired.append(1))
+        return a.sin().exp()
+
+    checkpoint(function, x * 1 if computed else x).sum().backward()
+    assert fired == [1]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_offloaded_inputs_are_copies_and_the_originals_are_freed(offload, monkeypatch):
+    """All tensors are treated as tensors of a GPU: their memory is freed, and the gradients are right."""
+    monkeypatch.setattr(call, "is_on_device", lambda leaf: True)
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copied: copied)
+    monkeypatch.setattr(call, "save_on_cpu", lambda pin_memory: copies)
+    net = network()
+    y = tensor(5, 4).requires_grad_() * 2
+    held = weakref.ref(y.untyped_storage())
+    loss = checkpoint(net, y, offload=offload).square().sum()
+    del y
+    assert (held() is None) == offload
+    loss.backward()
+    net.zero_grad()
+    assert_network_like_plain(functools.partial(checkpoint, offload=offload))
 
 
 @pytest.mark.parametrize("segments", [0, 6, -1])
@@ -158,25 +311,178 @@ def test_more_segments_save_less_up_to_a_point():
     saved = [saved_bytes(lambda s=s: checkpoint_sequential(net, s, x)) for s in (1, 2, 3)]
     assert saved[0] > saved[1] > saved[2]
     assert saved[0] == saved_bytes(lambda: net(x))
+    assert saved_bytes(lambda: _nested(net, x)) < 0.5 * saved[0]
 
 
-@pytest.mark.parametrize("offloading", [True, False])
-def test_offloaded_inputs_are_copies_and_the_originals_are_freed(offloading, monkeypatch):
-    """All tensors are treated as tensors of a GPU: their memory is freed, and the gradients are right."""
-    monkeypatch.setattr(offload, "is_not_on_cpu", lambda tensor: True)
-    net = network()
-    plain = copy.deepcopy(net)
-    x = tensor(5, 4).requires_grad_()
-    y = x * 2
-    held = weakref.ref(y.untyped_storage())
-    loss = checkpoint(net, y, offload=offloading).square().sum()
-    del y
-    assert (held() is None) == offloading
-    torch.manual_seed(1)
-    actual = outcome(lambda x: checkpoint(net, x * 2, offload=offloading), [x])
-    net.zero_grad()
-    plain(x * 2)
-    assert_same_outcome(actual, outcome(lambda x: plain(x * 2), [x]))
-    assert_same_buffers(net, plain)
-    loss.backward()
-    assert x.grad is not None
+class _Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def forward(self, x):
+        self.calls += not is_recomputing()
+        self.seen.append((is_checkpointing(), is_recomputing()))
+        return x.sin().exp()
+
+
+NOTHING, FORWARD, RECOMPUTATION = (False, False), (True, False), (False, True)
+
+
+def test_is_checkpointing_and_is_recomputing():
+    module, x = _Counting(), tensor(3).requires_grad_()
+    module(x).sum().backward()
+    checkpoint(module, x).sum().backward()
+    with disable_checkpointing():
+        checkpoint(module, x).sum().backward()
+        checkpoint_wrapper(module)(x).sum().backward()
+    assert module.calls == 4
+    assert module.seen == [NOTHING, FORWARD, RECOMPUTATION, NOTHING, NOTHING]
+    module.seen.clear()
+    output = checkpoint(lambda x: checkpoint(module, x.exp()).sin(), x)
+    with disable_checkpointing():  # the recomputation checkpoints what the forward did
+        output.sum().backward()
+    assert module.seen[0] == FORWARD
+    assert set(module.seen[1:]) == {RECOMPUTATION}
+    with pytest.raises(ZeroDivisionError) as kept:  # with the frames of the forward
+        checkpoint(lambda x: checkpoint(lambda x: x / (1 // 0), x), x)
+    assert torch.equal(x.exp().grad_fn._saved_result, x.exp()), kept
+    output = checkpoint(Fickle(lambda x: x.sin().exp(), lambda x: x / (1 // 0)), x)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    assert (is_checkpointing(), is_recomputing()) == NOTHING
+
+
+def _run_in_threads(*targets):
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_two_threads_compute_what_one_thread_computes():
+    """Rounds of forward and backward of two networks and of a shared one in two threads, as in nn.DataParallel."""
+    nets = [nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double() for _ in range(3)]
+    for net in nets[:2]:
+        checkpoint_wrapper(net)
+    nets[2].eval()
+    inputs, queries = [tensor(6, 4), tensor(6, 4)], [[], []]
+
+    def work(i: int, results: list) -> None:
+        x = inputs[i].clone().requires_grad_()
+        z = checkpoint(lambda y: (queries[i].append(is_recomputing()), nets[2](y))[1], nets[i](x))
+        results[i] = torch.autograd.grad(z.square().sum(), [x, *nets[i].parameters(), *nets[2].parameters()])
+
+    expected = [None, None]
+    for i in range(2):
+        work(i, expected)
+    with disable_checkpointing():  # concerns this thread alone
+        for _ in range(50):
+            results = [None, None]
+            _run_in_threads(*(functools.partial(work, i, results) for i in range(2)))
+            for actual, right in zip(results, expected, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(actual, right, strict=True))
+    assert queries == [[False, True] * 51] * 2
+    assert nets[0][1].num_batches_tracked == nets[1][1].num_batches_tracked == 51
+
+
+def test_inside_data_parallel_replicas():
+    plain, ours = networks()
+    plain.eval(), checkpoint_wrapper(ours.eval())
+    x = tensor(5, 4)
+    for net in (_replica(ours), plain):
+        results = []
+        _run_in_threads(lambda net=net, results=results: results.append(net(x)))
+        results[0].square().sum().backward()
+    assert_same_gradients(ours, plain)
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    replica = module._replicate_for_data_parallel()
+    replica._modules = {name: _replica(child) for name, child in module._modules.items()}
+    replica._former_parameters = {name: p.view_as(p) for name, p in module._parameters.items()}
+    for name, parameter in replica._former_parameters.items():
+        object.__setattr__(replica, name, parameter)
+    return replica
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("wrap", [lambda net: functools.partial(checkpoint, net), checkpoint_wrapper])
+def test_under_torch_compile(wrap):
+    plain, ours = networks()
+    plain[3].p = ours[3].p = 0.0
+    x, run = tensor(5, 4), wrap(ours)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: run(x), backend="aot_eager", fullgraph=torch.__version__ >= "2.11")
+    for _ in range(2):
+        compiled(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrapped_module_exports():
+    net, x = checkpoint_wrapper(network().eval()), tensor(5, 4)
+    with torch.no_grad():
+        expected = net(x)
+    assert_close(torch.export.export(net, (x,)).module()(x), expected)
+    assert_close(torch.jit.trace(net, x)(x), expected)
+
+
+def test_a_functorch_transform_and_disabled_hooks_call_straight_through():
+    net, x = nn.Linear(4, 3).double(), tensor(5, 4).requires_grad_()
+    expected = torch.autograd.grad(net(x).square().sum(), x)[0]
+    assert_close(torch.func.grad(lambda x: checkpoint(net, x).square().sum())(x.detach()), expected)
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        pytest.warns(UserWarning, match="Linear is not checkpointed, for lack of saved-tensor hooks"),
+    ):
+        assert_close(torch.autograd.grad(checkpoint(net, x).square().sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("run", ["a module", "a wrapped module", "nested", "CheckpointFunction"])
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_fake_and_meta_tensors(run, kind):
+    """As tools use them that predict shapes and memory."""
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 4))
+        net[2].register_forward_hook(lambda module, args, output: output * 2)
+        x = torch.randn(5, 4, requires_grad=True)
+        RUNS[run](net, x).sum().backward()
+        assert isinstance(x.grad, FakeTensor) == (kind == "fake")
+        assert x.grad.shape == x.shape
+        assert all(p.grad.shape == p.shape for p in net.parameters())
+
+
+def test_meta_tensors_are_recomputed_under_the_autocast_of_a_device_that_is_not_there():
+    seen, x = [], torch.empty(5, 4, device="meta", requires_grad=True)
+
+    def function(x):
+        seen.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+        return x.sin().exp()
+
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        output = checkpoint(function, x)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+    output.sum().backward()
+    assert seen == [(True, torch.bfloat16)] * 2
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.parametrize(
+    "run", [checkpoint, lambda function, x: checkpoint(lambda x: checkpoint(function, x).sin(), x)]
+)
+def test_tensor_subclasses_of_wrapped_tensors(run):
+    values = torch.randn(3, 3)
+    grads = []
+    for each in (run, plain_call if run is checkpoint else lambda function, x: function(x).sin()):
+        x = TwoTensor(values, values + 1).requires_grad_()
+        each(lambda x: (x * 2).sin().cos(), x).sum().backward()
+        grads.append(x.grad)
+    assert_close(grads[0].a, grads[1].a)
+    assert_close(grads[0].b, grads[1].b)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from efficient_densenet.checkpoint import checkpoint, checkpoint_wrapper
+from efficient_densenet.checkpoint import CheckpointFunction, checkpoint, checkpoint_wrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning", "ignore::FutureWarning")
 
@@ -82,7 +82,8 @@ def _train(net, run) -> list[torch.Tensor]:
 CALLS = {
     "a module": (lambda net: lambda x: checkpoint(net, x), lambda y: y),
     "a module, to its end": (lambda net: lambda x: checkpoint(net, x, early_stop=False), lambda y: y),
-    "a closure": (lambda net: lambda x: checkpoint(lambda x: net(x).sin(), x, parameters=net), torch.sin),
+    "a closure": (lambda net: lambda x: checkpoint(lambda x: net(x).sin(), x), torch.sin),
+    "CheckpointFunction": (lambda net: lambda x: CheckpointFunction.apply(net, 1, x, *net.parameters()), lambda y: y),
 }
 
 
@@ -152,7 +153,7 @@ def test_distributed_tensors_as_arguments_and_parameters():
     plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     ours = parallelize_module(copy.deepcopy(plain), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     x = tensor(5, 4)
-    nested = functools.partial(checkpoint, lambda x: checkpoint(ours, x).sin(), parameters=ours)
+    nested = functools.partial(checkpoint, lambda x: checkpoint(ours, x).sin())
     for run, expected in ((functools.partial(checkpoint, ours), plain), (nested, lambda x: plain(x).sin())):
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
         run(a).square().sum().backward()

@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import DenseNet, densenet121, make_efficient, restore
-from efficient_densenet.engine import choose
-from efficient_densenet.memory import largest_batch, predict, set_memory_budget, tensor_peak
+from efficient_densenet.memory import BudgetPlan, largest_batch, predict, set_memory_budget, tensor_peak
 from efficient_densenet.memory.budget import Planner, keep
 from efficient_densenet.memory.sizes import at_least, format_bytes, parse_bytes
 from efficient_densenet.memory.step import MetaModel, default_loss
@@ -51,11 +50,15 @@ def _measured_peak(model: nn.Module, shape: tuple[int, ...]) -> int:
     return tensor_peak(step)
 
 
+def _held(planner: Planner) -> int:
+    return planner.traced.persistent.total + planner.traced.input_bytes(planner.input_shape)
+
+
 def _check_budgets(name: str, count: int) -> None:
     make, shape = MODELS[name]
     model = make()
     planner = Planner(MetaModel(model), shape)
-    largest = planner.held + round(1.02 * planner.order[-1][1])
+    largest = planner.traced.total(shape, planner.order[-1][1])
     generator = random.Random(name)
     budgets = sorted(generator.randint(planner.smallest, largest) for _ in range(count))
     plans = [planner.plan(budget) for budget in [planner.smallest, *budgets, 2 * largest]]
@@ -64,10 +67,9 @@ def _check_budgets(name: str, count: int) -> None:
         kept = tuple(sorted(plan.kept.items()))
         if kept not in measured:
             keep(model, plan)
-            measured[kept] = planner.held + _measured_peak(model, shape)
-        assert plan.total <= plan.budget
-        assert measured[kept] <= plan.budget
-        assert plan.total == pytest.approx(measured[kept], rel=0.01)
+            measured[kept] = _held(planner) + _measured_peak(model, shape)
+        assert measured[kept] <= plan.total <= plan.budget
+        assert plan.total == pytest.approx(measured[kept], rel=0.02)
     for smaller, larger in pairwise(plans):
         assert larger.recomputed <= smaller.recomputed
         assert all(set(layers) <= set(larger.kept[block]) for block, layers in smaller.kept.items())
@@ -99,13 +101,54 @@ def test_the_largest_batch_is_right_to_the_image(name):
 
     def fits(images: int) -> bool:
         shape = images, 3, *sides
-        return traced.persistent.total + traced.input_bytes(shape) + _measured_peak(model, shape) <= budget
+        return traced.total(shape, _measured_peak(model, shape)) <= budget
 
     low, high = 1, 32
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     assert found == low > 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_predicted_is_the_smallest_budget(device):
+    """One number for `predict`, `set_memory_budget` and `largest_batch`."""
+    model, shape = DenseNet(12, (4, 4)), (16, 3, 32, 32)
+    total = predict(model, shape, optimizer="sgd", device=device).total
+    assert set_memory_budget(model, total, shape, optimizer="sgd", device=device).budget == total
+    with pytest.raises(ValueError, match="found a memory budget of"):
+        set_memory_budget(model, total - 1, shape, optimizer="sgd", device=device)
+    keep(model, BudgetPlan(0, 0, {}, 0, 0))
+    sizes = [largest_batch(model, 32, each, optimizer="sgd", device=device) for each in (total - 1, total)]
+    assert sizes == [15, 16]
+
+
+def test_the_largest_batch_has_the_channels_that_the_forward_takes():
+    """Not those of the convolution that is registered first."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of_volumes, self.head = nn.Conv3d(1, 2, 1), nn.Conv2d(12, 5, 1)
+            self.stem = nn.Conv2d(4, 12, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.stem(x))
+
+    model, budget = Network(), 100 * MIB
+    found = largest_batch(model, (32, 16), budget)
+    assert predict(model, (found, 4, 32, 16)).total <= budget < predict(model, (found + 1, 4, 32, 16)).total
+    with pytest.raises(ValueError, match="so the memory of a step is not known"):
+        largest_batch(model, 1, budget)
+
+
+def test_a_plan_in_words():
+    plans = [BudgetPlan(4 * MIB, 3 * MIB, {"block": tuple(range(i))}, 5, 30_000_000 * (5 - i)) for i in (2, 5)]
+    words = "3.00 MiB of 4.00 MiB, with the bottlenecks of "
+    assert str(plans[0]) == f"{words}2 of 5 layers saved; saving the rest would spare 90 million multiplications a step"
+    assert str(plans[1]) == f"{words}all 5 layers saved that take longer to recompute"
+    nothing = BudgetPlan(4 * MIB, 3 * MIB, {}, 0, 0)
+    assert str(nothing) == "3.00 MiB of 4.00 MiB, with nothing whose saving would spare time"
 
 
 def test_a_budget_changes_no_number():
@@ -134,29 +177,6 @@ def test_a_budget_of_a_converted_model():
     restore(model)
     make_efficient(model)
     assert not any(layer.keep_bottleneck for layer in model.features.denseblock1.dense_parts().layers)  # pyright: ignore
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
-def test_blocks_that_the_shared_engine_cannot_run_are_saved_whole():
-    """Group norms: their layers are recomputed by `checkpoint`, unless the budget has room for all that plain saves."""
-    model, shape = DenseNet(12, (6, 6, 6)), (16, 3, 32, 32)
-    for block in (model.features.denseblock1, model.features.denseblock2):
-        for layer in block.children():
-            layer.norm1 = nn.GroupNorm(4, layer.norm1.num_features)  # pyright: ignore
-    planner = Planner(MetaModel(model), shape)
-    largest = planner.order[-1][1] + planner.held
-    plans = [planner.plan(budget) for budget in (planner.smallest, round(0.97 * largest), 2 * largest)]
-    names = "features.denseblock1", "features.denseblock2"
-    assert [plan.saves_all for plan in plans] == [(), names[:1], names]
-    for plan in plans:
-        keep(model, plan)
-        assert plan.total == pytest.approx(planner.held + _measured_peak(model, shape), rel=0.01)
-        assert plan.total <= plan.budget
-    assert [choose.describe_plan(model.get_submodule(name), torch.empty(2, 24, 8, 8)) for name in names] == [
-        "plain"
-    ] * 2
-    assert plans[0].recomputed > plans[1].recomputed > plans[2].recomputed == 0
-    assert "features.denseblock1 saved whole" in str(plans[1])
 
 
 def test_a_model_with_a_budget_plans_when_it_first_trains():
@@ -223,14 +243,6 @@ def test_a_budget_inside_a_checkpoint_and_inside_hooks_of_saved_tensors():
         model(x).sum().backward()
 
 
-def test_a_model_that_was_pickled_by_an_earlier_version():
-    model = DenseNet(4, (2, 2))
-    del model.memory_budget
-    for block in (model.features.denseblock1, model.features.denseblock2):
-        assert "saves_all" not in vars(block)
-    model(torch.randn(2, 3, 8, 8)).sum().backward()
-
-
 def test_a_block_that_runs_twice_stays_in_its_budget():
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -242,12 +254,11 @@ def test_a_block_that_runs_twice_stays_in_its_budget():
 
     model, shape = Twice(), (8, 3, 32, 32)
     planner = Planner(MetaModel(model), shape)
-    largest = planner.order[-1][1] + planner.held
+    largest = planner.traced.total(shape, planner.order[-1][1])
     for share in (0, 0.3, 0.6, 0.9):
         plan = planner.plan(round(planner.smallest + share * (largest - planner.smallest)))
         keep(model, plan)
-        assert planner.held + _measured_peak(model, shape) <= plan.budget
-        assert plan.total <= plan.budget
+        assert _held(planner) + _measured_peak(model, shape) <= plan.total <= plan.budget
         assert plan.num_layers == 6  # those that read more than 64 channels
 
 
@@ -282,33 +293,26 @@ def test_an_impossible_budget_says_what_is_possible(precision):
         largest_batch(model, 32, "1MiB")
 
 
-SIZES = {"6GiB": 6 << 30, " 6 gib": 6 << 30, "6G": 6 << 30, "6GB": 6 * 10**9, "1.5MiB": 3 << 19, 7: 7, "7": 7}
-SIZES |= {"2k": 2048, "512 B": 512, ".5 TiB": 1 << 39}
-
-
-@pytest.mark.parametrize(("text", "size"), SIZES.items())
-def test_sizes(text, size):
-    assert parse_bytes("budget", text) == size
+def test_sizes():
+    sizes = {"6GiB": 6 << 30, " 6 gib": 6 << 30, "6G": 6 << 30, "6GB": 6 * 10**9, "1.5MiB": 3 << 19, 7: 7, "7": 7}
+    sizes |= {"2k": 2048, "512 B": 512, ".5 TiB": 1 << 39}
+    assert {text: parse_bytes("budget", text) for text in sizes} == sizes
+    written = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 3 << 19: "1.50 MiB", 123 << 30: "123 GiB"}
+    assert {size: format_bytes(size) for size in written} == written
+    assert (at_least(5 * MIB + 1), at_least(5 * MIB), at_least(3)) == ("6 MiB", "5 MiB", "1 KiB")
 
 
 MALFORMED = {"6 gigs": "6GiB", "": "6GiB", "GiB": "6GiB", "12GBit": "12GiB", 0: "6GiB", -5: "6GiB", "0MiB": "6GiB"}
-MALFORMED |= {"nan": "6GiB", None: "6GiB", 2.5: "6GiB", "3.5.1G": "3.5GiB", "-4GiB": "4GiB"}
+MALFORMED |= {"nan": "6GiB", None: "6GiB", 2.5: "6GiB", "3.5.1G": "3.5GiB", "-4GiB": "4GiB", True: "6GiB"}
 
 
-@pytest.mark.parametrize(("text", "near"), [*MALFORMED.items(), (True, "6GiB")])
+@pytest.mark.parametrize(("text", "near"), MALFORMED.items())
 def test_a_malformed_budget_is_one_sentence(text, near):
     with pytest.raises(ValueError, match="budget is ") as caught:
         set_memory_budget(DenseNet(4, (2,)), text, (2, 3, 8, 8))
     message = str(caught.value)
     assert message.startswith("budget is ")
     assert message.endswith(f"but must be a number of bytes above 0, such as '{near}'")
-
-
-def test_sizes_are_written_with_three_digits():
-    sizes = [0, 1023, 1024, 1536 * 1024, 999 * MIB, 1 << 30, 123 << 30]
-    written = ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "999 MiB", "1.00 GiB", "123 GiB"]
-    assert list(map(format_bytes, sizes)) == written
-    assert (at_least(5 * MIB + 1), at_least(5 * MIB), at_least(3)) == ("6 MiB", "5 MiB", "1 KiB")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS limits the address space on Linux")

@@ -1,15 +1,13 @@
-"""Parameters that a module swaps while it runs get plain's gradients wherever something is recomputed, or it raises."""
+"""Parameters that a module swaps while it runs get plain's gradients wherever something is recomputed."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint_outcomes import assert_same_tensors, tensor
 from helpers import assert_close, small_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import spectral_norm, weight_norm
 
-from efficient_densenet.checkpoint import CheckpointFunction, checkpoint
+from efficient_densenet.checkpoint import checkpoint
 
 ENGINES = ("official", "checkpoint", True)
 ignore_fallback = pytest.mark.filterwarnings("ignore:falling back:UserWarning", "ignore::FutureWarning")
@@ -87,45 +85,3 @@ def test_a_hook_that_undoes_what_another_has_changed_is_called_in_a_recomputatio
     checkpoint(conv, tensor(2, 2, 3, 3).requires_grad_()).sum().backward()
     assert conv.weight is weight
     assert_close(weight.grad.norm().sign(), torch.ones((), dtype=torch.double))
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return CheckpointFunction.apply(self.inner, 1, x, *self.inner.parameters())
-
-
-def _fsdp1(module: nn.Module, use_orig_params: bool) -> nn.Module:
-    return FullyShardedDataParallel(module, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
-
-
-SHARDINGS = {
-    "fully_shard": lambda linear: _Checkpointed(fully_shard(linear)),
-    "FSDP1": lambda linear: _Checkpointed(_fsdp1(linear, True)),
-    "FSDP1, flat, around": lambda linear: _fsdp1(_Checkpointed(linear), False),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_checkpoint_function_raises_for_swapped_parameters(sharding):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        output = SHARDINGS[sharding](nn.Linear(3, 2).double())(tensor(5, 3).requires_grad_())
-        with pytest.raises(RuntimeError, match="or use checkpoint if they are swapped while it runs, as FSDP swaps"):
-            output.sum().backward()
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_checkpoint_function_raises_for_a_parameter_that_is_not_listed(create_graph):
-    net, x = nn.Linear(3, 4).double(), tensor(5, 3).requires_grad_()
-    complete = CheckpointFunction.apply(net, 1, x.sin(), *net.parameters())
-    torch.autograd.grad(complete.sum(), [x, *net.parameters()], create_graph=create_graph)
-    incomplete = CheckpointFunction.apply(net, 1, x.sin(), net.weight)
-    with pytest.raises(RuntimeError, match=r"Linear uses 1 tensor\(s\) .* \(of shape \(4,\)\): list them"):
-        torch.autograd.grad(incomplete.sum(), x, create_graph=create_graph)

@@ -27,7 +27,6 @@ class BlocksInARow(nn.Sequential):
     def __init__(self, blocks: Sequence[ConvertedBlock], parts: BlockParts) -> None:
         super().__init__(*blocks)
         self.engine, self._parts = blocks[0].engine, parts
-        self.saves_all = all(block.saves_all for block in blocks)
 
     def dense_parts(self) -> BlockParts:
         return self._parts

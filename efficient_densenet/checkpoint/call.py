@@ -4,70 +4,74 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
-from .._recompute_mode import is_checkpointing_disabled
-from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tensors_hooks_enabled
-from ..norms.batch_norm import update_once
-from .frame import CheckpointFrame
-from .hooks import fire_once
-from .parameters import check_parameters_listed, modules_of, parameters_of, reachable_modules
-from .recomputation import DEFAULTS, ContextFn, Options, function_name, tensors_in
+from .._recompute_mode import is_checkpointing_disabled, is_inside_checkpoint
+from .._torch_private import functorch_is_active, saved_tensors_hooks_enabled
+from .hooks import may_stop_early
+from .parameters import function_name, reachable_modules, with_submodules
+from .recomputable import DEFAULTS, ContextFn, Options, RecomputableCall, flatten
+
+_HAS_HOOKS_OPTION = "respect_saved_tensors_hooks" in inspect.signature(torch_checkpoint).parameters
 
 
 def checkpoint(
     function: Callable,
     *args: Any,
     parameters: nn.Module | Iterable[Tensor | nn.Module] | None = None,
+    use_reentrant: bool = False,
     preserve_rng_state: bool = True,
     offload: bool = False,
     generators: Iterable[torch.Generator] = (),
     early_stop: bool = True,
     context_fn: ContextFn | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Return `function(*args, **kwargs)`. Only the arguments are saved for backward; all other tensors are recomputed.
 
+    This is `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, in which batch norms update their running
+    statistics once, forward hooks fire once, and modules are recomputed in the mode of the forward.
+
     Args:
         function: a module, a method of a module, or any callable that computes the same result in each call.
-        parameters: tensors and modules that `function` uses besides its arguments. If `function` is a module or a
-            method of a module, its parameters are found without this argument. For a closure they must be listed.
+        parameters: modules that `function` uses besides its arguments. Those that it refers to as a closure, global
+            or attribute are found without this argument. Tensors may be listed too; they need not be.
+        use_reentrant: False. True gives a warning, and the same gradients.
         preserve_rng_state: restore the RNG state for the recomputation, as dropout needs.
         offload: save the tensor arguments in CPU memory until the backward.
         generators: random generators that `function` uses besides the default generators.
         early_stop: end the recomputation when it has saved the last tensor that the forward saved for backward. Early
             stopping is also off inside `torch.utils.checkpoint.set_checkpoint_early_stop(False)`.
-        context_fn: returns two context managers, one for the forward and one for the recomputation, as in
-            `torch.utils.checkpoint`. `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes a pair that
-            saves the results of chosen operations, which are then not recomputed.
+        context_fn: returns two context managers, one for the forward and one for the recomputation.
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes a pair that saves the results of chosen
+            operations, which are then not recomputed.
+        determinism_check: "default" compares shapes, dtypes and devices of saved and recomputed tensors; "none" does
+            not.
+        debug: show the operations of forward and recomputation in the error of a recomputation that differs.
     """
-    for name in ("use_reentrant", "determinism_check"):
-        if name in kwargs and not _takes(function, name):
-            raise TypeError(
-                f"found {name}, an argument of torch.utils.checkpoint.checkpoint, which this function does not take: "
-                "leave it out (this checkpoint is not reentrant, and checks every recomputation)"
-            )
     generators = tuple(generators)
     if generators and not preserve_rng_state:
         raise ValueError(
             "found generators with preserve_rng_state=False, which restores no RNG state: give only one of the two"
         )
-    options = Options(preserve_rng_state, generators, offload, early_stop, context_fn)
+    if use_reentrant:
+        warnings.warn(
+            "found use_reentrant=True, which this checkpoint does not have: it recomputes as with use_reentrant=False, "
+            "which computes the same gradients",
+            stacklevel=2,
+        )
+    options = Options(preserve_rng_state, generators, offload, early_stop, context_fn, determinism_check, debug)
     return checkpoint_call(function, args, kwargs, options, parameters)
-
-
-def _takes(function: Callable, name: str) -> bool:
-    """Whether `function` may have an argument of this name."""
-    try:
-        parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
-    except (TypeError, ValueError):  # a function in C may have no signature
-        return True
-    return name in parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def checkpoint_call(
@@ -90,17 +94,17 @@ def checkpoint_call(
     if not saved_tensors_hooks_enabled():
         warnings.warn(f"{function_name(function)} is not checkpointed, for lack of saved-tensor hooks", stacklevel=3)
         return function(*args, **kwargs)
-    listed = _as_list(parameters)
-    bound_modules = modules_of(function)
-    modules = _modules_in((*(bound_modules or reachable_modules(function)), *listed, *args, *kwargs.values()))
+    modules = with_submodules((*reachable_modules(function), *_as_list(parameters), *args, *kwargs.values()))
     for module in modules:
-        update_once(module)
-        fire_once(module)
-    frame = CheckpointFrame(function, args, kwargs, modules, options)
-    result = frame.forward(*args, **kwargs)
-    if not bound_modules and not any(map(is_managed_by_fsdp, modules)):  # FSDP's gathered parameters cannot be listed
-        tensors = [t for value in listed for t in (parameters_of(value) if isinstance(value, nn.Module) else [value])]
-        check_parameters_listed(function_name(function), tensors_in(result), tensors_in((args, kwargs)), tensors)
+        options.prepare(module)
+    leaves, spec = flatten(args, kwargs)
+    call = RecomputableCall(function, leaves, spec, modules, options)
+    early_stop = options.early_stop and may_stop_early(modules)
+    with _offloading(options, leaves), nullcontext() if early_stop else set_checkpoint_early_stop(False):
+        result = torch_checkpoint(call, *leaves, use_reentrant=False, **_torch_options(options))
+    error, call.error = call.error, None
+    if error is not None:
+        raise error
     return result
 
 
@@ -139,6 +143,29 @@ def _checkpoint_compiled(function: Callable, args: tuple, kwargs: dict[str, Any]
     return torch_checkpoint(call, *args, use_reentrant=False, preserve_rng_state=options.preserve_rng_state, **context)
 
 
+def _offloading(options: Options, leaves: Iterable[Any]) -> AbstractContextManager:
+    """Return a context in which `offload` holds. Inside a checkpoint, the hooks of the outer one save the arguments."""
+    if options.offload and not is_inside_checkpoint() and any(map(is_on_device, leaves)):
+        return save_on_cpu(pin_memory=torch.cuda.is_available())
+    return nullcontext()
+
+
+def is_on_device(leaf: Any) -> bool:
+    """Return True for a tensor that offloading copies."""
+    return isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta")
+
+
+def _torch_options(options: Options) -> dict[str, Any]:
+    """Return the keyword arguments of torch's function. Selective checkpointing saves its tensors itself."""
+    return {
+        "preserve_rng_state": False,  # done here, and only where random numbers were drawn
+        "determinism_check": options.determinism_check,
+        "debug": options.debug,
+        **({} if options.context_fn is None else {"context_fn": options.context_fn}),
+        **({"respect_saved_tensors_hooks": False} if _HAS_HOOKS_OPTION and options.context_fn is not None else {}),
+    }
+
+
 def _as_list(parameters: nn.Module | Iterable[Tensor | nn.Module] | None) -> list[Tensor | nn.Module]:
     if parameters is None:
         return []
@@ -147,15 +174,3 @@ def _as_list(parameters: nn.Module | Iterable[Tensor | nn.Module] | None) -> lis
     if wrong is not None:
         raise TypeError(f"found a {type(wrong).__name__} in parameters, which must contain only tensors and modules")
     return listed
-
-
-def _modules_in(values: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules among `values` with all their submodules, each once."""
-    modules: dict[nn.Module, None] = {}
-    remaining = [value for value in values if isinstance(value, nn.Module)]
-    while remaining:  # takes half the time of nn.Module.modules
-        module = remaining.pop()
-        if module not in modules:
-            modules[module] = None
-            remaining.extend(child for child in module._modules.values() if child is not None)
-    return list(modules)

@@ -5,12 +5,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from .._recompute_mode import is_in_user_context, is_recomputing
 from .._torch_private import is_managed_by_fsdp, memory_key, without_dispatch_modes
-from .states import RngState
-from .trees import flatten
+from .states import GeneratorStates, default_generators, host_generators
 
 
 class FireOnceHook:
@@ -20,8 +21,8 @@ class FireOnceHook:
     attribute of its module (as weight norm and pruning do) or draws a random number. Such a hook fires in the
     recomputation too. `isinstance` and attribute access see the wrapped hook.
 
-    Inside the contexts of a `context_fn`, dispatch modes do not see the operations of hooks. Selective checkpointing
-    counts operations, and a hook that does not fire again would change the count.
+    Tensors that a hook saves for backward are saved, and not recomputed, since the hook may not fire again. For the
+    same reason, dispatch modes of a `context_fn` do not see its operations: selective checkpointing counts operations.
     """
 
     def __init__(self, hook: Callable) -> None:
@@ -40,13 +41,15 @@ class FireOnceHook:
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         if is_recomputing() and not self.affects_computation:
             return None
-        with without_dispatch_modes() if is_in_user_context() else nullcontext():
+        modes = without_dispatch_modes() if is_in_user_context() else nullcontext()
+        with modes, saved_tensors_hooks(_identity, _identity):
             if is_recomputing():
                 return self.hook(module, *args)
             before = _snapshot(module, args)
-            rng_state = RngState((*flatten(args)[0], *module._parameters.values()), with_host=True)
+            values = (*tree_leaves(args), *module._parameters.values())
+            generators = GeneratorStates([*default_generators(values), *host_generators()])
             result = self.hook(module, *args)
-            if result is not None or _snapshot(module, args) != before or rng_state.has_changed():
+            if result is not None or _snapshot(module, args) != before or generators.have_changed():
                 self.affects_computation = True
             return result
 
@@ -63,24 +66,23 @@ def undo_fire_once(module: nn.Module) -> None:
     """Undo `fire_once`."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
-            hooks[key] = _unwrapped(hook)
+            hooks[key] = hook.hook if type(hook) is FireOnceHook else hook
 
 
-def has_affecting_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Return True if a forward hook may affect the computation, for example by undoing a change that a pre-hook made.
+def may_stop_early(modules: Iterable[nn.Module]) -> bool:
+    """Return False if a recomputation has to run to its end, for a forward hook that may undo what a pre-hook changed.
 
-    The recomputation must call such a hook too, so it has to run to the end. FSDP's hooks handle recomputations.
+    FSDP's hooks handle recomputations that end early.
     """
-    hooked = (module for module in modules if module._forward_hooks and not is_managed_by_fsdp(module))
-    return any(getattr(hook, "affects_computation", True) for each in hooked for hook in each._forward_hooks.values())
+    return not any(module._forward_hooks and not is_managed_by_fsdp(module) for module in modules)
 
 
-def _unwrapped(hook: Any) -> Callable:
-    return hook.hook if type(hook) is FireOnceHook else hook
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _snapshot(module: nn.Module, args: tuple) -> tuple:
     """Return the identities of all values of the module and the arguments, and the versions of the tensors."""
-    values = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *flatten(args)[0])
+    values = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *tree_leaves(args))
     tensors = [(memory_key(v), v._version) for v in values if isinstance(v, Tensor) and not is_lazy(v)]
     return [id(value) for value in values], tensors

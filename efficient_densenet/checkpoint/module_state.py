@@ -1,6 +1,6 @@
 """The state of a module on which its forward depends: saved in the forward, restored for the recomputation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
@@ -9,32 +9,54 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._torch_private import hook_dicts, is_distributed_wrapper, is_managed_by_fsdp
+from .._torch_private import hook_dicts, is_distributed_wrapper, is_managed_by_fsdp, without_dispatch_modes
 from ..norms.batch_norm import UpdatesOnce
+from .parameters import function_name
 
 
 class ModuleState:
-    """The training mode, attributes, forward hooks and parameters of a module, and which of them require a gradient."""
+    """The training mode, attributes and forward hooks of a module, and which of its parameters require a gradient.
 
-    def __init__(self, module: nn.Module, with_buffers: bool = True) -> None:
-        self.module, self.training = module, module.training
-        self.parameter_ids = _parameter_ids(module)
-        self.requires_grad = _requires_grad(module)
-        self.attributes = _attributes(module)
-        self.buffers = {name: _copied(buffer) for name, buffer in _buffers(module).items()} if with_buffers else {}
+    Parameters that FSDP manages are left alone: it replaces them by gathered ones of equal values.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.training, self.attributes = module, module.training, _attributes(module)
+        self.parameters = {} if is_managed_by_fsdp(module) else module._parameters.copy()
+        self.requires_grad = {name: p.requires_grad for name, p in self.parameters.items() if p is not None}
         # A lazy module removes its own hook after initialization, and the hook must not be restored.
         self.hooks = None if isinstance(module, LazyModuleMixin) else [dict(hooks) for hooks in hook_dicts(module)]
+
+    def restore(self) -> None:
+        """Restore this state, but for the parameters themselves."""
+        module = self.module
+        if _attributes(module) != self.attributes:
+            vars(module).update(self.attributes)
+        if module.training is not self.training:
+            module.training = self.training
+        if self.hooks is not None and hook_dicts(module) != self.hooks:
+            for hooks, saved in zip(hook_dicts(module), self.hooks, strict=True):
+                hooks.clear()
+                hooks.update(saved)
+        for name, required in self.requires_grad.items():
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad is not required:
+                parameter.requires_grad_(required)
+
+
+class ForwardState(ModuleState):
+    """The state of a module at a forward, which a recomputation repeats on copies of the buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.buffers = {name: _copied(buffer) for name, buffer in _buffers(module).items()}
 
     def has_hooks(self) -> bool:
         """Return True if the module has forward hooks or parametrizations."""
         return any(self.hooks or ()) or "parametrizations" in self.module._modules
 
-    def has_other_parameters(self) -> bool:
-        """Return True if parameters have been replaced, except by FSDP, whose gathered parameters have equal values."""
-        return _parameter_ids(self.module) != self.parameter_ids and not is_managed_by_fsdp(self.module)
-
     def update_after_forward(self) -> None:
-        """Save the attributes that the forward has set, such as a flag that says it has initialized something.
+        """Save the parameters, and attributes that the forward has set, such as a flag that says "initialized".
 
         A number keeps the value from before the forward: it may be a counter, and the recomputation counts again.
         """
@@ -42,6 +64,17 @@ class ModuleState:
         if attributes != self.attributes:
             numbers = {name: value for name, value in self.attributes.items() if type(value) in (int, float)}
             self.attributes = attributes | numbers
+        self.parameters = {} if is_managed_by_fsdp(self.module) else self.module._parameters.copy()
+
+    def check_parameters(self, function: Callable) -> None:
+        """Raise RuntimeError if parameters have been replaced since the forward of `function`."""
+        current = self.module._parameters
+        if any(current.get(each) is not parameter for each, parameter in self.parameters.items()):
+            raise RuntimeError(
+                f"{function_name(function)} is recomputed with other parameters than in the forward: those of a "
+                f"{type(self.module).__name__} have been replaced since then, as torch.func.functional_call does when "
+                "it returns; run the backward before that, or do not checkpoint"
+            )
 
     def lend_buffers(self) -> None:
         """Give the module copies of its buffers, with the values of the forward, which the recomputation may change.
@@ -58,31 +91,17 @@ class ModuleState:
                 )
             self.module._buffers[name] = (original if values is None else values).clone()
 
-    def restore(self) -> None:
-        """Restore this state, without the buffers."""
-        module = self.module
-        if _attributes(module) != self.attributes:
-            vars(module).update(self.attributes)
-        if module.training is not self.training:
-            module.training = self.training
-        if self.hooks is not None and hook_dicts(module) != self.hooks:
-            for hooks, saved in zip(hook_dicts(module), self.hooks, strict=True):
-                hooks.clear()
-                hooks.update(saved)
-        if _requires_grad(module) != self.requires_grad and not is_managed_by_fsdp(module):
-            for name, required in self.requires_grad.items():
-                module._parameters[name].requires_grad_(required)  # pyright: ignore[reportOptionalMemberAccess]
-
 
 @contextmanager
-def modules_restored(states: Sequence[ModuleState]) -> Iterator[None]:
+def modules_restored(states: Sequence[ForwardState]) -> Iterator[None]:
     """Restore the state of each module in this context."""
-    before = [ModuleState(state.module, with_buffers=False) for state in states]
+    before = [ModuleState(state.module) for state in states]
     buffers = [(state.module, state.module._buffers.copy()) for state in states if state.buffers]
     try:
-        for state in states:
-            state.restore()
-            state.lend_buffers()
+        with without_dispatch_modes():  # selective checkpointing counts the operations of the function
+            for state in states:
+                state.restore()
+                state.lend_buffers()
         yield
     finally:
         for state in before:
@@ -123,11 +142,3 @@ def _copied(buffer: Tensor) -> tuple[Tensor, int, Tensor | None]:
 
 
 _MAX_COPIED_ELEMENTS = 1 << 16
-
-
-def _parameter_ids(module: nn.Module) -> dict[str, int]:
-    return {name: id(parameter) for name, parameter in module._parameters.items()}
-
-
-def _requires_grad(module: nn.Module) -> dict[str, bool]:
-    return {name: p.requires_grad for name, p in module._parameters.items() if p is not None}

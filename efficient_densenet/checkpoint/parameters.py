@@ -1,34 +1,24 @@
 """The modules and parameters that a function uses besides its arguments."""
 
 import functools
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .._torch_private import is_accumulate_grad, leaf_of
-
 _MAX_DEPTH = 6
-_MAX_LENGTH = 1000  # longer collections are taken for data and not searched
-
-
-def modules_of(function: Callable) -> list[nn.Module]:
-    """Return the module that `function` is or is a method of, and the modules bound by `functools.partial`."""
-    if isinstance(function, nn.Module):
-        return [function]
-    if isinstance(function, functools.partial):
-        bound = (value for value in (*function.args, *function.keywords.values()) if isinstance(value, nn.Module))
-        return [*modules_of(function.func), *bound]
-    owner = getattr(function, "__self__", None)
-    return [owner] if isinstance(owner, nn.Module) else []
+_MAX_LENGTH = 1000
+"""Length above which a collection is taken for data and not searched."""
 
 
 def reachable_modules(function: Callable) -> list[nn.Module]:
-    """Return the modules that `function` references, directly or not: by closure, default, global or attribute."""
+    """Return the module that `function` is or belongs to. For any other function, return the modules that it references
+    directly or not: by closure, default, global, attribute or `functools.partial`."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return [owner]
     modules: list[nn.Module] = []
     seen: set[int] = set()
     values, depth = [function], 0
@@ -63,6 +53,18 @@ def _is_set(cell: CellType) -> bool:
         return False
 
 
+def with_submodules(values: Iterable[Any]) -> list[nn.Module]:
+    """Return the modules among `values` with all their submodules, each once."""
+    modules: dict[nn.Module, None] = {}
+    remaining = [value for value in values if isinstance(value, nn.Module)]
+    while remaining:  # takes half the time of nn.Module.modules
+        module = remaining.pop()
+        if module not in modules:
+            modules[module] = None
+            remaining.extend(child for child in module._modules.values() if child is not None)
+    return list(modules)
+
+
 def parameters_of(*modules: nn.Module) -> list[Tensor]:
     """Return the parameters of `modules`, also of `nn.DataParallel` replicas, whose `parameters()` is empty."""
     parameters = {}
@@ -74,49 +76,8 @@ def parameters_of(*modules: nn.Module) -> list[Tensor]:
     return list(parameters.values())
 
 
-def check_parameters_listed(
-    name: str,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    remedy: str = "list them, or their modules, in checkpoint(..., parameters=[...])",
-) -> None:
-    """Raise RuntimeError if `outputs` depend on leaf tensors that are neither inputs nor listed parameters."""
-    unlisted = _unlisted_leaves(outputs, [*inputs, *parameters])
-    if unlisted:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in unlisted[:3])
-        raise RuntimeError(
-            f"{name} uses {len(unlisted)} tensor(s) that require a gradient and are neither arguments nor listed (of "
-            f"shape {shapes}{', …' if len(unlisted) > 3 else ''}): {remedy}"
-        )
-
-
-def _unlisted_leaves(outputs: Iterable[Tensor], listed: Sequence[Tensor]) -> list[Tensor]:
-    listed_ids = {id(tensor) for tensor in listed}
-    visited = {tensor.grad_fn for tensor in listed if tensor.grad_fn is not None}
-    leaves = {id(output): output for output in outputs if output.requires_grad and output.grad_fn is None}
-    stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    while stack:
-        node = stack.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        if is_accumulate_grad(node):
-            leaf = leaf_of(node)
-            leaves[id(leaf)] = leaf
-            del leaf
-        stack.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
-    unlisted = {key: leaf for key, leaf in leaves.items() if key not in listed_ids}
-    leaves.clear()
-    # If only the graph references a leaf, the function created it during the call, and it is no parameter.
-    return [unlisted[key] for key in unlisted if sys.getrefcount(unlisted[key]) > _graph_references()]
-
-
-@functools.cache
-def _graph_references() -> int:
-    """Return the reference count of a leaf tensor that only a graph and a dict reference, as `unlisted` above."""
-    with torch.enable_grad():
-        grad_fn: Any = (torch.ones(1, requires_grad=True) * 1).grad_fn
-    node = grad_fn.next_functions[0][0]
-    references = {0: leaf_of(node)}
-    return sys.getrefcount(references[0])
+def function_name(function: Callable) -> str:
+    """Return the name of `function` for a message."""
+    if isinstance(function, nn.Module):
+        return type(function).__name__
+    return getattr(function, "__qualname__", type(function).__name__)

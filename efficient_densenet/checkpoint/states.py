@@ -1,66 +1,58 @@
-"""Global state that a function depends on: saved in the forward, restored for the recomputation."""
+"""Global state that a function depends on, and that not every `torch.utils.checkpoint` restores."""
 
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch_private import has_function_mode, without_dispatch_modes
+from .._torch_private import without_dispatch_modes
 
 
-class RngState:
-    """The RNG state of the CPU, of the device of each tensor, and of the given generators.
+class GeneratorStates:
+    """The states of some generators of PyTorch, Python or NumPy."""
 
-    If `with_host` is True, the states of Python's and NumPy's global generators, from which a hook may draw, are too.
-    """
-
-    def __init__(
-        self, tensors: Iterable[Any], generators: Iterable[torch.Generator] = (), with_host: bool = False
-    ) -> None:
-        devices = {t.device for t in tensors if isinstance(t, Tensor)}
-        device_generators = (_device_generator(device) for device in devices if _has_own_generator(device))
-        host = host_generators() if with_host else ()
-        self.generators: list[Any] = [torch.default_generator, *generators, *device_generators, *host]
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self.generators = list(generators)
         self.states = [get_state(generator) for generator in self.generators]
 
-    def has_changed(self) -> bool:
-        """Return True if a random number has been drawn since the state was saved."""
-        pairs = zip(self.generators, self.states, strict=True)
+    def have_changed(self) -> bool:
+        """Return True if a random number has been drawn since the states were saved."""
         with without_dispatch_modes():  # FakeTensorMode has no values to compare
-            return not all(is_same_state(get_state(generator), state) for generator, state in pairs)
+            return not all(map(is_same_state, GeneratorStates(self.generators).states, self.states))
+
+    def set(self) -> None:
+        """Set the generators to the saved states."""
+        for generator, state in zip(self.generators, self.states, strict=True):
+            set_state(generator, state)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the saved state in this context, and the current state after it."""
-        current = [get_state(generator) for generator in self.generators]
-        self._set(self.states)
+        """Set the saved states in this context, and the current states after it."""
+        current = GeneratorStates(self.generators)
+        self.set()
         try:
             yield
         finally:
-            self._set(current)
-
-    def _set(self, states: list[Any]) -> None:
-        for generator, state in zip(self.generators, states, strict=True):
-            set_state(generator, state)
+            current.set()
 
 
-def _has_own_generator(device: torch.device) -> bool:
-    if device.type in ("cpu", "meta"):
-        return False
-    # Fake tensors may have a device that this machine lacks, whose module then has no generators.
-    return bool(getattr(torch.get_device_module(device), "default_generators", True))
+def default_generators(values: Iterable[Any]) -> list[Any]:
+    """Return PyTorch's default generators of the CPU and of the device of each tensor among `values`."""
+    devices = {value.device for value in values if isinstance(value, Tensor)}
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    return [torch.default_generator, *(each for device in accelerators for each in _generators_of(device))]
 
 
-def _device_generator(device: torch.device) -> Any:
+def _generators_of(device: torch.device) -> Sequence[Any]:
     module = torch.get_device_module(device)
-    if hasattr(module, "default_generators"):
-        return module.default_generators[device.index]
-    return _DeviceGenerator(module)
+    if not hasattr(module, "default_generators"):
+        return [_DeviceGenerator(module)]
+    return module.default_generators[device.index : device.index + 1]  # none if the device of a fake tensor is absent
 
 
 class _DeviceGenerator:
@@ -97,33 +89,6 @@ def is_same_state(state: Any, other: Any) -> bool:
     return torch.equal(state, other) if isinstance(state, Tensor) else pickle.dumps(state) == pickle.dumps(other)
 
 
-class AutocastState:
-    """The autocast state of the CPU and of the device type of each tensor.
-
-    Whether autocast caches casts is saved too. If `cache_casts` is False, `restored()` disables that cache, so that
-    cast weights are not shared with the code outside.
-    """
-
-    def __init__(self, tensors: Iterable[Any], cache_casts: bool = True) -> None:
-        self.cache_enabled = cache_casts and torch.is_autocast_cache_enabled()
-        device_types = {"cpu", *(t.device.type for t in tensors if isinstance(t, Tensor))}
-        self.states = {
-            device_type: (torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
-            for device_type in device_types
-            if torch.amp.is_autocast_available(device_type)
-        }
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore the saved state in this context."""
-        cache_enabled = self.cache_enabled
-        with ExitStack() as stack:
-            for device_type, (dtype, enabled) in self.states.items():
-                if enabled or torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled))
-            yield
-
-
 class DefaultDevice:
     """The device on which tensors are created, as set by `torch.device(...)` contexts and `set_default_device`."""
 
@@ -131,12 +96,44 @@ class DefaultDevice:
         self.device = _default_device()
 
     def restored(self) -> AbstractContextManager:
-        """Return a context in which tensors are created on this device."""
+        """Return a context in which tensors are created on this device. PyTorch 2.9 and earlier need it."""
         return nullcontext() if _default_device() == self.device else self.device
 
 
-_CPU = torch.device("cpu")
-
-
 def _default_device() -> torch.device:
-    return torch.empty(0).device if has_function_mode() else _CPU
+    with without_dispatch_modes():
+        return torch.empty(0).device
+
+
+class AutocastOnMeta:
+    """Autocast of accelerators, for tensors on the meta device, from which PyTorch cannot tell whose autocast to save.
+
+    Tensors of other devices need none of this.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.settings = _autocast_settings() if any(tensor.is_meta for tensor in tensors) else {}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the saved settings in this context. (`torch.autocast` would refuse a device that is not there.)"""
+        current = _autocast_settings() if self.settings else {}
+        _set_autocast(self.settings)
+        try:
+            yield
+        finally:
+            _set_autocast(current)
+
+
+def _autocast_settings() -> dict[str, tuple[bool, torch.dtype]]:
+    devices = filter(torch.amp.is_autocast_available, _ACCELERATORS)
+    return {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices}
+
+
+def _set_autocast(settings: dict[str, tuple[bool, torch.dtype]]) -> None:
+    for device, (enabled, dtype) in settings.items():
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+_ACCELERATORS = "cuda", "mps", "xpu"

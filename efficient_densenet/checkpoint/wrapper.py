@@ -11,7 +11,7 @@ from .._mixins import ModuleMixin, add_mixin, remove_mixin
 from ..norms.batch_norm import undo_update_once, update_once
 from .call import checkpoint_call
 from .hooks import undo_fire_once
-from .recomputation import DEFAULTS, ContextFn, Options
+from .recomputable import DEFAULTS, ContextFn, Options
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -45,14 +45,7 @@ class Engine(str, Enum):
 
 class EngineBlock(Protocol):
     """The attributes of a dense block that this module uses. The models' `DenseBlock` and adapt's `ConvertedBlock`
-    have them.
-
-    Attributes:
-        saves_all: whether the block saves everything, rather than recompute it, where the shared engine cannot run it
-            and no engine is requested.
-    """
-
-    saves_all: bool
+    have them."""
 
     @property
     def engine(self) -> Engine | None:
@@ -261,8 +254,6 @@ def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPl
     if torch.compiler.is_compiling():
         may_recompute = as_engine_block(block).why_not_recompute() is None
         return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
-    if as_engine_block(block).saves_all:
-        return BlockPlan(Engine.PLAIN)
     plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
     warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._torch_private import parametrization_cache_enabled
 from ..checkpoint.call import checkpoint_call
-from ..checkpoint.hooks import has_affecting_hooks
+from ..checkpoint.hooks import may_stop_early
 from ..norms.batch_norm import update_once
 
 Layer: TypeAlias = Any
@@ -32,8 +32,8 @@ def run_first_half_plain(layer: Layer, features: list[Tensor]) -> Tensor:
 
 def run_first_half_official(layer: Layer, features: list[Tensor]) -> Tensor:
     update_once(layer.norm1)
-    to_the_end = not torch.compiler.is_compiling() and has_affecting_hooks(layer.modules())
-    with set_checkpoint_early_stop(False) if to_the_end else nullcontext():
+    stops_early = torch.compiler.is_compiling() or may_stop_early(layer.modules())
+    with nullcontext() if stops_early else set_checkpoint_early_stop(False):
         return torch_checkpoint(layer.first_half, *features, use_reentrant=False)
 
 

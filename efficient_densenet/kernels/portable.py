@@ -151,11 +151,15 @@ def conv1x1_backward(
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
     """conv(y), (pixels, out_channels); padding = dilation keeps the spatial size. A tile holds whole images."""
-    outputs = [
-        to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
-        for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel())
-    ]
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    output = weight.new_empty(0)
+    for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+        part = to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
+        if tile is WHOLE:
+            return part
+        if tile.start == 0:
+            output = part.new_empty(len(input.values), part.shape[1])
+        rows(output, tile).copy_(part)
+    return output
 
 
 def conv3x3_forward_with_statistics(

@@ -35,7 +35,18 @@ def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Sequence[
     tile_rows = max(1, tile_bytes // (channels * dtype.itemsize * multiple_of)) * multiple_of
     if num_rows <= tile_rows:
         return _ONE_TILE
-    return [slice(start, min(start + tile_rows, num_rows)) for start in range(0, num_rows, tile_rows)]
+    return slices(num_rows, tile_rows, values)
+
+
+def slices(count: int, step: int, values: Tensor) -> list[slice]:
+    """Slices of `step` of `count` things; one empty slice if there are none.
+
+    On the meta device only the first two and the last: what those between allocate is known from the second.
+    """
+    starts: Sequence[int] = range(0, max(1, count), max(1, step))
+    if values.is_meta and len(starts) > 3:
+        starts = *starts[:2], starts[-1]
+    return [slice(start, min(start + max(1, step), count)) for start in starts]
 
 
 def rows(matrix: Tensor, tile: slice) -> Tensor:

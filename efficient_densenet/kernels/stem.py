@@ -15,7 +15,7 @@ from . import scratch
 from .activations import ActivationSpec
 from .interface import BatchNormAffine, BatchNormBackward, Gradients, StatisticsOutput
 from .max_pooling import MaxPool
-from .row_tiles import tile_bytes_for
+from .row_tiles import slices, tile_bytes_for
 
 Tile = tuple[slice, slice]
 """A slice of the images, and a slice of their channels."""
@@ -180,17 +180,10 @@ def _reduced(values: Tensor) -> list[int]:
 
 
 def _tiles(values: Tensor) -> Iterator[Tile]:
-    for images in slices(len(values), images_at_once(values, values.shape)):
-        for channels in slices(values.shape[1], _channels_per_tile(values, values.shape)):
+    for images in slices(len(values), images_at_once(values, values.shape), values):
+        for channels in slices(values.shape[1], _channels_per_tile(values, values.shape), values):
             yield images, channels
 
 
 def _channels_per_tile(x: Tensor, shape: torch.Size) -> int:
     return tile_bytes_for(x) // (math.prod(shape[2:]) * accumulation_dtype(x.dtype).itemsize)
-
-
-def slices(count: int, step: int) -> Iterator[slice]:
-    """Slices of `step` of `count` things; one empty slice if there are none."""
-    step = max(1, step)
-    for start in range(0, max(1, count), step):
-        yield slice(start, min(start + step, count))

@@ -4,7 +4,7 @@ python -m efficient_densenet.memory densenet121 --batch_size 64 --image_size 224
 """
 
 import argparse
-import contextlib
+import logging
 import sys
 from typing import Any, cast
 
@@ -15,19 +15,24 @@ from ..engine.choose import Engine
 from ..models.zoo import FC_VARIANTS, VARIANTS, create_model
 from .budget import Planner, batch_that_fits, keep
 from .optimizer_state import OPTIMIZERS
-from .peaks import allocated_bytes, tensor_peak
+from .peaks import allocations, mark, tensor_peak
 from .picture import draw
 from .predict import predict
 from .sizes import format_bytes, parse_bytes
-from .step import PRECISIONS, MetaModel, autocast_dtype, default_loss
+from .step import PRECISIONS, MetaModel, autocast_dtype, default_loss, logger, parts_of_model
+from .trace import Moment, PartsMode
 
 
 def main(words: list[str] | None = None) -> None:
     options = make_parser().parse_args(words)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(progress := logging.StreamHandler())
     try:
         _report(options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise SystemExit(f"error: {error}") from error
+    finally:
+        logger.removeHandler(progress)
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -41,30 +46,30 @@ def _report(options: argparse.Namespace) -> None:
         "precision": options.precision,
         "device": options.device,
     }
-    if options.budget is not None:
-        budget = parse_bytes("budget", options.budget)
+    budget = None if options.budget is None else parse_bytes("budget", options.budget)
+    if budget is not None:
         traced = MetaModel(model, **settings)
-        plan = Planner(traced, shape).plan(budget)
+        planner = Planner(traced, shape)
+        plan = planner.plan(budget)
+        print(f"smallest budget, with no bottleneck saved: {format_bytes(planner.smallest)}")
+        print(f"largest batch, with no bottleneck saved: {batch_that_fits(traced, image_shape, budget):,}")
+        print(f"budget: {plan}\n", flush=True)
         keep(model, plan)
-        print(f"budget: {plan}")
-        largest = batch_that_fits(traced, image_shape, budget, with_spare=True)
-        print(f"the largest batch, with no bottleneck saved: {largest:,}\n")
     estimate = predict(model, shape, **settings)
     print(estimate)
-    measured: list[int] = []
+    measured: list[Moment] = []
     if options.measure:
-        measured, peak = _measure(model, shape, estimate.device_type, options)
-        print(f"{'tensor peak, measured':48}{format_bytes(peak):>12}{peak / estimate.tensor_peak:>19.3f}×")
+        peak, measured = _measure(model, shape, estimate.device_type, options)
+        print(f"{'tensor peak, measured':48}{format_bytes(peak):>12}{peak / estimate.tensor_peak:>11.3f}× predicted")
     if options.picture is not None:
-        title = f"{options.model}, {'×'.join(map(str, shape))}, engine {estimate.engine}"
-        draw(estimate.step, options.picture, title, measured)
+        draw(estimate, options.picture, budget, measured)
         print(f"\npicture: {options.picture}")
 
 
 def _measure(
     model: nn.Module, shape: tuple[int, ...], device: str, options: argparse.Namespace
-) -> tuple[list[int], int]:
-    """The bytes after each allocation of a real step, on a CPU, and its peak."""
+) -> tuple[int, list[Moment]]:
+    """The tensor peak of a real step and, on a CPU, the moments of another."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("found --measure without a GPU: add --device cpu")
     model.to_empty(device=device)
@@ -73,16 +78,34 @@ def _measure(
             cast(Any, module).reset_parameters()
     x, dtype = torch.randn(shape, device=device), autocast_dtype(options.precision)
 
-    def step() -> None:
-        with torch.autocast(device, dtype) if dtype is not None else contextlib.nullcontext():
+    def step(parts: PartsMode | None = None) -> None:
+        with torch.autocast(device, dtype, enabled=dtype is not None):
             loss = default_loss(model(x))
+        if parts is not None:
+            parts.start_backward()
         loss.backward()
 
+    def marked_step() -> None:
+        with _Marks(dict(parts_of_model(model))) as parts:
+            step(parts)
+
     step()
-    if device == "cuda":
-        return [], tensor_peak(step, device)
-    measured = allocated_bytes(step)
-    return measured, max(measured, default=0)
+    peak = tensor_peak(step, device)
+    if device == "cuda" or options.picture is None:
+        return peak, []
+    return peak, [Moment(size, total, text[1:], text[0] == "1") for size, total, text in allocations(marked_step)]
+
+
+class _Marks(PartsMode):
+    """Marks the parts of the model for `allocations`."""
+
+    def enter(self, part: str, is_backward: bool) -> None:
+        super().enter(part, is_backward)
+        mark(f"{is_backward:d}{part}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.see(args)
+        return func(*args, **kwargs or {})
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ def optimizer_state(model: nn.Module, meta_model: nn.Module, optimizer: Optimize
     if optimizer is None:
         return []
     if isinstance(optimizer, torch.optim.Optimizer):
-        made = _on_meta(optimizer, dict(zip(map(id, model.parameters()), meta_model.parameters(), strict=True)))
+        made = optimizer if optimizer.state else _on_meta(optimizer, model, meta_model)
     else:
         if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}, or an optimizer")
@@ -40,24 +40,21 @@ def optimizer_state(model: nn.Module, meta_model: nn.Module, optimizer: Optimize
                 f"found a {type(made).__name__}, whose state is not known before its first step ({error}): give the "
                 "optimizer after a step, or another one"
             ) from error
-    return [value for state in made.state.values() for value in tensors_of([*state.values()]) if value.dim() > 0]
+    tensors = [value for state in made.state.values() for value in tensors_of([*state.values()]) if value.dim() > 0]
+    return [torch.empty_like(value, device="meta") for value in tensors]
 
 
-def _on_meta(optimizer: torch.optim.Optimizer, of_copy: dict[int, Tensor]) -> torch.optim.Optimizer:
-    """A copy of an optimizer that trains the copies of its parameters. Its state, if there is one, has sizes only."""
-    groups = [group | {"params": [p for p in group["params"] if id(p) in of_copy]} for group in optimizer.param_groups]
-    if not any(group["params"] for group in groups):
-        raise ValueError(f"found a {type(optimizer).__name__} that trains no parameter of this model")
+def _on_meta(optimizer: torch.optim.Optimizer, model: nn.Module, meta_model: nn.Module) -> torch.optim.Optimizer:
+    """A copy of an optimizer without state that trains the copies of its parameters."""
+    of_copy = dict(zip(map(id, model.parameters()), meta_model.parameters(), strict=True))
+    not_on_meta = {key: False for key in ("fused", "foreach", "capturable") if key in optimizer.defaults}
     made = copy.copy(optimizer)
     made.state = defaultdict(dict)
-    for parameter in (p for group in groups for p in group["params"] if p in optimizer.state):
-        state = optimizer.state[parameter].items()
-        made.state[of_copy[id(parameter)]] = {
-            key: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value for key, value in state
-        }
-    not_on_meta = {key: False for key in ("fused", "foreach", "capturable") if key in groups[0]}
     made.param_groups = [
-        group | not_on_meta | {"params": [of_copy[id(p)] for p in group["params"]]} for group in groups
+        group | not_on_meta | {"params": [of_copy[id(p)] for p in group["params"] if id(p) in of_copy]}
+        for group in optimizer.param_groups
     ]
+    if not any(group["params"] for group in made.param_groups):
+        raise ValueError(f"found a {type(optimizer).__name__} that trains no parameter of this model")
     without_step_hooks(made)
     return made

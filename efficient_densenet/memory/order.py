@@ -1,11 +1,10 @@
 """The order in which a budget takes what is recomputed: by what it saves for each byte that the step's peak grows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 from .step import StepMemory
-from .trace import MemoryTrace
 
 MULTIPLICATIONS_A_NUMBER = 64
 """A processor multiplies about as often in the time in which it writes and reads a number: what takes fewer
@@ -14,43 +13,32 @@ multiplications than that is faster to recompute. (Measured on CPUs, by `benchma
 
 class Recomputed(NamedTuple):
     """A layer whose bottleneck is recomputed: its block's name, its position there, the part of the model that has it,
-    the bottleneck's bytes, and the multiplications that are spared if it is saved. The position is None for a whole
-    block that the shared engine cannot run, and whose layers are recomputed."""
+    the bottleneck's bytes, and the multiplications that are spared if it is saved."""
 
     block: str
-    position: int | None
+    position: int
     part: str
     bytes: int
     work: int
 
 
-def merged(found: list[Recomputed]) -> list[Recomputed]:
+def merged(found: Iterable[Recomputed]) -> list[Recomputed]:
     """One for each layer; a block may run several times in a step."""
-    by_layer = dict[tuple[str, int | None], Recomputed]()
+    by_layer = dict[tuple[str, int], Recomputed]()
     for each in found:
-        key = each.block, each.position
-        before = by_layer.get(key)
+        before = by_layer.get((each.block, each.position))
         if before is not None:
             each = each._replace(bytes=each.bytes + before.bytes, work=each.work + before.work)
-        by_layer[key] = each
+        by_layer[each.block, each.position] = each
     return list(by_layer.values())
 
 
-def work(trace: MemoryTrace) -> int:
-    return trace.multiplications + MULTIPLICATIONS_A_NUMBER * trace.allocated // 4
-
-
-def kept_layers(taken: list[Recomputed]) -> dict[str, tuple[int, ...]]:
+def kept_layers(taken: Iterable[Recomputed]) -> dict[str, tuple[int, ...]]:
     """The positions of the layers in each block, in order."""
     kept = dict[str, tuple[int, ...]]()
     for each in taken:
-        if each.position is not None:
-            kept[each.block] = tuple(sorted((*kept.get(each.block, ()), each.position)))
+        kept[each.block] = tuple(sorted((*kept.get(each.block, ()), each.position)))
     return kept
-
-
-def whole_blocks(taken: list[Recomputed]) -> tuple[str, ...]:
-    return tuple(each.block for each in taken if each.position is None)
 
 
 def in_order(layers: list[Recomputed], step: StepMemory) -> Iterator[tuple[Recomputed, int]]:

@@ -1,6 +1,5 @@
 """Measuring memory: bytes saved for backward, the peak of tensor memory, and the peak of process memory."""
 
-import itertools
 import json
 import sys
 import tempfile
@@ -10,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_MARK = "mark: "
 
 
 class Peaks(NamedTuple):
@@ -93,11 +94,12 @@ def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu")
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    return max(allocated_bytes(function), default=0)
+    return max((total for _, total, _ in allocations(function)), default=0)
 
 
-def allocated_bytes(function: Callable[[], Any]) -> list[int]:
-    """Return the bytes of tensors on the CPU after each allocation while `function` runs, minus those from before."""
+def allocations(function: Callable[[], Any]) -> list[tuple[int, int, str]]:
+    """Return the bytes of each tensor that is allocated on the CPU while `function` runs, the bytes of all tensors
+    after it, minus those from before, and the last `mark` until then."""
     # There is only one profiling cycle, so acc_events only avoids a warning of PyTorch 2.11.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
@@ -106,5 +108,19 @@ def allocated_bytes(function: Callable[[], Any]) -> list[int]:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    changes = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Id"] == -1]
-    return list(itertools.accumulate(each["args"]["Bytes"] for each in sorted(changes, key=lambda event: event["ts"])))
+    found, total, marked = list[tuple[int, int, str]](), 0, ""
+    for event in sorted((event for event in events if "ts" in event), key=lambda event: event["ts"]):
+        if event["name"].startswith(_MARK):
+            marked = event["name"].removeprefix(_MARK)
+        elif event["name"] == "[memory]" and event["args"]["Device Id"] == -1:
+            size = event["args"]["Bytes"]
+            total += size
+            if size > 0:
+                found.append((size, total, marked))
+    return found
+
+
+def mark(text: str) -> None:
+    """Mark the allocations from here on in `allocations`."""
+    with torch.profiler.record_function(_MARK + text):
+        pass

@@ -1,39 +1,81 @@
-"""A picture of the memory of a training step over its allocations."""
+"""A picture of the memory of a training step, over the parts of the model that run."""
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from .._extras import need
-from .step import StepMemory
+from .predict import MemoryEstimate
+from .trace import Moment
+
+_MIB = 1 << 20
+Visit = tuple[str, bool, int]
+"""A part's name, whether it runs in the backward, and how many times it ran there before."""
 
 
-def draw(step: StepMemory, path: str | Path, title: str, measured: Sequence[int] = ()) -> None:
-    """Write the memory that tensors hold during a step, by the parts of the model that run, to an image file.
+def draw(
+    estimate: MemoryEstimate, path: str | Path, budget: int | None = None, measured: Sequence[Moment] = ()
+) -> None:
+    """Write the memory of all tensors during a step to an image file: below by parts of the model, above beside
+    `plain`. `measured` are the moments of a real step.
 
-    `measured` are the bytes after each allocation of a real step, which are drawn over the predicted ones.
+    Each visit of a part of the model is as wide as any other, in every curve. In it, x grows with the bytes that are
+    allocated.
     """
     need("matplotlib", extra="demos")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="share of the step's allocations", ylabel="MiB of tensors", title=title)
-    moments = step.trace.moments
-    names = list(dict.fromkeys(moment.part for moment in moments))
-    start = 0
-    for i in range(1, len(moments) + 1):
-        if i == len(moments) or moments[i].part != moments[start].part:
-            shares = [j / len(moments) for j in range(start, min(i + 1, len(moments)))]
-            sizes = [moment.bytes / 2**20 for moment in moments[start : i + 1]]
-            part = moments[start].part
-            label = part if not moments[start].is_backward else "_"  # a label for the forward alone
-            axes.fill_between(shares, sizes, color=f"C{names.index(part) % 10}", label=label, linewidth=0)
-            start = i
-    backward = next((i for i, moment in enumerate(moments) if moment.is_backward), len(moments))
-    axes.axvline(backward / max(len(moments), 1), color="black", linestyle=":", label="the backward starts")
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(1, 2))
+    visits, held = visits_of(estimate.step.trace.moments), estimate.held / _MIB
+    order, names = list(visits), list(dict.fromkeys(part for part, _, _ in visits))
+    xs, ys = _curve(visits, order, held)
+    peak = max(ys)
+    for axes in (above, below):
+        axes.axhspan(0, held, color="0.85", label="held before the step")
+        axes.axvline(sum(not is_backward for _, is_backward, _ in order), color="black", linestyle=":")
+        axes.set_ylabel("MiB of tensors")
+        if budget is not None and (axes is above or budget / _MIB < 1.15 * peak):
+            axes.axhline(budget / _MIB, color="red", linestyle="--", label="budget")
+    above.step(xs, ys, label=f"engine {estimate.engine}")
+    if "plain" in estimate.by_engine:
+        plain = visits_of(estimate.by_engine["plain"].trace.moments)
+        above.step(*_curve(plain, order, held), label="engine plain")
+    for visit, moments in visits.items():
+        curve, top = _curve({visit: moments}, order, held)
+        below.fill_between(curve, held, top, step="pre", color=f"C{names.index(visit[0]) % 10}", linewidth=0)
+    below.plot(xs[ys.index(peak)], peak, "v", color="black", label=f"peak, {peak:,.0f} MiB")
     if measured:
-        shares = [i / len(measured) for i in range(len(measured))]
-        axes.plot(shares, [size / 2**20 for size in measured], color="black", linewidth=0.7, label="measured")
-    axes.set(xlim=(0, 1), ylim=(0, None))
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
+        below.step(*_curve(visits_of(measured), order, held), color="black", linewidth=0.7, label="measured")
+    labels = [part.replace("features.", "") for part, _, _ in order]
+    below.set_xticks([i + 0.5 for i in range(len(order))], labels, rotation=30, ha="right", fontsize="small")
+    below.set(xlim=(0, len(order)), ylim=(0, 1.15 * peak))
+    above.set_title(f"{'×'.join(map(str, estimate.input_shape))}: the forward, from the dotted line on the backward")
+    for axes in (above, below):
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)
+
+
+def visits_of(moments: Sequence[Moment]) -> dict[Visit, list[Moment]]:
+    """The moments from one change of the part that runs to the next."""
+    visits, before = dict[Visit, list[Moment]](), Counter[tuple[str, bool]]()
+    for _, group in groupby(moments, key=lambda moment: (moment.part, moment.is_backward)):
+        _, _, part, is_backward = (found := list(group))[0]
+        visits[part, is_backward, before[part, is_backward]] = found
+        before[part, is_backward] += 1
+    return visits
+
+
+def _curve(visits: dict[Visit, list[Moment]], order: list[Visit], held: float) -> tuple[list[float], list[float]]:
+    """The MiB of all tensors at each moment of the visits, at their places in `order`."""
+    xs, ys = list[float](), list[float]()
+    for visit in filter(visits.__contains__, order):
+        x, total = float(order.index(visit)), sum(moment.allocated for moment in visits[visit])
+        xs.append(x)
+        ys.append(ys[-1] if ys else held)
+        for moment in visits[visit]:
+            x += moment.allocated / total
+            xs.append(x)
+            ys.append(held + moment.bytes / _MIB)
+    return xs, ys

@@ -2,14 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..engine.choose import Engine, describe, engine_blocks
+from ..engine.choose import Engine, engine_blocks
 from .sizes import format_bytes
-from .step import Loss, MetaModel, OptimizerLike, PersistentMemory, Precision, Shape, StepMemory
+from .step import (
+    Loss,
+    MetaModel,
+    OptimizerLike,
+    PersistentMemory,
+    Precision,
+    Shape,
+    StepMemory,
+    dense_layers,
+    engine_of,
+)
 
 ENGINES = Engine.PLAIN, Engine.CHECKPOINT, Engine.SHARED
 _BAR = 60  # characters
@@ -24,8 +33,9 @@ class MemoryEstimate:
         device_type, precision: "cpu" or "cuda", and autocast's dtype, for which this is true.
         persistent: what training holds between steps: parameters, buffers, gradients, the optimizer's state.
         inputs: the batch.
-        engine: the engine that the model has, "best" if that is chosen for it; "none" in a model without dense blocks
-            that engines run.
+        spare: what libraries may take besides: a hundredth of the step's peak and, on a GPU, 40 MiB for cuDNN.
+        engine: the engine that the model has, "best" if that is chosen for it; "none" in a model without dense blocks.
+        num_saved: of how many layers the shared engine saves the bottleneck, as a budget decides.
         step: a training step as the model is.
         by_engine: a training step by each engine that can run the model.
         refused: why another engine cannot, by its name.
@@ -37,7 +47,9 @@ class MemoryEstimate:
     precision: torch.dtype | None
     persistent: PersistentMemory
     inputs: int
+    spare: int
     engine: str
+    num_saved: int
     step: StepMemory
     by_engine: dict[str, StepMemory]
     refused: dict[str, str]
@@ -50,8 +62,8 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The tensor peak, and all that is held before the step."""
-        return self.held + self.tensor_peak
+        """The tensor peak, all that is held before the step, and what libraries may take: the smallest budget."""
+        return self.held + self.tensor_peak + self.spare
 
     @property
     def held(self) -> int:
@@ -73,18 +85,18 @@ def predict(
 ) -> MemoryEstimate:
     """Predict the memory of `model` on inputs of `input_shape`, from sizes alone: nothing is allocated or computed.
 
-    A copy of the model takes the step on the meta device. What PyTorch's libraries allocate outside of tensors, such as
-    cuDNN's workspaces, is not in it. The arguments are those of `MetaModel`.
+    A copy of the model takes steps on the meta device, which takes seconds whatever the sizes are. The arguments are
+    those of `MetaModel`.
     """
     from ..adapt import make_efficient  # imports the models, which import this package
 
     traced = MetaModel(model, optimizer=optimizer, precision=precision, device=device, loss=loss)
-    blocks = engine_blocks(traced.model)
-    engine = describe(blocks[0][1].engine) if blocks else "none"
+    engine = engine_of(traced.model)
+    num_saved = sum(layer.keep_bottleneck for _, _, layer in dense_layers(traced.model))
     step = traced.training_step(input_shape)
     inference = traced.inference(input_shape)
     by_engine, refused = dict[str, StepMemory](), dict[str, str]()
-    for each in ENGINES if blocks else ():
+    for each in ENGINES if engine_blocks(traced.model) else ():
         make_efficient(traced.model, each.value)
         try:
             by_engine[each.value] = traced.training_step(input_shape)
@@ -96,7 +108,9 @@ def predict(
         traced.dtype,
         traced.persistent,
         traced.input_bytes(input_shape),
+        traced.spare(step.tensor_peak),
         engine,
+        num_saved,
         step,
         by_engine,
         refused,
@@ -110,17 +124,19 @@ def _lines(estimate: MemoryEstimate) -> Iterator[str]:
     yield f"training on {shape}, on {estimate.device_type}{precision}, engine {estimate.engine}"
     yield ""
     persistent, step = estimate.persistent, estimate.step
-    rows: list[tuple[str, Any]] = [
-        ("parameters", persistent.parameters + persistent.buffers),
-        ("gradients", persistent.gradients),
-        ("optimizer's state", persistent.optimizer_state),
-        ("the batch", estimate.inputs),
-        ("features, saved for the backward", step.features),
-        ("scratch, at the worst moment", step.scratch),
-    ]
-    yield from _table([*rows, ("peak", estimate.total)])
+    rows = {
+        "parameters": persistent.parameters + persistent.buffers,
+        "gradients": persistent.gradients,
+        "optimizer's state": persistent.optimizer_state,
+        "batch": estimate.inputs,
+        "features, saved for the backward": step.features,
+        "scratch, at the worst moment": step.scratch,
+        "libraries, at most": estimate.spare,
+    }
+    for name, size in (*rows.items(), ("peak", estimate.total)):
+        yield f"{name:48}{format_bytes(size):>12}"
     yield ""
-    yield _bar([size for _, size in rows])
+    yield from _bar(rows)
     yield ""
     yield f"{'part of the model':48}{'saved':>12}{'peak while it runs':>20}"
     for stage in step.stages:
@@ -128,21 +144,18 @@ def _lines(estimate: MemoryEstimate) -> Iterator[str]:
     yield ""
     for engine, other in estimate.by_engine.items():
         ratio = other.tensor_peak / max(estimate.by_engine.get("plain", other).tensor_peak, 1)
-        yield f"{'tensor peak by engine ' + engine:48}{format_bytes(other.tensor_peak):>12}{ratio:>19.3f}×"
+        saved = f", {estimate.num_saved} bottlenecks saved" if engine == Engine.SHARED and estimate.num_saved else ""
+        yield f"{f'tensor peak by engine {engine}{saved}':48}{format_bytes(other.tensor_peak):>12}{ratio:>19.3f}×"
     for engine, reason in estimate.refused.items():
         yield f"engine {engine} cannot run it: {reason}"
     yield f"{'tensor peak of inference':48}{format_bytes(estimate.inference):>12}"
 
 
-def _table(rows: list[tuple[str, int]]) -> Iterator[str]:
-    return (f"{name:48}{format_bytes(size):>12}" for name, size in rows)
-
-
-def _bar(sizes: list[int]) -> str:
-    """One character for each sixtieth of the peak, in the order of the table."""
-    total, ends = max(sum(sizes), 1), [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    widths = [
-        round(_BAR * end / total) - round(_BAR * (end - size) / total) for size, end in zip(sizes, ends, strict=True)
-    ]
-    letters = zip("PGOBFS", widths, strict=True)
-    return "[" + "".join(letter * width for letter, width in letters) + "]"
+def _bar(rows: dict[str, int]) -> Iterator[str]:
+    """One letter for each sixtieth of the peak, in the order of the table, and what the letters mean."""
+    letters, total, end, bar = "PGOBFSL", max(sum(rows.values()), 1), 0, ""
+    for letter, size in zip(letters, rows.values(), strict=True):
+        end += size
+        bar += letter * (round(_BAR * end / total) - len(bar))
+    yield f"[{bar}]"
+    yield ", ".join(f"{letter} {name.split(',')[0]}" for letter, name in zip(letters, rows, strict=True))

@@ -1,10 +1,11 @@
 """The memory of a model's training steps and forwards, without running them."""
 
 import contextlib
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,13 +15,22 @@ from torch import Tensor, nn
 from .._checks import check_module, integer
 from .._tensors import meta_stands_for
 from .._torch_private import backward_inside_function_modes
-from ..engine.choose import no_warnings
-from ..engine.parts import is_engine_block
-from .meta_activations import MetaActivations
-from .meta_autocast import MetaAutocast, autocast_on_meta
+from ..engine.choose import describe, engine_blocks, no_warnings
+from ..engine.parts import LayerParts, NoPartsError, parts_of
 from .meta_copy import copy_to_meta, unwrapped
+from .meta_functions import MetaFunctions
 from .optimizer_state import OptimizerLike, optimizer_state
 from .trace import MemoryMode, MemoryTrace, Observer, tensors_of
+
+logger = logging.getLogger(__name__)
+"""Says what is traced, which takes about a second each."""
+
+MARGIN = 0.01
+"""The share of a step's peak that libraries may take inside of operations, in tensors of their own."""
+CUDNN_WORKSPACE = 40 << 20
+"""What cuDNN may take, in bytes: it took up to 37 MiB on an H100."""
+
+_TOO_LARGE = "found a tensor of 2^63 bytes or more: give a smaller batch or smaller images"
 
 Precision = torch.dtype | str | None
 Loss = Callable[[Any], Tensor]
@@ -125,10 +135,18 @@ class MetaModel:
         )
         self.held = [*self.parameters, *self.model.buffers(), *state]
         self.held += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self.parts = dict(_parts(self.model))
+        self.parts = dict(parts_of_model(self.model))
 
     def input_bytes(self, input_shape: Shape) -> int:
         return self._input(input_shape).nbytes
+
+    def total(self, input_shape: Shape, tensor_peak: int) -> int:
+        """The bytes of a step with this peak, of all that is held before it, and of what libraries may take."""
+        return self.persistent.total + self.input_bytes(input_shape) + tensor_peak + self.spare(tensor_peak)
+
+    def spare(self, tensor_peak: int) -> int:
+        """What libraries may take besides tensors."""
+        return round(MARGIN * tensor_peak) + (CUDNN_WORKSPACE if self.device_type == "cuda" else 0)
 
     def training_step(self, input_shape: Shape, observe: Observer | None = None) -> StepMemory:
         """The forward, the loss and the backward of a step.
@@ -136,62 +154,77 @@ class MetaModel:
         They run in a thread of their own, in which the caller's contexts (autocast, no_grad, hooks of saved tensors, a
         checkpoint's recomputation) do nothing.
         """
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(self._training_step, self._input(input_shape), observe).result()
-
-    def _training_step(self, x: Tensor, observe: Observer | None) -> StepMemory:
-        autocast, mode = self._modes(x, observe)
-        with _traced(self.device_type, autocast, mode):
-            with autocast_on_meta(self.device_type, self.dtype):
-                loss = self.loss(self.model(x))
-            autocast.conversions.clear()
-            if not loss.requires_grad:
-                raise ValueError("found no parameter that requires a gradient: there is no training step")
-            mode.start_backward()
-            backward_inside_function_modes(loss)
-        return _step_memory(mode)
+        return self._run(self._training_step, input_shape, observe)
 
     def inference(self, input_shape: Shape) -> int:
         """The tensor peak of a forward in evaluation mode without gradients."""
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(self._inference, self._input(input_shape)).result()
+        return self._run(self._inference, input_shape, None)
 
-    def _inference(self, x: Tensor) -> int:
+    def _run(self, function: Callable[..., Any], input_shape: Shape, observe: Observer | None) -> Any:
+        x = self._input(input_shape)
+        kind, shape = function.__name__.strip("_").replace("_", " "), "×".join(map(str, x.shape))
+        logger.info("tracing: %s on %s, engine %s", kind, shape, engine_of(self.model))
+        mode = MemoryMode(self.device_type, [*self.held, x], self.parts, observe)
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._traced, function, x, mode).result()
+
+    def _traced(self, function: Callable[..., Any], x: Tensor, mode: MemoryMode) -> Any:
+        functions = MetaFunctions(self.device_type)
+        try:
+            with meta_stands_for(self.device_type), no_warnings(), functions, mode:
+                return function(x, functions, mode)
+        except (RuntimeError, NotImplementedError) as error:
+            is_too_large = "overflow" in str(error).lower()
+            message = _TOO_LARGE if is_too_large else f"{error}; so the memory of a step is not known"
+            raise ValueError(message) from error
+
+    def _training_step(self, x: Tensor, functions: MetaFunctions, mode: MemoryMode) -> StepMemory:
+        with self._autocast():
+            loss = self.loss(self.model(x))
+        functions.conversions.clear()
+        if not loss.requires_grad:
+            raise ValueError("found no parameter that requires a gradient: there is no training step")
+        mode.start_backward()
+        backward_inside_function_modes(loss)
+        return _step_memory(mode)
+
+    def _inference(self, x: Tensor, functions: MetaFunctions, mode: MemoryMode) -> int:
         training = [module for module in self.model.modules() if module.training]
-        autocast, mode = self._modes(x, None)
         try:
             self.model.eval()
-            with (
-                _traced(self.device_type, autocast, mode),
-                torch.no_grad(),
-                autocast_on_meta(self.device_type, self.dtype),
-            ):
+            with torch.no_grad(), self._autocast():
                 self.model(x)
         finally:
             for module in training:
                 module.training = True
         return mode.trace.peak
 
-    def _modes(self, x: Tensor, observe: Observer | None) -> tuple[MetaAutocast, MemoryMode]:
-        return MetaAutocast(self.device_type), MemoryMode(self.device_type, [*self.held, x], self.parts, observe)
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", self.dtype, enabled=self.dtype is not None)
 
     @torch.inference_mode(False)
     def _input(self, input_shape: Shape) -> Tensor:
         sizes = [*input_shape] if isinstance(input_shape, Sequence) else []
         if len(sizes) < 2 or not all(integer(1).accepts(size) for size in sizes):
             raise ValueError(f"input_shape is {input_shape!r}, but must be whole numbers such as (64, 3, 224, 224)")
-        floating = (p.dtype for p in self.parameters if p.is_floating_point())
-        return torch.empty([int(size) for size in sizes], dtype=next(floating, torch.float32), device="meta")
+        dtype = next((p.dtype for p in self.parameters if p.is_floating_point()), torch.float32)
+        if math.prod(sizes) * dtype.itemsize >= 1 << 63:
+            raise ValueError(_TOO_LARGE)
+        return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
 
 
-@contextlib.contextmanager
-def _traced(device_type: str, autocast: MetaAutocast, mode: MemoryMode) -> Iterator[None]:
-    """A model on the meta device runs here, traced by `mode`."""
-    try:
-        with meta_stands_for(device_type), no_warnings(), autocast, MetaActivations(), mode:
-            yield
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(f"{error}; so the memory of a step is not known") from error
+def engine_of(model: nn.Module) -> str:
+    """The name of the engine of the first dense block, or "none"."""
+    blocks = engine_blocks(model)
+    return describe(blocks[0][1].engine) if blocks else "none"
+
+
+def dense_layers(model: nn.Module) -> Iterator[tuple[str, int, LayerParts]]:
+    """The layers that the shared engine can read, with their blocks' names and their positions there."""
+    for name, block in engine_blocks(model):
+        with contextlib.suppress(NoPartsError):
+            for i, layer in enumerate(parts_of(block).layers):
+                yield name, i, layer
 
 
 def default_loss(output: Any) -> Tensor:
@@ -229,37 +262,30 @@ def _device_type(model: nn.Module, device: str | torch.device | None) -> str:
     return found
 
 
-def _parts(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+def parts_of_model(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
     """Each parameter, and the name of its part of the model.
 
-    A part is a dense block and the modules from there to the next one, or the modules before the first; elsewhere it is
-    a module.
+    A part is a dense block and the modules after it, up to the next one, or the modules before the first; elsewhere it
+    is a module.
     """
-    names = dict[str, str]()
-    for parent_name, parent in model.named_modules():
-        trained = [
-            (name, child) for name, child in parent.named_children() if next(child.parameters(), None) is not None
-        ]
-        children = [(name, is_engine_block(child)) for name, child in trained]
-        if any(is_block for _, is_block in children) and not any(each in names for each in _prefixes(parent_name)):
-            prefix = f"{parent_name}." if parent_name else ""
-            for group in _groups(children):
-                names |= {prefix + name: prefix + " + ".join(group) for name in group}
+    blocks = {name for name, _ in engine_blocks(model)}
+    parents = {_parent(name) for name in blocks}
+    parts, owners = list[list[str]](), list[tuple[Tensor, list[str]]]()
     for name, parameter in model.named_parameters():
-        found = next((names[each] for each in _prefixes(name) if each in names), None)
-        yield parameter, found or ".".join(name.split(".")[:-1][:2]) or name
+        path = name.split(".")
+        prefixes = [".".join(path[:i]) for i in range(1, len(path))]
+        beside_blocks = next((each for each in prefixes if _parent(each) in parents), None)
+        module = beside_blocks or ".".join(path[:-1][:2]) or name
+        if not parts or module not in parts[-1]:
+            continues = beside_blocks and module not in blocks and parts and _parent(parts[-1][0]) == _parent(module)
+            parts[-1].append(module) if continues else parts.append([module])
+        owners.append((parameter, parts[-1]))
+    for parameter, (first, *others) in owners:
+        yield parameter, " + ".join([first, *(each.rpartition(".")[2] for each in others)])
 
 
-def _prefixes(name: str) -> Iterator[str]:
-    """The names of the modules in which a module or a parameter is, and its own."""
-    keys = name.split(".")
-    return (".".join(keys[: i + 1]) for i in range(len(keys)))
-
-
-def _groups(children: Sequence[tuple[str, bool]]) -> Iterator[list[str]]:
-    """The names of children in groups, each of which but the first starts with a block."""
-    starts = [0, *(i for i, (_, is_block) in enumerate(children) if is_block and i > 0), len(children)]
-    return ([name for name, _ in children[start:stop]] for start, stop in pairwise(starts))
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _step_memory(mode: MemoryMode) -> StepMemory:

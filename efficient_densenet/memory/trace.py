@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._tensors import CHANNELS_LAST, memory_format_of
+from .._tensors import CHANNELS_LAST, formatted, memory_format_of
 from .._torch_private import memory_key, onednn_supports, run_cpu_implementation, run_parts
 
 CUDA_ALLOCATION = 512
@@ -33,9 +33,10 @@ Observer = Callable[[str, tuple[Any, ...]], None]
 
 
 class Moment(NamedTuple):
-    """The bytes that tensors held from one allocation to the next, above those from before the step, and the part of
-    the model that had run."""
+    """An allocation, and the bytes that tensors held from it to the next one, above those from before the step, while a
+    part of the model ran."""
 
+    allocated: int
     bytes: int
     part: str
     is_backward: bool
@@ -43,20 +44,43 @@ class Moment(NamedTuple):
 
 @dataclass
 class MemoryTrace:
-    """The moments of a step, the bytes that live between its forward and its backward, the bytes of all tensors, and
-    the multiplications of the forwards of PyTorch's convolutions."""
+    """The moments of a step, and the bytes that live between its forward and its backward."""
 
     moments: list[Moment] = field(default_factory=list)
     saved: int = 0
-    allocated: int = 0
-    multiplications: int = 0
 
     @property
     def peak(self) -> int:
         return max((moment.bytes for moment in self.moments), default=0)
 
 
-class MemoryMode(TorchDispatchMode):
+class PartsMode(TorchDispatchMode):
+    """Knows which part of the model runs: the one whose parameter an operation has had last.
+
+    Args:
+        parts: the name of the part of the model for each parameter.
+    """
+
+    def __init__(self, parts: Mapping[Tensor, str]) -> None:
+        super().__init__()
+        self.parts = {memory_key(tensor): part for tensor, part in parts.items()}
+        self.enter(next(iter(parts.values()), ""), False)
+
+    def enter(self, part: str, is_backward: bool) -> None:
+        """Called when a part starts to run."""
+        self.part, self.is_backward = part, is_backward
+
+    def see(self, args: Iterable[Any]) -> None:
+        """Called with the arguments of each operation."""
+        part = next(filter(None, (self.parts.get(memory_key(tensor)) for tensor in tensors_of(args))), self.part)
+        if part != self.part:
+            self.enter(part, self.is_backward)
+
+    def start_backward(self) -> None:
+        self.enter(self.part, True)
+
+
+class MemoryMode(PartsMode):
     """Traces all operations. An operator of this package runs its implementation rather than its fake one, so that the
     trace sees what is in it.
 
@@ -74,14 +98,12 @@ class MemoryMode(TorchDispatchMode):
         parts: Mapping[Tensor, str],
         observe: Observer | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(parts)
         self.trace, self.device_type, self.observe = self.new_trace(), device_type, observe
         self.held = list(held)  # keeps their storages alive, so that no other gets their addresses
         self.known = {memory_key(tensor) for tensor in self.held}
-        self.parts = {memory_key(tensor): part for tensor, part in parts.items()}
-        self.part = next(iter(parts.values()), "")
         self.saved_by_part = dict.fromkeys(parts.values(), 0)
-        self.current, self.entered_at, self.is_backward = 0, 0, False
+        self.current = 0
 
     def new_trace(self) -> MemoryTrace:
         return MemoryTrace()
@@ -90,12 +112,13 @@ class MemoryMode(TorchDispatchMode):
         """Called after each operation of PyTorch, for what else a subclass traces."""
 
     def start_backward(self) -> None:
-        self._leave_part()
-        self.trace.saved, self.is_backward = self.current, True
+        super().start_backward()
+        self.trace.saved = self.current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "efficient_densenet":
+            self.see(args)  # a stage allocates its features before it uses a parameter
             if self.observe is not None:
                 self.observe(func.overloadpacket.__name__, args)
             with self:
@@ -105,29 +128,14 @@ class MemoryMode(TorchDispatchMode):
         if output is not NotImplemented:
             return output
         output = func(*args, **kwargs)
-        self._enter_part(args)
-        if func.overloadpacket is _aten.convolution:
-            output = _in_device_format(output, *args[:2])
-            self.trace.multiplications += output.numel() * args[1][0].numel()
+        self.see(args)
+        output = _in_device_format(func.overloadpacket, args, output)
         self.has_run(func, args, kwargs, output)
         for tensor in tensors_of(output):
             self._add(tensor)
         if self.device_type == "cpu":
             self._add_temporary(_temporary_bytes(func.overloadpacket, args, output))
         return output
-
-    def _enter_part(self, args: Iterable[Any]) -> None:
-        for tensor in tensors_of(args):
-            part = self.parts.get(memory_key(tensor))
-            if part is not None:
-                self._leave_part()
-                self.part = part
-                return
-
-    def _leave_part(self) -> None:
-        if not self.is_backward:
-            self.saved_by_part[self.part] = self.saved_by_part.get(self.part, 0) + self.current - self.entered_at
-            self.entered_at = self.current
 
     def _add(self, tensor: Tensor) -> None:
         if not (tensor.is_meta or (tensor.is_cpu and self.device_type == "cpu")):
@@ -139,17 +147,20 @@ class MemoryMode(TorchDispatchMode):
         if self.device_type == "cuda":
             size = _rounded(size, CUDA_ALLOCATION)
         self.known.add(address)
-        self.trace.allocated += size
         self._allocate(size)
-        weakref.finalize(storage, self._remove, address, size).atexit = False
+        if not self.is_backward:
+            self.saved_by_part[self.part] = self.saved_by_part.get(self.part, 0) + size
+        weakref.finalize(storage, self._remove, address, size, None if self.is_backward else self.part).atexit = False
 
-    def _remove(self, address: int, size: int) -> None:
+    def _remove(self, address: int, size: int, part: str | None) -> None:
         self.known.discard(address)
         self.current -= size
+        if part is not None and not self.is_backward:
+            self.saved_by_part[part] -= size
 
     def _allocate(self, size: int) -> None:
         self.current += size
-        self.trace.moments.append(Moment(self.current, self.part, self.is_backward))
+        self.trace.moments.append(Moment(size, self.current, self.part, self.is_backward))
 
     def _add_temporary(self, size: int) -> None:
         """Count what an operation allocates and frees itself."""
@@ -212,11 +223,17 @@ def _rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _in_device_format(output: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The output of a convolution in channels_last, if its input or its weight is: the meta device's is contiguous."""
-    found = (memory_format_of(each) for each in (x, weight))
-    channels_last = next((each for each in found if each in CHANNELS_LAST.values()), None)
-    return output if channels_last is None else output.contiguous(memory_format=channels_last)
+def _in_device_format(operation: Any, args: tuple[Any, ...], output: Any) -> Any:
+    """The results of a convolution or its backward, in channels_last if images or weight are. On the meta device the
+    forward's are contiguous in PyTorch 2.14, the backward's in 2.9."""
+    if operation not in _CONVOLUTIONS:
+        return output
+    operands = args[:2] if operation is _aten.convolution else args[1:3]
+    found = next((format for format in map(memory_format_of, operands) if format in CHANNELS_LAST.values()), None)
+    if isinstance(output, Tensor):
+        return formatted(output, found)
+    grad_input, grad_weight, grad_bias = output
+    return *(None if grad is None else formatted(grad, found) for grad in (grad_input, grad_weight)), grad_bias
 
 
 def _in_blocks(images: Tensor) -> int:

@@ -81,8 +81,6 @@ class DenseBlock(nn.Module):
     outputs alone. With `bias` the convolutions have biases. `activation` is as in `DenseNet`.
     """
 
-    saves_all = False
-
     def __init__(
         self,
         num_layers: int,

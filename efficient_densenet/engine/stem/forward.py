@@ -1,12 +1,14 @@
 """The forward of a stem: its convolution, then the kernels' statistics, normalization, activation and max pooling."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..._tensors import memory_format_of
 from ...kernels import kernels_for
 from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormAffine, StatisticsOutput
-from ...kernels.stem import slices
+from ...kernels.row_tiles import slices
 from ...norms.sync_batch_norm import SyncGroup
 from ..refuse import convolved_size
 from ..stage.synchronized import synchronize_statistics
@@ -22,7 +24,7 @@ class Convolved:
         self.kernels = kernels_for(self.x, activations=[spec.activation.name])
         size = convolved_size(x.shape[2:], weight.shape[2:], *spec.conv[:3])
         shape = torch.Size([len(x), len(weight), *size])
-        self.image_tiles = list(slices(len(x), self.kernels.images_at_once(self.x, shape)))
+        self.image_tiles = slices(len(x), self.kernels.images_at_once(self.x, shape), x)
         self.values = self._convolve(shape, None if bias is None else bias.to(dtype))
         self.count = self.values.numel() // len(weight)
 
@@ -46,8 +48,7 @@ def forward(
     convolved: Convolved,
     norm_weight: Tensor,
     norm_bias: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    running_statistics: Sequence[Tensor],
 ) -> list[Tensor]:
     """The output, the matrix of statistics and, in a sync group, the number of values per channel.
 
@@ -56,8 +57,8 @@ def forward(
     spec, values, count = convolved.spec, convolved.values, convolved.count
     matrix = values.new_empty(3, values.shape[1], dtype=spec.accumulation_dtype)
     statistics = StatisticsOutput(matrix, spec.eps)
-    if running_mean is not None and running_var is not None:
-        mean, variance = running_mean.to(matrix.dtype), running_var.to(matrix.dtype)
+    if running_statistics:
+        mean, variance = (each.to(matrix.dtype) for each in running_statistics)
         torch.stack([mean, torch.zeros_like(mean), torch.rsqrt(variance + spec.eps)], out=matrix)
     else:
         convolved.kernels.image_statistics(values, statistics)

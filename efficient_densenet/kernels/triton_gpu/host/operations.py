@@ -245,8 +245,8 @@ def _activation_tiles(
     pixels, pooled_pixels = math.prod(sizes), math.prod(pooled_sizes)
     image_bytes = pooled_pixels * input.values.shape[1] * dtype.itemsize
     tile_images = max(1, row_tiles.TILE_BYTES["cuda"] // max(1, image_bytes))
-    for start in range(0, max(1, num_images), tile_images):
-        stop = min(start + tile_images, num_images)
+    for images in row_tiles.slices(num_images, tile_images, input.values):
+        start, stop = images.start, images.stop
         tile, count = slice(start * pixels, stop * pixels), stop - start
         activation = _affine_activation_pool(input.tile(tile), dtype, torch.Size([count, *sizes]), pool)
         output_tile = slice(start * pooled_pixels, stop * pooled_pixels)

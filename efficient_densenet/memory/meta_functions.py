@@ -1,7 +1,6 @@
-"""Autocast for tensors on the meta device, which PyTorch's own autocast ignores."""
+"""Functions of PyTorch on the meta device, which convert and allocate what they do on a CPU or a GPU."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,42 +20,31 @@ _IN_WIDEST_DTYPE = {"cat", "concat", "concatenate", "stack"}
 """The names of the functions for which autocast converts arguments, as https://pytorch.org/docs/stable/amp.html lists
 them, of those that a DenseNet and its loss may call."""
 
-
-@contextlib.contextmanager
-def autocast_on_meta(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast to `dtype` as on a device of this type; None does nothing."""
-    if dtype is None:
-        yield
-        return
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, True)  # `torch.autocast` would refuse "cuda" where there is no GPU
-    torch.set_autocast_dtype(device_type, dtype)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
+_COMPOSED_ON_META = {"silu", "mish"}
+"""The activations whose backward PyTorch composes of several operations on the meta device, but not elsewhere."""
 
 
-class MetaAutocast(TorchFunctionMode):
-    """Converts arguments wherever autocast is enabled for `device_type`. A weight's conversion is made once."""
+class MetaFunctions(TorchFunctionMode):
+    """Converts arguments where `torch.autocast("cpu")` is enabled, as autocast does for `device_type`; PyTorch's own
+    ignores the meta device. A weight's conversion is made once. Backwards of activations allocate one gradient."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self.device_type, self.conversions = device_type, dict[int, Tensor]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        dtype = self._dtype_for(getattr(func, "__name__", ""), args)
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _COMPOSED_ON_META and len(args) == 1 and not any(kwargs.values()):
+            return _Activation.apply(*args)
+        dtype = self._dtype_for(name, args) if torch.is_autocast_enabled("cpu") else None
         if dtype is None:
-            return func(*args, **kwargs or {})
-        kwargs = {name: self._convert(value, dtype) for name, value in (kwargs or {}).items()}
+            return func(*args, **kwargs)
+        kwargs = {key: self._convert(value, dtype) for key, value in kwargs.items()}
         return func(*(self._convert(value, dtype) for value in args), **kwargs)
 
     def _dtype_for(self, name: str, args: Sequence[Any]) -> torch.dtype | None:
-        if not torch.is_autocast_enabled(self.device_type):
-            return None
         if name in _IN_LOW_PRECISION:
-            return torch.get_autocast_dtype(self.device_type)
+            return torch.get_autocast_dtype("cpu")
         if name in _IN_WIDEST_DTYPE and args:
             return max((each.dtype for each in args[0]), key=lambda dtype: dtype.itemsize)
         is_wide = name in _IN_FLOAT32 or (name in _IN_FLOAT32_ON_CPU and self.device_type == "cpu")
@@ -74,3 +62,15 @@ class MetaAutocast(TorchFunctionMode):
         if id(value) not in self.conversions:
             self.conversions[id(value)] = value.to(dtype)
         return self.conversions[id(value)]
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.empty_like(x)
