@@ -136,9 +136,9 @@ DEFECTS = [
         "engines",
     ),
     Defect(
-        "memory format: a tapped map stays in channels_last",
-        "keeps_channels_last=consumer_name not in self.taps and any(",
-        "keeps_channels_last=any(",
+        "memory format: the network's output stays in channels_last",
+        "any(self.is_block(m) for _, m in following)",
+        "True",
         "handed_on",
     ),
     Defect(
