@@ -1,5 +1,6 @@
 """`checkpoint`, `checkpoint_sequential` and `CheckpointFunction`: what they take, what they find, what they return."""
 
+import contextlib
 import functools
 import logging
 import threading
@@ -294,6 +295,19 @@ def test_is_checkpointing_and_is_recomputing():
     with pytest.raises(ZeroDivisionError):
         output.sum().backward()
     assert (is_checkpointing(), is_recomputing()) == NOTHING
+
+
+def test_an_error_of_the_forward_holds_no_tensors():
+    held = []
+
+    def function(x):
+        y = x.exp()
+        held.append(weakref.ref(y))
+        raise ValueError
+
+    with contextlib.suppress(ValueError):
+        checkpoint(function, tensor(3).requires_grad_())
+    assert held[0]() is None
 
 
 def _run_in_threads(*targets):
