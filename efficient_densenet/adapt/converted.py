@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import may_read_converted_modules
@@ -64,7 +65,7 @@ class ConvertedBlock(VerifiedModule):
         if not kwargs and len(args) == 1 and self._conversion.pair and _is_pair(args[0]):
             return self._run_pair(args[0])
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            self._check_not_quantized(*args)
+            self._see_tracer(*args)
             return super().forward(*args, **kwargs)
         plan = None if self._conversion.verified is None else choose.plan_block(self, args[0])
         if plan is None or plan.engine is Engine.PLAIN:
@@ -202,13 +203,20 @@ class ConvertedBlock(VerifiedModule):
             return saved_values_per_pixel(run, forward)
         return 0
 
-    def _check_not_quantized(self, *args: Any) -> None:
-        """Raise RuntimeError for the tracer of FX quantization, which would not find norms under the exactly-once rule.
+    def _see_tracer(self, *args: Any) -> None:
+        """Warn that a tracer of torch.fx makes a graph of the author's forward. Raise RuntimeError for the tracer of FX
+        quantization, which would not find norms under the exactly-once rule.
 
-        The tracer fuses modules of exactly torch's classes, and silently ignores modules of subclasses.
+        The latter fuses modules of exactly torch's classes, and silently ignores modules of subclasses.
         """
         before = self._conversion.exactly_once_norms
         for_quantization = any(type(getattr(each, "tracer", None)).__name__ == "QuantizationTracer" for each in args)
+        if any(isinstance(each, Proxy) for each in args) and not for_quantization:
+            choose.warn_once(
+                f"torch.fx traces into a {type(self).__name__}, a converted dense block: its graph runs the author's "
+                f"layers and saves no memory. Keep such blocks as leaf modules, as by create_feature_extractor(..., "
+                "tracer_kwargs={'leaf_modules': [" + type(self).__name__ + "]})"
+            )
         if for_quantization and before is not None:
             names = (name for name, module in self.named_modules() if isinstance(module, UpdatesOnce))
             if any(name not in before for name in names):

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 from .._mixins import add_mixin, remove_mixin
 from ..checkpoint.call import checkpoint_call
 from ..engine import layerwise
+from ..engine.changed_modules import why_not_parametrized
 from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
 from ..kernels.activations import RELU_SPEC
@@ -19,19 +20,24 @@ from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ALONE, ConnectionPattern
 from .fingerprint import drop_rates
 from .layers import run_layers, run_whole_layers
-from .sample import Sample, samples
+from .sample import IMAGES, Sample, dimensions, samples
 from .structure import (
     channels_read,
     custom_norms_in,
     first_conv,
     last_conv,
+    looks_dense,
+    may_concatenate,
+    may_return,
     patterns_by_calls,
     patterns_by_parts,
     read_block,
 )
 from .trial import (
     MAIN_MODES,
+    MODES,
     NotRunError,
+    Result,
     SideEffectError,
     Trial,
     VerificationError,
@@ -75,6 +81,8 @@ class Conversion(Verified):
 def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
     """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do
     not."""
+    if not (looks_dense(block) or may_concatenate(block)):
+        raise NoPartsError("found no forward but those of torch, none of which concatenates")
     reason, by_parts, asked = None, [], modes_of(block)
     try:
         by_parts = patterns_by_parts(block)
@@ -85,6 +93,9 @@ def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_l
     by_calls = patterns_by_calls(block, may_be_layer)
     if reason is not None and not by_calls:
         raise NoPartsError(reason)
+    parametrized = next(filter(None, map(why_not_parametrized, block.modules())), None)
+    if parametrized is not None:  # no engine runs by parts there
+        return find_by_trial(block, forward, [*by_calls, *by_parts], reason or parametrized)
     return find_by_trial(block, forward, [*by_parts, *by_calls], reason)
 
 
@@ -112,7 +123,9 @@ def find_by_trial(
         for sample in tried or samples(block, channels_read(block)):
             with trial(block, sample) as run:
                 try:
-                    block_results = list(run.run(forward))
+                    first = run.run_once(forward, MODES[0])
+                    patterns = _of_width(block, patterns, sample, first)
+                    block_results = [first, *run.run(forward, MODES[1:])]
                 except NotRunError as failure:
                     first_failure = first_failure or failure
                     continue
@@ -143,6 +156,21 @@ def of_one_tensor(forward: Callable, pair: int = 0) -> Callable[[Tensor], Tensor
         return torch.cat(output, 1) if isinstance(output, (tuple, list)) else output
 
     return concatenated
+
+
+def _of_width(
+    block: nn.Module, patterns: Sequence[ConnectionPattern], sample: Sample, result: Result
+) -> Sequence[ConnectionPattern]:
+    """The patterns by which a block may return what it has returned. Without any, this raises `VerificationError` for a
+    module that does not look dense; the trial of another one finds out what to say."""
+    _, channels, *size = result.values[0].shape
+    same_size = size == [*sample.shape(IMAGES, dimensions(block))[2:]]
+    fitting = [
+        each for each in patterns if each == ALONE or (same_size and may_return(block, each, sample.channels, channels))
+    ]
+    if not (fitting or looks_dense(block)):
+        raise VerificationError(f"returns {channels} channels for {sample.channels}")
+    return fitting or patterns[:1]
 
 
 def _with_activation(patterns: Sequence[ConnectionPattern], block_results: Results) -> list[ConnectionPattern]:

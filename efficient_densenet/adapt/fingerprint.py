@@ -215,7 +215,7 @@ def drop_rates(module: nn.Module) -> list[str]:
         return ["p"] if module.p else []
     if is_known(class_as_written(module)):
         return []
-    return [name for name, value in vars(module).items() if value and isinstance(_value(name, value), DropRate)]
+    return [name for name, value in vars(module).items() if value and _is_drop_rate(name, value)]
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
@@ -264,7 +264,11 @@ def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
 
 
 def _value(name: str, value: Any) -> Any:
-    return DropRate(value) if type(value) is float and "drop" in name and 0 <= value <= 1 else _frozen(value)
+    return DropRate(value) if _is_drop_rate(name, value) else _frozen(value)
+
+
+def _is_drop_rate(name: str, value: Any) -> bool:
+    return type(value) is float and "drop" in name and 0 <= value <= 1
 
 
 def _frozen(value: Any, depth: int = 6) -> Any:

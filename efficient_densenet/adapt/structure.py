@@ -52,7 +52,7 @@ def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPa
     tensors = [*block.parameters(), *block.buffers()]
     if block_reader(block) is not None or _is_compiled(block) or any(map(is_lazy, tensors)):
         return patterns
-    if not any(isinstance(module, _ConvNd) for module in block.modules()):
+    if not convolutions_in(block):
         return patterns
     if looks_dense(block) and layers_in(block):
         calls = LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True), LayerCall(as_list=True)
@@ -104,6 +104,8 @@ def _is_compiled(block: nn.Module) -> bool:
 def layers_in(block: nn.Module) -> list[nn.Module]:
     """The candidates for layers: the children of `block`, or of the container that is its only child."""
     children = list(block.children())
+    inside = {module for child in children for module in child.modules() if module is not child}
+    children = [child for child in children if child not in inside]  # a module inside another has a second name
     if len(children) == 1 and isinstance(children[0], _CONTAINERS) and not is_dense_layer(children[0]):
         return list(children[0].children())
     return _numbered_layers(block) or children
@@ -135,12 +137,12 @@ def channels_read(block: nn.Module) -> list[int]:
     return list(dict.fromkeys([*channels, *([] if norm is None else [norm.num_features])]))
 
 
-def first_conv(module: nn.Module) -> _ConvNd:
+def first_conv(module: nn.Module) -> Any:
     """The first convolution inside `module`."""
     return convolutions_in(module)[0]
 
 
-def last_conv(module: nn.Module) -> _ConvNd:
+def last_conv(module: nn.Module) -> Any:
     """The last convolution inside `module`."""
     return convolutions_in(module)[-1]
 
@@ -148,6 +150,26 @@ def last_conv(module: nn.Module) -> _ConvNd:
 def custom_norms_in(block: nn.Module) -> set[nn.Module]:
     """The batch norms in `block` with a forward of their author."""
     return {module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)}
+
+
+def may_concatenate(block: nn.Module) -> bool:
+    """Whether a module in `block` has a forward that is not torch's, or was registered as a dense block."""
+    if block_reader(block) is not None:
+        return True
+    forwards = (vars(module).get("forward", type(module).forward) for module in block.modules())
+    return not all((each.__module__ or "").startswith("torch.nn.") for each in forwards)
+
+
+def may_return(block: nn.Module, pattern: ConnectionPattern, in_channels: int, out_channels: int) -> bool:
+    """Whether `block` may return so many channels if its forward uses its layers by `pattern`. The channels of layers
+    that are called whole are not known."""
+    if pattern.layer_call is not None:
+        return out_channels > in_channels or not pattern.layer_call.returns_input or pattern.last_only
+    if block_reader(block) is not None:
+        return True
+    layers = [block] if pattern.is_layer else layers_in(block)
+    new = sum(last_conv(layer).out_channels for layer in layers)
+    return out_channels == (new if pattern.new_features_only else in_channels + new)
 
 
 def looks_dense(block: nn.Module) -> bool:
@@ -196,16 +218,22 @@ def is_block_without_norms(block: nn.Module) -> bool:
     return _read_a_growing_concatenation(convolutions[1:]) and not any(map(is_block_without_norms, block.children()))
 
 
-def _read_a_growing_concatenation(convolutions: Sequence[_ConvNd]) -> bool:
+def _read_a_growing_concatenation(convolutions: Sequence[Any]) -> bool:
     if len(convolutions) < _FEWEST_LAYERS:
         return False
     widths = accumulate((each.out_channels for each in convolutions), initial=convolutions[0].in_channels)
     return all(each.in_channels == width for each, width in zip(convolutions, widths, strict=False))
 
 
-def convolutions_in(module: nn.Module) -> list[_ConvNd]:
-    """The convolutions inside `module`, in their order."""
-    return [each for each in module.modules() if isinstance(each, _ConvNd)]
+def convolutions_in(module: nn.Module) -> list[Any]:
+    """The convolutions inside `module`, in their order: torch's, and modules of other classes that have channels and
+    parameters like one, but no modules inside."""
+    return [each for each in module.modules() if isinstance(each, _ConvNd) or _is_custom_convolution(each)]
+
+
+def _is_custom_convolution(module: nn.Module) -> bool:
+    has_channels = all(isinstance(vars(module).get(name), int) for name in ("in_channels", "out_channels"))
+    return has_channels and bool(module._parameters) and not module._modules
 
 
 def _look_dense(all_widths: Sequence[tuple[int, ...]]) -> bool:

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +100,7 @@ class Result(NamedTuple):
         states: the states of random generators, and the buffers.
         operations: how often each operation ran in the forward.
         activations: the settings of the activations that ran in the forward.
-        recomputes: whether batch norms ran in the backward too, as in a library's own checkpointing.
+        recomputes: whether batch norms that train ran in the backward too, as in a library's own checkpointing.
     """
 
     mode: Mode
@@ -141,13 +141,9 @@ class Trial:
         return len(with_one) == len(modules) and all(with_one.values())
 
     def run_once(self, forward: Forward, mode: Mode) -> Result:
-        """Run `forward` from a fixed seed, and undo all changes of the modules and of all generators."""
-        before = [(module, dict(vars(module))) for module in self.module.modules()]
-        seed()
-        generators = Generators(self.generators)
-        tensors = _TrialTensors(self.module, mode, self.own_dtype)
+        """Run `forward` and its backward."""
         try:
-            with mode.grad_mode():
+            with self.prepared(mode) as (tensors, generators):
                 return self._result(forward, mode, tensors, generators)
         except VerificationError:
             raise
@@ -155,6 +151,16 @@ class Trial:
             if mode not in MAIN_MODES:  # if the author's forward fails, other forwards must fail too
                 return Result(mode, [type(exc)], [], [], Counter(), False)
             raise NotRunError(self.sample, exc) from exc
+
+    @contextmanager
+    def prepared(self, mode: Mode) -> "Iterator[tuple[_TrialTensors, Generators]]":
+        """Put the modules into `mode`, and all generators into a fixed state; undo all changes of both afterwards."""
+        before = [(module, dict(vars(module))) for module in self.module.modules()]
+        seed()
+        generators = Generators(self.generators)
+        try:
+            with mode.grad_mode():
+                yield _TrialTensors(self.module, mode, self.own_dtype), generators
         finally:
             for module, values in before:
                 vars(module).clear()
@@ -162,7 +168,7 @@ class Trial:
             generators.restore()
 
     def _result(self, forward: Forward, mode: Mode, tensors: "_TrialTensors", generators: Generators) -> Result:
-        x = self._input(mode)
+        x = self.input(mode, self.sample)
         state = fingerprint(self.module)
         autocast = torch.autocast(x.device.type, torch.bfloat16) if mode.autocast else ExitStack()
         with Recorder(generators) as recorder, autocast:
@@ -170,7 +176,7 @@ class Trial:
         if not isinstance(output, Tensor):
             raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
         values, states = [output.detach(), output.requires_grad, x.detach()], random_states(x.device)
-        forwards_of_norms = _run_backward(output, generators) if output.requires_grad else 0
+        recomputes = output.requires_grad and _run_backward(output, generators, mode)
         tensors.check_unchanged(recorder.written)
         change = change_since(state, self.module)
         if change is not None:
@@ -183,22 +189,20 @@ class Trial:
         _check_released(reference)
         states += [*random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
-        return Result(
-            mode, values, gradients, states, recorder.counts, forwards_of_norms > 0, frozenset(recorder.activations)
-        )
+        return Result(mode, values, gradients, states, recorder.counts, recomputes, frozenset(recorder.activations))
 
-    def _input(self, mode: Mode) -> Tensor:
+    def input(self, mode: Mode, sample: Sample) -> Tensor:
         parameter = next(self.module.parameters())
-        x = torch.randn(self.sample.shape(IMAGES, dimensions(self.module), mode.extra_size), device="cpu")
+        x = torch.randn(sample.shape(IMAGES, dimensions(self.module), mode.extra_size), device="cpu")
         return x.to(parameter.device, parameter.dtype).requires_grad_(mode.input_requires_grad)
 
 
-def _run_backward(output: Tensor, generators: Generators) -> int:
-    """Run a backward, and return how often it ran the forward of a batch norm."""
+def _run_backward(output: Tensor, generators: Generators, mode: Mode) -> bool:
+    """Run a backward, and return whether it ran the forward of a batch norm in training mode."""
     grad_output = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
-    with Recorder(generators) as recorder:
+    with Recorder(generators) if mode is MAIN_MODES[1] else nullcontext() as recorder:
         output.backward(grad_output.view_as(output))
-    return recorder.forwards_of_norms
+    return recorder is not None and recorder.forwards_of_norms > 0
 
 
 class _TrialTensors:

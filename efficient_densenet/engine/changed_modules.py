@@ -8,7 +8,7 @@ from torch import nn
 
 from .._compilers import constant_to_compilers
 from .._dimensions import classes
-from .._torch_private import has_global_module_hooks
+from .._torch_private import has_global_module_hooks, why_not_shared
 from ..kernels.activations import NAMES
 from .sharded import why_sharded
 
@@ -52,6 +52,12 @@ def why_not_module(module: nn.Module, sharded: Collection[nn.Module] = ()) -> st
     if must_be_called(module) and module not in sharded:
         hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which the engine would not call"
         return why_sharded(module) or hooked
+    return why_not_parametrized(module)
+
+
+def why_not_parametrized(module: nn.Module) -> str | None:
+    """Why a layer with this module inside cannot run by its parts, whose weights are parameters, or None."""
+    name = type(module).__name__
     return f"found a parametrization of a {name} inside a layer" if "parametrizations" in module._modules else None
 
 
@@ -65,7 +71,10 @@ def modules_inside(module: nn.Module) -> list[nn.Module]:
 
 
 def why_not_global_changes() -> str | None:
-    """A hook on all modules, or a patch of one of torch's classes, that the shared engine would not call."""
+    """A hook on all modules, or a patch of one of torch's classes, that the shared engine would not call; or what this
+    PyTorch lacks."""
+    if why_not_shared() is not None:
+        return why_not_shared()
     if has_global_module_hooks():
         return "found a hook on all modules, which the shared engine does not call inside a layer"
     name = patched_method()
