@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
-from .._recompute_mode import is_checkpointing_disabled, is_inside_checkpoint
+from .._recompute_mode import is_checkpointing, is_checkpointing_disabled, is_recomputing
 from .._torch_private import functorch_is_active, saved_tensors_hooks_enabled
 from .hooks import may_stop_early
 from .parameters import function_name, reachable_modules, with_submodules
@@ -147,7 +147,8 @@ def _checkpoint_compiled(function: Callable, args: tuple, kwargs: dict[str, Any]
 
 def _offloading(options: Options, leaves: Iterable[Any]) -> AbstractContextManager:
     """Return a context in which `offload` holds. Inside a checkpoint, the hooks of the outer one save the arguments."""
-    if options.offload and not is_inside_checkpoint() and any(map(is_on_device, leaves)):
+    is_inner = is_checkpointing() or is_recomputing()
+    if options.offload and not is_inner and any(map(is_on_device, leaves)):
         return save_on_cpu(pin_memory=torch.cuda.is_available())
     return nullcontext()
 
