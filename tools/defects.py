@@ -446,6 +446,109 @@ DEFECTS = [
         "adapt_states adapt",
     ),
     Defect("weights: keys keep their old names", "name = re.sub(pattern, replacement, name)", "pass", "weights"),
+    # Memory
+    Defect(
+        "memory: a stage's features belong to the part of the model before it",
+        "self.see(args)  # a stage allocates its features before it uses a parameter",
+        "pass  # a stage allocates its features before it uses a parameter",
+        "memory_predict",
+    ),
+    Defect(
+        "memory: freed tensors are held for ever",
+        "weakref.finalize(storage, self._remove, address, size,",
+        "weakref.finalize(storage, self._remove, address, 0,",
+        "memory_predict",
+    ),
+    Defect(
+        "memory: a recomputation on the meta device is without autocast",
+        'return "cpu" if kind == "meta" and device_type(x) != kind else kind',
+        "return device_type(x)",
+        "memory_predict",
+    ),
+    Defect(
+        "memory: what is predicted is less than the smallest budget",
+        "return self.held + self.tensor_peak + self.spare",
+        "return self.held + self.tensor_peak",
+        "memory_budget",
+    ),
+    Defect(
+        "memory: results of a convolution have the meta device's format",
+        "return formatted(output, found)",
+        "return output",
+        "memory_predict",
+    ),
+    Defect(
+        "memory: all tiles of a loop are traced",
+        "starts = *starts[:2], starts[-1]",
+        "starts = *starts[:999], starts[-1]",
+        "memory_predict",
+    ),
+    Defect(
+        "memory: the counts of an optimizer's steps are on the device",
+        "if value.dim() > 0]",
+        "if value.dim() >= 0]",
+        "memory_predict",
+    ),
+    Defect(
+        "memory: hooks of the model are called",
+        "memo[id(hooks)] = OrderedDict.fromkeys(hooks, _no_hook)",
+        "pass",
+        "memory_predict",
+    ),
+    Defect(
+        "memory: curves are stretched to their numbers of allocations",
+        "x += moment.allocated / total",
+        "x += 1 / len(visits[visit])",
+        "memory_predict",
+    ),
+    Defect(
+        "memory: frees are not measured",
+        "found.append((size, total, marked))",
+        "found.append((size, sum(each[0] for each in found) + size, marked))",
+        "memory",
+    ),
+    Defect(
+        "memory: a budget saves what is faster to recompute",
+        "MULTIPLICATIONS_A_NUMBER = 64",
+        "MULTIPLICATIONS_A_NUMBER = 0",
+        "memory_budget",
+    ),
+    Defect(
+        "memory: a budget takes first what costs memory",
+        'return (float("inf") if growth == 0 else layer.work / growth), layer',
+        "return (0.0 if growth == 0 else layer.work / growth), layer",
+        "memory_budget",
+    ),
+    Defect(
+        "memory: saved bottlenecks are alive in every phase of a step",
+        "if first[part] <= start <= last[part])",
+        "if start >= 0)",
+        "memory_budget",
+    ),
+    Defect(
+        "memory: the largest batch has the first convolution's channels",
+        "errors.append(error)",
+        "raise",
+        "memory_budget",
+    ),
+    Defect(
+        "memory: the largest batch is one too small",
+        "            return fits",
+        "            return fits - 1",
+        "memory_budget",
+    ),
+    Defect(
+        "memory: a plan is used for larger inputs",
+        "return all(size <= planned for size, planned in zip(shape, self._planned[1], strict=True))",
+        "return True",
+        "memory_budget",
+    ),
+    Defect(
+        "memory: a KiB has 1,000 bytes",
+        'UNITS = {"B": 1} | {f"{prefix}iB": 1 << 10 * i',
+        'UNITS = {"B": 1} | {f"{prefix}iB": 1000**i',
+        "memory_budget",
+    ),
     # Training
     Defect(
         "a resumed epoch numbers its steps from 0",
@@ -542,4 +645,62 @@ DEFECTS = [
         "partial(dict, read_state_dict(entry.source()))",
         "data",
     ),
+    # Versions of PyTorch: private names and compilers
+    Defect("versions: a name that PyTorch lacks ends the import", "MISSING[name] = feature", "raise", "torch_private"),
+    Defect("versions: a lost name is warned of at every use", "_told.add(message)", "pass", "torch_private"),
+    Defect(
+        "versions: the shared engine starts without a name that it needs",
+        "if why_not_shared() is not None:",
+        "if False:",
+        "torch_private",
+    ),
+    Defect(
+        "versions: doctor is silent about lost names",
+        "in dict.fromkeys(_torch_private.MISSING.values())",
+        "in ()",
+        "torch_private",
+    ),
+    Defect("versions: im2col without its private name", "and why_not(IM2COL) is None", "", "torch_private"),
+    Defect(
+        "versions: a cache of parametrizations goes unseen",
+        "return bool(torch.nn.utils.parametrize._cache_enabled)",
+        "return False",
+        "torch_private",
+    ),
+    Defect("versions: transforms go unseen", "return _are_transforms_active()", "return False", "torch_private"),
+    Defect(
+        "versions: batched gradients go unseen",
+        "return grad is not None and _is_legacy_batchedtensor(grad)",
+        "return False",
+        "torch_private",
+    ),
+    Defect(
+        "versions: hooks on all modules go unseen",
+        "return any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS)",
+        "return False",
+        "torch_private",
+    ),
+    Defect("compilers: a changed number becomes a variable", 'float(f"{value}")', "float(value)", "torch_private"),
+    Defect(
+        "compilers: a constant is traced", "._dynamo_marked_constant = True", "._is_constant = True", "torch_private"
+    ),
+    Defect(
+        "compilers: operators are looked into outside of graphs",
+        "private.set_code_exec_strategy(code, private._FrameExecStrategy(skip, skip))",
+        "pass",
+        "torch_private",
+    ),
+    Defect(
+        "compilers: the author's forward of a converted module is compiled",
+        "return READS_CONVERTED_MODULES or not torch",
+        "return not torch",
+        "torch_private compiled",
+    ),
+    Defect(
+        "export: operators of the shared engine are exported",
+        "return torch.compiler._is_exporting_flag",
+        "return False",
+        "export",
+    ),
+    Defect("a layer's kernel sizes the wrong way round", "(1, 3)[-len", "(3, 1)[-len", "parts shared"),
 ]

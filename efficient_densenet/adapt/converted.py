@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import may_read_converted_modules
 from .._mixins import add_mixin, remove_mixin
+from .._torch_private import has_global_module_hooks
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engine import choose, layerwise
@@ -97,7 +98,7 @@ class ConvertedBlock(VerifiedModule):
         except (NoPartsError, VerificationError) as failure:
             found = Conversion(reason=f"found another block than was converted: {failure}")
         kept = {"engine": self._conversion.engine, "exactly_once_norms": self._conversion.exactly_once_norms}
-        self._conversion = replace(found, verified=fingerprint(self), **kept)
+        self._conversion = replace(found, verified=fingerprint(self, found.statistics), **kept)
 
     def update_norms_once(self, engine: Engine) -> None:
         """Put the norms inside under the exactly-once rule where `engine` or the author's forward recomputes them. The
@@ -245,8 +246,9 @@ def _is_pair(value: Any) -> bool:
 def _run_by_layers(
     block: ConvertedBlock, forward: Callable, pattern: ConnectionPattern | None
 ) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
-    """The function that runs `block` layer by layer, or None if it would skip a module that must be called."""
-    if pattern is None:
+    """The function that runs `block` layer by layer, or None if it would skip a module that must be called: one with a
+    hook, and any module where there is a hook on all modules."""
+    if pattern is None or has_global_module_hooks():
         return None
     if pattern.layer_call is not None:
         called = {module for layer in layers_in(block) for module in layer.modules()}
@@ -308,7 +310,7 @@ def _convert(block: nn.Module, engine: Engine | None, find: Callable[[], Convers
     conversion = find()
     add_mixin(block, ConvertedBlock)
     cast(ConvertedBlock, block)._conversion = replace(
-        conversion, engine=engine, exactly_once_norms=exactly_once, verified=fingerprint(block)
+        conversion, engine=engine, exactly_once_norms=exactly_once, verified=fingerprint(block, conversion.statistics)
     )
 
 

@@ -15,7 +15,6 @@ from ..engine import layerwise
 from ..engine.changed_modules import why_not_parametrized
 from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
-from ..kernels.activations import RELU_SPEC
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ALONE, ConnectionPattern
 from .fingerprint import drop_rates
@@ -32,6 +31,7 @@ from .structure import (
     patterns_by_calls,
     patterns_by_parts,
     read_block,
+    with_calls,
 )
 from .trial import (
     MAIN_MODES,
@@ -61,6 +61,8 @@ class Conversion(Verified):
         sample: the input of the trial, if there was one.
         pair: the channels of the first of the two tensors that a layer takes as one argument; 0 if it takes a tensor.
         reason: why the parts of the layers do not describe the block, or None if they do.
+        statistics: the names of buffers that only batch norms of the author's own classes read: any values of them are
+            verified.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
         kept_bottlenecks: the positions of the layers whose bottlenecks the shared engine saves, as a budget decides.
         as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
@@ -73,6 +75,7 @@ class Conversion(Verified):
     sample: Sample | None = None
     pair: int = 0
     reason: str | None = None
+    statistics: frozenset[str] = frozenset()
     recomputes: bool = False
     as_a_whole: bool = True
     kept_bottlenecks: frozenset[int] = frozenset()
@@ -131,8 +134,9 @@ def find_by_trial(
                     continue
                 for module in custom_norms:
                     add_mixin(module, UsesTorchForward, innermost=True)
-                patterns = _with_activation(patterns, block_results)
-                found = replace(_match(block, forward, block_results, run, patterns, reason), sample=sample)
+                patterns, reason = _with_calls(block, patterns, block_results, reason)
+                found = _match(block, forward, block_results, run, patterns, reason)
+                found = replace(found, sample=sample, statistics=_statistics(block_results))
                 return found
         raise cast(NotRunError, first_failure)
     finally:
@@ -158,6 +162,27 @@ def of_one_tensor(forward: Callable, pair: int = 0) -> Callable[[Tensor], Tensor
     return concatenated
 
 
+def _with_calls(
+    block: nn.Module, patterns: Sequence[ConnectionPattern], block_results: Results, reason: str | None
+) -> tuple[Sequence[ConnectionPattern], str | None]:
+    """The patterns with what the block's forward has called, without those of other layers than dense layers; and
+    `reason`, or the reason why there are no dense layers."""
+    runs, possible, failures = [each.calls for each in block_results if each.calls is not None], [], []
+    for pattern in patterns:
+        try:
+            possible.append(pattern if pattern.layer_call else with_calls(block, pattern, runs))
+        except NoPartsError as failure:
+            failures.append(str(failure))
+    by_parts = any(pattern.layer_call is None for pattern in possible)
+    return possible, reason if by_parts or not failures else reason or failures[0]
+
+
+def _statistics(block_results: Results) -> frozenset[str]:
+    """The names of the buffers of authors' modules that batch norms alone have read: running statistics."""
+    normalized, read = ([each.normalized for each in block_results], [each.read for each in block_results])
+    return frozenset[str]().union(*normalized).difference(*read)
+
+
 def _of_width(
     block: nn.Module, patterns: Sequence[ConnectionPattern], sample: Sample, result: Result
 ) -> Sequence[ConnectionPattern]:
@@ -171,13 +196,6 @@ def _of_width(
     if not (fitting or looks_dense(block)):
         raise VerificationError(f"returns {channels} channels for {sample.channels}")
     return fitting or patterns[:1]
-
-
-def _with_activation(patterns: Sequence[ConnectionPattern], block_results: Results) -> list[ConnectionPattern]:
-    """The patterns with the activation that the forward has applied, if it was one, for layers without a module."""
-    applied = block_results[0].activations
-    activation = next(iter(applied)) if len(applied) == 1 else RELU_SPEC
-    return [pattern if pattern.layer_call else replace(pattern, activation=activation) for pattern in patterns]
 
 
 def _check_has_torch_state(norm: nn.Module) -> None:

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.changed_modules import HOOKS
-from ..kernels.activations import ActivationSpec
 from ..norms.sync_batch_norm import local_statistics
-from .fingerprint import change_since, class_as_written, drop_rates, fingerprint
+from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint, name_of_buffer
+from .layer_parts import Call
 from .operations import Recorder
 from .outside import MODES_RESTORED, modes_asked_for
 from .random_tensors import random_tensors
@@ -66,7 +65,7 @@ class Mode(NamedTuple):
         drop_rate: replaces the rates of dropout that are not 0, each by a slightly different rate; None keeps them.
         autocast: True for autocast, and the dtype of the module's own parameters.
         extra_size: the number added to the images, and to the pixels a side.
-        in_other_mode: the class of modules in the other training mode, such as frozen norms or Monte Carlo dropout.
+        in_other_mode: whether a module inside a block is in the other training mode.
     """
 
     name: str
@@ -77,7 +76,16 @@ class Mode(NamedTuple):
     drop_rate: float | None = None
     autocast: bool = False
     extra_size: int = 0
-    in_other_mode: type[nn.Module] | tuple[()] = ()
+    in_other_mode: Callable[[nn.Module, nn.Module], bool] = lambda block, module: False
+
+
+def _is_norm_or_block(block: nn.Module, module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) or module is block
+
+
+def _is_other_leaf(block: nn.Module, module: nn.Module) -> bool:
+    """Whether this is a dropout, as in Monte Carlo dropout, or another module without modules inside, except a norm."""
+    return not isinstance(module, _NormBase) and not any(True for _ in module.children())
 
 
 MAIN_MODES = Mode("evaluation mode", False), Mode("training mode", True)
@@ -85,8 +93,8 @@ MODES = (
     *MAIN_MODES,
     Mode("training mode with an input that requires no gradient", True, input_requires_grad=False, drop_rate=0.97),
     Mode("training mode under autocast without gradients", True, torch.no_grad, True, False, 0.0, True, extra_size=1),
-    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_DropoutNd),
-    Mode("training mode with frozen norms", True, in_other_mode=_NormBase),
+    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_is_other_leaf),
+    Mode("training mode with frozen norms", True, in_other_mode=_is_norm_or_block),
 )
 
 
@@ -99,7 +107,7 @@ class Result(NamedTuple):
         gradients: the gradients of the input and of each parameter; None for no gradient.
         states: the states of random generators, and the buffers.
         operations: how often each operation ran in the forward.
-        activations: the settings of the activations that ran in the forward.
+        calls, normalized, read: as in `Recorder`; no calls if the forward raised an error.
         recomputes: whether batch norms that train ran in the backward too, as in a library's own checkpointing.
     """
 
@@ -109,7 +117,9 @@ class Result(NamedTuple):
     states: list[Any]
     operations: Counter[str]
     recomputes: bool
-    activations: frozenset[ActivationSpec] = frozenset()
+    calls: Sequence[Call] | None = None
+    normalized: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
 
 
 class Trial:
@@ -169,9 +179,9 @@ class Trial:
 
     def _result(self, forward: Forward, mode: Mode, tensors: "_TrialTensors", generators: Generators) -> Result:
         x = self.input(mode, self.sample)
-        state = fingerprint(self.module)
+        state = fingerprint(self.module, frozenset(tensors.names.values()))
         autocast = torch.autocast(x.device.type, torch.bfloat16) if mode.autocast else ExitStack()
-        with Recorder(generators) as recorder, autocast:
+        with Recorder(generators, self.module, tensors.names) as recorder, autocast:
             output = forward(x)
         if not isinstance(output, Tensor):
             raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
@@ -189,7 +199,10 @@ class Trial:
         _check_released(reference)
         states += [*random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
-        return Result(mode, values, gradients, states, recorder.counts, recomputes, frozenset(recorder.activations))
+        return Result(
+            *(mode, values, gradients, states, recorder.counts, recomputes, recorder.calls),
+            *(frozenset(recorder.normalized), frozenset(recorder.read)),
+        )
 
     def input(self, mode: Mode, sample: Sample) -> Tensor:
         parameter = next(self.module.parameters())
@@ -221,7 +234,12 @@ class _TrialTensors:
         for each in modules:
             vars(each)["_parameters"] = {name: self._parameter(value) for name, value in each._parameters.items()}
             vars(each)["_buffers"] = {name: self._buffer(value) for name, value in each._buffers.items()}
-            each.training = mode.training != isinstance(each, mode.in_other_mode)
+            each.training = mode.training != mode.in_other_mode(module, each)
+        given = ((each, *buffer) for each in modules for buffer in buffers_taken_as_given(each))
+        self.names = {
+            memory_key(buffer): name_of_buffer(each, name) for each, name, buffer in given if buffer is not None
+        }
+        self._buffers_before = [(each, dict(each._buffers)) for each in modules]
 
     def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
         if tensor is None:
@@ -248,6 +266,9 @@ class _TrialTensors:
         Norms update their buffers once, and modules with parametrizations that have buffers are never recomputed."""
         parametrizations = [module._modules.get("parametrizations") for module in self.module.modules()]
         known = {module for each in parametrizations if each is not None for module in each.modules()}
+        for module, before in self._buffers_before:
+            if any(module._buffers.get(name) is not tensor for name, tensor in before.items()):
+                raise SideEffectError(f"replaces a buffer of a {type(module).__name__} in its forward")
         for module in self.module.modules():
             buffers = {} if isinstance(module, _NormBase) or module in known else module._buffers
             for kind, tensors in (("parameter", module._parameters), ("buffer", buffers)):
@@ -293,12 +314,12 @@ def _check_repeatable(module: nn.Module) -> None:
         raise SideEffectError(describe_modes(asked))
 
 
-def modes_of(module: nn.Module) -> set[str]:
+def modes_of(module: nn.Module) -> frozenset[str]:
     """The modes of torch that the modules in `module` may ask for in their forwards."""
-    return set[str]().union(*map(modes_asked_for, {class_as_written(each) for each in module.modules()}))
+    return frozenset[str]().union(*map(modes_asked_for, {class_as_written(each) for each in module.modules()}))
 
 
-def describe_modes(asked: set[str]) -> str:
+def describe_modes(asked: frozenset[str]) -> str:
     return f"asks PyTorch in its forward for {min(asked)}, of which a trial cannot try every value"
 
 
