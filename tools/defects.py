@@ -527,9 +527,21 @@ DEFECTS = [
     ),
     Defect(
         "conversion: layers of a block are said to save what plain saves",
-        "kept_before, kept = (block.saved_values_per_pixel(each) for each in (Engine.PLAIN, used))",
-        "kept_before, kept = (block.saved_values_per_pixel(Engine.PLAIN) for each in (Engine.PLAIN, used))",
+        "return saved, saved_values_per_pixel(run, partial(run_pattern, self, forward, pattern, True))",
+        "return saved, saved",
         "blocks_without_norms",
+    ),
+    Defect(
+        "conversion: blocks share a trial whatever their attributes are",
+        "return fingerprint(block), tuple(described)",
+        "return tuple(described)[:0], type(block)",
+        "adapt_convert",
+    ),
+    Defect(
+        "conversion: each block is tried by itself",
+        "if verdicts is None or structure is None:",
+        "if True:",
+        "adapt_convert",
     ),
     Defect(
         "conversion: restored blocks keep the class of converted ones",

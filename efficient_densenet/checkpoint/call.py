@@ -102,9 +102,11 @@ def checkpoint_call(
     early_stop = options.early_stop and may_stop_early(modules)
     with _offloading(options, leaves), nullcontext() if early_stop else set_checkpoint_early_stop(False):
         result = torch_checkpoint(call, *leaves, use_reentrant=False, **_torch_options(options))
-    error, call.error = call.error, None
-    if error is not None:
-        raise error
+    if call.error is not None:
+        try:
+            raise call.error
+        finally:
+            call.error = None  # breaks a reference cycle, which would hold the tensors of the forward
     return result
 
 
