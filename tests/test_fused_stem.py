@@ -213,7 +213,7 @@ def test_launches_and_bytes_of_densenet121_s_stem(monkeypatch):
     convolved = forward.Convolved(SPEC, x, weight, None)
     assert convolved.values.nbytes == z
     with _Operations() as operations:
-        output, statistics = forward.forward(convolved, *norm, None, None)
+        output, statistics = forward.forward(convolved, *norm, ())
     assert operations.names == ["mul_"]  # the variance that running statistics take
     assert len(bytes_of_launches) == 3
     assert sum(bytes_of_launches) <= 1.01 * (2 * z + pooled)
