@@ -401,9 +401,9 @@ DEFECTS = [
         "triton_launch",
     ),
     Defect(
-        "Triton: a kernel compiled for sizes that 16 divides is launched with others",
+        "Triton: a kernel compiled for an int32 is launched with a larger size",
         "number == 1, number % 16 == 0, number <= MAX_INT32",
-        "number == 1, number <= MAX_INT32",
+        "number == 1, number % 16 == 0",
         "triton_launch",
     ),
     # Checkpointing, several processes
