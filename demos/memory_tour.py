@@ -3,9 +3,11 @@
 python demos/memory_tour.py                  about a minute
 TOUR_QUICK=1 python demos/memory_tour.py     a check of a few seconds, on a smaller network
 
-Each lesson below is a few lines that can be copied. Every number printed is measured in this run: the peak bytes of
-tensors during a forward and a backward, above what was allocated before. Beside it stands what sizes alone predict,
-before anything ran.
+PYTORCH_INTRO_CHECK_MODE=1 is a quick check too.
+
+Each lesson below is a few lines that can be copied, and asserts what it teaches. Every number printed is measured in
+this run: the peak bytes of tensors during a forward and a backward, above what was allocated before. Beside it stands
+what sizes alone predict, before anything ran.
 """
 
 import startup  # noqa: F401 - before all that takes seconds to import
@@ -26,7 +28,7 @@ from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.memory import predict, tensor_peak
 from efficient_densenet.memory.step import MetaModel
 
-QUICK = os.environ.get("TOUR_QUICK", "") not in ("", "0")
+QUICK = any(os.environ.get(name, "") not in ("", "0") for name in ("TOUR_QUICK", "PYTORCH_INTRO_CHECK_MODE"))
 BLOCK_CONFIG, BATCH_SIZE, IMAGE_SIZE = ((2, 2, 2), 8, 16) if QUICK else ((6, 6, 6), 64, 32)
 REPETITIONS = 1 if QUICK else 3
 Lesson = tuple[DenseNet, Callable[[], None]]
@@ -53,9 +55,15 @@ def whole_batch(model: DenseNet) -> Lesson:
 
 def parameter_memory() -> None:
     """1. Parameters, their gradients and SGD's momentum take three times the weights, whatever the batch size."""
-    held = predict(network(), batch()[0].shape, optimizer="sgd").persistent
-    weights, total = mib(held.parameters), mib(held.total)
-    print(f"1. parameters {weights}, with gradients and momentum {total}: not where the memory goes")
+    small, large = network(), DenseNet(24, BLOCK_CONFIG)
+    for name, model in (("small", small), ("large", large)):
+        count = sum(parameter.numel() for parameter in model.parameters())
+        held = predict(model, batch()[0].shape, optimizer="sgd").persistent
+        assert held.parameters == 4 * count, "a float32 parameter takes 4 bytes"
+        weights, total = mib(held.parameters), mib(held.total)
+        print(f"1. the {name} network: {count:,} parameters, {weights}, with gradients and momentum {total}")
+    assert sum(p.numel() for p in large.parameters()) > 3 * sum(p.numel() for p in small.parameters())
+    print("   Twice the growth rate is nearly four times the parameters: still not where the memory goes")
 
 
 def plain() -> Lesson:
@@ -74,12 +82,30 @@ def gradient_accumulation(micro_batches: int = 4) -> Lesson:
     return model, step
 
 
+def check_accumulation(micro_batches: int = 4) -> None:
+    """Gradients of micro-batches add up to those of the batch, where batch norms use their running statistics."""
+    (model, step), (whole, whole_step) = gradient_accumulation(micro_batches), whole_batch(network())
+    for each, run in ((model, step), (whole, whole_step)):
+        each.eval()
+        run()
+    torch.testing.assert_close(first_gradient(model), first_gradient(whole), rtol=1e-3, atol=1e-6)
+
+
 def checkpointed_blocks() -> Lesson:
     """4. A checkpointed block saves only its input and is recomputed; ours still updates batch norms once."""
     model = network()
     for i in range(len(BLOCK_CONFIG)):
         checkpoint_wrapper(getattr(model.features, f"denseblock{i + 1}"))
     return whole_batch(model)
+
+
+def check_recomputation() -> None:
+    """Recomputing changes no gradient, and each batch norm counts one batch, though its block ran twice."""
+    (model, step), (whole, whole_step) = checkpointed_blocks(), plain()
+    step()
+    whole_step()
+    torch.testing.assert_close(first_gradient(model), first_gradient(whole), rtol=1e-3, atol=1e-6)
+    assert all(int(b) == 1 for name, b in model.named_buffers() if name.endswith("num_batches_tracked"))
 
 
 def checkpointed_layers() -> Lesson:
@@ -160,6 +186,8 @@ def tour() -> None:
     """
     need("numpy", extra="demos")  # with which tensors are written to disk
     parameter_memory()
+    check_accumulation()
+    check_recomputation()
     size = f"{BATCH_SIZE} images of {IMAGE_SIZE}×{IMAGE_SIZE}"
     print(f"\nDenseNet-BC, blocks of {BLOCK_CONFIG} layers, {size}, float32, on the CPU")
     print(f"{'':34}{'peak':>10}{'predicted':>11}{'of plain':>10}{'time':>9}{'gradient off by':>18}")
@@ -171,6 +199,8 @@ def tour() -> None:
         peak, seconds, gradient = measure((model, step))
         reference = reference or (peak, seconds)
         error = ((gradient - exact).norm() / exact.norm()).item()
+        assert name == "plain" or peak < reference[0], f"{name} saves nothing"
+        assert error < 1e-4 or "accumulation" in name, f"{name} has another gradient"
         ratios = f"{peak / reference[0]:>10.2f}{seconds / reference[1]:>8.2f}×"
         print(f"{name:34}{mib(peak):>10}{predicted:>11}{ratios}{error:>18.0e}")
     print(

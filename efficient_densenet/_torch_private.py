@@ -1,8 +1,11 @@
-"""The private PyTorch APIs that the package uses, one function for each.
+"""The private names of PyTorch that the package uses, each looked up once, and one function for each.
 
-`tests/test_torch_private.py` tests each function, so that a PyTorch release that changes one of them fails there.
+A release of PyTorch may drop any of them. Importing the package and the engine `plain` need none; a feature that needs
+one is lost, and says so. `tests/test_torch_private.py` tests each function, and removes each name in turn.
 """
 
+import operator
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,9 +14,48 @@ from typing import Any
 import torch
 import torch.nn.utils.parametrize
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 _FSDP = "torch.distributed.fsdp"
+SHARED, PREDICTION, IM2COL = "the shared engine", "memory.predict", "im2col for tiny images"
+
+NAMES: dict[str, str] = {}
+"""The feature that needs each private name below `torch`."""
+MISSING: dict[str, str] = {}
+"""The names that this PyTorch lacks, as in `NAMES`."""
+_RAISES = object()
+_warned: set[str] = set()
+
+
+def _private(name: str, feature: str, otherwise: Any = _RAISES) -> Any:
+    """`torch.<name>`, which `feature` needs; where this PyTorch lacks it, a function that warns once and returns
+    `otherwise`, or that raises RuntimeError."""
+    NAMES[name] = feature
+    try:
+        return operator.attrgetter(name)(torch)
+    except AttributeError:
+        MISSING[name] = feature
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        message = str(why_not(feature))
+        if otherwise is _RAISES:
+            raise RuntimeError(message)
+        if message not in _warned:
+            _warned.add(message)
+            warnings.warn(message, stacklevel=3)
+        return otherwise
+
+    return stand_in
+
+
+def why_not(feature: str) -> str | None:
+    """The names that this PyTorch lacks and `feature` needs, as a sentence; None if it has them all."""
+    missing = [f"torch.{name}" for name, needed_by in MISSING.items() if needed_by == feature]
+    return f"found PyTorch {torch.__version__} without {', '.join(missing)}, which {feature} needs" if missing else None
+
+
+_current_graph_task_id = _private(
+    "_C._current_graph_task_id", "updating running statistics once under torch.utils.checkpoint", -1
+)
 
 
 def in_backward() -> bool:
@@ -23,7 +65,7 @@ def in_backward() -> bool:
 
 def graph_task_id() -> int:
     """Return the id of the backward that the calling thread executes, or -1 outside of a backward."""
-    return torch._C._current_graph_task_id()
+    return _current_graph_task_id()
 
 
 _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
@@ -35,14 +77,20 @@ def convolutions_in_tf32() -> bool:
     return torch.backends.cudnn.allow_tf32 if _fp32_precision is None else _fp32_precision("cuda", "conv") == "tf32"
 
 
+_are_transforms_active = _private("_C._are_functorch_transforms_active", "falling back under torch.func", False)
+
+
 def functorch_is_active() -> bool:
     """Return True under a `torch.func` transform (vmap, grad, jvp and their compositions)."""
-    return torch._C._are_functorch_transforms_active()
+    return _are_transforms_active()
+
+
+_is_legacy_batchedtensor = _private("_C._functorch.is_legacy_batchedtensor", SHARED)
 
 
 def is_batched_gradient(grad: Tensor | None) -> bool:
     """Return True for a gradient in a backward of several gradients at once (`is_grads_batched=True`)."""
-    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
+    return grad is not None and _is_legacy_batchedtensor(grad)
 
 
 def tensor_hooks(tensor: Tensor) -> dict | None:
@@ -50,10 +98,14 @@ def tensor_hooks(tensor: Tensor) -> dict | None:
     return tensor._backward_hooks
 
 
+_GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward"))
+for _name in _GLOBAL_HOOKS:
+    _private(f"nn.modules.module.{_name}", SHARED)
+
+
 def has_global_module_hooks() -> bool:
     """Return True if a hook is registered for all modules, as by `register_module_forward_hook`."""
-    kinds = "forward_pre", "forward", "backward_pre", "backward"
-    return any(getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
+    return any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS)  # a compiler guards these attributes
 
 
 def hook_dicts(module: torch.nn.Module) -> list[dict[int, Any]]:
@@ -70,9 +122,15 @@ _HOOK_DICTS = (
 )
 
 
+_hooks_enabled = _private("_C._autograd._saved_tensors_hooks_is_enabled", "falling back without their hooks", True)
+
+
 def saved_tensors_hooks_enabled() -> bool:
     """Return False inside `torch.autograd.graph.disable_saved_tensors_hooks()`."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+    return _hooks_enabled()
+
+
+_cache_enabled = _private("nn.utils.parametrize._cache_enabled", "recomputing parametrizations", True)
 
 
 def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
@@ -85,14 +143,10 @@ def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
 
 
 def parametrization_cache_enabled() -> bool:
-    """Return True inside `torch.nn.utils.parametrize.cached()`."""
-    return bool(torch.nn.utils.parametrize._cache_enabled)
-
-
-def will_execute(node: torch.autograd.graph.Node) -> bool:
-    """Return True if the backward that the calling thread executes will run `node`: `grad` of some inputs skips
-    nodes."""
-    return torch._C._will_engine_execute_node(node)
+    """Return True inside `torch.nn.utils.parametrize.cached()`, and wherever that is not known."""
+    if callable(_cache_enabled):
+        return bool(_cache_enabled())
+    return bool(torch.nn.utils.parametrize._cache_enabled)  # not looked up once: the value changes
 
 
 def queue_backward_callback(callback: Callable[[], Any]) -> None:
@@ -111,30 +165,39 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
 
+_dispatch_has_kernel = _private("_C._dispatch_has_kernel_for_dispatch_key", PREDICTION)
+_DispatchKeySet = _private("_C.DispatchKeySet", PREDICTION)
+_parse_dispatch_key = _private("_C._parse_dispatch_key", PREDICTION)
+
+
 def run_parts(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation as those that it consists of, if it is one that autograd does not know; else NotImplemented."""
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
+    is_composite = _dispatch_has_kernel(operation.name(), "CompositeImplicitAutograd")
     return operation.decompose(*args, **kwargs) if is_composite else NotImplemented
 
 
 def run_cpu_implementation(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the implementation of an operator for the CPU, whatever its tensors are."""
-    return operation.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+    return operation.redispatch(_DispatchKeySet(_parse_dispatch_key("CPU")), *args, **kwargs)
+
+
+_onednn_supports_float16 = _private("ops.mkldnn._is_mkldnn_fp16_supported", "predicting half precision", True)
+_onednn_supports_bfloat16 = _private("ops.mkldnn._is_mkldnn_bf16_supported", "predicting half precision", True)
 
 
 def onednn_supports(dtype: torch.dtype) -> bool:
     """Return whether PyTorch convolves in this dtype by oneDNN on this CPU, rather than by im2col."""
     if dtype is torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else dtype is torch.float32
+        return _onednn_supports_float16()
+    return _onednn_supports_bfloat16() if dtype is torch.bfloat16 else dtype is torch.float32
+
+
+_run_backward = _private("autograd.Variable._execution_engine.run_backward", PREDICTION)
 
 
 def backward_inside_function_modes(loss: Tensor) -> None:
     """`loss.backward()`, in which function modes stay active: those functions that modes see leave them."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    _run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def memory_key(tensor: Tensor) -> int:
@@ -146,9 +209,12 @@ def memory_key(tensor: Tensor) -> int:
         return id(base)
 
 
+_disabled_torch_dispatch = _private("_C._disabled_torch_dispatch_impl", SHARED)
+
+
 def has_torch_dispatch(tensor_type: Any) -> bool:
     """Return True for a subclass of `Tensor` that handles operations itself, as wrappers of other tensors do."""
-    return tensor_type.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return tensor_type.__torch_dispatch__ is not _disabled_torch_dispatch
 
 
 def is_part_of_leaf(tensor: Tensor) -> bool:
@@ -156,9 +222,15 @@ def is_part_of_leaf(tensor: Tensor) -> bool:
     return (tensor if tensor._base is None else tensor._base).is_leaf
 
 
+_len_torch_dispatch_stack = _private("_C._len_torch_dispatch_stack", SHARED, 1)
+_disable_current_modes = _private(
+    "utils._python_dispatch._disable_current_modes", "selective checkpointing of batch norms", nullcontext()
+)
+
+
 def has_dispatch_mode() -> bool:
     """Return True inside a `TorchDispatchMode`, such as the tracing mode of a compiler."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return _len_torch_dispatch_stack() > 0
 
 
 def without_dispatch_modes() -> AbstractContextManager:
@@ -210,35 +282,49 @@ def class_before_fully_shard(cls: type[torch.nn.Module]) -> type[torch.nn.Module
     return cls.__bases__[1] if made else cls
 
 
+_resolve_process_group = _private("distributed.distributed_c10d._resolve_process_group", "synchronizing batch norms")
+
+
 def process_group_named(name: str) -> torch.distributed.ProcessGroup:
     """Return the process group whose `group_name` is `name`."""
-    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-    return resolve(name)
+    return _resolve_process_group(name)
+
+
+_AutoDispatchBelowAutograd = _private("_C._AutoDispatchBelowAutograd", SHARED)
 
 
 def below_autograd() -> AbstractContextManager:
     """Return a context in which operators run their device's implementation, and autograd records nothing."""
-    return torch._C._AutoDispatchBelowAutograd()
+    return _AutoDispatchBelowAutograd()
+
+
+_foreach_add_, _foreach_copy_, _foreach_lerp_ = (
+    _private(f"_foreach_{name}_", SHARED) for name in ("add", "copy", "lerp")
+)
 
 
 def foreach_add_(tensors: list[Tensor], value: int) -> None:
     """Add `value` to each tensor."""
-    torch._foreach_add_(tensors, value)  # pyright: ignore[reportPrivateImportUsage]
+    _foreach_add_(tensors, value)
 
 
 def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its tensor, which may have another dtype."""
-    torch._foreach_copy_(tensors, sources)  # pyright: ignore[reportPrivateImportUsage]
+    _foreach_copy_(tensors, sources)
 
 
 def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float | list[Tensor]) -> None:
     """tensor += weight · (end − tensor) for each tensor and its end; a list has a weight for each tensor."""
-    torch._foreach_lerp_(tensors, ends, weight)  # pyright: ignore[reportPrivateImportUsage]
+    _foreach_lerp_(tensors, ends, weight)
+
+
+_im2col_conv = _private("_C._nn.thnn_conv2d", IM2COL)
+_im2col_conv_backward = _private("ops.aten._slow_conv2d_backward.output_mask", IM2COL)
 
 
 def im2col_conv3x3(images: Tensor, weight: Tensor) -> Tensor:
     """Convolve images with a 3×3 weight and padding 1 on a CPU, by im2col and a matrix product rather than oneDNN."""
-    return torch._C._nn.thnn_conv2d(images, weight, (3, 3), None, (1, 1), (1, 1))  # pyright: ignore[reportAttributeAccessIssue]
+    return _im2col_conv(images, weight, (3, 3), None, (1, 1), (1, 1))
 
 
 def im2col_conv3x3_backward(
@@ -246,4 +332,12 @@ def im2col_conv3x3_backward(
 ) -> tuple[Tensor, Tensor, None]:
     """Return grad_input and grad_weight of `im2col_conv3x3`, where `mask` is True. All have one memory format."""
     settings = [3, 3], [1, 1], [1, 1]
-    return torch.ops.aten._slow_conv2d_backward.output_mask(grad_output, images, weight, *settings, mask)
+    return _im2col_conv_backward(grad_output, images, weight, *settings, mask)
+
+
+_why_not_shared = why_not(SHARED)
+
+
+def why_not_shared() -> str | None:
+    """Return why the shared engine cannot run with this PyTorch, or None. It is known once all names are looked up."""
+    return _why_not_shared

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import DenseNet, __version__, create_model, kernels
+from . import DenseNet, __version__, _torch_private, create_model, kernels
 from .kernels import disk_cache, first_contact
 from .models.zoo import VARIANTS
 
@@ -25,6 +25,7 @@ KERNELS = (torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "ie
 def report(compare: bool = False) -> Iterator[str]:
     """The lines; with `compare`, the Triton kernels are compared with PyTorch's operations where that is not known."""
     yield f"efficient_densenet {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}"
+    yield from (str(_torch_private.why_not(each)) for each in dict.fromkeys(_torch_private.MISSING.values()))
     yield from _processor()
     yield from _triton(compare)
     directory = disk_cache.directory()

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, which looks once
-from efficient_densenet.engine.stage import groups
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,12 +36,17 @@ def process_group_of_one():
     dist.destroy_process_group()
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(0, id="a layer at a time"),
-        pytest.param(groups.LAYER_GROUP_BYTES, id="a stage at a time", marks=pytest.mark.exhaustive),
-    ]
-)
-def layer_groups(request, monkeypatch):
-    """The stages of small networks would otherwise form one layer group, the simpler case."""
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", request.param)
+@pytest.fixture
+def fresh_compiler():
+    """A compiler that has seen nothing.
+
+    With recursive tags of dicts, which are the default of PyTorch 2.9 and 2.10 alone, it would miss changes of any
+    model's attributes and classes.
+    """
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tags = "use_recursive_dict_tags_for_guards"
+    with torch._dynamo.config.patch({tags: False} if hasattr(torch._dynamo.config, tags) else {}):
+        yield

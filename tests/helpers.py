@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from efficient_densenet import DenseNet, create_model, kernels
 from efficient_densenet.engine.parts import parts_of
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import groups
 from efficient_densenet.engine.stage.run import StagePlan
 from efficient_densenet.kernels import row_tiles
 
@@ -162,10 +161,7 @@ def plan_stage(block: nn.Module, consumer: nn.Module | None, x: Tensor, return_f
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
-    """Select the shared engine's kernels and their tile, in bytes (portable) or rows (compiled).
-
-    With a tile below 256, the backward also handles one layer at a time, as it does in large networks.
-    """
+    """Select the shared engine's kernels and their tile, in bytes (portable) or rows (compiled)."""
     if name == "compiled":
         if not kernels.numba_supports(torch.empty(1)):
             pytest.skip("needs Numba and a PyTorch with GNU OpenMP")
@@ -173,8 +169,6 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
     else:
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
         monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile)
-    if tile < 256:
-        monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
 
 
 KERNELS = [("portable", 1), ("portable", 3000), ("portable", 1 << 22), ("compiled", 7), ("compiled", 256)]

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import runpy
 import signal
 import subprocess
@@ -155,6 +156,12 @@ def demo_stopped(epoch: int, step: int, *words: str, cwd: Path) -> None:
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
 
 
+def stopped_in_middle(*words: str, cwd: Path) -> Path:
+    """The directory of a run of three epochs, stopped after two steps of the second."""
+    demo_stopped(2, 2, *words, "--n_epochs", "3", cwd=cwd)
+    return cwd / "run"
+
+
 class PrintsWhenUnpickled:
     """What a hostile file may hold."""
 
@@ -185,7 +192,7 @@ def tiny_trainer(engine: str, context: DistributedContext, dtype: torch.dtype = 
     """A small network, by default in float64, the same in every process."""
     torch.manual_seed(0)
     model = DenseNet(3, (2, 1), num_init_features=4, efficient=True if engine == "best" else engine).to(dtype)
-    options = parse({"batch_size": 11, **given}, engine)
+    options = parse({"batch_size": 11, "weights": "any", **given}, engine)
     freeze_parameters(model, options.freeze)
     return Trainer(model, Transform((120.0,) * 3, (60.0,) * 3, padding=1, horizontal_flip=True), options, context)
 
@@ -194,6 +201,18 @@ def read_rows(folder: Path) -> list[dict[str, str]]:
     with (folder / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+def log_of(folder: Path) -> list[str]:
+    """The events in the log of a run, without their times and what comes behind them."""
+    lines = (folder / "run_log.txt").read_text().splitlines()
+    return [re.split("[;:] | by process", line.partition(" ")[2])[0] for line in lines]
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
 
 
 def same_run(ours: Path, theirs: Path) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 
 from efficient_densenet import DenseNet, FCDenseNet, kernels, memory
 from efficient_densenet.engine import choose
-from efficient_densenet.engine.stage import groups
 from efficient_densenet.kernels.activations import TABLE, ActivationSpec, spec_of
 from efficient_densenet.models.layers import DenseLayer, Transition
 
@@ -182,9 +181,7 @@ def _mixed(family: str, **overrides) -> DenseNet:
 
 @pytest.mark.parametrize("family", ["basic", "bc", "imagenet"])
 @pytest.mark.parametrize("option", [{}, {"drop_rate": 0.3}, {"keep_bottleneck": True}, {"block_config": (3, 3)}])
-def test_activations_that_differ(family, option, monkeypatch):
-    """Also in several layer groups."""
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
+def test_activations_that_differ(family, option):
     plain = _mixed(family, **option)
     shared = copy.deepcopy(plain).set_engine("shared")
     assert_same_step(shared, plain, random_images(family))

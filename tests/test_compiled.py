@@ -40,6 +40,7 @@ from efficient_densenet._compilers import CHECKPOINTS_UPDATE_ONCE, READS_CONVERT
 from efficient_densenet.models.backbone import MAPS
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore"),  # of the compiler
     pytest.mark.filterwarnings("error:Dynamo detected a call to a .functools.lru_cache"),  # of ours
 ]
@@ -51,19 +52,6 @@ needs_cpp = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler"
 )
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-HAS_DICT_TAGS = hasattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards")
-
-
-@pytest.fixture(autouse=True)
-def _a_compiler_that_has_seen_nothing():
-    """With recursive tags of dicts, which are the default of PyTorch 2.9 and 2.10 alone, a compiler misses changes of
-    any model's attributes and classes."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with torch._dynamo.config.patch({"use_recursive_dict_tags_for_guards": False} if HAS_DICT_TAGS else {}):
-        yield
 
 
 def _compiled(model: nn.Module, backend: Any = "aot_eager", fullgraph: bool = True, **options: Any) -> nn.Module:
@@ -281,6 +269,19 @@ def test_error_under_autocast_is_at_most_twice_that_of_plain(family):
         ratios.append(errors[0] / errors[1])
     assert statistics.median(ratios) <= 2
     assert _num_graphs() == 1
+
+
+def test_a_hook_on_all_modules_after_compiling_is_called():
+    plain = small_model("bc", efficient=False, block_config=(1,))
+    ours, x, seen = with_engine(plain, True), random_images("bc"), []
+    compiled = _compiled(ours, backend="eager", fullgraph=False)
+    assert_same_values(compiled, plain, x)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+    try:
+        assert_close(compiled(x), plain(x))
+    finally:
+        handle.remove()
+    assert seen.count(nn.Conv2d) >= 2 * sum(isinstance(module, nn.Conv2d) for module in plain.modules())
 
 
 # Converted models

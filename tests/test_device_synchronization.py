@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engine.stage import operator as shared
 from efficient_densenet.engine.stage import running_statistics as running
+from efficient_densenet.engine.stage.operator import STAGE
 from efficient_densenet.engine.stage.statistics import BackwardStatistics, ForwardStatistics
-from efficient_densenet.engine.stem import operator as stem
+from efficient_densenet.engine.stem.operator import STEM
 from efficient_densenet.kernels import row_tiles
 
 OPERATORS = torch.ops.efficient_densenet
@@ -29,11 +29,11 @@ class WithinOperators(CountingOperations):
     """
 
     implementations: ClassVar = {
-        OPERATORS.stage.default: shared._stage,
-        OPERATORS.stage_backward.default: shared._stage_backward,
+        OPERATORS.stage.default: STAGE.forward_implementation,
+        OPERATORS.stage_backward.default: STAGE.backward_implementation,
         OPERATORS.update_running_statistics.default: running._update,
-        OPERATORS.stem.default: stem._stem,
-        OPERATORS.stem_backward.default: stem._stem_backward,
+        OPERATORS.stem.default: STEM.forward_implementation,
+        OPERATORS.stem_backward.default: STEM.backward_implementation,
     }
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -61,36 +60,6 @@ def _is_worker(pid: str) -> bool:
     return not is_zombie and (b"cp_demo.py" in command or b"forked_demos.py" in command)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
-def test_a_killed_process_is_restarted_to_the_same_numbers(parallel, tmp_path):
-    words = _words(tmp_path, "--n_epochs", "5")
-    whole = _whole(words, tmp_path)
-    agent = _elastic([*words, "--parallel", parallel], 0.02, tmp_path)
-    await_file(tmp_path / "run" / "results.csv", agent)
-    os.kill(_workers(agent)[1], signal.SIGKILL)
-    assert agent.wait(40) == 0, agent.communicate()
-    log = (tmp_path / "run" / "run_log.txt").read_text()
-    assert len(re.findall("started|resumed in epoch", log)) == 2, log
-    same_run(tmp_path / "run", whole)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_torchrun_restarts_a_run_after_the_main_process_was_killed(parallel, tmp_path):
-    words = _words(tmp_path, "--n_epochs", "8")
-    whole = _whole_by_torchrun(words, tmp_path)
-    words = [*words, "--save", "run", "--resume", "auto", "--parallel", parallel]
-    launch = ["--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
-    agent = torchrun(*launch, CP_DEMO, *words, cwd=tmp_path)
-    await_file(tmp_path / "run" / "results.csv", agent)
-    os.kill(_workers(agent)[0], signal.SIGKILL)
-    _, errors = agent.communicate(timeout=120)
-    assert agent.returncode == 0, errors
-    assert "resumed in epoch" in (tmp_path / "run" / "run_log.txt").read_text()
-    same_run(tmp_path / "run", whole)
-
-
 def _await_write(folder: Path) -> bool:
     """Wait until last.pt is being written, for at most two seconds: processes may be starting."""
     deadline = time.monotonic() + 2
@@ -124,50 +93,51 @@ def test_an_elastic_run_killed_at_random_moments_ends_with_the_same_numbers(para
     assert list((tmp_path / "run").glob(".*")) == []
 
 
-def _stop_one(script: str, words: tuple[str, ...], folder: Path) -> tuple[float, str]:
-    """How long the first process lives once the second is stopped after an epoch, and its errors."""
+def _stop_one(script: str, words: tuple[str, ...], folder: Path) -> str:
+    """The errors of the first process once the second is stopped after an epoch."""
     first, second = fork_processes(2, Path(script), *words, cwd=folder)
     await_file(folder / "run" / "results.csv", first)
     second.send_signal(signal.SIGSTOP)
-    start = time.monotonic()
     _, errors = first.communicate(timeout=100)
-    seconds = time.monotonic() - start
     second.send_signal(signal.SIGKILL)
     second.wait()
     assert first.returncode == 1
-    return seconds, errors
+    return errors
 
 
-STOPPED = "error: process 0 of 2: lost another process: it did not answer for {} seconds, so it was stopped, or"
+LOST = "error: process 0 of 2: lost another process, which ended, was stopped or lost its network ("
 
 
 def test_a_stopped_process_ends_the_others_with_a_cause(tmp_path):
-    _, errors = _stop_one(impatient_demo.__file__, (".", *ENDLESS), tmp_path)
-    assert STOPPED.format(4) in errors
+    """After PyTorch's timeout, which is ten minutes, and here four seconds."""
+    errors = _stop_one(impatient_demo.__file__, ENDLESS, tmp_path)
+    assert LOST in errors
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_stopped_process_ends_the_others_within_a_minute(parallel, tmp_path):
-    seconds, errors = _stop_one(CP_DEMO, (*ENDLESS, "--parallel", parallel), tmp_path)
-    assert seconds < 60
-    assert STOPPED.format(40) in errors
+def test_a_killed_process_ends_the_others_at_once(tmp_path):
+    first, second = fork_processes(2, DEMOS / "cp_demo.py", *ENDLESS, cwd=tmp_path)
+    await_file(tmp_path / "run" / "results.csv", first)
+    second.send_signal(signal.SIGKILL)
+    second.wait()
+    _, errors = first.communicate(timeout=100)
+    assert first.returncode == 1
+    assert LOST in errors
 
 
-def test_processes_that_see_different_directories_are_refused(tmp_path):
-    """As on two nodes that share none."""
-    for node in ("node0", "node1"):
-        (tmp_path / node).mkdir()
-    words = ("nodeRANK", *ENDLESS)
-    first, second = fork_processes(2, Path(impatient_demo.__file__), *words, cwd=tmp_path)
-    assert second.wait(60) == 1
-    sentence = "error: process 1 of 2: run is another directory here than for the main process: give a --save that all"
-    assert sentence in second.communicate()[1]
-    assert first.wait(60) == 1
-    assert "lost another process" in first.communicate()[1]
-    again = fork_processes(2, Path(impatient_demo.__file__), *words, "--resume", "auto", cwd=tmp_path)
-    assert [process.wait(60) for process in again] == [1, 1]
-    assert sentence in again[1].communicate()[1]
+def test_nodes_need_not_share_the_directory_and_an_error_of_the_main_process_is_everyones(tmp_path):
+    """Only the main process reads and writes it; each process is in a directory of its own."""
+    nodes = [tmp_path / f"node{rank}" for rank in range(2)]
+    for node in nodes:
+        node.mkdir()
+    words = ("nodeRANK", *TINY, "--save", "run", "--n_epochs", "1", "--batch_size", "128", "--device", "cpu")
+    for process in fork_processes(2, Path(impatient_demo.__file__), *words, cwd=tmp_path):
+        assert process.wait() == 0, process.communicate()
+    assert [(node / "run" / "model.pt").exists() for node in nodes] == [True, False]
+    for process in fork_processes(2, Path(impatient_demo.__file__), *words, cwd=tmp_path):
+        assert process.wait() == 1
+        assert "run contains a finished run of 1 epochs: give --resume" in process.communicate()[1]
+    for process in fork_processes(2, Path(impatient_demo.__file__), *words, "--resume", cwd=tmp_path):
+        assert process.wait() == 0, process.communicate()
 
 
 def _rendezvous() -> str:

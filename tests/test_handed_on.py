@@ -8,20 +8,20 @@ from torch import Tensor
 from efficient_densenet import DenseNet, make_efficient
 from efficient_densenet._tensors import memory_format_of
 from efficient_densenet.engine.choose import Engine
-from efficient_densenet.engine.stage import operator
+from efficient_densenet.engine.stage.operator import STAGE
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
 
 @pytest.fixture
 def inputs_of_stages(monkeypatch) -> list[Tensor]:
-    seen, run = [], operator.run_forward
+    seen, compute = [], STAGE.compute
 
-    def run_forward(spec, inputs):
+    def recording(spec, inputs):
         seen.append(inputs.x)
-        return run(spec, inputs)
+        return compute(spec, inputs)
 
-    monkeypatch.setattr(operator, "run_forward", run_forward)
+    monkeypatch.setattr(STAGE, "compute", recording)
     return seen
 
 

@@ -9,15 +9,7 @@ import pytest
 import torch
 from helpers import MEMORY_EFFICIENT, live_tensors, small_model
 
-from efficient_densenet.engine.stage import groups
-
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def _a_layer_at_a_time(monkeypatch):
-    """Small networks would otherwise run a whole stage in one autograd node."""
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
 
 
 def _resident_bytes() -> int:

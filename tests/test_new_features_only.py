@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from efficient_densenet import DenseBlock
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import groups
 from efficient_densenet.engine.stage import run as shared
 
 NEW = 3 * GROWTH
@@ -70,10 +69,8 @@ def test_output_gradients_and_buffers_match_plain(
     assert_same_buffers(block, plain)
 
 
-@pytest.mark.parametrize("bytes_per_group", [0, groups.LAYER_GROUP_BYTES])
 @pytest.mark.parametrize("trainable", ["0.second", "1.", "2.first", "none, but the input"])
-def test_partly_frozen_layers(trainable, bytes_per_group, monkeypatch):
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", bytes_per_group)
+def test_partly_frozen_layers(trainable):
     (plain,) = _randomized(NewFeatures())
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(name.startswith(trainable))

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from efficient_densenet.engine.parts import ConsumerParts, consumer_parts, parts_of
-from efficient_densenet.engine.stage import operator, spec
+from efficient_densenet.engine.stage import spec
 from efficient_densenet.engine.stage.forward import StageInputs
+from efficient_densenet.engine.stage.operator import STAGE
 from efficient_densenet.engine.stage.run import StageFormats, StagePlan, run_consumer
-from efficient_densenet.engine.stem import Stem
-from efficient_densenet.engine.stem import autograd as stem_function
+from efficient_densenet.engine.stem import Stem, run_with_parameters
 from efficient_densenet.engine.stem import spec as stem_spec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
@@ -232,7 +232,7 @@ def _stem(
 
 def _run_stem(settings: stem_spec.StemSpec, stem: Stem, x: Tensor) -> Tensor:
     conv, norm = stem.conv, stem.norm
-    return stem_function.apply(settings, norm, x, norm.weight, norm.bias, conv.weight, conv.bias)
+    return run_with_parameters(settings, stem, x, (norm.weight, norm.bias, conv.weight, conv.bias))
 
 
 @pytest.mark.parametrize("case", _cases(STEMS))
@@ -249,7 +249,7 @@ def test_stem(case):
         torch.ops.efficient_densenet.stem.default,
         torch.ops.efficient_densenet.stem_backward.default,
     )
-    _check(called, (x, *rest), needs_grad=6)
+    _check(called, (x, *rest), needs_grad=2)
     _check(*backward, needs_grad=0)
 
 
@@ -312,7 +312,7 @@ def test_running_statistics_are_updated_outside_the_operator():
     x = torch.randn(2, 4, 5, 6, dtype=torch.double)
     stage = StagePlan(parts_of(block), consumer_parts(transition), x)
     before = copy.deepcopy(model)
-    operator.stage(stage.spec, StageInputs(x, stage.tensors))
+    STAGE.forward(stage.spec, StageInputs(x, stage.tensors))
     assert_same_buffers(model, before, 0)
     for run in range(1, 3):
         stage.apply(x, *stage.tensors)

@@ -23,7 +23,6 @@ from efficient_densenet._mixins import add_mixin
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import groups
 from efficient_densenet.engine.stage import run as shared
 
 GROWTH = 3
@@ -152,13 +151,9 @@ def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tup
         consumer=CONSUMERS,
         tap=[True, False],
         biases=[False, True],
-        group_bytes=[0, groups.LAYER_GROUP_BYTES],
     )
 )
-def test_either_order_of_channels_with_every_consumer(
-    newest_first, bottleneck, frozen, consumer, tap, biases, group_bytes, monkeypatch
-):
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", group_bytes)
+def test_either_order_of_channels_with_every_consumer(newest_first, bottleneck, frozen, consumer, tap, biases):
     block, after = _randomized(Block(bottleneck, newest_first, drop_rate=0.3), CONSUMERS[consumer]())
     if biases:
         add_conv_biases(block), after is None or add_conv_biases(after)
@@ -186,10 +181,8 @@ def test_frozen_layers_with_the_newest_features_first():
 
 
 @pytest.mark.parametrize("weights", [(1, 0), (0, 1)])
-@pytest.mark.parametrize("group_bytes", [0, groups.LAYER_GROUP_BYTES])
-def test_a_loss_of_the_consumer_or_of_the_block_alone(weights, group_bytes, monkeypatch):
+def test_a_loss_of_the_consumer_or_of_the_block_alone(weights):
     """Whose parameters have no part in the loss get no gradient."""
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", group_bytes)
     _assert_same(_shared, *_randomized(Block(), CONSUMERS["transition"]()), weights)
 
 

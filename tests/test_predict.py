@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +24,21 @@ def test_predict_reports_what_is_wrong(tmp_path):
     (tmp_path / "a.png").write_text("not an image")
     model = ("--model", str(DIGITS))
     refused(demo("predict.py", *model, cwd=tmp_path), "found no image to classify")
-    refused(demo("predict.py", "b.png", *model, cwd=tmp_path), "b.png is not a file")
+    refused(demo("predict.py", "b.png", *model, cwd=tmp_path), "b.png is neither a file nor a folder")
     refused(demo("predict.py", "a.png", *model, cwd=tmp_path), "a.png is not an image that can be decoded")
-    refused(demo("predict.py", "a.png", "--modle", "x", cwd=tmp_path), "unknown option --modle: did you mean --model?")
     refused(demo("predict.py", "a.png", "--model", "nowhere", cwd=tmp_path), "nowhere does not exist")
+
+
+def test_a_folder_stands_for_the_images_in_it(tmp_path):
+    (tmp_path / "some" / "more").mkdir(parents=True)
+    refused(
+        demo("predict.py", "some", cwd=tmp_path), "some contains no images: give a folder with files such as .bmp, "
+    )
+    for name in ("b.png", "a.PNG", "more/c.png", "notes.txt"):
+        shutil.copy(IMAGE, tmp_path / "some" / name)
+    done = demo("predict.py", "some", IMAGE, "--model", str(DIGITS), cwd=tmp_path)
+    names = [line.partition(": 3 (")[0] for line in done.stdout.splitlines()]
+    assert names == ["some/a.PNG", "some/b.png", "some/more/c.png", IMAGE], done.stderr
 
 
 @pytest.fixture

@@ -31,10 +31,8 @@ from torch import Tensor, nn
 from efficient_densenet import FCDenseNet, features, make_efficient
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.parts import consumer_parts, parts_of
-from efficient_densenet.engine.stage import groups
 from efficient_densenet.engine.stage.run import StagePlan
-from efficient_densenet.engine.stem import Stem
-from efficient_densenet.engine.stem import autograd as stem_function
+from efficient_densenet.engine.stem import Stem, run_with_parameters
 from efficient_densenet.engine.stem.spec import read_spec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
@@ -72,11 +70,9 @@ def _assert_same_penalty(ours: nn.Module, plain: nn.Module, x: Tensor) -> None:
         drop_rate=[0.0, 0.3],
         biases=[False, True],
         keep_bottleneck=[False, True],
-        group_bytes=[0, groups.LAYER_GROUP_BYTES],
     )
 )
-def test_gradient_penalty(family, frozen, drop_rate, biases, keep_bottleneck, group_bytes, monkeypatch):
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", group_bytes)
+def test_gradient_penalty(family, frozen, drop_rate, biases, keep_bottleneck):
     plain = small_model(family, efficient=False, drop_rate=drop_rate, keep_bottleneck=keep_bottleneck)
     if biases:
         add_conv_biases(plain)
@@ -94,7 +90,6 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.usefixtures("layer_groups")
 @pytest.mark.parametrize("case", OTHERS)
 def test_gradient_penalty_of_other_networks(case):
     plain = OTHERS[case]()
@@ -106,7 +101,6 @@ def test_gradient_penalty_of_other_networks(case):
     _assert_same_penalty(with_engine(plain, "shared"), plain, x)
 
 
-@pytest.mark.usefixtures("layer_groups")
 @pytest.mark.parametrize("trainable", ["norm", "conv1", "denseblock2.denselayer1", "classifier"])
 def test_gradient_penalty_of_some_parameters(trainable):
     plain = small_model("imagenet", efficient=False)
@@ -115,15 +109,13 @@ def test_gradient_penalty_of_some_parameters(trainable):
 
 
 @pytest.mark.parametrize("name", ["kuangliu", "gpleiss_efficient", "torchvision", "tiramisu"])
-def test_gradient_penalty_of_converted_models(name, monkeypatch):
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
+def test_gradient_penalty_of_converted_models(name):
     plain = build(name)
     ours, plain = copy.deepcopy(plain), plain_reference(name, plain)
     make_efficient(ours)
     _assert_same_penalty(ours, plain, image_batch(name, batch=2))
 
 
-@pytest.mark.usefixtures("layer_groups")
 @pytest.mark.parametrize("family", ["bc", "imagenet"])
 def test_third_derivatives(family):
     """With norms in eval mode: PyTorch 2.15 has none of batch statistics, and says so."""
@@ -160,8 +152,7 @@ def _third_derivatives(model: nn.Module, x: Tensor) -> list[Tensor]:
         frozen=[False, True],
     )
 )
-def test_gradgradcheck_of_a_stage(consumer, return_features, newest_first, bn_size, frozen, monkeypatch):
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
+def test_gradgradcheck_of_a_stage(consumer, return_features, newest_first, bn_size, frozen):
     settings = {"growth_rate": 1, "num_init_features": 2, "block_config": (2, 1), "bn_size": bn_size}
     model = small_model("bc", **settings).train(not frozen).features
     block = replace(parts_of(model.denseblock1), newest_first=newest_first, new_features_only=consumer is None)
@@ -185,16 +176,15 @@ def test_gradgradcheck_of_the_stem(frozen):
     settings = read_spec(stem, x)
     tensors = [stem.norm.weight, stem.norm.bias, stem.conv.weight]
     assert torch.autograd.gradgradcheck(
-        lambda *inputs: stem_function.apply(settings, stem.norm, *inputs, None), (x, *tensors)
+        lambda x, *parameters: run_with_parameters(settings, stem, x, (*parameters, None)), (x, *tensors)
     )
 
 
 # Uses
 
 
-def test_wgan_gp_step(monkeypatch):
+def test_wgan_gp_step():
     """The critic's loss on real, generated and interpolated images, for two steps of an optimizer."""
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
     plain = small_model("bc", efficient=False, num_classes=1)
     ours = with_engine(plain, "shared")
     real, generated = random_images("bc", batch=4), random_images("bc", batch=4)
@@ -213,7 +203,6 @@ def test_wgan_gp_step(monkeypatch):
     assert ours.features.norm5.num_batches_tracked == 6
 
 
-@pytest.mark.usefixtures("layer_groups")
 def test_maml_s_inner_steps():
     """Two steps with functional_call, through which the gradients of the first parameters flow."""
     plain, x = small_model("bc", efficient=False), random_images("bc", batch=3)
@@ -231,7 +220,6 @@ def test_maml_s_inner_steps():
     assert_same_buffers(ours, plain)
 
 
-@pytest.mark.usefixtures("layer_groups")
 def test_gradients_of_some_inputs_and_retained_graphs():
     plain, x = small_model("bc", efficient=False), random_images("bc", batch=3)
     ours, results = with_engine(plain, "shared"), []
@@ -252,7 +240,6 @@ def test_gradients_of_some_inputs_and_retained_graphs():
     assert_same_buffers(ours, plain)
 
 
-@pytest.mark.usefixtures("layer_groups")
 def test_two_gradients_of_one_forward_in_one_loss():
     plain, x = small_model("bc", efficient=False), random_images("bc", batch=3)
     ours, results = with_engine(plain, "shared"), []
@@ -268,7 +255,6 @@ def test_two_gradients_of_one_forward_in_one_loss():
     assert_same_gradients(ours, plain)
 
 
-@pytest.mark.usefixtures("layer_groups")
 def test_an_input_computed_from_the_block_s_own_parameters():
     plain, x = small_model("bc", efficient=False), torch.randn(3, 4, 5, 6, dtype=torch.double)
     ours = with_engine(plain, "shared")
@@ -280,7 +266,6 @@ def test_an_input_computed_from_the_block_s_own_parameters():
     assert_same_gradients(ours.features.denseblock1, plain.features.denseblock1)
 
 
-@pytest.mark.usefixtures("layer_groups")
 def test_nothing_outlives_a_gradient_penalty():
     model = small_model("bc", efficient="shared")
     x = random_images("bc").requires_grad_()

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from efficient_densenet import DenseNet
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.refuse import separate_consumer
-from efficient_densenet.engine.stage import groups
 from efficient_densenet.engine.stage import run as shared
 from efficient_densenet.engine.stage.statistics import ForwardStatistics
 from efficient_densenet.memory import tensor_peak
@@ -172,10 +171,8 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("layer_group_bytes", [0, groups.LAYER_GROUP_BYTES])
 @pytest.mark.parametrize("use", USES)
-def test_uses_of_the_features_between(use, layer_group_bytes, stored, monkeypatch):
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", layer_group_bytes)
+def test_uses_of_the_features_between(use, stored):
     wrap, writes = USES[use]
     block, after = _randomized(Block(), ALONE["transition"]())
     if use == "detached":  # and the block without gradients, then

@@ -33,7 +33,6 @@ from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.parts import parts_of
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import groups
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
@@ -413,20 +412,6 @@ def test_memory_grows_linearly_with_depth(monkeypatch):
     channel_bytes, growth_rate = 4 * 32 * 32 * 4, 12
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.05)
     assert peaks[1] - peaks[0] == pytest.approx(4 * 8 * growth_rate * channel_bytes, rel=0.05)
-
-
-def test_gradients_of_a_large_stage_are_released_by_layer_group(monkeypatch):
-    model = DenseNet(32, (24,), num_init_features=64, efficient="shared")
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    images, labels = torch.randn(2, 3, 4, 4), torch.zeros(2, dtype=torch.long)
-
-    def step():
-        F.cross_entropy(model(images), labels).backward()
-
-    step()
-    grouped_peak = tensor_peak(step)
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", weights)
-    assert grouped_peak <= tensor_peak(step) - weights / 2
 
 
 def test_parameters_are_saved_for_backward_without_copies():

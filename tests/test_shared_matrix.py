@@ -22,17 +22,9 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from efficient_densenet.engine.stage import groups
-
 SMALL_SIZES = [(4, 4), (9, 7)]  # with the first, the last stage has one pixel
 SIZES = {"basic": SMALL_SIZES, "bc": SMALL_SIZES, "imagenet": [(29, 29), (61, 37)]}
 CASES = [(family, size) for family in FAMILIES for size in SIZES[family]]
-
-
-@pytest.fixture(autouse=True)
-def _a_layer_at_a_time(monkeypatch):
-    """Small networks would otherwise run each stage as one layer group, the simpler case."""
-    monkeypatch.setattr(groups, "LAYER_GROUP_BYTES", 0)
 
 
 def _images(batch: int, size: tuple[int, int]) -> Tensor:

@@ -23,8 +23,7 @@ from efficient_densenet import DenseNet, create_model
 from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.refuse import can_share_stem
-from efficient_densenet.engine.stem import Stem
-from efficient_densenet.engine.stem import autograd as stem_function
+from efficient_densenet.engine.stem import Stem, run_with_parameters
 from efficient_densenet.engine.stem.spec import read_spec
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import saved_bytes, tensor_peak
@@ -201,7 +200,7 @@ def test_gradcheck():
     """It also leaves out the gradient of the output."""
     stem, x = Stem(*_plain().features[:4]), _input(5, 6, batch=2).requires_grad_()
     tensors, spec = [stem.norm.weight, stem.norm.bias, stem.conv.weight], read_spec(stem, x)
-    assert torch.autograd.gradcheck(lambda *inputs: stem_function.apply(spec, stem.norm, *inputs, None), (x, *tensors))
+    assert torch.autograd.gradcheck(lambda x, *each: run_with_parameters(spec, stem, x, (*each, None)), (x, *tensors))
 
 
 def test_retain_graph():

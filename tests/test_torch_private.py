@@ -1,12 +1,19 @@
-"""The private PyTorch APIs still do what the package expects."""
+"""The private names of PyTorch: they do what the package expects, and where one is gone, the feature that needs it."""
 
+import ast
 import copy
+import importlib
+import operator
+import re
 import threading
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import assert_all_close, random_images, results_of, small_model, with_engine
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
@@ -14,6 +21,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import efficient_densenet
+from efficient_densenet import _torch_private, doctor
 from efficient_densenet._compilers import (
     READS_CONVERTED_MODULES,
     constant_to_compilers,
@@ -56,11 +65,92 @@ from efficient_densenet._torch_private import (
     sharding_of,
     tensor_hooks,
     top_saved_tensors_hooks,
-    will_execute,
     without_dispatch_modes,
     without_step_hooks,
 )
-from efficient_densenet.memory import tensor_peak
+from efficient_densenet.engine import choose
+from efficient_densenet.memory import predict, tensor_peak
+
+PACKAGE = Path(efficient_densenet.__file__).parent
+KNOWN = "torch.nn.modules.", "torch.utils._python_dispatch.TorchDispatchMode", "torch.utils._pytree"
+"""Base classes of public modules and modes, and trees: every version that is claimed has them."""
+
+
+def _private_names(path: Path) -> set[str]:
+    """The dotted names with a private part that a file reads below `torch`."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    return {name for name in names if re.match(r"torch\.([a-zA-Z]\w*\.)*_[a-z]", name)}
+
+
+def test_private_names_of_torch_are_in_two_files():
+    others = {path for path in PACKAGE.rglob("*.py") if path.name not in ("_torch_private.py", "_compilers.py")}
+    found = {(path.name, name) for path in others for name in _private_names(path) if not name.startswith(KNOWN)}
+    assert not found
+    assert _private_names(PACKAGE / "_compilers.py")
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A function that looks up all names again, as in a PyTorch that lacks one."""
+    lookup = operator.attrgetter
+
+    def attrgetter(name, missing):
+        if name == missing:
+            raise AttributeError(name)
+        return lookup(name)
+
+    def remove(missing):
+        with monkeypatch.context() as patch:
+            patch.setattr(operator, "attrgetter", lambda name: attrgetter(name, missing))
+            importlib.reload(_torch_private)
+
+    yield remove
+    importlib.reload(_torch_private)
+
+
+USES = {
+    _torch_private.SHARED: lambda model, x: with_engine(model, "shared")(x),
+    _torch_private.PREDICTION: lambda model, x: predict(model, x.shape),
+    "synchronizing batch norms": lambda model, x: process_group_named("0"),
+}
+"""Features that raise without one of their private names."""
+
+
+@pytest.mark.parametrize("name", _torch_private.NAMES)
+def test_a_name_that_torch_lacks_costs_the_feature_that_needs_it_and_neither_the_import_nor_plain(
+    name, without, monkeypatch
+):
+    model, x, feature = small_model("bc", block_config=(2,)), random_images("bc"), _torch_private.NAMES[name]
+    expected = results_of(with_engine(model, "plain"), x)
+    monkeypatch.setattr(choose, "_warned", set())
+    without(name)
+    sentence = f"found PyTorch {torch.__version__} without torch.{name}, which {feature} needs"
+    assert any(sentence in line for line, _ in zip(doctor.report(), range(2), strict=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for engine in ("plain", "best", "checkpoint"):
+            assert_all_close(results_of(with_engine(model, engine), x), expected)
+    assert all(sentence in str(warning.message) for warning in caught)
+    if feature == _torch_private.SHARED:
+        assert caught
+    if feature in USES:
+        with pytest.raises((RuntimeError, ValueError), match=re.escape(sentence)):
+            USES[feature](model, x)
+
+
+def test_a_lost_name_is_warned_of_once(without):
+    without("_C._current_graph_task_id")
+    model = small_model("bc", efficient="plain", block_config=(1,))
+    with pytest.warns(UserWarning, match=r"without torch\._C\._current_graph_task_id, which updating running stat"):
+        model(random_images("bc"))
+    model(random_images("bc"))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -142,16 +232,6 @@ def test_has_global_module_hooks(kind):
     assert has_global_module_hooks()
     handle.remove()
     assert not has_global_module_hooks()
-
-
-def test_will_execute():
-    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
-    left, right, seen = x * 2, y * 2, []
-    total = (left + right).sum()
-    total.register_hook(lambda _: seen.append((will_execute(left.grad_fn), will_execute(right.grad_fn))))
-    torch.autograd.grad(total, [x], retain_graph=True)
-    total.backward()
-    assert seen == [(True, False), (True, True)]
 
 
 def test_memory_key():
@@ -320,7 +400,7 @@ def test_constant_to_compilers():
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_specialized():
+def test_specialized(fresh_compiler):
     """A compiler takes a number that has changed for a variable, which `constant_to_compilers` cannot have."""
 
     class Scaling(nn.Module):
@@ -343,7 +423,13 @@ def test_specialized():
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_skipped_by_compilers():
+@pytest.mark.parametrize("missing", [None, "_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy", "skip_code"])
+def test_skipped_by_compilers(missing, monkeypatch):
+    import torch._dynamo  # which looks up its own names
+
+    if missing:
+        monkeypatch.delattr(torch._C._dynamo.eval_frame, missing, raising=False)
+
     def inner(x):
         return x.cos()
 

@@ -11,7 +11,7 @@ from PIL import Image
 from samples import DEMOS, demo
 from training.data import load
 from training.data.augment import Transform
-from training.data.decode import decode
+from training.data.folder import decode
 from training.models import load_model, read_config
 
 from efficient_densenet import create_model, densenet121, weights_classes, weights_transforms

@@ -21,24 +21,24 @@ def check_cuda_graph(options: RunOptions, context: DistributedContext) -> None:
     """Raise for options with which a step cannot be one CUDA graph."""
     if not options.cuda_graph:
         return
-    found, remedy = None, "leave --cuda_graph out"
-    if context.device.type != "cuda":
-        found = f"but the device is {context.device}, and CUDA graphs need a GPU"
-    elif context.world_size > 1:
-        found = f"but {context.world_size} processes exchange their gradients, which is not captured"
-    elif context.num_gpus > 1:
-        found, remedy = (
-            f"but {context.num_gpus} GPUs, while a CUDA graph is of one",
-            f"{remedy}, or give --device cuda:0",
-        )
-    elif options.micro_batch_size is not None:
-        found = "and --micro_batch_size, whose gradients accumulate, while a CUDA graph overwrites them"
-        remedy = "leave one of them out"
-    elif options.engine in ("official", "checkpoint"):
-        found = f"and the engine {options.engine}, which saves the state of random numbers, while a capture has none"
-        remedy = "leave --cuda_graph out, or take --engine shared or plain"
-    if found is not None:
-        raise ValueError(f"found --cuda_graph, {found}: {remedy}")
+    device = context.device
+    reasons = (
+        (device.type != "cuda", f"but the device is {device}, and CUDA graphs need a GPU"),
+        (context.world_size > 1, f"but {context.world_size} processes exchange their gradients, which is not captured"),
+        (context.num_gpus > 1, f"but {context.num_gpus} GPUs, while a CUDA graph is of one (give --device cuda:0)"),
+        (
+            options.micro_batch_size is not None,
+            "and --micro_batch_size, whose gradients accumulate, not in a CUDA graph",
+        ),
+        (
+            options.engine in ("official", "checkpoint"),
+            f"and the engine {options.engine}, which saves the state of random numbers, while a capture has none (give "
+            "--engine shared or plain)",
+        ),
+    )
+    for applies, reason in reasons:
+        if applies:
+            raise ValueError(f"found --cuda_graph, {reason}: leave --cuda_graph out")
 
 
 class CudaGraphBackward:

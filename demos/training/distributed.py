@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,14 @@ from torch.distributed.rendezvous import rendezvous
 from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
-from .heartbeat import Heartbeat, lost_process
 from .options import RunOptions
 from .sharding import shard_parameters
 
+TIMEOUT = timedelta(minutes=10)
+"""How long PyTorch lets a process wait for the others in a step. It then counts them as lost, stopped ones too."""
 _LONGEST_WAIT = timedelta(days=1)
-"""At a barrier; `Heartbeat` ends the wait for a process that has died."""
+"""How long the others wait for the main process to download, read or write."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,10 @@ class DistributedContext:
     rank: int
     world_size: int
     device: torch.device
-    norm_group: dist.ProcessGroup | None = None
+    norm_group: Any = None
     """A process group of its own for batch norms, so that their collectives never interleave with the gradients'."""
-    waiting_group: dist.ProcessGroup | None = None
-    """One for barriers, at which processes wait for one that downloads, decodes or writes."""
+    waiting_group: Any = None
+    """A process group for waiting for one process that works alone for long."""
 
     @property
     def is_main_process(self) -> bool:
@@ -59,13 +61,24 @@ class DistributedContext:
         dist.all_reduce(sums)
         return sums.tolist()
 
-    def from_main_process(self, number: int) -> int:
-        """The main process's number, in every process."""
+    def on_main(self, function: Callable[[], T]) -> T:
+        """What `function` returns in the main process, in all of them; an error that it raises there is raised in all.
+
+        Files of a run are read and written in this way only: nodes need not share them.
+        """
         if self.world_size == 1:
-            return number
-        tensor = torch.tensor(number, device=self.device if self.device.type == "cuda" else "cpu")
-        dist.broadcast(tensor, 0)
-        return int(tensor)
+            return function()
+        outcome: list[Any] = [None, None]
+        if self.is_main_process:
+            try:
+                outcome = [function(), None]
+            except Exception as exc:
+                outcome = [None, exc]
+        dist.broadcast_object_list(outcome, group=self.waiting_group)
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -95,19 +108,21 @@ class DistributedContext:
 
 
 def check_parallel(options: RunOptions, context: DistributedContext) -> None:
-    """Raise unless the processes and devices are there that --parallel needs."""
-    parallel, launched = options.parallel, dist.is_torchelastic_launched()
-    if parallel in ("ddp", "fsdp") and not launched:
+    """Raise unless the processes and devices are there that the options need."""
+    launched = dist.is_torchelastic_launched()
+    needs_processes = f"--parallel {options.parallel}" if options.parallel in ("ddp", "fsdp") else ""
+    needs_processes = "--sync_bn" if options.sync_bn and not options.resume else needs_processes
+    if needs_processes and not launched:
         raise ValueError(
-            f"found --parallel {parallel}, but this is the only process: start several with torchrun "
+            f"found {needs_processes}, but this is the only process: start several with torchrun "
             "(torchrun --nproc_per_node 2 …), or leave it out"
         )
-    if parallel == "dp" and launched:
+    if options.parallel == "dp" and launched:
         raise ValueError(
             "found --parallel dp under torchrun, but DataParallel is one process with several GPUs: give ddp or fsdp, "
             "or start without torchrun"
         )
-    if parallel == "dp" and context.num_gpus < 2:
+    if options.parallel == "dp" and context.num_gpus < 2:
         raise ValueError(
             f"found --parallel dp, but the device is {context.device} alone, while DataParallel needs several visible "
             "GPUs: leave it out, or start several processes with torchrun and --parallel ddp"
@@ -134,16 +149,19 @@ def init_distributed(device: str | None) -> Iterator[DistributedContext]:
         chosen = _local_gpu()
     store, rank, world_size = next(rendezvous("env://"))
     backend = "nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=_of_this_start(store), rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=_of_this_start(store), rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:
-        with Heartbeat():
-            groups = dist.new_group(), dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-            norm_group, waiting_group = (cast(dist.ProcessGroup, group) for group in groups)
-            yield DistributedContext(rank, world_size, chosen, norm_group, waiting_group)
+        groups = dist.new_group(timeout=TIMEOUT), dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        context = DistributedContext(rank, world_size, chosen, *groups)
+        yield context
+        context.barrier()  # a process that leaves while another one writes looks dead to it
     except RuntimeError as exc:
-        if not isinstance(exc, dist.DistError) and "gloo" not in str(exc) and "closed by peer" not in str(exc):
+        if not isinstance(exc, dist.DistError) and not any(sign in str(exc) for sign in ("gloo", "closed by peer")):
             raise
-        raise ConnectionError(lost_process(exc)) from exc
+        raise ConnectionError(
+            f"lost another process, which ended, was stopped or lost its network ({str(exc).splitlines()[0]}): its own "
+            "error, above or below, is the cause; fix that, then continue with --resume"
+        ) from exc
     finally:
         dist.destroy_process_group()
 

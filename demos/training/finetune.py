@@ -1,7 +1,8 @@
 """The weights that a run begins with, `--weights`: those of another run, some that have a name, or those of a file."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,23 @@ from efficient_densenet.weights.published import NAMES, PUBLISHED, find_publishe
 from efficient_densenet.weights.source import read_state_dict
 from efficient_densenet.weights.trained import TRAINED
 
-from .models import CONFIG, WEIGHTS, ModelConfig, describe_classes, load_model
-from .options import RunOptions
+from .models import CONFIG, WEIGHTS, ModelConfig, describe_classes, load_model, read_config
 
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """Weights to fine-tune, and what their source says of them.
+    """Weights to fine-tune, and what their source says of them. They are read, or downloaded, by `load_into` only.
 
     Args:
         name: what to call them.
-        state_dict: the tensors, by the names of any known library.
+        read: returns the tensors, by the names of any known library.
         options: those that the weights determine: of the network, and the size of images.
         inputs: the `channels`, `mean` and `std` of the images that they were trained on, or None if nothing says so.
         classes: the names of the classes, likewise.
     """
 
     name: str
-    state_dict: Mapping[str, Any]
+    read: Callable[[], Mapping[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Any] | None = None
     classes: tuple[str, ...] | None = None
@@ -50,10 +50,13 @@ class PretrainedWeights:
 
     def load_into(self, model: DenseNet, classes: tuple[str, ...]) -> list[str]:
         """Load all but a classifier of other classes, and say in sentences what was done."""
-        same_classes = len(classes) == self._num_classes() if self.classes is None else classes == self.classes
+        state_dict = self.read()
+        keys = [key for key, name in new_names(state_dict).items() if name == "classifier.bias"]  # a backbone has none
+        count = len(state_dict[keys[0]]) if keys else None
+        same_classes = len(classes) == count if self.classes is None else classes == self.classes
         skip, adapt_input = () if same_classes else "classifier", "sum" if self.inputs is None else None
         try:
-            report = load_weights(model, self.state_dict, skip=skip, adapt_input=adapt_input)
+            report = load_weights(model, state_dict, skip=skip, adapt_input=adapt_input)
         except ValueError as exc:
             differences = str(exc).partition("unchanged: ")[2]
             raise ValueError(
@@ -62,7 +65,6 @@ class PretrainedWeights:
             ) from exc
         said = [f"weights: {len(report.used)} tensors of {self.name}"]
         if not same_classes:
-            count = self._num_classes()
             theirs = describe_classes(self.classes) if self.classes else f"{count} classes" if count else "none"
             said.append(f"the classifier is new: for {describe_classes(classes)}, where the weights have {theirs}")
         if report.adapted:
@@ -71,58 +73,43 @@ class PretrainedWeights:
             said.append("the images are normalized by their own mean and std, since a file of weights has none")
         return said
 
-    def _num_classes(self) -> int | None:
-        """The number of outputs of the classifier, which a backbone lacks."""
-        keys = [key for key, name in new_names(self.state_dict).items() if name == "classifier.bias"]
-        return len(self.state_dict[keys[0]]) if keys else None
 
-
-def read_pretrained(
-    options: RunOptions, given: Mapping[str, Any], state: Mapping[str, Any] | None
-) -> PretrainedWeights | None:
-    """Read the weights that a run begins with, if it does: not one that is resumed from a `state` with a model.
-
-    The `given` options say of which network a file of weights is.
-    """
-    if options.weights is None:
-        if options.freeze is not None:
-            raise ValueError(
-                "found --freeze without --weights, but random weights must be trained: give the --weights to keep, or "
-                "leave it out"
-            )
-        return None
-    return None if state and "state" in state else _read(options.weights, given)
-
-
-def _read(weights: str, given: Mapping[str, Any]) -> PretrainedWeights:
+def find_weights(weights: str, given: Mapping[str, Any]) -> PretrainedWeights:
+    """What `--weights` names. The `given` options say of which network a file of weights is."""
     if weights in TRAINED:
         entry = TRAINED[weights]
-        return _from_run(weights, entry.source(), {"model": entry.model, "depth": None, "growth_rate": None})
+        return _of_run(weights, entry.source(), {"model": entry.model, "depth": None, "growth_rate": None})
     if weights in NAMES:
-        return _from_torchvision(weights, given.get("model"))
+        return _of_torchvision(weights, given.get("model"))
     path = Path(weights)
     if path.is_dir() or (path.name == WEIGHTS and (path.parent / CONFIG).exists()):
-        return _from_run(weights, path)
+        return _of_run(weights, path)
     if not path.exists():
-        named = ", ".join([*TRAINED, *NAMES])
         raise ValueError(
-            f"found no weights {weights}: give the directory of a run, a file of weights, or a name: {named}"
+            f"found no weights {weights}: give the directory of a run, a file of weights, or a name: "
+            f"{', '.join([*TRAINED, *NAMES])}"
         )
     if given.get("model") is None and given.get("depth") is None:
         raise ValueError(
             f"found weights of an unknown network in {weights}, since no run's {CONFIG} is beside it: name the network "
             "with --model, or with --depth and --growth_rate"
         )
-    return PretrainedWeights(weights, read_state_dict(path))
+    return PretrainedWeights(weights, partial(read_state_dict, path))
 
 
-def _from_run(name: str, path: Path, network: Mapping[str, Any] | None = None) -> PretrainedWeights:
-    model, config = load_model(path)
+def _of_run(name: str, path: Path, network: Mapping[str, Any] | None = None) -> PretrainedWeights:
+    weights = path / WEIGHTS if path.is_dir() else path
+    if not weights.exists():
+        raise ValueError(f"{weights} does not exist: give the folder of a run, or a file of weights in one")
+    _, config = read_config(weights.parent)
     options = network or {key: getattr(config, key) for key in ("model", "depth", "growth_rate")}
-    return PretrainedWeights(name, model.state_dict(), _with_size(options, config), _inputs(config), config.classes)
+    options = {**options, "image_size": config.image_size}
+    return PretrainedWeights(
+        name, lambda: load_model(weights)[0].state_dict(), options, inputs_of(config), config.classes
+    )
 
 
-def _from_torchvision(name: str, model: str | None) -> PretrainedWeights:
+def _of_torchvision(name: str, model: str | None) -> PretrainedWeights:
     if model not in PUBLISHED:
         found = "no --model" if model is None else f"--model {model}"
         raise ValueError(
@@ -133,14 +120,12 @@ def _from_torchvision(name: str, model: str | None) -> PretrainedWeights:
     transforms: Any = entry.transforms()
     inputs = {"channels": 3} | {key: [255 * value for value in getattr(transforms, key)] for key in ("mean", "std")}
     size = {"model": model, "image_size": transforms.crop_size[0]}
-    return PretrainedWeights(f"{name} of torchvision", entry.source(), size, inputs, entry.classes)
+    return PretrainedWeights(
+        f"{name} of torchvision", lambda: read_state_dict(entry.source()), size, inputs, entry.classes
+    )
 
 
-def _with_size(options: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    return {**options, "image_size": config.image_size}
-
-
-def _inputs(config: ModelConfig) -> dict[str, Any]:
+def inputs_of(config: ModelConfig) -> dict[str, Any]:
     return {"channels": config.channels, "mean": config.mean, "std": config.std}
 
 
@@ -150,9 +135,3 @@ def with_full_path(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(weights, str) or not weights or weights in (*TRAINED, *NAMES):
         return dict(given)
     return {**given, "weights": str(Path(weights).absolute())}
-
-
-def directory_name(weights: str) -> str:
-    """What a run that begins with these weights is called by default."""
-    path = Path(weights)
-    return f"from_{path.parent.name if path.name == WEIGHTS else path.stem}"

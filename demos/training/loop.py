@@ -21,8 +21,6 @@ from .options import AMP_DTYPES, RunOptions
 from .recipes import RECIPES
 from .sharding import gather_state, is_sharded, load_model_state, shard_optimizer_state
 
-SGD_ARGUMENTS = {"momentum": 0.9, "nesterov": True}
-
 
 @dataclass
 class TrainingPosition:
@@ -54,13 +52,15 @@ class Trainer:
         self.wrapped_model: Callable[..., Tensor] = context.wrap_model(self.model, options.sync_bn, options.parallel)
         if options.compile:
             self.wrapped_model = torch.compile(self.wrapped_model)
-        arguments = {"lr": options.lr, "weight_decay": options.weight_decay, **SGD_ARGUMENTS}
-        self.optimizer = torch.optim.SGD(trainable_parameters(self.model), **arguments)
+        trained = trainable_parameters(self.model)
+        self.optimizer = torch.optim.SGD(
+            trained, lr=options.lr, weight_decay=options.weight_decay, momentum=0.9, nesterov=True
+        )
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=options.amp == "fp16")
         self.dtype = next(self.model.parameters()).dtype
         self.backward: Callable[[Tensor, Tensor, float], Tensor] = self._backward
         if options.cuda_graph:
-            self.backward = CudaGraphBackward(self._backward, trainable_parameters(self.model))
+            self.backward = CudaGraphBackward(self._backward, trained)
 
     def steps(self, images: ImageSet, position: TrainingPosition) -> Iterator[None]:
         """Train from `position` to the end of its epoch; updates `position` and yields after each step."""
@@ -111,10 +111,8 @@ class Trainer:
 
     def _num_micro_batches(self, global_batch_size: int) -> int:
         """The same number for every process, so that none has an empty micro-batch."""
-        smallest, largest = (
-            global_batch_size // self.context.world_size,
-            -(-global_batch_size // self.context.world_size),
-        )
+        world_size = self.context.world_size
+        smallest, largest = global_batch_size // world_size, -(-global_batch_size // world_size)
         return min(-(-largest // (self.options.micro_batch_size or global_batch_size)), max(smallest, 1))
 
     def _backward(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:

@@ -4,18 +4,9 @@ import contextlib
 import os
 from pathlib import Path
 
-import torch
-
 from .report import mib
 
-_WORKERS_PER_PROCESSOR = 8
-"""More than one, since workers also wait for files."""
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-def num_processors() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def total_memory() -> int:
@@ -29,20 +20,7 @@ def total_memory() -> int:
 
 def check_memory(num_bytes: float, what: str, remedy: str) -> None:
     """Raise MemoryError if so many bytes are more than there are."""
-    available = total_memory()
-    if num_bytes > available:
+    if num_bytes > total_memory():
         raise MemoryError(
-            f"found that {what} would take {mib(num_bytes)}, but this machine has {mib(available)}: {remedy}"
+            f"found that {what} would take {mib(num_bytes)}, but this machine has {mib(total_memory())}: {remedy}"
         )
-
-
-def check_options(workers: int, lr: float) -> None:
-    """Raise for numbers that an option may be, but not here."""
-    at_most = max(16, _WORKERS_PER_PROCESSOR * num_processors())
-    if workers > at_most:
-        raise ValueError(
-            f"workers is {workers}, but must be at most {at_most} on the {num_processors()} processors of this machine"
-        )
-    largest = torch.finfo(torch.float32).max
-    if lr > largest:
-        raise ValueError(f"lr is {lr:.3g}, but must be at most {largest:.3g}, the largest number of float32")

@@ -10,7 +10,6 @@ from efficient_densenet.memory.budget import Planner, batch_that_fits, keep, tot
 from efficient_densenet.memory.sizes import format_bytes, parse_bytes
 from efficient_densenet.memory.step import MetaModel, PersistentMemory
 from efficient_densenet.models.densenet import DenseNet
-from efficient_densenet.models.layers import DenseBlock
 
 from .distributed import DistributedContext
 from .machine import total_memory
@@ -19,34 +18,23 @@ from .report import mib
 from .sharding import gathered_bytes
 
 _SHARE_OF_FREE = 0.8
-"""Of a GPU's free memory: cuDNN's workspaces and the gaps between tensors take some."""
+"""The part of a GPU's free memory to take: cuDNN's workspaces and the gaps between tensors need some."""
+_FEW_IMAGES = 8
+"""Fewer images than this give a batch norm noisy statistics."""
 
 
 class RunMemory:
     """The memory of a run's steps on one device: `traced`, whose persistent memory is that of a process."""
 
-    def __init__(
-        self,
-        model: DenseNet,
-        image_size: int,
-        options: RunOptions,
-        engine: str | None = None,
-        keep_bottlenecks: bool = True,
-    ) -> None:
+    def __init__(self, model: DenseNet, image_size: int, options: RunOptions, engine: str | None = None) -> None:
         self.traced = MetaModel(model, optimizer="sgd", precision=options.amp)
         self.traced.persistent = _of_a_process(self.traced.persistent, model, options)
         engine = engine or options.engine
         cast(DenseNet, self.traced.model).set_engine(True if engine == "best" else engine)
-        for block in self.traced.model.modules():
-            if isinstance(block, DenseBlock) and not keep_bottlenecks:
-                block.keep_bottlenecks(())
         self.image_shape = model.in_channels, image_size, image_size
-        self.peaks: dict[int, int] = {}
 
     def peak(self, batch_size: int) -> int:
-        if batch_size not in self.peaks:
-            self.peaks[batch_size] = total_memory_of_step(self.traced, (batch_size, *self.image_shape))
-        return self.peaks[batch_size]
+        return total_memory_of_step(self.traced, (batch_size, *self.image_shape))
 
 
 def _of_a_process(held: PersistentMemory, model: DenseNet, options: RunOptions) -> PersistentMemory:
@@ -79,16 +67,19 @@ def fit_into_memory(
     if budget is None:
         return options, None
     memory = RunMemory(model, image_size, options)
-    traced, images = memory.traced, f"{batch_size} images"
+    images = f"{batch_size} images"
     if not (options.micro_batch_size or options.cuda_graph or is_resumed):
-        fitting = batch_that_fits(traced, memory.image_shape, budget, at_most=batch_size)
+        fitting = batch_that_fits(memory.traced, memory.image_shape, budget, at_most=batch_size)
         if 0 < fitting < batch_size:
             parts = -(-batch_size // fitting)
-            batch_size = -(-batch_size // parts)
+            size = -(-batch_size // parts)
+            images = (
+                f"{parts} micro-batches of {size} images, as {images} at once do not fit{_word_on_batch_norms(size)}"
+            )
+            batch_size = size
             options = replace(options, micro_batch_size=batch_size)
-            images = f"{parts} micro-batches of {batch_size} images, as {images} at once do not fit"
     try:
-        plan = Planner(traced, (batch_size, *memory.image_shape)).plan(budget)
+        plan = Planner(memory.traced, (batch_size, *memory.image_shape)).plan(budget)
     except ValueError as exc:
         if options.memory is None:
             return options, None  # the first step will say what is wrong, if it does not fit either
@@ -97,13 +88,17 @@ def fit_into_memory(
     return options, f"{source}: {images}; {plan}"
 
 
+def _word_on_batch_norms(images: int) -> str:
+    said = f"; batch norms take their statistics of {images} image{'s' * (images > 1)} at a time"
+    return said + ", which are noisy: give more --memory for larger micro-batches" * (images < _FEW_IMAGES)
+
+
 def _budget(options: RunOptions, device: torch.device) -> tuple[int | None, str]:
     if options.memory is not None:
         return parse_bytes("memory", options.memory), f"--memory {options.memory}"
     if device.type != "cuda" or options.keep_bottleneck or options.parallel == "fsdp":
         return None, ""
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return round(_SHARE_OF_FREE * free), f"{format_bytes(free)} of the GPU are free"
 
 
@@ -112,49 +107,15 @@ def describe_expected_memory(model: DenseNet, image_size: int, options: RunOptio
     peak = RunMemory(model, image_size, options).peak(batch_size)
     if next(model.parameters()).device.type == "cpu" and peak > total_memory():
         found = f"found that a step of {batch_size} images of {image_size}×{image_size} would take about {mib(peak)}"
-        change = _change_that_fits(model, image_size, options, total_memory(), batch_size)
-        raise MemoryError(f"{found}, but this machine has {mib(total_memory())}; {change}")
-    return f"about {mib(peak)} for {batch_size} images at once on a device"
-
-
-def advice_now(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
-    """Advice after an out-of-memory error on the GPU of `model`; frees the gradients and the allocator's cache."""
-    device = next(model.parameters()).device
-    peak = torch.cuda.max_memory_allocated(device)
-    model.zero_grad()
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    available = free + torch.cuda.memory_reserved(device)
-    return out_of_memory_advice(model, image_size, options, peak, available, batch_size)
-
-
-def out_of_memory_advice(
-    model: DenseNet, image_size: int, options: RunOptions, peak: int, available: int, batch_size: int
-) -> str:
-    """What ran out, and the smallest change that fits: another engine first, then smaller micro-batches."""
-    found = (
-        f"out of memory in a step of {batch_size} images with engine {options.engine}: tensors had reached {mib(peak)} "
-        f"of {mib(available)}"
+        raise MemoryError(f"{found}, but this machine has {mib(total_memory())}: {what_to_change(options)}")
+    return (
+        f"about {mib(peak)} of tensors for {batch_size} images at once on a device (parameters, gradients, momentum "
+        "and what a step holds; Python, PyTorch and its kernels come on top)"
     )
-    return f"{found}; {_change_that_fits(model, image_size, options, available, batch_size)}"
 
 
-def _change_that_fits(model: DenseNet, image_size: int, options: RunOptions, available: int, batch_size: int) -> str:
-    estimates = {options.engine: RunMemory(model, image_size, options, keep_bottlenecks=False)}
-    peak = estimates[options.engine].peak(batch_size)
-    if options.keep_bottleneck and peak <= available:
-        return f"--keep_bottleneck False would fit, with about {mib(peak)}"
-    without = "--keep_bottleneck False " if options.keep_bottleneck else ""
-    if options.engine != "best":
-        estimates["best"] = best = RunMemory(model, image_size, options, "best", keep_bottlenecks=False)
-        if best.peak(batch_size) <= available:
-            return f"{without}--engine best would fit, with about {mib(best.peak(batch_size))}"
-    for engine, estimate in estimates.items():
-        sizes = [2**i for i in range(batch_size.bit_length()) if 2**i < batch_size]
-        fitting = [size for size in sizes if estimate.peak(size) <= available]
-        if fitting:
-            engine_option = "" if engine == options.engine else f"--engine {engine} "
-            expected = mib(estimate.peak(fitting[-1]))
-            return f"{without}{engine_option}--micro_batch_size {fitting[-1]} would fit, with about {expected}"
-    single = mib(estimates[options.engine].peak(1))
-    return f"even a single image needs about {single}: use a smaller model, smaller images or a larger device"
+def what_to_change(options: RunOptions) -> str:
+    """What makes a step smaller, of what a run's options leave."""
+    engine = "" if options.engine in ("best", "shared") else "--engine best, "
+    kept = "--keep_bottleneck False, " if options.keep_bottleneck else ""
+    return f"give {engine}{kept}--memory, which chooses micro-batches that fit, or smaller images"

@@ -15,13 +15,9 @@ from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.models.layers import DenseBlock
 from efficient_densenet.models.zoo import VARIANTS, create_model
 
-from . import files, run_format
-from .data import Dataset
-from .data.augment import Transform
+from . import files
 from .data.images import digest
-from .options import Options, block_config_for
-from .schema import check_file, tensors_like
-from .sharding import load_model_state
+from .options import block_config_for
 
 WEIGHTS, CONFIG = "model.pt", "config.json"
 
@@ -44,7 +40,7 @@ class ModelConfig:
     def name(self) -> str:
         return self.model or f"DenseNet-BC-{self.depth}-{self.growth_rate}"
 
-    def build(self, engine: bool | str = True, keep_bottleneck: bool = False) -> DenseNet:
+    def build(self, engine: str = "best", keep_bottleneck: bool = False) -> DenseNet:
         arguments: dict[str, Any] = {
             "drop_rate": self.drop_rate,
             "num_classes": len(self.classes),
@@ -63,42 +59,30 @@ class ModelConfig:
         return asdict(self)
 
 
-def config_for(options: Options, dataset: Dataset, transform: Transform) -> ModelConfig:
-    return ModelConfig(
-        options.model,
-        options.depth,
-        options.growth_rate,
-        options.drop_rate,
-        dataset.channels,
-        dataset.image_size,
-        tuple(dataset.classes),
-        transform.mean,
-        transform.std,
-    )
-
-
 def default_image_size(model: str | None) -> int:
     return 224 if model in VARIANTS and not VARIANTS[model]["small_inputs"] else 32
 
 
 def write_config(folder: Path, content: Mapping[str, Any]) -> None:
     """Write config.json, with its checksum as the first line, which whoever edits the file can take out."""
-    files.write_atomic(folder / CONFIG, files.to_json({"checksum": _checksum(content), **content}))
+    text = json.dumps({"checksum": _checksum(content), **content}, indent=2) + "\n"
+    files.write_atomic(folder / CONFIG, text.encode())
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The checked content of config.json."""
+def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """The content of config.json, and the config of the model in it."""
     path = folder / CONFIG
     content = files.load_json(path)
-    run_format.check_config(path, content)
-    needed = content.pop("checksum", None)  # earlier versions wrote none
-    found = _checksum(content)
-    if needed not in (None, found):
-        raise ValueError(
-            f"{path}: its content has the checksum {found}, but was written with {needed}, so it is damaged or edited: "
-            'restore it from a copy, or, if the change is meant, remove the line "checksum"'
-        )
-    return content
+    with files.damage_named(path):
+        needed = content.pop("checksum", None)
+        if needed not in (None, _checksum(content)):
+            raise ValueError("its checksum is wrong; if it was edited on purpose, remove the line with the checksum")
+        return content, model_config(content["model"])
+
+
+def model_config(entries: Mapping[str, Any]) -> ModelConfig:
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
+    return ModelConfig(**values)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -107,36 +91,26 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:
     """The trained model, in eval mode, of a run's folder or of a file of weights in one."""
-    weights, folder = (path / WEIGHTS, path) if path.is_dir() else (path, path.parent)
+    weights = path / WEIGHTS if path.is_dir() else path
     if not weights.exists():
         raise ValueError(f"{weights} does not exist: give the folder of a run, or a file of weights in one")
-    entries = read_config(folder)["model"]
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
-    config = ModelConfig(**values)
-    content = files.load_torch(weights)
-    with torch.device("meta"):
-        expected = config.build()
-    check_weights(expected, content, weights)
-    model = config.build()
-    model.load_state_dict(content)
+    _, config = read_config(weights.parent)
+    with files.damage_named(weights.parent / CONFIG):
+        model = config.build()
+    read_weights(weights, model)
     return model.eval(), config
 
 
-def load_weights(model: nn.Module, weights: Path) -> None:
-    content = files.load_torch(weights)
-    check_weights(model, content, weights)
-    load_model_state(model, content)
-
-
-def check_weights(model: nn.Module, content: Any, path: Path) -> None:
-    """Raise unless `content`, of the file `path`, is a state dict of `model`."""
-    check_file(path, content, tensors_like(model.state_dict()))
-
-
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """The number of parameters, and their bytes."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
+def read_weights(path: Path, model: nn.Module | None = None) -> dict[str, Any]:
+    """The finite tensors in the file `path`, which are loaded into `model`."""
+    state = files.load_torch(path)
+    with files.damage_named(path):
+        if model is not None:
+            model.load_state_dict(state)
+        bad = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+        if bad:
+            raise ValueError(f"{bad[0]} has values that are not finite")
+    return state
 
 
 def describe_classes(classes: tuple[str, ...]) -> str:

@@ -1,31 +1,50 @@
-"""The options of a run: what a user may give, and the defaults that depend on other options."""
+"""The options of a run: what a user may give, what each must be, and the defaults that depend on other options."""
 
 import secrets
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import KW_ONLY, asdict, dataclass
+from typing import Annotated, Any, get_args
 
 import torch
 
-from efficient_densenet._checks import Rule, check, choice, integer, number, optional
+from efficient_densenet._checks import Rule, check, choice, integer, number
 from efficient_densenet.memory.sizes import parse_bytes
 from efficient_densenet.models.zoo import VARIANTS, create_model
 
 from .data import DATASETS
 from .freezing import FREEZE
 from .recipes import RECIPES
-from .schema import path_name
 
-PAIR = ("data", "save")
-"""Options that may be given by position, together."""
-LETTERS = {"e": "efficient", "a": "amp"}
-"""As everywhere, a letter stands for the only option that it begins; these begin several."""
-
-SWITCH = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
-"""What may be typed for True and False."""
-
-ENGINES = ("best", "plain", "official", "checkpoint", "shared")
-PARALLEL = ("ddp", "fsdp", "dp")
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PER_CALL = {"efficient", "engine", "device", "parallel", "cuda_graph"}
+PER_CALL |= {"resume", "accept_changed_data", "overwrite", "evaluate"}
+"""Options that a resumed run takes from the present command; the engine only if it is given."""
+CHANGEABLE = PER_CALL | {"data", "dataset", "save", "keep_bottleneck", "memory", "channels_last", "compile"}
+CHANGEABLE |= {"workers", "stream", "tensorboard"}
+"""Options that may change when a run is resumed: they change no number, or only its rounding. (With dropout,
+`channels_last` and `compile` draw other random numbers.)"""
+
+
+def _is_depth(value: Any) -> bool:
+    return integer(10, 10_000).accepts(value) and (value - 4) % 6 == 0
+
+
+def _is_size(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and parse_bytes("memory", value) > 0
+    except ValueError:
+        return False
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and "\0" not in value
+
+
+DEPTH = Rule("6n + 4, such as 22, 40 or 100", _is_depth)
+Switch = Annotated[bool, choice(True, False)]
+Text = Annotated[str, Rule("a path or a name", _is_path)]
+Count = Annotated[int, integer(1, 2**31 - 1)]
+Engine = Annotated[str, choice("best", "plain", "official", "checkpoint", "shared")]
+Model = Annotated[str, Rule("the name of a model of the zoo that labels images", choice(*VARIANTS).accepts)]
 
 
 @dataclass(frozen=True)
@@ -33,13 +52,13 @@ class Options:
     """The options of a training run as a user gives them; None stands for a default that depends on other options.
 
     Args:
-        efficient: True for the memory-saving engine of this script, False for the plain network.
         data: directory of images: CIFAR-10 or -100 in torchvision's layout, or train/ and test/ (or val/) with a folder
             of images for each class. An absent or empty directory is filled by a download; without this option,
             training is on the handwritten digits that ship with the package.
         save: directory of the results; by default checkpoints/ and a name made of data, model and engine.
-        dataset: cifar10, cifar100, svhn or fashion_mnist: which one to take from the directory, or to download into it
-            if it is not there; by default what is there, and cifar10 into an absent directory.
+        efficient: True for the memory-saving engine of this script, False for the plain network.
+        dataset: cifar10, cifar100, svhn, fashion_mnist or mnist: which one to take from the directory, or to download
+            into it if it is not there; by default what is there, and cifar10 into an absent directory.
         model: a name from the zoo, such as densenet121; by default a DenseNet-BC of this depth and growth rate.
         depth: convolutions and classifier, 6n + 4; by default 100, and 22 on the digits.
         growth_rate: channels that each layer adds; by default 12.
@@ -89,43 +108,44 @@ class Options:
         tensorboard: write TensorBoard's event files too.
     """
 
-    efficient: bool | str = True
-    data: str | None = None
-    save: str | None = None
-    dataset: str | None = None
-    model: str | None = None
-    depth: int | None = None
-    growth_rate: int | None = None
-    weights: str | None = None
-    freeze: str | None = None
-    drop_rate: float = 0.0
-    engine: str | None = None
-    n_epochs: int | None = None
-    batch_size: int = 64
-    micro_batch_size: int | None = None
-    recipe: str | None = None
-    lr: float = 0.1
-    weight_decay: float = 1e-4
-    valid_size: int | None = None
-    image_size: int | None = None
-    mirror: bool | None = None
-    seed: int | None = 0
-    amp: str | None = None
-    keep_bottleneck: bool = False
-    memory: str | None = None
-    channels_last: bool = False
-    compile: bool = False
-    cuda_graph: bool = False
-    device: str | None = None
-    parallel: str | None = None
-    sync_bn: bool = False
-    workers: int = 2
-    stream: bool | None = None
-    resume: bool | Literal["auto"] = False
-    accept_changed_data: bool = False
-    overwrite: bool = False
-    evaluate: bool | str = False
-    tensorboard: bool = False
+    data: Text | None = None
+    save: Text | None = None
+    _: KW_ONLY
+    efficient: Switch | Engine = True
+    dataset: Annotated[str, choice(*DATASETS)] | None = None
+    model: Model | None = None
+    depth: Annotated[int, DEPTH] | None = None
+    growth_rate: Annotated[int, integer(1, 10_000)] | None = None
+    weights: Text | None = None
+    freeze: Annotated[str, FREEZE] | None = None
+    drop_rate: Annotated[float, number(0, 1, "[)")] = 0.0
+    engine: Engine | None = None
+    n_epochs: Count | None = None
+    batch_size: Count = 64
+    micro_batch_size: Count | None = None
+    recipe: Annotated[str, choice(*RECIPES)] | None = None
+    lr: Annotated[float, number(0, torch.finfo(torch.float32).max, "()")] = 0.1
+    weight_decay: Annotated[float, number(0, 1, "[)")] = 1e-4
+    valid_size: Annotated[int, integer(0, 2**31 - 1)] | None = None
+    image_size: Annotated[int, integer(1, 2**16)] | None = None
+    mirror: Switch | None = None
+    seed: Annotated[int, integer(0, 2**63 - 1)] | None = 0
+    amp: Annotated[str, choice(*AMP_DTYPES)] | None = None
+    keep_bottleneck: Switch = False
+    memory: Annotated[str, Rule("bytes such as 6GiB", _is_size)] | None = None
+    channels_last: Switch = False
+    compile: Switch = False
+    cuda_graph: Switch = False
+    device: Text | None = None
+    parallel: Annotated[str, choice("ddp", "fsdp", "dp")] | None = None
+    sync_bn: Switch = False
+    workers: Annotated[int, integer(0, 256)] = 2
+    stream: Switch | None = None
+    resume: Switch | Annotated[str, choice("auto")] = False
+    accept_changed_data: Switch = False
+    overwrite: Switch = False
+    evaluate: Switch | Text = False
+    tensorboard: Switch = False
 
 
 @dataclass(frozen=True)
@@ -138,107 +158,42 @@ class RunOptions(Options):
     seed: int = 0
 
 
-def _is_size(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and parse_bytes("memory", value) > 0
-    except ValueError:
-        return False
-
-
-_boolean = Rule("True or False", lambda value: isinstance(value, bool))
-_size = integer(1, 2**31 - 1)
-_pixels = integer(1, 2**16)
-
-DEPTH = Rule("6n + 4, such as 22, 40 or 100", lambda value: integer(10, 10_000).accepts(value) and (value - 4) % 6 == 0)
-
-RULES = {
-    "efficient": choice(True, False, *ENGINES),
-    "data": optional(path_name()),
-    "save": optional(path_name()),
-    "dataset": optional(choice(*DATASETS)),
-    "model": optional(Rule("the name of a model of the zoo that labels images", choice(*VARIANTS).accepts)),
-    "depth": optional(DEPTH),
-    "growth_rate": optional(integer(1, 10_000)),
-    "weights": optional(path_name()),
-    "freeze": optional(FREEZE),
-    "drop_rate": number(0, 1, "[)"),
-    "engine": choice(*ENGINES),
-    "n_epochs": _size,
-    "batch_size": _size,
-    "micro_batch_size": optional(_size),
-    "recipe": choice(*RECIPES),
-    "lr": number(0, float("inf"), "()"),
-    "weight_decay": number(0, 1, "[)"),
-    "valid_size": optional(integer(0, 2**31 - 1)),
-    "image_size": optional(_pixels),
-    "mirror": optional(_boolean),
-    "seed": integer(0, 2**63 - 1),
-    "amp": optional(choice(*AMP_DTYPES)),
-    "keep_bottleneck": _boolean,
-    "memory": optional(Rule("bytes such as 6GiB", _is_size)),
-    "channels_last": _boolean,
-    "compile": _boolean,
-    "cuda_graph": _boolean,
-    "device": optional(path_name()),
-    "parallel": optional(choice(*PARALLEL)),
-    "sync_bn": _boolean,
-    "workers": integer(0, 1024),
-    "stream": optional(_boolean),
-    "resume": Rule("True or False, or auto", choice(True, False, "auto").accepts),
-    "accept_changed_data": _boolean,
-    "overwrite": _boolean,
-    "evaluate": Rule("True, False or a path", lambda value: isinstance(value, bool) or path_name().accepts(value)),
-    "tensorboard": _boolean,
-}
-"""What each checked option must be, on the command line and in the files of a run."""
-
-_DIGITS_DEFAULTS = {"depth": 22, "n_epochs": 20, "recipe": "one_cycle"}
-_DEFAULTS = {"depth": 100, "n_epochs": 300, "recipe": "step"}
+def check_option(name: str, value: Any) -> None:
+    """Raise ValueError unless the option may have this value: one of the rules in its annotation, or None."""
+    annotation = Options.__annotations__[name]
+    kinds = (annotation,) if hasattr(annotation, "__metadata__") else get_args(annotation)
+    rules: list[Rule] = [kind.__metadata__[0] for kind in kinds if hasattr(kind, "__metadata__")]
+    if type(None) in kinds:
+        rules.append(choice(None))
+    needed = ", or ".join(rule.needed.replace("one of None", "None") for rule in rules)
+    check(name, value, Rule(needed, lambda value: any(rule.accepts(value) for rule in rules)))
 
 
 def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
     """Check the `given` options and fill in the defaults; `efficient_engine` is what --efficient True means."""
-    given = dict(given)
-    given["efficient"] = SWITCH.get(str(given.get("efficient", True)), given.get("efficient"))
-    for name in ("data", "save", "device", "model", "engine", "weights", "freeze", "memory"):
-        if given.get(name) is not None:
-            given[name] = _text(name, given[name])
     options = Options(**given)
+    if isinstance(options.model, str) and options.model not in VARIANTS:
+        create_model(options.model)  # raises an error that lists the names, but for one that labels pixels
+    for name, value in asdict(options).items():
+        check_option(name, value)
+    _refuse_contradictions(options)
+    on_digits, from_zoo = options.data is None, options.model is not None
+    defaults = {"n_epochs": 20 if on_digits else 300, "recipe": "one_cycle" if on_digits else "step"}
+    defaults |= {"depth": None if from_zoo else 22 if on_digits else 100, "growth_rate": None if from_zoo else 12}
+    engine = options.efficient
+    if isinstance(engine, bool):
+        engine = efficient_engine if engine else "plain"
+    defaults |= {"seed": secrets.randbits(31), "engine": engine}
+    values = asdict(options)
+    return RunOptions(**values | {name: default for name, default in defaults.items() if values[name] is None})
+
+
+def _refuse_contradictions(options: Options) -> None:
     if options.model is not None and (options.depth or options.growth_rate):
         raise ValueError(
             f"found --model {options.model} with --depth or --growth_rate, but a model of the zoo has its own: "
             "leave out one or the other"
         )
-    defaults: dict[str, Any] = dict(_DIGITS_DEFAULTS if options.data is None else _DEFAULTS)
-    defaults |= {"growth_rate": 12, "seed": secrets.randbits(31)}
-    if options.model is not None:
-        defaults["depth"] = defaults["growth_rate"] = None
-    values = asdict(options)
-    values |= {name: default for name, default in defaults.items() if values[name] is None}
-    values["engine"] = options.engine or _engine(options.efficient, efficient_engine)
-    resolved = RunOptions(**values)
-    _check(resolved)
-    return resolved
-
-
-def _engine(efficient: bool | str, efficient_engine: str) -> str:
-    if isinstance(efficient, bool):
-        return efficient_engine if efficient else "plain"
-    return _text("efficient", efficient)
-
-
-def _text(name: str, value: Any) -> str:
-    if isinstance(value, bool) or str(value) == "":
-        raise ValueError(f"{name} is {value!r}, but needs a value: give --{name} VALUE")
-    return str(value)
-
-
-def _check(options: RunOptions) -> None:
-    if options.model is not None and options.model not in VARIANTS:
-        create_model(options.model)  # raises an error that lists the names
-        raise ValueError(f"model is {options.model!r}, which labels pixels: choose one that labels images")
-    for name, rule in RULES.items():
-        check(name, getattr(options, name), rule)
     if options.resume and options.overwrite:
         raise ValueError(
             "found --resume and --overwrite, but a run is either resumed or started over: give one of them"
@@ -252,6 +207,11 @@ def _check(options: RunOptions) -> None:
         raise ValueError(
             "found --accept_changed_data without --resume, but only a run that is resumed had other data: add --resume "
             "or leave it out"
+        )
+    if options.freeze is not None and options.weights is None and not options.resume:
+        raise ValueError(
+            "found --freeze without --weights, but random weights must be trained: give the --weights to keep, or "
+            "leave it out"
         )
 
 

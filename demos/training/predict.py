@@ -9,7 +9,7 @@ from efficient_densenet._checks import check_integer
 from efficient_densenet.weights.trained import CHECKPOINTS, find_checkpoint
 
 from .data.augment import Transform
-from .data.decode import decode
+from .data.folder import SUFFIXES, decode
 from .models import ModelConfig, load_model
 from .report import print_or_raise
 
@@ -25,43 +25,52 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
     """Classify images: print the likeliest classes of each and their probabilities, one line per image.
 
     Args:
-        images: files, of any size; they are resized to the size that the model was trained on.
+        images: files of any size, or folders of them; they are resized to the size that the model was trained on.
         model: directory of a run, or a file of weights in one, or a name of weights that were trained here; by default
             cifar10 for an image in color, and checkpoints/digits of this repository for any other.
         top: how many classes to print.
     """
     check_integer("top", top, at_least=1)
     if not images:
-        raise ValueError("found no image to classify: name one or more files")
-    paths = [Path(str(name)) for name in images]
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"{path} is not a file: give the path of an image")
+        raise ValueError("found no image to classify: name one or more files, or folders of them")
+    paths = [path for name in images for path in _image_files(Path(str(name)))]
     sources = [_source(path, model) for path in paths]
     models = {source: load_model(source) for source in dict.fromkeys(sources)}
     configs = [models[source][1] for source in sources]
     decoded = [decode(path, config.image_size, config.channels) for path, config in zip(paths, configs, strict=True)]
-    for name, image, source in zip(images, decoded, sources, strict=True):
+    for path, image, source in zip(paths, decoded, sources, strict=True):
         network, config = models[source]
-        normalize = Transform(config.mean, config.std, padding=0, horizontal_flip=False).normalize
-        probabilities = network(normalize(image[None])).softmax(1)[0]
+        probabilities = network(Transform(config.mean, config.std).normalize(image[None])).softmax(1)[0]
         if not probabilities.isfinite().all():
             raise FloatingPointError(
-                f"{name}: the model's outputs are not finite, so its weights are damaged: restore them from a copy"
+                f"{path}: the model's outputs are not finite, so its weights are damaged: restore them from a copy"
             )
         try:
-            print_or_raise(f"{name}: {_likeliest(probabilities, config, top)}")
+            print_or_raise(f"{path}: {_likeliest(probabilities, config, top)}")
         except BrokenPipeError:  # nobody reads any more, as after `| head`
             return
         except OSError as exc:
-            raise OSError(f"{name}: its classes could not be printed ({exc.strerror}): print to another place") from exc
+            raise OSError(f"{path}: its classes could not be printed ({exc.strerror}): print to another place") from exc
+
+
+def _image_files(path: Path) -> list[Path]:
+    """The file itself, or the images in a folder and below it."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{path} is neither a file nor a folder: give the path of an image, or of a folder of images")
+    found = sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file())
+    if not found:
+        raise ValueError(f"{path} contains no images: give a folder with files such as {', '.join(sorted(SUFFIXES))}")
+    return found
 
 
 def _source(image: Path, model: str | None) -> Path:
     """Where the model is read from that classifies this image."""
     if model is not None:
         return find_checkpoint(str(model))
-    return find_checkpoint(COLOR) if _has_color(decode(image, 32)) else DIGITS
+    colors = decode(image, 32)
+    return find_checkpoint(COLOR) if _has_color(colors) else DIGITS
 
 
 def _has_color(image: Tensor) -> bool:

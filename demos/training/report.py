@@ -1,4 +1,4 @@
-"""Progress of a run: a bar for each epoch on a terminal, a line for each epoch elsewhere."""
+"""What a run prints, the progress of an epoch, and its peak memory."""
 
 import contextlib
 import os
@@ -53,50 +53,21 @@ def peak_memory(device: torch.device, reserved: bool = False) -> int:
     return high_water_mark(device) or 0
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+def progress_bar(title: str, num_steps: int, initial_step: int, visible: bool) -> Any:
+    """A bar for the steps of an epoch, which is shown on a terminal only."""
+    on_terminal = visible and sys.stderr is not None and sys.stderr.isatty()
+    tqdm = need("tqdm", extra="demos").tqdm
+    return tqdm(total=num_steps, initial=initial_step, desc=title, unit="step", leave=False, disable=not on_terminal)
 
 
-class EpochProgress:
-    """The progress of one epoch. With `visible=False`, as in all processes but the main one, it shows nothing.
-
-    `whole_process` says what the peak memory is of, in the place of a device's tensors.
-    """
-
-    def __init__(
-        self, epoch: int, n_epochs: int, num_steps: int, initial_step: int, visible: bool, whole_process: bool = False
-    ) -> None:
-        self.memory = "peak memory of the process" if whole_process else "peak memory"
-        self.title, self.visible = f"epoch {epoch}/{n_epochs}", visible
-        on_terminal = visible and sys.stderr.isatty()
-        tqdm = need("tqdm", extra="demos").tqdm
-        self.bar = tqdm(
-            total=num_steps, initial=initial_step, desc=self.title, unit="step", leave=False, disable=not on_terminal
-        )
-
-    def step(self, loss: float, error: float, images_per_second: float, peak_bytes: int) -> None:
-        self.bar.set_postfix_str(
-            f"loss {loss:.3f}, error {error:.2%}, {images_per_second:,.0f} images/s, peak {mib(peak_bytes)}",
-            refresh=False,
-        )
-        with contextlib.suppress(OSError):  # a terminal that was closed
-            self.bar.update()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.bar.close()
-
-    def finish(self, row: dict[str, Any]) -> None:
-        self.close()
-        if self.visible:
-            validation = (
-                ""
-                if row["valid_loss"] == ""
-                else f"validation loss {row['valid_loss']:.3f}, error {row['valid_error']:.2%}; "
-            )
-            say(
-                f"{self.title}: train loss {row['train_loss']:.3f}, error {row['train_error']:.2%}; {validation}"
-                f"{row['seconds']:.1f} s, {row['images_per_second']:,.0f} images/s, "
-                f"{self.memory} {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}"
-            )
+def describe_epoch(title: str, row: dict[str, Any], whole_process: bool) -> str:
+    """What an epoch came to. With `whole_process` its peak memory is not that of tensors alone."""
+    validation = ""
+    if row["valid_loss"] != "":
+        validation = f"validation loss {row['valid_loss']:.3f}, error {row['valid_error']:.2%}; "
+    of_what = " of the process (Python, PyTorch and tensors)" if whole_process else ""
+    return (
+        f"{title}: train loss {row['train_loss']:.3f}, error {row['train_error']:.2%}; {validation}"
+        f"{row['seconds']:.1f} s, {row['images_per_second']:,.0f} images/s, "
+        f"peak memory{of_what} {row['peak_memory_mib']:,.0f} MiB, lr {row['lr']:.3g}"
+    )

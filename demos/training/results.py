@@ -26,21 +26,19 @@ validation images `valid_loss` and `valid_error` are empty."""
 Row = dict[str, Any]
 
 
-def save_csv(folder: Path, rows: list[Row]) -> None:
-    files.write_atomic(folder / "results.csv", files.to_csv([{c: row[c] for c in COLUMNS} for row in rows]))
-
-
 def check_dependencies(tensorboard: bool) -> None:
     """Raise if what only the end of a run needs, or of an epoch, is not installed."""
-    for name in ("tqdm", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-        need(name.partition(".")[0], extra="demos")
+    for name in ("tqdm", "matplotlib", "filelock"):
         need(name, extra="demos")
     if tensorboard:
         need("tensorboard", extra="tensorboard")
 
 
+def save_csv(folder: Path, rows: list[Row]) -> None:
+    files.write_atomic(folder / "results.csv", files.to_csv([{c: row[c] for c in COLUMNS} for row in rows]))
+
+
 def plot_curves(folder: Path, rows: list[Row], title: str) -> None:
-    need("matplotlib", extra="demos")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -66,20 +64,15 @@ def plot_curves(folder: Path, rows: list[Row], title: str) -> None:
     files.write_atomic(folder / "curves.png", png.getvalue())
 
 
-class TensorBoardWriter:
-    """Writes rows as TensorBoard scalars; does nothing unless `enabled`."""
+class EventWriter:
+    """Writes rows as TensorBoard's scalars; what an interrupted run wrote of `next_epoch` and later ones is hidden."""
 
-    def __init__(self, folder: Path, enabled: bool, next_epoch: int) -> None:
-        self.writer = None
-        if enabled:
-            need("tensorboard", extra="tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, folder: Path, next_epoch: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=next_epoch)
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=next_epoch)
 
     def add(self, row: Row) -> None:
-        if self.writer is None:
-            return
         for column in COLUMNS[1:]:
             if row[column] != "":
                 self.writer.add_scalar(column, row[column], row["epoch"])

@@ -1,43 +1,36 @@
 """A training run: from its options to the test error, interrupted and resumed at any step."""
 
 import contextlib
+import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from efficient_densenet import __version__
 from efficient_densenet._archive import to_archive
-from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.weights.trained import find_checkpoint
 
-from . import files, finetune, models, run_format, run_log, run_state
+from . import files, models
 from .cuda_graph import check_cuda_graph
-from .data import (
-    SplitDataset,
-    StreamedImages,
-    UndecodableImage,
-    check_images,
-    check_options_of_folders,
-    check_prefetched,
-    load,
-)
-from .data.augment import transform_for
+from .data import Dataset, UndecodableImage, load
+from .data.augment import Transform, transform_for
+from .data.folder import check_images
+from .data.sources import check_options_of_folders, check_source
 from .distributed import DistributedContext, check_parallel, init_distributed
-from .evaluate import evaluate
+from .finetune import PretrainedWeights, find_weights, inputs_of, with_full_path
 from .freezing import describe_frozen, freeze_parameters
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
-from .machine import check_options
-from .memory_estimate import advice_now, describe_expected_memory, fit_into_memory, largest_batch
+from .memory_estimate import describe_expected_memory, fit_into_memory, largest_batch, what_to_change
 from .options import RunOptions, parse
-from .report import EpochProgress, may_fail, mib, peak_memory, reset_peak_memory, say
-from .results import Row, TensorBoardWriter, check_dependencies, plot_curves, save_csv
-from .run_lock import RunLock, refuse_if_held
-from .sharding import is_sharded
+from .report import describe_epoch, may_fail, mib, peak_memory, progress_bar, say
+from .results import EventWriter, Row, check_dependencies, plot_curves, save_csv
+from .run_directory import LAST, RunDirectory, data_changes, merge_options, run_folder, this_process
+from .sharding import load_model_state
 from .signals import StopRequest, TrainingInterrupted
 
 SECONDS_BETWEEN_PLOTS = 20
@@ -45,98 +38,133 @@ SECONDS_BETWEEN_PLOTS = 20
 
 def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
     """Train, resume or evaluate, as the `given` options say; `efficient_engine` is what `efficient=True` means."""
-    given = finetune.with_full_path(given)
+    given = with_full_path(given)
     options = parse(given, efficient_engine)
-    with init_distributed(options.device) as context:
-        options = replace(options, seed=context.from_main_process(options.seed))  # which may have drawn it
-        folder = run_state.run_directory(options)
-        check_options(options.workers, options.lr)
+    with init_distributed(options.device) as context, _workers_named():
+        options = replace(options, seed=context.on_main(lambda: options.seed))  # which may have been drawn
         check_parallel(options, context)
+        directory = RunDirectory(run_folder(options))
         if options.evaluate is not False:
-            evaluate(folder if options.evaluate is True else find_checkpoint(options.evaluate), options, context)
-            return
-        files.check_writable(folder)
-        if context.is_main_process:
-            refuse_if_held(folder)
-        versions = run_state.file_versions(folder)
-        run_state.check_save_directory(folder, options)
-        state = run_state.read_to_resume(folder, options.resume)
-        run_state.check_position(folder, state, context.from_main_process(run_state.position_number(state)))
-        if state:
-            options = parse(run_state.merge_options(state, given), efficient_engine)
-            check_options(options.workers, options.lr)
-        pretrained = finetune.read_pretrained(options, given if state is None else asdict(options), state)
-        if pretrained and state is None:
-            options = replace(parse(pretrained.complete(given), efficient_engine), seed=options.seed)
-        check_cuda_graph(options, context)
-        if options.sync_bn and state is None and not dist.is_torchelastic_launched():
-            raise ValueError(
-                "found --sync_bn, but this is the only process: start several with torchrun, or leave it out"
+            evaluate(
+                directory.folder if options.evaluate is True else find_checkpoint(options.evaluate), options, context
             )
-        if context.is_main_process:
-            check_dependencies(options.tensorboard)
-        Run(options, context, folder, state, versions, pretrained).train()
+            return
+        with contextlib.closing(directory):
+            state = context.on_main(lambda: directory.open(options))
+            if state:
+                options = parse(merge_options(state, given), efficient_engine)
+            pretrained = None
+            if options.weights is not None and state is None:
+                pretrained = find_weights(options.weights, given)
+                options = replace(parse(pretrained.complete(given), efficient_engine), seed=options.seed)
+            check_cuda_graph(options, context)
+            if context.is_main_process:
+                check_dependencies(options.tensorboard)
+            Run(options, context, directory, state, pretrained).train()
+
+
+def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> None:
+    """Print test loss and error of the model in `path`, on its own data or on --data with the same classes."""
+    model, config = models.load_model(path)
+    dataset = dataset_of_run(path, options, config)
+    trainer = Trainer(
+        model, Transform(config.mean, config.std), replace(options, sync_bn=False, cuda_graph=False), context
+    )
+    loss, error = trainer.evaluate(dataset.test.to(context.device))
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"{path}: the test loss is {loss}, but must be finite: its weights are damaged, so restore them from a copy"
+        )
+    if context.is_main_process:
+        say(f"{path}: {config.name} on {len(dataset.test):,} test images of {dataset.name}")
+        say(f"test loss {loss:.4f}, test error {error:.2%}")
+
+
+def dataset_of_run(path: Path, options: RunOptions, config: models.ModelConfig) -> Dataset:
+    """The data set that the model in `path` was trained on, or that of --data if it has the same classes."""
+    data, name = options.data, options.dataset
+    if data is None:
+        trained = models.read_config(path if path.is_dir() else path.parent)[0]["options"]
+        data = trained["data"]
+        name = name or (trained.get("dataset") if data else None)  # earlier versions named one beside the digits
+    check_source(data, name, may_download=False)
+    dataset = load(data, name, config.image_size, options.workers, options.stream, config.channels)
+    if dataset.classes != config.classes:
+        raise ValueError(
+            f"{dataset.name} has {models.describe_classes(dataset.classes)}, but {path} was trained on "
+            f"{models.describe_classes(config.classes)}: give --data with the same"
+        )
+    return dataset
+
+
+@contextlib.contextmanager
+def _workers_named() -> Any:
+    """Raise PyTorch's error about a dead process that decodes images as a sentence, wherever its handler raises it."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "DataLoader worker" not in str(exc):
+            raise
+        raise ChildProcessError(
+            f"a process that decodes images ended ({' '.join(str(exc).split())[:200]}), perhaps for lack of memory, "
+            "or of shared memory in a container (--shm-size): give fewer --workers, and continue with --resume"
+        ) from exc
 
 
 class Run:
-    """A run and its directory, in which only the main process writes. With a `state` the run is resumed.
+    """A run and its directory, in which only the main process writes.
 
-    The state may be no more than its config, of a run that was ended before it had one. A run that has no state begins
-    with the `pretrained` weights, if there are any.
+    It goes on from the `state`, or begins with the `pretrained` weights, if there are any.
     """
 
     def __init__(
         self,
         options: RunOptions,
         context: DistributedContext,
-        folder: Path,
-        state: dict[str, Any] | None,
-        versions: run_state.FileVersions,
-        pretrained: finetune.PretrainedWeights | None = None,
+        directory: RunDirectory,
+        state: Mapping[str, Any] | None,
+        pretrained: PretrainedWeights | None = None,
     ) -> None:
-        self.options, self.context, self.folder, self.resumed = options, context, folder, state is not None
-        self.lock, self.versions = RunLock(folder), versions
+        self.options, self.context, self.directory, self.resumed = options, context, directory, state is not None
         torch.manual_seed(options.seed)
-        inputs = state["model"] if state else pretrained and pretrained.inputs  # which the weights depend on
-        channels = inputs["channels"] if inputs and options.weights else None
-        self.dataset = self._load_dataset(may_download=state is None, channels=channels)
+        started = models.model_config(state["model"]) if state else None
+        inputs = inputs_of(started) if started else pretrained.inputs if pretrained else None
+        self.dataset = self._load_dataset(may_download=state is None, channels=inputs["channels"] if inputs else None)
+        self.valid: Any = self.dataset.valid
         flip = self.dataset.horizontal_flip if options.mirror is None else options.mirror
-        transform = transform_for(self.dataset.train, flip)
-        self.config = models.config_for(options, self.dataset, transform)
-        self.record = run_state.run_record(options, self.config, self.dataset)
-        changes: list[str] = []
-        if state:
-            changes = run_state.data_changes(state, self.record, options.accept_changed_data)
         if inputs:
-            mean, std = (tuple(inputs[name]) for name in ("mean", "std"))
-            transform, self.config = replace(transform, mean=mean, std=std), replace(self.config, mean=mean, std=std)
-            self.record["model"] = self.config.as_dict()
-        self.model = self.config.build(options.engine, options.keep_bottleneck).to(context.device)
-        self.said = pretrained.load_into(self.model, self.dataset.classes) if pretrained else []
-        freeze_parameters(self.model, options.freeze)
-        if state and "state" in state:
-            run_format.check_state(folder / run_state.LAST, state, self.model)
-            run_state.check_weights_of_best_epoch(folder, state, self.model)
-        for images in (self.dataset.valid, self.dataset.test):
+            size = self.dataset.image_size
+            self.transform = Transform(tuple(inputs["mean"]), tuple(inputs["std"]), size // 8, flip)
+        else:
+            self.transform = transform_for(self.dataset.train, flip)
+        network = {name: getattr(options, name) for name in ("model", "depth", "growth_rate", "drop_rate")}
+        images = {name: getattr(self.dataset, name) for name in ("channels", "image_size", "classes")}
+        self.config = models.ModelConfig(**network, **images, mean=self.transform.mean, std=self.transform.std)
+        self.record = self._record()
+        self.said = data_changes(state["data"], self.record["data"], options.accept_changed_data) if state else []
+        self.said = [f"note: {change}" for change in self.said]
+        for images in (self.valid, self.dataset.test):
             check_images(images, slice(context.rank, None, context.world_size))
+        self.model = self.config.build(options.engine, options.keep_bottleneck).to(context.device)
+        if pretrained:
+            self.said += pretrained.load_into(self.model, self.dataset.classes)
+        freeze_parameters(self.model, options.freeze)
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
         self.expected_memory = self._fit_into_memory()
-        self.trainer = Trainer(self.model, transform, self.options, context)
+        self.trainer = Trainer(self.model, self.transform, self.options, context)
         self.environment = f"engine {self._describe_engines()}; {self.context.describe()}"
-        self._print_summary()
-        self.position, self.rows, self.peak = TrainingPosition(), [], 0
-        if state and "state" in state:
-            self._restore(state, changes)
+        self.position, self.rows, self.peak, self.last_plot = TrainingPosition(), [], 0, time.monotonic()
+        self.events: EventWriter | None = None
+        if state:
+            self._restore(state)
         if context.is_main_process:
-            for change in changes:
-                say(f"note: {change}")
+            self._print_summary()
         self.stop_request = StopRequest()
 
     def train(self) -> None:
-        self.context.barrier()  # no process writes before all have read
-        with self.stop_request, contextlib.closing(self.lock):
-            self._prepare_directory()
-            run_state.check_version(self.folder, self.context.from_main_process(run_state.version_number(self.folder)))
+        with self.stop_request.listening():
+            state = self.trainer.state()
+            self.context.on_main(lambda: self._prepare_directory(state))
             try:
                 while self.position.epoch <= self.options.n_epochs:
                     self._train_epoch()
@@ -144,74 +172,60 @@ class Run:
             except TrainingInterrupted as interrupted:
                 self._save_and_exit(interrupted)
             except UndecodableImage as exc:
-                remedy = f"then continue with --resume --accept_changed_data and --save {self.folder}"
+                remedy = f"then continue with --resume --accept_changed_data and --save {self.directory.folder}"
                 raise UndecodableImage(f"{exc}, {remedy}") from exc
             except torch.OutOfMemoryError as exc:
-                self.model.zero_grad()
-                advice = advice_now(self._whole_model(), self.dataset.image_size, self.options, self.largest_batch)
-                raise MemoryError(advice) from exc
+                step = f"a step of {self.largest_batch} images with engine {self.options.engine}"
+                peak = mib(self._peak_memory())
+                raise MemoryError(
+                    f"out of memory in {step}: tensors had reached {peak}: start over with --overwrite, and "
+                    f"{what_to_change(self.options)}"
+                ) from exc
 
-    def _fit_into_memory(self) -> str:
-        """Choose what `--memory` leaves open, the same in all processes; returns the expected peak in words."""
-        size = self.dataset.image_size
-        options, chosen = fit_into_memory(self.model, size, self.options, self.largest_batch, self.resumed)
-        micro_batch_size = self.context.from_main_process(options.micro_batch_size or 0) or None
-        self.options = replace(self.options, micro_batch_size=micro_batch_size)
-        self.record["options"]["micro_batch_size"] = micro_batch_size
-        self.largest_batch = largest_batch(self.options, len(self.dataset.train), self.context)
-        if chosen:
-            self.said.append(f"memory: {chosen}")
-        return describe_expected_memory(self.model, size, self.options, self.largest_batch)
-
-    def _whole_model(self) -> DenseNet:
-        """The model, or one like it where its parameters are sharded, which cannot be copied."""
-        if not is_sharded(self.model):
-            return self.model
-        model = self.config.build(self.options.engine, self.options.keep_bottleneck).to(self.context.device)
-        freeze_parameters(model, self.options.freeze)
-        return model
-
-    def _load_dataset(self, may_download: bool, channels: int | None) -> SplitDataset:
+    def _load_dataset(self, may_download: bool, channels: int | None) -> Dataset:
         options, context = self.options, self.context
         size = options.image_size or models.default_image_size(options.model)
-        if not context.is_main_process:
-            context.barrier()  # waits for what the main process downloads
-        dataset = load(options.data, options.dataset, size, options.workers, options.stream, may_download)
-        if context.is_main_process:
-            context.barrier()
-        context.barrier()  # waits for the others, which decode after the main process
+        context.on_main(lambda: check_source(options.data, options.dataset, may_download))
+        dataset = load(options.data, options.dataset, size, options.workers, options.stream, channels)
         check_options_of_folders(dataset, None if options.weights else options.image_size, options.stream)
         dataset = dataset.with_validation(options.valid_size).to(context.device)
-        if channels is not None:
-            dataset = dataset.with_channels(channels)
         smallest = min(len(dataset.train), options.batch_size)
         if smallest < context.world_size:
             raise ValueError(
                 f"found a batch of {smallest} images for {context.world_size} processes, but each needs at least one: "
                 "give a larger --batch_size or fewer processes"
             )
-        if isinstance(dataset.train, StreamedImages):
-            check_prefetched(dataset.image_size, -(-smallest // context.world_size), options.workers)
         return dataset
 
-    def _restore(self, state: dict[str, Any], changes: list[str]) -> None:
-        """Go on where the run was saved; with another number of images, from the beginning of the epoch."""
-        self.position, self.rows = run_state.restore(state, self.trainer)
-        if self.position.step and state["data"]["train_pictures"] != len(self.dataset.train):
-            changes.append(f"epoch {self.position.epoch} begins anew, since its batches are others")
-            self.position = TrainingPosition(self.position.epoch)
-
-    def _print_summary(self) -> None:
-        if not self.context.is_main_process:
-            return
+    def _record(self) -> dict[str, Any]:
+        """What describes the run in config.json and last.pt."""
+        data = self.options.data and str(Path(self.options.data).absolute())  # so that it can be resumed from anywhere
         dataset = self.dataset
-        count, size = models.count_parameters(self.model)
-        say(f"{self.config.name}: {count:,} parameters, {mib(size)}; {self.environment}; seed {self.options.seed}")
-        for line in filter(None, [*self.said, describe_frozen(self.model)]):
-            say(line)
-        say(f"expected memory of a step: {self.expected_memory}")
-        splits = f"{len(dataset.train):,} to train, {len(dataset.valid):,} to validate, {len(dataset.test):,} to test"
-        say(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")
+        return {
+            "options": asdict(self.options) | {"data": data},
+            "model": self.config.as_dict(),
+            "data": {
+                "name": dataset.name,
+                "train_images": len(dataset.train),
+                "valid_images": len(self.valid),
+                "test_images": len(dataset.test),
+                "image_size": dataset.image_size,
+                "classes": list(dataset.classes),
+                "fingerprint": dataset.fingerprint,
+            },
+        }
+
+    def _fit_into_memory(self) -> str:
+        """Choose what `--memory` leaves open, the same in all processes; returns the expected peak in words."""
+        size = self.dataset.image_size
+        options, chosen = fit_into_memory(self.model, size, self.options, self.largest_batch, self.resumed)
+        micro_batch_size = self.context.on_main(lambda: options.micro_batch_size)
+        self.options = replace(self.options, micro_batch_size=micro_batch_size)
+        self.record["options"]["micro_batch_size"] = micro_batch_size
+        self.largest_batch = largest_batch(self.options, len(self.dataset.train), self.context)
+        if chosen:
+            self.said.append(f"memory: {chosen}")
+        return describe_expected_memory(self.model, size, self.options, self.largest_batch)
 
     def _describe_engines(self) -> str:
         try:
@@ -221,31 +235,42 @@ class Run:
         except RuntimeError as exc:  # an engine that was named, and cannot run with synchronized norms
             raise ValueError(str(exc)) from exc
 
-    def _prepare_directory(self) -> None:
-        state = self.trainer.state()
-        if not self.context.is_main_process:
-            return
-        files.make_directory(self.folder)
-        self.lock.acquire()
-        run_state.check_unchanged(self.folder, self.versions)
-        files.remove_temporary_files(self.folder)
-        if self.options.overwrite:
-            for name in run_state.WRITTEN:
-                (self.folder / name).unlink(missing_ok=True)
-        versions = {"efficient_densenet": __version__, "torch": torch.__version__}
-        models.write_config(self.folder, self.record | {"versions": versions})
-        where = self._describe_position()
-        event = f"resumed {where}" if self.resumed else "started"
-        run_log.append(self.folder, f"{event}; {self.environment}; PyTorch {torch.__version__}")
-        run_state.write(self.folder, state, self.position, self.rows, self.record)
-        self.tensorboard = TensorBoardWriter(self.folder, self.options.tensorboard, self.position.epoch)
-        self.last_plot = time.monotonic()
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where the run was saved; with another number of images, from the beginning of the epoch."""
+        with files.damage_named(self.directory.folder / LAST):
+            self.trainer.load_state(state["state"])
+        self.position, self.rows = TrainingPosition(**state["position"]), list(state["rows"])
         if self.rows:
-            save_csv(self.folder, self.rows)
-        if self.options.resume and not self.resumed:
-            say(f"nothing to resume in {self.folder}: starting")
-        elif self.resumed:
-            say(f"resuming {self.folder} {where}")
+            self.context.on_main(lambda: self.directory.check_best_weights(self.config.build()))
+        if self.position.step and state["data"]["train_images"] != len(self.dataset.train):
+            self.said.append(f"note: epoch {self.position.epoch} begins anew, since its batches are others")
+            self.position = TrainingPosition(self.position.epoch)
+
+    def _print_summary(self) -> None:
+        dataset, parameters = self.dataset, list(self.model.parameters())
+        count, size = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
+        say(f"{self.config.name}: {count:,} parameters, {mib(size)}; {self.environment}; seed {self.options.seed}")
+        for line in filter(None, [*self.said, describe_frozen(self.model)]):
+            say(line)
+        say(f"expected memory of a step: {self.expected_memory}")
+        splits = f"{len(dataset.train):,} to train, {len(self.valid):,} to validate, {len(dataset.test):,} to test"
+        say(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")
+
+    def _prepare_directory(self, state: dict[str, Any]) -> None:
+        where, folder = self._describe_position(), self.directory.folder
+        self.directory.prepare(self.options)
+        self.directory.save(state, self.position, self.rows, self.record)
+        versions = {"efficient_densenet": __version__, "torch": torch.__version__}
+        models.write_config(folder, self.record | {"versions": versions})
+        event = f"resumed {where}" if self.resumed else "started"
+        self.directory.log(f"{event} {this_process()}; {self.environment}; PyTorch {torch.__version__}")
+        self.events = EventWriter(folder, self.position.epoch) if self.options.tensorboard else None
+        if self.rows:
+            save_csv(folder, self.rows)
+        if self.resumed:
+            say(f"resuming {folder} {where}")
+        elif self.options.resume:
+            say(f"nothing to resume in {folder}: starting")
 
     def _describe_position(self) -> str:
         """Where training goes on."""
@@ -257,44 +282,34 @@ class Run:
         return f"in epoch {epoch}, step {step + 1}" if step else f"in epoch {epoch}"
 
     def _train_epoch(self) -> None:
-        position = self.position
+        position, device = self.position, self.context.device
         started = time.perf_counter() - position.seconds
-        reset_peak_memory(self.context.device)
-        progress = self._epoch_progress()
-        try:
-            self._train_steps(progress, started)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        steps = num_steps(len(self.dataset.train), self.options.batch_size)
+        title = f"epoch {position.epoch}/{self.options.n_epochs}"
+        with progress_bar(title, steps, position.step, self.context.is_main_process) as bar:
+            for _ in self.trainer.steps(self.dataset.train, position):
+                position.seconds = time.perf_counter() - started
+                loss, error = position.loss / position.seen, position.wrong / position.seen
+                speed, peak = position.seen / position.seconds, mib(self._peak_memory())
+                with contextlib.suppress(OSError):  # a terminal that was closed
+                    bar.set_postfix_str(
+                        f"loss {loss:.3f}, error {error:.2%}, {speed:,.0f} images/s, peak {peak}", False
+                    )
+                    bar.update()
+                self._raise_if_stopped()
             # Where processes evaluate different numbers of batches, they cannot agree on stopping between them.
             after_batch = self._raise_if_stopped if self.context.world_size == 1 else None
-            valid = self.trainer.evaluate(self.dataset.valid, after_batch) if len(self.dataset.valid) else ("", "")
-        except ChildProcessError:
-            if self.context.world_size == 1:
-                self._raise_if_stopped()  # a signal to the process group has killed the decoding processes too
-            raise
-        finally:
-            progress.close()
+            valid = self.trainer.evaluate(self.valid, after_batch) if len(self.valid) else ("", "")
         row = self._row(valid, time.perf_counter() - started)
         if row["valid_loss"] != "":
             check_finite("validation loss", row["valid_loss"], f"epoch {row['epoch']}", row["lr"])
         self.rows.append(row)
         self.position = TrainingPosition(position.epoch + 1)
         self._save_epoch(row)
-        progress.finish(row)
-
-    def _epoch_progress(self) -> EpochProgress:
-        steps = num_steps(len(self.dataset.train), self.options.batch_size)
-        visible = self.context.is_main_process
-        whole_process = self.context.device.type == "cpu"
-        return EpochProgress(
-            self.position.epoch, self.options.n_epochs, steps, self.position.step, visible, whole_process
-        )
-
-    def _train_steps(self, progress: EpochProgress, started: float) -> None:
-        position = self.position
-        for _ in self.trainer.steps(self.dataset.train, position):
-            position.seconds = time.perf_counter() - started
-            loss, error = position.loss / position.seen, position.wrong / position.seen
-            progress.step(loss, error, position.seen / position.seconds, self._peak_memory())
-            self._raise_if_stopped()
+        if self.context.is_main_process:
+            say(describe_epoch(title, row, whole_process=device.type == "cpu"))
 
     def _peak_memory(self) -> int:
         return peak_memory(self.context.device, reserved=self.options.cuda_graph)
@@ -320,35 +335,33 @@ class Run:
         state = self.trainer.state()
         if not self.context.is_main_process:
             return
-        self.lock.check()
-        if row is self._best_row():
-            files.write_atomic(self.folder / models.WEIGHTS, to_archive(state["model"]))
+        # The best by validation, or the last one if there are no images to validate by.
+        best = min(self.rows, key=lambda row: (row["valid_error"], row["valid_loss"])) if len(self.valid) else row
+        if row is best:
+            self.directory.write(models.WEIGHTS, to_archive(state["model"]))
         self._save(state)
-        with may_fail("TensorBoard's events"):
-            self.tensorboard.add(row)
-
-    def _best_row(self) -> Row:
-        """The best by validation, or the last one if there are no images to validate by."""
-        if not len(self.dataset.valid):
-            return self.rows[-1]
-        return min(self.rows, key=lambda row: (row["valid_error"], row["valid_loss"]))
+        self._add_events(row)
 
     def _save(self, state: dict[str, Any], plot: bool = False) -> None:
         """Save the trainer's state first: nothing that fails afterwards costs an epoch."""
-        self.lock.check()
-        run_state.write(self.folder, state, self.position, self.rows, self.record)
+        self.directory.save(state, self.position, self.rows, self.record)
         if self.rows:
-            save_csv(self.folder, self.rows)
+            save_csv(self.directory.folder, self.rows)
             if plot or time.monotonic() - self.last_plot > SECONDS_BETWEEN_PLOTS:
                 self._plot()
 
     def _plot(self) -> None:
         with may_fail("curves.png"):
-            plot_curves(self.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
+            plot_curves(self.directory.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
         self.last_plot = time.monotonic()
 
+    def _add_events(self, row: Row) -> None:
+        if self.events:
+            with may_fail("TensorBoard's events"):
+                self.events.add(row)
+
     def _raise_if_stopped(self) -> None:
-        number = int(self.stop_request.signal or 0)
+        number = self.stop_request.received
         if self.context.all_reduce_sum([number])[0]:
             raise TrainingInterrupted(number)
 
@@ -356,33 +369,33 @@ class Run:
         state = self.trainer.state()
         if self.context.is_main_process:
             self._save(state, plot=True)
-            stopped = f"stopped by {interrupted.name} in epoch {self.position.epoch} after step {self.position.step}"
-            run_log.append(self.folder, stopped)
-            say(f"{stopped}: continue with --resume and --save {self.folder}")
+            stopped = (
+                f"stopped by {interrupted.number.name} in epoch {self.position.epoch} after step {self.position.step}"
+            )
+            self.directory.log(stopped)
+            say(f"{stopped}: continue with --resume and --save {self.directory.folder}")
         self.context.barrier()  # a process that leaves while another one writes looks dead to it
         sys.exit(128 + interrupted.number)
 
     def _finish(self) -> None:
         """Test the weights of the best epoch, or of the last one if there are no images to validate by."""
-        self.context.barrier()
-        models.load_weights(self.model, self.folder / models.WEIGHTS)
+        folder = self.directory.folder
+        load_model_state(self.model, self.context.on_main(lambda: models.read_weights(folder / models.WEIGHTS)))
         test_loss, test_error = self.trainer.evaluate(self.dataset.test)
         check_finite("test loss", test_loss, f"epoch {self.rows[-1]['epoch']}", self.rows[-1]["lr"])
         self.rows[-1]["test_error"] = test_error
         if not self.context.is_main_process:
             return
-        self.lock.check()
-        run_state.update_rows(self.folder, self.rows)
-        save_csv(self.folder, self.rows)
+        self.directory.save_rows(self.rows)
+        save_csv(folder, self.rows)
         self._plot()
-        with may_fail("TensorBoard's events"):
-            self.tensorboard.add(self.rows[-1])
-        run_log.append(self.folder, f"finished: test error {test_error:.2%}")
+        self._add_events(self.rows[-1])
+        self.directory.log(f"finished: test error {test_error:.2%}")
         if self.options.memory is not None or self.context.device.type == "cuda":
             what = "the process, with Python and PyTorch," if self.context.device.type == "cpu" else "all tensors"
             say(f"memory: {self.expected_memory} was expected; {what} took {mib(self.peak)}")
-        which = "the best epoch by validation" if len(self.dataset.valid) else "the last epoch"
+        which = "the best epoch by validation" if len(self.valid) else "the last epoch"
         say(
-            f"test error {test_error:.2%}; in {self.folder}: {models.WEIGHTS} ({which}), "
-            f"{run_state.LAST}, results.csv, curves.png, {models.CONFIG}"
+            f"test error {test_error:.2%}; in {folder}: {models.WEIGHTS} ({which}), "
+            f"{LAST}, results.csv, curves.png, {models.CONFIG}"
         )

@@ -8,7 +8,7 @@ from torch import nn
 
 from .._compilers import constant_to_compilers
 from .._dimensions import classes
-from .._torch_private import has_global_module_hooks
+from .._torch_private import has_global_module_hooks, why_not_shared
 from ..kernels.activations import NAMES
 from .sharded import why_sharded
 
@@ -65,7 +65,10 @@ def modules_inside(module: nn.Module) -> list[nn.Module]:
 
 
 def why_not_global_changes() -> str | None:
-    """A hook on all modules, or a patch of one of torch's classes, that the shared engine would not call."""
+    """A hook on all modules, or a patch of one of torch's classes, that the shared engine would not call; or what this
+    PyTorch lacks."""
+    if why_not_shared() is not None:
+        return why_not_shared()
     if has_global_module_hooks():
         return "found a hook on all modules, which the shared engine does not call inside a layer"
     name = patched_method()

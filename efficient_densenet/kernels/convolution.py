@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._dimensions import dimensions_of
 from .._tensors import device_type
-from .._torch_private import convolutions_in_tf32, im2col_conv3x3, im2col_conv3x3_backward
+from .._torch_private import IM2COL, convolutions_in_tf32, im2col_conv3x3, im2col_conv3x3_backward, why_not
 
 IM2COL_BYTES = 1 << 18
 """The largest im2col matrix of images that are too small for oneDNN."""
@@ -47,6 +47,7 @@ def _by_im2col(images: Tensor, dilation: int) -> bool:
         im2col_bytes <= IM2COL_BYTES
         and (dilation, images.dim(), images.dtype) == (1, 4, torch.float32)  # others lack oneDNN or im2col
         and device_type(images) == "cpu"
+        and why_not(IM2COL) is None
     )
 
 

@@ -11,22 +11,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-Held = dict[tuple, Tensor]
-"""A buffer by (name, dtype), and the views of it that were taken, by (name, dtype, shape): many layers take the same
-views."""
-
 _local = threading.local()
+"""Its attribute `held` is a dict: a buffer by (name, dtype), and the views of it that were taken, by (name, dtype,
+shape), since many layers take the same views."""
 
 
 @contextlib.contextmanager
-def reused(held: Held | None = None) -> Iterator[None]:
-    """In this context and thread, `take` returns the same memory for the same name. `held` are buffers to reuse."""
+def reused() -> Iterator[None]:
+    """In this context and thread, `take` returns the same memory for the same name."""
     outer = getattr(_local, "held", None)
-    _local.held = {} if held is None else held
+    _local.held = {}
     try:
         yield
     finally:
         _local.held = outer
+
+
+def free() -> None:
+    """Free the memory of the context."""
+    _local.held.clear()
 
 
 def take(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

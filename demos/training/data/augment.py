@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.transforms.v2 import functional as transforms
 
-from .images import ImageSet, StreamedImages
+from .images import ImageSet
 
 
 def generator_for(*key: int) -> torch.Generator:
@@ -45,8 +46,8 @@ class Transform:
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    padding: int
-    horizontal_flip: bool
+    padding: int = 0
+    horizontal_flip: bool = False
 
     def sample_params(self, batch_size: int, generator: torch.Generator) -> AugmentationParams:
         offsets = torch.randint(2 * self.padding + 1, (2, batch_size), generator=generator)
@@ -55,24 +56,16 @@ class Transform:
 
     def augment(self, images: Tensor, params: AugmentationParams) -> Tensor:
         """Crop each zero-padded image at its own offset, and flip it or not."""
-        cropped = crop(images, params.offsets, self.padding)
+        height, width = images.shape[2:]
+        windows = F.pad(images, (self.padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+        rows, columns = params.offsets.to(images.device)
+        cropped = windows[torch.arange(len(images), device=images.device), :, rows, columns]
         if not self.horizontal_flip:
             return cropped
-        flips = params.flips.to(images.device)[:, None, None, None]
-        return torch.where(flips, cropped.flip(3), cropped)
+        return torch.where(params.flips.to(images.device)[:, None, None, None], cropped.flip(3), cropped)
 
     def normalize(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        mean = torch.tensor(self.mean, dtype=dtype, device=images.device)[:, None, None]
-        std = torch.tensor(self.std, dtype=dtype, device=images.device)[:, None, None]
-        return images.to(dtype).sub_(mean).div_(std)
-
-
-def crop(images: Tensor, offsets: Tensor, padding: int) -> Tensor:
-    """Pad `images` (N, C, H, W) with zeros and crop each to H × W at its own row and column of `offsets` (2, N)."""
-    height, width = images.shape[2:]
-    windows = F.pad(images, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-    rows, columns = offsets.to(images.device)
-    return windows[torch.arange(len(images), device=images.device), :, rows, columns]
+        return transforms.normalize(images.to(dtype), list(self.mean), list(self.std), inplace=True)
 
 
 def transform_for(images: ImageSet, horizontal_flip: bool, max_images: int = 10_000) -> Transform:
@@ -80,15 +73,14 @@ def transform_for(images: ImageSet, horizontal_flip: bool, max_images: int = 10_
 
     The statistics are those of at most `max_images` evenly spaced images.
     """
-    size = images.image_size if isinstance(images, StreamedImages) else images.images.shape[-1]
+    size = images.image_shape[-1]
     batch_size = min(100, max(1, 2**25 // size**2))  # of large images fewer, since their values are float64
     indices = torch.linspace(0, len(images) - 1, min(len(images), max_images)).round().long()
     sums = squares = torch.zeros(1, dtype=torch.float64)
-    count = width = 0
+    count = 0
     for batch, _ in images.fetch(indices.split(batch_size)):
         values = batch.cpu().double().transpose(0, 1).flatten(1)
         sums, squares, count = sums + values.sum(1), squares + values.square().sum(1), count + values.shape[1]
-        width = batch.shape[-1]
     mean = sums / count
     std = (squares / count - mean.square()).clamp(min=1).sqrt()  # at least 1: a constant channel is not amplified
-    return Transform(tuple(mean.tolist()), tuple(std.tolist()), width // 8, horizontal_flip)
+    return Transform(tuple(mean.tolist()), tuple(std.tolist()), size // 8, horizontal_flip)

@@ -1,134 +1,152 @@
-"""Image folders: `train/`, and `test/` or `val/` or both, with a folder of images of any size for each class.
-
-torchvision's `ImageFolder` leaves out folders that cannot be read, and takes hidden ones for classes.
-"""
+"""Image folders: `train/`, and `test/` or `val/` or both, with a folder of images of any size for each class."""
 
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.v2 import functional as transforms
 
 from efficient_densenet._extras import need
+from efficient_densenet._images import to_8bit
 
-from ..machine import check_memory, num_processors
-from ..schema import is_utf8
-from .decode import decode
-from .images import Images, ImageSet, StreamedImages, digest
+from ..machine import check_memory
+from .images import Images, ImageSet, StreamedImages, UndecodableImage, digest
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+FORMATS = {
+    **dict.fromkeys((".jpg", ".jpeg"), "JPEG"),
+    **dict.fromkeys((".ppm", ".pgm"), "PPM"),
+    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
+    ".png": "PNG",
+    ".bmp": "BMP",
+    ".gif": "GIF",
+    ".webp": "WEBP",
+}
+"""Pillow's formats by the suffixes of image files. It opens no others, since some of them start programs."""
+SUFFIXES = frozenset(FORMATS)
 MAX_BYTES_IN_MEMORY = 2**30
 """Data sets of up to this many bytes are decoded once and held on the device."""
 
 
-class ImageFolder(NamedTuple):
-    """Splits by name ("train", "test" and perhaps "val"), class names, and a digest of the files' names and sizes."""
+def decode(path: str | Path, image_size: int, channels: int = 3) -> Tensor:
+    """The central square of the image, resized to (channels, image_size, image_size), uint8."""
+    pillow = need("PIL.Image", extra="demos")
+    try:
+        with pillow.open(path, formats=sorted(set(FORMATS.values()))) as opened:
+            image: Any = to_8bit(opened, channels)
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as exc:
+        reason = (
+            "it cannot be identified" if isinstance(exc, pillow.UnidentifiedImageError) else " ".join(f"{exc}".split())
+        )
+        raise UndecodableImage(f"{path} is not an image that can be decoded ({reason}): replace or remove it") from exc
+    side = min(image.size)
+    left, top = ((length - side) // 2 for length in image.size)
+    if image.size != (image_size, image_size):
+        image = transforms.resized_crop(image, top, left, side, side, [image_size, image_size])
+    return transforms.pil_to_tensor(image)
 
-    splits: dict[str, ImageSet]
-    classes: tuple[str, ...]
-    file_digest: str
+
+class ClassFolders(ImageFolder):
+    """torchvision's `ImageFolder` of one split, whose classes are those of train/, without hidden files and pipes."""
+
+    def __init__(self, root: Path, classes: list[str], decoder: Any) -> None:
+        self.names = classes
+        for _ in os.walk(root, onerror=_raise, followlinks=True):
+            pass  # what cannot be read is an error, and not some images less
+        try:
+            super().__init__(os.fspath(root), loader=decoder, is_valid_file=_is_image)
+        except FileNotFoundError as exc:
+            empty = sorted(str(exc).partition("classes ")[2].partition(". ")[0].split(", "))
+            raise ValueError(
+                f"{root / empty[0]} contains no images: put some there, or remove the class from every folder"
+            ) from exc
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        unknown = sorted(set(class_names(Path(directory))) - set(self.names))
+        if unknown:
+            raise ValueError(
+                f"{Path(directory, unknown[0])} is a class that train/ does not have: rename it, or add it to train/"
+            )
+        return self.names, {name: label for label, name in enumerate(self.names)}
+
+
+def class_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def is_image_folder(folder: Path) -> bool:
     return (folder / "train").is_dir()
 
 
-def read(folder: Path, image_size: int, workers: int, stream: bool | None) -> ImageFolder:
-    classes = _class_names(folder / "train")
+def read(
+    folder: Path, image_size: int, channels: int, workers: int, stream: bool | None
+) -> tuple[dict[str, ImageSet], tuple[str, ...], str]:
+    """The splits by name ("train", "test", perhaps "val"), the classes, and a digest of the files' names and sizes."""
+    classes = class_names(folder / "train")
+    if len(classes) < 2:
+        raise ValueError(
+            f"{folder / 'train'} has {len(classes)} class folders, but a classifier needs at least two: make a folder "
+            "for each class"
+        )
     names = [name for name in ("train", "val", "test") if (folder / name).is_dir()]
     if names == ["train"]:
         raise ValueError(
-            f"{folder} has train/ but neither test/ nor val/: make test/, "
-            "with some images of each class in class folders"
+            f"{folder} has train/ but neither test/ nor val/: make test/, with a folder of images for each class"
         )
-    listed = {name: _list_images(folder / name, classes) for name in names}
-    num_bytes = sum(len(paths) for paths, _ in listed.values()) * 3 * image_size**2
-    stream = num_bytes > MAX_BYTES_IN_MEMORY if stream is None else stream
+    decoder = partial(decode, image_size=image_size, channels=channels)
+    found = {name: ClassFolders(folder / name, classes, decoder) for name in names}
+    num_bytes = sum(map(len, found.values())) * channels * image_size**2
+    if stream is None:
+        stream = num_bytes > MAX_BYTES_IN_MEMORY
     if not stream:
-        images = f"the images of {folder} at {image_size}×{image_size}"
-        check_memory(num_bytes, images, "give --stream, or a smaller --image_size")
+        what = f"the images of {folder} at {image_size}×{image_size}"
+        check_memory(num_bytes, what, "give --stream, or a smaller --image_size")
+    shape, cpu = (channels, image_size, image_size), torch.device("cpu")
     splits: dict[str, ImageSet] = {}
-    for name, (paths, labels) in listed.items():
-        streamed = StreamedImages(paths, torch.tensor(labels), image_size, workers)
-        splits[name] = streamed if stream else read_all(streamed)
+    for name, files in found.items():
+        streamed = StreamedImages(files, torch.arange(len(files)), shape, workers, cpu)
+        splits[name] = streamed if stream else _decode_all(streamed)
     if "test" not in splits:
         splits["test"] = splits.pop("val")
-    return ImageFolder(splits, classes, _file_digest(folder, (path for paths, _ in listed.values() for path in paths)))
-
-
-def read_all(streamed: StreamedImages) -> Images:
-    """Decode all images, in threads."""
-    size = streamed.image_size
-    images = torch.empty(len(streamed), 3, size, size, dtype=torch.uint8)
-    tqdm = need("tqdm", extra="demos").tqdm
-    with ThreadPoolExecutor(num_processors()) as threads:
-        decoded = threads.map(lambda path: decode(path, size), streamed.paths)
-        progress = tqdm(decoded, total=len(streamed), desc="reading", unit="image", leave=False, disable=None)
-        for i, image in enumerate(progress):
-            images[i] = image
-    return Images(images, streamed.labels)
+    return splits, tuple(classes), _file_digest(folder, (path for files in found.values() for path, _ in files.samples))
 
 
 def check_images(images: ImageSet, part: slice) -> None:
     """Raise if one of this part of streamed images cannot be decoded, which evaluating would find after hours."""
-    if not isinstance(images, StreamedImages):
-        return
-    with ThreadPoolExecutor(num_processors()) as threads:
-        decoded = threads.map(lambda path: decode(path, images.image_size).numel(), images.paths[part])
-        for _ in need("tqdm", extra="demos").tqdm(decoded, desc="checking", unit="image", leave=False, disable=None):
+    if isinstance(images, StreamedImages):
+        for _ in _batches(images[part], "checking"):
             pass
 
 
-def _file_digest(folder: Path, paths: Iterable[Path]) -> str:
-    return digest(os.fsencode(path.relative_to(folder)) + f":{path.stat().st_size}\n".encode() for path in paths)
+def _decode_all(streamed: StreamedImages) -> Images:
+    images, labels = zip(*_batches(streamed, "reading"), strict=True)
+    return Images(torch.cat(images), torch.cat(labels))
 
 
-def _class_names(train: Path) -> tuple[str, ...]:
-    names = tuple(sorted(path.name for path in train.iterdir() if path.is_dir() and not path.name.startswith(".")))
-    if len(names) < 2:
-        raise ValueError(
-            f"{train} has {len(names)} class folders, but a classifier needs at least two: make a folder for each class"
+def _batches(images: StreamedImages, description: str) -> Iterable[tuple[Tensor, Tensor]]:
+    order = torch.arange(len(images)).split(64)
+    tqdm = need("tqdm", extra="demos").tqdm
+    return tqdm(images.fetch(order), description, len(order), leave=False, disable=None)
+
+
+def _is_image(path: str) -> bool:
+    """By its suffix. Pipes and devices are left out; a dangling link is an error, and not an image less."""
+    if os.path.basename(path).startswith(".") or os.path.splitext(path)[1].lower() not in SUFFIXES:
+        return False
+    if not os.path.exists(path):
+        raise UndecodableImage(
+            f"{path} is not an image that can be decoded (it is a dangling link): replace or remove it"
         )
-    for name in names:
-        if not is_utf8(name):
-            raise ValueError(f"{train}/{name} is a class whose name is no valid UTF-8, which --save needs: rename it")
-    return names
+    return os.path.isfile(path)
 
 
-def _image_files(folder: Path) -> Iterator[Path]:
-    """The images below `folder`; pipes and devices with an image's name are left out."""
-    for parent, _, names in os.walk(folder, onerror=_raise_unless_missing):
-        for path in (Path(parent, name) for name in names if not name.startswith(".")):
-            special = path.exists() and not path.is_file()  # a dangling link remains, and cannot be decoded
-            if path.suffix.lower() in SUFFIXES and not special:
-                yield path
+def _raise(error: OSError) -> None:
+    raise error
 
 
-def has_images(folder: Path) -> bool:
-    """Whether there are images in the folder itself: what is below may be a whole file system."""
-    return any(path.suffix.lower() in SUFFIXES for path in folder.glob("*"))
-
-
-def _raise_unless_missing(error: OSError) -> None:
-    """A class may lack its folder in a split; a folder that cannot be read is an error, not a few images less."""
-    if not isinstance(error, FileNotFoundError):
-        raise error
-
-
-def _list_images(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], list[int]]:
-    """The paths of all images, and their class indices."""
-    unknown = [p.name for p in folder.iterdir() if p.is_dir() and p.name not in classes and p.name[0] != "."]
-    if unknown:
-        raise ValueError(f"{folder / unknown[0]} is a class that train/ does not have: rename it, or add it to train/")
-    paths, labels = [], []
-    for label, name in enumerate(classes):
-        found = sorted(_image_files(folder / name))
-        if not found:
-            raise ValueError(
-                f"{folder / name} contains no images: put some there, or remove the class from every folder"
-            )
-        paths += found
-        labels += [label] * len(found)
-    return paths, labels
+def _file_digest(folder: Path, paths: Iterable[str]) -> str:
+    return digest(os.fsencode(os.path.relpath(p, folder)) + f":{os.stat(p).st_size}\n".encode() for p in paths)

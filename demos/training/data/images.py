@@ -1,14 +1,19 @@
-"""Sets of labelled images: small ones as one uint8 tensor on the device, large ones decoded from their files."""
+"""Sets of labelled images: small ones as tensors on the device, large ones decoded from files by a DataLoader."""
 
 import hashlib
+import signal
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from .decode import decode_batches
+
+class UndecodableImage(ValueError):  # noqa: N818 - what it is
+    """An image file that is damaged, or none."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,10 @@ class Images:
     def __getitem__(self, index: Tensor | slice) -> "Images":
         return Images(self.images[index], self.labels[index])
 
-    def with_channels(self, channels: int) -> "Images":
-        return Images(to_channels(self.images, channels), self.labels)
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.images.shape[1:]
+        return channels, height, width
 
     def to(self, device: torch.device) -> "Images":
         return Images(self.images.to(device), self.labels.to(device))
@@ -39,53 +46,54 @@ class Images:
 
 @dataclass(frozen=True)
 class StreamedImages:
-    """Images that are decoded from their files batch by batch; `workers` processes prefetch them.
+    """Images of a `torch.utils.data.Dataset` of image files, decoded batch by batch in `workers` processes.
 
-    Decoded images have three channels; with `channels` 1 they are made gray afterwards.
+    `indices` are those of the files in this set; the decoded images have `image_shape`.
     """
 
-    paths: Sequence[Path]
-    labels: Tensor
-    image_size: int
-    workers: int = 2
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    channels: int = 3
+    files: Any
+    indices: Tensor
+    image_shape: tuple[int, int, int]
+    workers: int
+    device: torch.device
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.indices)
 
     def __getitem__(self, index: Tensor | slice) -> "StreamedImages":
-        indices = torch.arange(len(self))[index]
-        return replace(self, paths=[self.paths[i] for i in indices.tolist()], labels=self.labels[index])
-
-    def with_channels(self, channels: int) -> "StreamedImages":
-        return replace(self, channels=channels)
+        return replace(self, indices=self.indices[index])
 
     def to(self, device: torch.device) -> "StreamedImages":
         return replace(self, device=device)
 
     def fetch(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and labels of each batch of indices, in order."""
-        decoded = decode_batches(self.paths, self.image_size, batches, self.workers)
-        for indices, images in zip(batches, decoded, strict=True):
-            yield to_channels(images.to(self.device, copy=True), self.channels), self.labels[indices].to(self.device)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "This DataLoader will create"
+            )  # more workers than processors wait for files
+            loader = DataLoader(
+                self.files,
+                batch_sampler=[self.indices[batch].tolist() for batch in batches],
+                num_workers=self.workers,
+                worker_init_fn=_leave_signals_to_the_main_process,
+                generator=torch.Generator(),  # or it would draw from the one of the run
+            )
+            decoded = iter(loader)
+        try:
+            for images, labels in decoded:
+                yield images.to(self.device), labels.to(self.device)
+        except UndecodableImage as exc:  # a worker has put its traceback before the message
+            raise UndecodableImage(str(exc).strip().splitlines()[-1].rpartition("UndecodableImage: ")[2]) from None
 
 
 ImageSet = Images | StreamedImages
 
 
-def to_channels(images: Tensor, channels: int) -> Tensor:
-    """uint8 images (N, 1 or 3, H, W) in so many channels: views that repeat a gray one, or the luminance of colors."""
-    if images.shape[1] == 1:
-        return images.expand(-1, channels, -1, -1)
-    if images.shape[1] == channels:
-        return images
-    red, green, blue = 19595, 38470, 7471  # ITU-R 601-2 in 16 bits, as in Pillow
-    gray = [
-        (part[:, 0].int() * red + part[:, 1].int() * green + part[:, 2].int() * blue + 2**15 >> 16).to(torch.uint8)
-        for part in images.split(1000)  # of which the integers take four times the memory
-    ]
-    return torch.cat(gray)[:, None]
+def _leave_signals_to_the_main_process(worker: int) -> None:
+    """A terminal or a scheduler sends signals to all processes: the main one ends its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def digest(parts: Iterable[bytes | Tensor]) -> str:

@@ -17,75 +17,42 @@ from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ...kernels.portable import to_pixel_matrix, to_spatial
 from .forward import bottleneck_conv
-from .groups import LayerGroup
 from .spec import ConsumerSpec, LayerSpec, NormConv, SavedStage, StageSpec, columns_of, norm_convs
 from .statistics import BackwardStatistics
 from .weights import converted_weights
 
 
 class Backward:
-    """One backward of a stage. It outlives the node that starts it if earlier layer groups have nodes of their own.
+    """One backward of a stage. `needs_grad` is for the stage's input, then for each of its parameters."""
 
-    `other_grad_input` is a gradient of the stage's input from `Reconnected`, which the first layer group's node adds.
-    """
-
-    def __init__(
-        self, spec: StageSpec, shape: torch.Size, saved: SavedStage, other_grad_input: Tensor | None = None
-    ) -> None:
-        self.other_grad_input = other_grad_input
-        self.spec, self.shape, self.saved, self.parameters = spec, shape, saved, list(saved.parameters)
-        self.features = saved.features
+    def __init__(self, spec: StageSpec, shape: torch.Size, saved: SavedStage, needs_grad: Sequence[bool]) -> None:
+        self.spec, self.shape, self.saved, self.features = spec, shape, saved, saved.features
         self.kernels = kernels_for(self.features, spec.activations)
-        self.tensors = norm_convs(saved.parameters)
         features = saved.features, saved.statistics, saved.count
-        self.statistics = BackwardStatistics(spec, *features, self.tensors)
-        self.grads: list[Tensor | None] = [None] * len(self.parameters)
+        self.statistics = BackwardStatistics(spec, *features, norm_convs(saved.parameters))
+        self.tensors = norm_convs(converted_weights(saved.parameters, spec.torch_dtype, self.kernels))
+        self.needs_grad_input, *self.needs_grad = needs_grad
+        self.needs_grads = norm_convs(self.needs_grad)
+        self.grads: list[Tensor | None] = [None] * len(saved.parameters)
         self.next_bottleneck: Conv1x1 | None = None
-        self.scratch: scratch.Held = {}
 
-    def start(self, grad_consumer: Tensor | None, grad_block: Tensor | None) -> None:
-        """Take the gradients of the consumer's output and of the block's output, each of which may be None."""
+    def run(self, grad_consumer: Tensor | None, grad_block: Tensor | None) -> list[Tensor | None]:
+        """The gradients of the stage's input and of its parameters, from those of the consumer's output and of the
+        block's output, each of which may be None."""
         self.grad_block = grad_block
         self.grad_accum = torch.empty_like(self.features, memory_format=torch.contiguous_format)
         if grad_consumer is None:  # nothing will overwrite it
             self.grad_accum.zero_()
         if self.spec.consumer is not None and grad_consumer is not None:
             self._consumer(self.spec.consumer, grad_consumer)
-            self.scratch.clear()  # a transition may need larger buffers than layers do
+            scratch.free()  # a transition may need larger buffers than layers do
         self.grad_segments = self.spec.segments(self.grad_accum)
-
-    def enter(self, group: LayerGroup, parameters: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> None:
-        """Continue with a layer group. `needs_grad` is for the input of its node, then for each of its parameters."""
-        self.group = group
-        self.parameters[group.tensors] = parameters
-        self.tensors = norm_convs(
-            converted_weights(self.parameters, self.spec.torch_dtype, self.kernels, group.tensors)
-        )
-        self.needs_grad_input, *needs_grad = needs_grad
-        self.needs_grad = [False] * len(self.parameters)
-        self.needs_grad[group.tensors] = needs_grad
-        self.needs_grads = norm_convs(self.needs_grad)
-
-    def run_group(self) -> list[Tensor | None]:
-        """The gradients of the group's tensors, where they are needed."""
-        group = self.group
-        for i in reversed(group.layers):
+        for i in reversed(range(len(self.spec.layers))):
             if self._no_grad_needed_through(i):
                 break
             self._layer(i, self._grad_output(i))
-        tensors = group.tensors
-        grads = zip(self.parameters[tensors], self.grads[tensors], self.needs_grad[tensors], strict=True)
-        released = [
-            as_dtype(grad, parameter.dtype) if needed and parameter is not None and grad is not None else None
-            for parameter, grad, needed in grads
-        ]
-        self.grads[tensors] = [None] * len(released)  # so that the caller can free them
-        return released
-
-    def grad_stage_input(self) -> Tensor:
-        """The gradient of the stage's input, after all layers."""
-        self.scratch.clear()
-        return to_spatial(self._grad_features(0), self.shape)
+        scratch.free()
+        return [to_spatial(self._grad_features(0), self.shape) if self.needs_grad_input else None, *self.grads]
 
     def _no_grad_needed_through(self, i: int) -> bool:
         """Whether neither this layer nor anything before it needs a gradient."""

@@ -56,7 +56,7 @@ class Forward:
         outputs = [] if self.spec.consumer is None else [self._consumer(self.spec.consumer)]
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
 
-    def saved(self) -> list[Tensor]:
+    def computed(self) -> list[Tensor]:
         """The tensors computed for the backward, in the order of `SavedStage`, without `StageInputs.stored`."""
         computed = [self.statistics.features, self.statistics.finish()][len(self.inputs.stored) :]
         count = self.statistics.count

@@ -1,116 +1,92 @@
-"""A stage as PyTorch operators, `efficient_densenet::stage` and `::stage_backward`, with their fake implementations.
-
-The operators change none of their inputs: running statistics are updated outside, from the statistics that `stage`
-returns.
-"""
+"""A stage as PyTorch operators, `efficient_densenet::stage` and `::stage_backward`."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._tensors import accumulation_dtype, autocast_disabled
-from ..._torch_private import below_autograd
-from ...kernels import scratch
-from ..library import LIBRARY, are_ordinary, implement
+from ..._tensors import accumulation_dtype
+from ...kernels.interface import MEAN
+from ...kernels.portable import to_spatial
+from ..operator import EngineNode, Operator
 from .backward import Backward
 from .forward import Forward, StageInputs
-from .groups import whole_stage
+from .second_order import plain_stage
 from .spec import SavedStage, StageSpec, decode, norm_convs
 
-LIBRARY.define(
-    "stage(Tensor x, Tensor?[] parameters, Tensor[] running_statistics, Tensor[] dropout_masks, Tensor[] stored, "
-    "str spec) -> Tensor[]"
-)
-LIBRARY.define(
-    "stage_backward(Tensor? grad_consumer, Tensor? grad_block, SymInt[] shape, Tensor features, Tensor statistics, "
-    "Tensor? count, Tensor[] bottlenecks, Tensor[] dropout_masks, Tensor?[] parameters, bool[] needs_grad, str spec) "
-    "-> Tensor[]"
-)
+
+class SharedStage(EngineNode):
+    """A stage in autograd's graph."""
 
 
-def stage(spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
-    """The stage's outputs, then the tensors of `Forward.saved`; autograd does not record them."""
-    with below_autograd():
-        if are_ordinary(inputs.x, *inputs.parameters):
-            return run_forward(spec, inputs)
-        return torch.ops.efficient_densenet.stage.default(*inputs, spec.encoded)
+class StageOperator(Operator):
+    name = "stage"
+    inputs_schema = "Tensor[] running_statistics, Tensor[] dropout_masks, Tensor[] stored,"
+    saved_schema = "Tensor features, Tensor statistics, Tensor? count, Tensor[] bottlenecks, Tensor[] dropout_masks,"
+    inputs_type, saved_type, node = StageInputs, SavedStage, SharedStage
 
+    def decode(self, text: str) -> StageSpec:
+        return decode(text)
 
-def stage_backward(
-    spec: StageSpec,
-    grad_consumer: Tensor | None,
-    grad_block: Tensor | None,
-    shape: Sequence[int],
-    saved: SavedStage,
-    needs_grad: Sequence[bool],
-) -> list[Tensor | None]:
-    """The gradients of the stage's input and of each parameter, None where a gradient is not needed."""
-    if grad_consumer is None:
-        consumer_start = 1 + spec.consumer_tensors.start
-        needs_grad = [needed and i < consumer_start for i, needed in enumerate(needs_grad)]
-    outputs = grad_consumer, grad_block, shape
-    if are_ordinary(grad_consumer, grad_block, saved.features, *saved.parameters):
-        grads = iter(run_backward(spec, *outputs, saved, needs_grad))
-    else:
-        grads = iter(torch.ops.efficient_densenet.stage_backward.default(*outputs, *saved, needs_grad, spec.encoded))
-    return [next(grads) if needed else None for needed in needs_grad]
-
-
-def run_forward(spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
-    with autocast_disabled(inputs.x), scratch.reused():
+    def compute(self, spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
         forward = Forward(spec, inputs)
         outputs = forward.run()
-        return [*outputs, *forward.saved()]
+        return [*outputs, *forward.computed()]
 
+    def to_save(self, spec: StageSpec, inputs: StageInputs, computed: Sequence[Tensor]) -> SavedStage:
+        features, statistics, *rest = *inputs.stored, *computed
+        count = rest.pop(0) if spec.has_count else None
+        return SavedStage(features, statistics, count, rest, inputs.dropout_masks, inputs.parameters)
 
-def run_backward(
-    spec: StageSpec,
-    grad_consumer: Tensor | None,
-    grad_block: Tensor | None,
-    shape: Sequence[int],
-    saved: SavedStage,
-    needs_grad: Sequence[bool],
-) -> list[Tensor]:
-    """The gradients that are needed."""
-    backward = Backward(spec, torch.Size(shape), saved)
-    backward.enter(whole_stage(spec), saved.parameters, needs_grad)
-    with autocast_disabled(backward.features), scratch.reused(backward.scratch):
-        backward.start(grad_consumer, grad_block)
-        grads = [grad.contiguous() for grad in backward.run_group() if grad is not None]
-        return [backward.grad_stage_input(), *grads] if needs_grad[0] else grads
+    def gradients(
+        self,
+        spec: StageSpec,
+        grad_outputs: Sequence[Tensor | None],
+        shape: torch.Size,
+        saved: SavedStage,
+        needs_grad: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        grads = list(grad_outputs)
+        grad_consumer = None if spec.consumer is None else grads.pop(0)
+        return Backward(spec, shape, saved, needs_grad).run(grad_consumer, grads.pop() if grads else None)
 
+    def needed(
+        self, spec: StageSpec, grad_outputs: Sequence[Tensor | None], needs_grad: Sequence[bool]
+    ) -> Sequence[bool]:
+        """Parameters of a consumer whose output is not in the loss get no gradients."""
+        if spec.consumer is None or grad_outputs[0] is not None:
+            return needs_grad
+        start = 1 + spec.consumer_tensors.start
+        return [needed and i < start for i, needed in enumerate(needs_grad)]
 
-@implement("stage")
-def _stage(*arguments: Any) -> list[Tensor]:
-    *inputs, text = arguments
-    return run_forward(decode(text), StageInputs(*inputs))
+    def input_values(self, spec: StageSpec, shape: torch.Size, saved: SavedStage) -> Tensor:
+        """From the features, whose first channels they are."""
+        columns = spec.order.slice(0, spec.in_channels)
+        values = saved.features[:, columns]
+        return to_spatial(values if spec.frozen else (values + saved.statistics[MEAN, columns]).to(values.dtype), shape)
 
+    def plain(self, spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
+        return plain_stage(spec, saved, x, *parameters)
 
-@implement("stage_backward")
-def _stage_backward(*arguments: Any) -> list[Tensor]:
-    grad_consumer, grad_block, shape, *saved, needs_grad, text = arguments
-    return run_backward(decode(text), grad_consumer, grad_block, shape, SavedStage(*saved), needs_grad)
+    def fake_results(self, spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
+        x = inputs.x
+        shape, dtype = (x.shape[0], *x.shape[2:]), accumulation_dtype(x.dtype)
+        pixels, outputs = math.prod(shape), []
+        if spec.consumer is not None:
+            outputs.append(_fake_consumer_output(spec, x, inputs.parameters))
+        if spec.returns_features:
+            outputs.append(_fake_images(spec.memory_format(x), x, spec.num_output_channels, shape, x.dtype))
+        computed = [x.new_empty(pixels, spec.order.total), x.new_empty(3, spec.num_columns, dtype=dtype)]
+        count = [x.new_empty((), dtype=dtype)] if spec.has_count else []
+        bottlenecks = [
+            x.new_empty(pixels, layer.width, dtype=spec.torch_dtype) for layer in spec.layers if layer.keep_bottleneck
+        ]
+        return [*outputs, *computed[len(inputs.stored) :], *count, *bottlenecks]
 
-
-@torch.library.register_fake("efficient_densenet::stage", lib=LIBRARY)
-def _fake_stage(*arguments: Any) -> list[Tensor]:
-    *inputs, text = arguments
-    spec, (x, parameters, _, _, stored) = decode(text), StageInputs(*inputs)
-    shape, dtype = (x.shape[0], *x.shape[2:]), accumulation_dtype(x.dtype)
-    pixels, outputs = math.prod(shape), []
-    if spec.consumer is not None:
-        outputs.append(_fake_consumer_output(spec, x, parameters))
-    if spec.returns_features:
-        outputs.append(_fake_images(spec.memory_format(x), x, spec.num_output_channels, shape, x.dtype))
-    computed = [x.new_empty(pixels, spec.order.total), x.new_empty(3, spec.num_columns, dtype=dtype)][len(stored) :]
-    count = [x.new_empty((), dtype=dtype)] if spec.has_count else []
-    bottlenecks = [
-        x.new_empty(pixels, layer.width, dtype=spec.torch_dtype) for layer in spec.layers if layer.keep_bottleneck
-    ]
-    return [*outputs, *computed, *count, *bottlenecks]
+    def fake_grad_input(self, spec: StageSpec, shape: Sequence[int], saved: SavedStage) -> Tensor:
+        matrix = saved.features.new_empty(saved.features.shape[0], spec.in_channels)
+        return matrix.view(*shape, matrix.shape[1]).movedim(-1, 1)
 
 
 def _fake_consumer_output(spec: StageSpec, x: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
@@ -131,16 +107,4 @@ def _fake_images(
     return torch.empty(size, dtype=dtype, device=x.device, memory_format=memory_format)
 
 
-@torch.library.register_fake("efficient_densenet::stage_backward", lib=LIBRARY)
-def _fake_stage_backward(*arguments: Any) -> list[Tensor]:
-    _, _, shape, *tensors, (needs_grad_input, *needs_grads), text = arguments
-    saved = SavedStage(*tensors)
-    grads = [
-        torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        for parameter, needed in zip(saved.parameters, needs_grads, strict=True)
-        if needed and parameter is not None
-    ]
-    if not needs_grad_input:
-        return grads
-    matrix = saved.features.new_empty(saved.features.shape[0], decode(text).in_channels)
-    return [matrix.view(*shape, matrix.shape[1]).movedim(-1, 1), *grads]
+STAGE = StageOperator().register()

@@ -12,11 +12,12 @@ from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
 from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
-from ..library import run_operator
+from ..operator import run_operator
 from ..parts import BlockParts, ConsumerParts, LayerParts, activation_spec, weight_and_bias
 from ..sharded import run_inside
-from .autograd import stage, stored_features
+from .block_features import remember_features, stored_features
 from .forward import StageInputs
+from .operator import STAGE
 from .running_statistics import NormUpdate, update_running_statistics
 from .spec import ConsumerSpec, LayerSpec, StageSpec, shared_spec
 
@@ -99,10 +100,13 @@ class StagePlan:
         `stored` are features that a block has stored already, and their statistics.
         """
         inputs = StageInputs(x, tensors, self.running_statistics, self.dropout_masks(x), stored)
-        results = run_operator("stage", stage, self.spec, inputs)
+        results = run_operator(STAGE, self.spec, inputs)
         count = self.spec.num_outputs
+        features, statistics, *_ = *stored, *results[count:]
+        if not torch.compiler.is_compiling():
+            remember_features(self.spec, results[0], features, statistics)
         if self.updates:
-            update_running_statistics(self.updates, [*stored, *results[count:]][1])
+            update_running_statistics(self.updates, statistics)
         return tuple(results[:count])
 
     def dropout_masks(self, x: Tensor) -> list[Tensor]:

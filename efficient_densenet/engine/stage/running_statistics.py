@@ -14,7 +14,7 @@ from torch import Tensor
 from ..._tensors import as_dtype
 from ..._torch_private import foreach_add_, foreach_lerp_
 from ...norms.batch_norm import in_recomputation
-from ..library import LIBRARY, implement
+from ..operator import LIBRARY, implement
 from ..parts import Norm, buffer_of
 
 LIBRARY.define(

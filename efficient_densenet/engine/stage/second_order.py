@@ -1,11 +1,9 @@
-"""Derivatives of a stage's gradients: under `create_graph=True` its backward runs the stage again by plain functions.
+"""A stage by plain functions, which autograd can differentiate any number of times.
 
-The stage's input is not saved. Its values are computed from the features, and `Reconnected` connects them to the graph:
-it takes the place of the input, and passes the gradient of the values to the stage's node, which returns it.
+Under `create_graph=True` the backward of a stage runs it again by these functions.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,45 +11,7 @@ from torch import Tensor
 
 from ..._dimensions import dimensions_of
 from ...kernels.interface import INV_STD, MEAN
-from ...kernels.portable import to_spatial
-from .groups import Handoff
 from .spec import ConsumerSpec, NormConv, SavedStage, StageSpec, norm_convs
-
-
-class Reconnected(torch.autograd.Function):
-    """`values`, as computed by the node of `anchor` in the autograd graph; hands their gradient on to this node."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, values: Tensor, handoff: Handoff[Tensor]) -> Tensor:
-        ctx.handoff = handoff
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        earlier = ctx.handoff.take()  # from another gradient that this backward differentiates
-        ctx.handoff.hand_on(grad_output if earlier is None else earlier + grad_output)
-        return grad_output.new_zeros(()), None, None
-
-
-def stage_input(spec: StageSpec, shape: torch.Size, saved: SavedStage) -> Tensor:
-    """The values of the stage's input, from its features."""
-    columns = spec.order.slice(0, spec.in_channels)
-    values = saved.features[:, columns]
-    return to_spatial(values if spec.frozen else (values + saved.statistics[MEAN, columns]).to(values.dtype), shape)
-
-
-def differentiable_gradients(
-    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """The gradients of the inputs of `function` that require gradients, differentiable in inputs and `grad_outputs`."""
-    # Views, since one input may have been computed from another: the path between them is not part of `function`.
-    inputs = [each.view_as(each) if each is not None and each.requires_grad else each for each in inputs]
-    outputs = function(*inputs)
-    pairs = [(output, grad) for output, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
-    needed = [each for each in inputs if each is not None and each.requires_grad]
-    outputs, grad_outputs = zip(*pairs, strict=True)
-    grads = iter(torch.autograd.grad(outputs, needed, grad_outputs, create_graph=True, allow_unused=True))
-    return [next(grads) if each is not None and each.requires_grad else None for each in inputs]
 
 
 def plain_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, statistics: Tensor | None) -> Tensor:

@@ -279,15 +279,6 @@ class SavedStage(NamedTuple):
     dropout_masks: Sequence[Tensor]
     parameters: Sequence[Tensor | None]
 
-    @classmethod
-    def of(cls, spec: StageSpec, tensors: Sequence[Any]) -> "SavedStage":
-        """From features, statistics, `count` if there is one, bottlenecks, masks and parameters in one list."""
-        features, statistics, *rest = tensors
-        count = rest.pop(0) if spec.has_count else None
-        start = sum(layer.keep_bottleneck for layer in spec.layers)
-        stop = start + sum(1 for layer in spec.layers if layer.drop_rate)
-        return cls(features, statistics, count, rest[:start], rest[start:stop], rest[stop:])
-
 
 def norm_convs(tensors: Sequence[Any]) -> list[NormConv]:
     """A stage's parameters, or one value for each of them, grouped by norm."""

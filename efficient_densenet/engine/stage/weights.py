@@ -12,17 +12,14 @@ from .spec import NormConv
 _CONV_WEIGHT = NormConv._fields.index("conv_weight")
 
 
-def converted_weights(
-    parameters: Sequence[Tensor | None], dtype: torch.dtype, kernels: Kernels, positions: slice | None = None
-) -> list[Tensor | None]:
-    """A stage's parameters, with the convolution weights at `positions` (None: all) converted to `dtype`, and those of
-    3×3 convolutions in the memory format that the kernels read.
+def converted_weights(parameters: Sequence[Tensor | None], dtype: torch.dtype, kernels: Kernels) -> list[Tensor | None]:
+    """A stage's parameters, with the convolution weights converted to `dtype`, and those of 3×3 convolutions in the
+    memory format that the kernels read.
 
     All weights are converted in one launch: on a GPU, a launch takes longer than converting one weight.
     """
-    tensors, places = list(parameters), range(len(parameters))[positions or slice(None)]
-    narrowed, weights = [], []
-    weight_places = places[_CONV_WEIGHT :: len(NormConv._fields)]
+    tensors, narrowed, weights = list(parameters), [], []
+    weight_places = range(len(parameters))[_CONV_WEIGHT :: len(NormConv._fields)]
     for place in weight_places:
         weight = tensors[place]
         if weight is not None and weight.dtype is not dtype:

@@ -26,9 +26,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from ..operator import run_operator
+from ..parts import weight_and_bias
 from ..refuse import can_share_stem
-from .autograd import apply
-from .spec import Stem, output_dtype, read_spec
+from ..stage.running_statistics import NormUpdate, update_running_statistics
+from .operator import STEM, StemInputs
+from .spec import Stem, StemSpec, output_dtype, read_spec
 
 __all__ = ["Stem", "output_dtype", "run", "stem_at_the_start"]
 
@@ -41,5 +44,14 @@ def stem_at_the_start(modules: Sequence[nn.Module], x: Tensor) -> Stem | None:
 
 def run(stem: Stem, x: Tensor) -> Tensor:
     """The output of the four modules on `x`."""
-    conv, norm = stem.conv, stem.norm
-    return apply(read_spec(stem, x), norm, x, norm.weight, norm.bias, conv.weight, conv.bias)
+    return run_with_parameters(read_spec(stem, x), stem, x, (*weight_and_bias(stem.norm), *weight_and_bias(stem.conv)))
+
+
+def run_with_parameters(spec: StemSpec, stem: Stem, x: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
+    """The output with these parameters: the weights and biases of the norm and of the convolution."""
+    norm = stem.norm
+    running = (norm.running_mean, norm.running_var) if spec.frozen else ()
+    output, statistics, *_ = run_operator(STEM, spec, StemInputs(x, parameters, running))
+    if not spec.frozen:
+        update_running_statistics([NormUpdate(norm, slice(0, statistics.shape[1]))], statistics)
+    return output

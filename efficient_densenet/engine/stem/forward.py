@@ -1,5 +1,7 @@
 """The forward of a stem: its convolution, then the kernels' statistics, normalization, activation and max pooling."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,7 @@ def forward(
     convolved: Convolved,
     norm_weight: Tensor,
     norm_bias: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    running_statistics: Sequence[Tensor],
 ) -> list[Tensor]:
     """The output, the matrix of statistics and, in a sync group, the number of values per channel.
 
@@ -56,8 +57,8 @@ def forward(
     spec, values, count = convolved.spec, convolved.values, convolved.count
     matrix = values.new_empty(3, values.shape[1], dtype=spec.accumulation_dtype)
     statistics = StatisticsOutput(matrix, spec.eps)
-    if running_mean is not None and running_var is not None:
-        mean, variance = running_mean.to(matrix.dtype), running_var.to(matrix.dtype)
+    if running_statistics:
+        mean, variance = (each.to(matrix.dtype) for each in running_statistics)
         torch.stack([mean, torch.zeros_like(mean), torch.rsqrt(variance + spec.eps)], out=matrix)
     else:
         convolved.kernels.image_statistics(values, statistics)

@@ -1,134 +1,101 @@
-"""The stem as PyTorch operators, `efficient_densenet::stem` and `::stem_backward`, with their fake implementations."""
+"""The stem as PyTorch operators, `efficient_densenet::stem` and `::stem_backward`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._tensors import autocast_disabled, memory_format_of
-from ..._torch_private import below_autograd
-from ...kernels import scratch
-from ..library import LIBRARY, are_ordinary, implement
+from ..._tensors import memory_format_of
+from ..operator import EngineNode, Operator
+from ..stage.second_order import plain_norm
 from .backward import backward
 from .forward import Convolved, forward
 from .spec import StemSpec, decode
 
-LIBRARY.define(
-    "stem(Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor? bias, "
-    "Tensor? running_mean, Tensor? running_var, str spec) -> Tensor[]"
-)
-LIBRARY.define(
-    "stem_backward(Tensor grad_output, Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor weight, Tensor? bias, "
-    "Tensor statistics, Tensor? count, bool[] needs_grad, str spec) -> Tensor[]"
-)
+
+class StemInputs(NamedTuple):
+    """The tensors that a stem reads: x, the weight and the bias of the norm and of the convolution, and the running
+    mean and variance of a frozen norm."""
+
+    x: Tensor
+    parameters: Sequence[Any]
+    running_statistics: Sequence[Tensor] = ()
 
 
-def stem(spec: StemSpec, *tensors: Any) -> list[Tensor]:
-    """The stem's output, the matrix of statistics and, in a sync group, the number of values per channel.
+class SavedStem(NamedTuple):
+    """The tensors that the backward of a stem reads. `count` is the number of values per channel in a sync group."""
 
-    Autograd does not record these operations.
-    """
-    with below_autograd():
-        if are_ordinary(*tensors):
-            return run_forward(spec, *tensors)
-        return torch.ops.efficient_densenet.stem.default(*tensors, spec.encoded)
+    x: Tensor
+    statistics: Tensor
+    count: Tensor | None
+    parameters: Sequence[Any]
 
 
-def stem_backward(
-    spec: StemSpec, grad_output: Tensor, tensors: Sequence[Any], needs_grad: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients of x, norm_weight, norm_bias, weight and bias, None where one is not needed.
-
-    `tensors` are these five, the statistics and the count.
-    """
-    if are_ordinary(grad_output, *tensors):
-        grads = iter(run_backward(spec, grad_output, *tensors, needs_grad=needs_grad))
-    else:
-        operator = torch.ops.efficient_densenet.stem_backward.default
-        grads = iter(operator(grad_output, *tensors, needs_grad, spec.encoded))
-    return [next(grads) if needed else None for needed in needs_grad]
+class SharedStem(EngineNode):
+    """A stem in autograd's graph."""
 
 
-def run_forward(
-    spec: StemSpec,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-) -> list[Tensor]:
-    with autocast_disabled(x), scratch.reused():
-        convolved = Convolved(spec, x, weight, bias)
-        return forward(convolved, norm_weight, norm_bias, running_mean, running_var)
+class StemOperator(Operator):
+    name = "stem"
+    inputs_schema, saved_schema = "Tensor[] running_statistics,", "Tensor x, Tensor statistics, Tensor? count,"
+    inputs_type, saved_type, node = StemInputs, SavedStem, SharedStem
+
+    def decode(self, text: str) -> StemSpec:
+        return decode(text)
+
+    def compute(self, spec: StemSpec, inputs: StemInputs) -> list[Tensor]:
+        norm_weight, norm_bias, weight, bias = inputs.parameters
+        return forward(Convolved(spec, inputs.x, weight, bias), norm_weight, norm_bias, inputs.running_statistics)
+
+    def to_save(self, spec: StemSpec, inputs: StemInputs, computed: Sequence[Tensor]) -> SavedStem:
+        statistics, *count = computed
+        return SavedStem(inputs.x, statistics, count[0] if count else None, inputs.parameters)
+
+    def gradients(
+        self,
+        spec: StemSpec,
+        grad_outputs: Sequence[Tensor | None],
+        shape: torch.Size,
+        saved: SavedStem,
+        needs_grad: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        norm_weight, norm_bias, weight, bias = saved.parameters
+        (grad_output,) = grad_outputs
+        assert grad_output is not None  # or there would be no backward
+        convolved = Convolved(spec, saved.x, weight, bias)
+        norm = convolved.norm(norm_weight, norm_bias, saved.statistics)
+        grad_input, *grads = backward(convolved, grad_output, norm, saved.count, needs_grad)
+        return [None if grad_input is None else _like(saved.x, grad_input), *grads]
+
+    def input_values(self, spec: StemSpec, shape: torch.Size, saved: SavedStem) -> Tensor:
+        return saved.x
+
+    def plain(self, spec: StemSpec, saved: SavedStem, x: Tensor, *parameters: Any) -> list[Tensor]:
+        (norm_weight, norm_bias, weight, bias), dtype = parameters, spec.torch_dtype
+        x = spec.conv.forward(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        x = plain_norm(x, norm_weight, norm_bias, spec.eps, saved.statistics if spec.frozen else None)
+        x = spec.activation.forward(x)
+        return [spec.pool.forward(x)[0].to(getattr(torch, spec.output_dtype))]
+
+    def fake_results(self, spec: StemSpec, inputs: StemInputs) -> list[Tensor]:
+        (_, _, weight, bias), x, dtype = inputs.parameters, inputs.x, spec.torch_dtype
+        # The memory format of a convolution's output depends on the device's routine, so a fake convolution is run.
+        convolved = spec.conv.forward(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        pooled, dtype = spec.pool.forward(convolved)[0].shape, getattr(torch, spec.output_dtype)
+        output = torch.empty(pooled, dtype=dtype, device=x.device, memory_format=memory_format_of(convolved))
+        statistics = x.new_empty(3, weight.shape[0], dtype=spec.accumulation_dtype)
+        return [output, statistics, *([statistics.new_empty(())] if spec.has_count else [])]
+
+    def fake_grad_input(self, spec: StemSpec, shape: Sequence[int], saved: SavedStem) -> Tensor:
+        return torch.empty_like(saved.x)
 
 
-def run_backward(
-    spec: StemSpec,
-    grad_output: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    statistics: Tensor,
-    count: Tensor | None,
-    needs_grad: Sequence[bool],
-) -> list[Tensor]:
-    """The gradients that are needed."""
-    with autocast_disabled(x), scratch.reused():
-        convolved = Convolved(spec, x, weight, bias)
-        norm = convolved.norm(norm_weight, norm_bias, statistics)
-        grads = backward(convolved, grad_output, norm, count, needs_grad)
-    inputs = x, norm_weight, norm_bias, weight, bias
-    grad_input, *grads = (
-        grad.to(tensor.dtype) if needed and grad is not None and tensor is not None else None
-        for grad, tensor, needed in zip(grads, inputs, needs_grad, strict=True)
-    )
-    contiguous = [grad.contiguous() for grad in grads if grad is not None]
-    return contiguous if grad_input is None else [_with_strides_like(x, grad_input), *contiguous]
-
-
-def _with_strides_like(x: Tensor, grad_input: Tensor) -> Tensor:
-    """x's gradient with the strides of `empty_like(x)`, which the fake implementation returns."""
+def _like(x: Tensor, grad_input: Tensor) -> Tensor:
+    """x's gradient in its dtype, with the strides of `empty_like(x)`, which the fake implementation returns."""
     if grad_input.stride() == torch.empty_like(x, device="meta").stride():
-        return grad_input
+        return grad_input.to(x.dtype)
     return torch.empty_like(x).copy_(grad_input)
 
 
-@implement("stem")
-def _stem(*arguments: Any) -> list[Tensor]:
-    *tensors, text = arguments
-    return run_forward(decode(text), *tensors)
-
-
-@implement("stem_backward")
-def _stem_backward(*arguments: Any) -> list[Tensor]:
-    *tensors, text = arguments
-    return run_backward(decode(text), *tensors)
-
-
-@torch.library.register_fake("efficient_densenet::stem", lib=LIBRARY)
-def _fake_stem(*arguments: Any) -> list[Tensor]:
-    x, _, _, weight, bias, *_, text = arguments
-    spec = decode(text)
-    # The memory format of a convolution's output depends on the device's routine, so a fake convolution is run.
-    dtype = spec.torch_dtype
-    convolved = spec.conv.forward(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    pooled, dtype = spec.pool.forward(convolved)[0].shape, getattr(torch, spec.output_dtype)
-    output = torch.empty(pooled, dtype=dtype, device=x.device, memory_format=memory_format_of(convolved))
-    statistics = x.new_empty(3, weight.shape[0], dtype=spec.accumulation_dtype)
-    return [output, statistics, *([statistics.new_empty(())] if spec.has_count else [])]
-
-
-@torch.library.register_fake("efficient_densenet::stem_backward", lib=LIBRARY)
-def _fake_stem_backward(*arguments: Any) -> list[Tensor]:
-    _, x, *parameters, _, _, (needs_grad_input, *needs_grads), _ = arguments
-    grads = [
-        torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        for parameter, needed in zip(parameters, needs_grads, strict=True)
-        if needed and parameter is not None
-    ]
-    return [torch.empty_like(x), *grads] if needs_grad_input else grads
+STEM = StemOperator().register()

@@ -51,6 +51,10 @@ class StemSpec(NamedTuple):
         return getattr(torch, self.dtype)
 
     @property
+    def num_outputs(self) -> int:
+        return 1
+
+    @property
     def has_count(self) -> bool:
         """Whether the processes of a sync group count their values."""
         return self.sync_group is not None and not self.frozen

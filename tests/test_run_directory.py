@@ -1,0 +1,473 @@
+"""The directory of a run: who may write there, what is refused before a step, and files that are damaged."""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import filelock
+import pytest
+import torch
+from forks import ForkedDemo, await_file, forked_demo
+from samples import (
+    IMAGE,
+    RUN,
+    TINY,
+    PrintsWhenUnpickled,
+    contents,
+    demo,
+    flipped,
+    log_of,
+    read_rows,
+    refused,
+    same_content,
+    same_run,
+    stopped_in_middle,
+    write_cifar10,
+    write_folder,
+)
+from training import files
+from training.data import UndecodableImage
+from training.loop import Trainer
+from training.models import read_config
+
+from efficient_densenet import DenseNet, load_weights
+
+OWN = (*TINY, "--data", "own", "--batch_size", "5", "--image_size", "8", "--device", "cpu", "--save", "run")
+RESUME = ("cp_demo.py", "--save", "run", "--resume")
+DAMAGED = "is truncated, damaged or not what a run of these demos writes ("
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A folder with a run on an image folder with 18 images to train on, in the middle of its second epoch."""
+    folder = tmp_path_factory.mktemp("stopped")
+    write_folder(folder / "own", each=10)
+    stopped_in_middle(*OWN, "--workers", "0", cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def copied(stopped, tmp_path) -> Path:
+    """A copy of the run, on a copy of its images."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def _resumed(folder: Path, *words: str):
+    return demo(*RESUME, "--data", "own", "--workers", "0", *words, cwd=folder)
+
+
+# Damaged files
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip_a_weight(path: Path) -> None:
+    content = torch.load(path, weights_only=True)
+    weight = content.get("state", {}).get("model", content)["features.conv0.weight"]
+    path.write_bytes(flipped(path.read_bytes(), 8 * path.read_bytes().index(weight.numpy().tobytes())))
+
+
+def _other_shape(path: Path) -> None:
+    content = torch.load(path, weights_only=True)
+    weights = content.get("state", {}).get("model", content)
+    weights["classifier.weight"] = weights["classifier.weight"][:, :-1].clone()
+    torch.save(content, path)
+
+
+def _impossible_option(path: Path) -> None:
+    content = torch.load(path, weights_only=True)
+    content["options"]["batch_size"] = 0
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (_truncate, DAMAGED),
+        (_flip_a_weight, f"{DAMAGED}its checksum is wrong)"),
+        (_other_shape, DAMAGED),
+        (_impossible_option, f"{DAMAGED}batch_size is 0, but must be a whole number of at least 1"),
+        (lambda path: torch.save(PrintsWhenUnpickled(), path), DAMAGED),
+        (lambda path: torch.save({"state_dict": {}}, path), f"{DAMAGED}KeyError: 'format')"),
+        (Path.unlink, "is missing, but run/model.pt exists"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_nothing_is_written(harm, message, copied):
+    harm(copied / "run" / "last.pt")
+    before = contents(copied / "run")
+    done = _resumed(copied)
+    refused(done, f"run/last.pt {message}")
+    assert "code in a pickle was run" not in done.stdout
+    assert contents(copied / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"), [(Path.unlink, "is missing, but the run has"), (_truncate, DAMAGED), (_other_shape, DAMAGED)]
+)
+def test_weights_of_the_best_epoch_that_are_gone_are_noticed_before_a_step(harm, message, copied, monkeypatch):
+    harm(copied / "run" / "model.pt")
+    before = contents(copied / "run")
+    monkeypatch.setattr(Trainer, "step", lambda *_: pytest.fail("a step was run"))
+    refused(_resumed(copied), f"run/model.pt {message}")
+    assert contents(copied / "run") == before
+
+
+@pytest.mark.parametrize("words", [["cp_demo.py", "--evaluate", "run"], ["predict.py", IMAGE, "--model", "run"]])
+def test_a_changed_weight_is_refused_by_evaluating_predicting_and_loading(words, copied):
+    load_weights(DenseNet(4, (1, 1, 1), num_init_features=8, num_classes=2), copied / "run" / "model.pt")
+    _flip_a_weight(copied / "run" / "model.pt")
+    refused(demo(*words, cwd=copied), f"run/model.pt {DAMAGED}its checksum is wrong)")
+    with pytest.raises(ValueError, match=r"model.pt is truncated, damaged .*\(its checksum is wrong"):
+        load_weights(DenseNet(4, (1, 1, 1), num_init_features=8, num_classes=2), copied / "run" / "model.pt")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "last.pt"])
+@pytest.mark.parametrize("saved_by_torch", [False, True])
+@pytest.mark.parametrize("flips", [60, pytest.param(3000, marks=pytest.mark.exhaustive)])
+def test_a_flipped_bit_is_noticed_or_harmless(name, saved_by_torch, flips, stopped, tmp_path):
+    path, expected = tmp_path / name, files.load_torch(stopped / "run" / name)
+    torch.save(expected, path) if saved_by_torch else shutil.copy(stopped / "run" / name, path)
+    content, noticed = path.read_bytes(), 0
+    for bit in random.Random(0).sample(range(8 * len(content)), flips):
+        path.write_bytes(flipped(content, bit))
+        try:
+            same_content(files.load_torch(path), expected)
+        except ValueError:
+            noticed += 1
+    assert noticed > flips / 3
+
+
+def test_a_record_that_became_a_directory_is_noticed(stopped, tmp_path):
+    """PyTorch reads no data for it, and returns memory as it was."""
+    torch.save(files.load_torch(stopped / "run" / "model.pt"), tmp_path / "model.pt")
+    content = (tmp_path / "model.pt").read_bytes()
+    header = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/3P"))  # where the next header follows
+    (tmp_path / "model.pt").write_bytes(flipped(content, 8 * (header + 38) + 4))
+    with pytest.raises(ValueError, match=r"/data/3 says that it is a directory"):
+        files.load_torch(tmp_path / "model.pt")
+
+
+def test_a_changed_config_is_noticed_and_edits_are_possible(stopped, tmp_path):
+    content, expected = (stopped / "run" / "config.json").read_bytes(), read_config(stopped / "run")
+    path, noticed = tmp_path / "config.json", 0
+    for bit in random.Random(0).sample(range(8 * len(content)), 100):
+        path.write_bytes(flipped(content, bit))
+        try:
+            assert read_config(tmp_path) == expected, bit
+        except ValueError:
+            noticed += 1
+    assert noticed > 75
+    edited = content.replace(b'"name": "', b'"name": "edited')
+    path.write_bytes(edited)
+    with pytest.raises(
+        ValueError, match=r"config.json .*its checksum is wrong; if it was edited on purpose, remove the"
+    ):
+        read_config(tmp_path)
+    path.write_bytes(b"".join(line for line in edited.splitlines() if b'"checksum"' not in line))
+    assert read_config(tmp_path)[0]["data"]["name"].startswith("edited")
+
+
+# What a run needs is checked before its first step
+
+
+@pytest.mark.parametrize(("split", "workers"), [("train", "0"), ("test", "0"), ("val", "1")])
+def test_a_streamed_image_is_decoded_before_anything_is_written(split, workers, tmp_path):
+    write_folder(tmp_path / "own", each=5, splits=("train", "test", "val"))
+    _truncate(tmp_path / "own" / split / "dog" / "4.jpg")
+    done = demo("cp_demo.py", *OWN, "--stream", "--workers", workers, cwd=tmp_path)
+    refused(done, f"error: own/{split}/dog/4.jpg is not an image that can be decoded (")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["curves.png", "model.pt", "config.json", "last.pt", "run_log.txt"])
+def test_a_directory_in_the_place_of_a_file_to_write_is_refused(name, tmp_path):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    done = demo("cp_demo.py", *TINY, "--save", "run", *["--overwrite"] * (name == "model.pt"), cwd=tmp_path)
+    refused(done, f"run/{name} is a directory, but a run writes a file of that name: remove it, or give another --save")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["matplotlib", "tqdm", "tensorboard", "filelock"])
+def test_a_package_that_a_run_needs_is_missed_at_once(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    done = demo("cp_demo.py", *TINY, "--save", "run", "--tensorboard", cwd=tmp_path)
+    refused(done, f"{name} is not installed, but is needed here: pip install 'efficient_densenet[")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("save", ["file", "file/run", "dangling", "/proc/run"])
+def test_an_unwritable_directory_is_reported_at_once(save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("a file")
+    Path("dangling").symlink_to("nowhere")
+    done = demo("cp_demo.py", "--save", save, "--data", "absent", cwd=tmp_path)
+    refused(done, "file is a file, but a run needs" if save == "file" else f"nothing can be written to {save} (")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]
+
+
+# Images that changed since
+
+
+def test_after_an_image_was_removed_a_run_goes_on_if_that_is_accepted(copied):
+    (copied / "own" / "train" / "cat" / "3.png").unlink()
+    before = files.load_torch(copied / "run" / "last.pt")
+    refused(_resumed(copied), "found 17 for train images of the data, but the run was started with 18: give the same")
+    done = _resumed(copied, "--accept_changed_data")
+    assert done.returncode == 0, done.stderr
+    assert "note: found 17 for train images of the data, but the run was started with 18\n" in done.stdout
+    assert "note: epoch 2 begins anew, since its batches are others\n" in done.stdout
+    after = files.load_torch(copied / "run" / "last.pt")
+    assert after["model"] == before["model"]  # the normalization too
+    assert len(read_rows(copied / "run")) == 3
+
+
+def test_after_an_image_was_replaced_a_run_goes_on_at_the_same_step(copied):
+    shutil.copy(copied / "own" / "test" / "cat" / "3.png", copied / "own" / "test" / "cat" / "5.png")
+    refused(_resumed(copied), "found other images than the run was started with, though as many: give the same --data")
+    done = _resumed(copied, "--accept_changed_data")
+    assert "resuming run in epoch 2, step 3\n" in done.stdout, done.stderr
+
+
+def test_other_classes_are_never_accepted(copied):
+    for split in ("train", "test"):
+        (copied / "own" / split / "cat").rename(copied / "own" / split / "lion")
+    done = _resumed(copied, "--accept_changed_data")
+    refused(done, "found ['dog', 'lion'] for classes of the data, but the run was started with ['cat', 'dog']: give")
+    assert "accept" not in done.stderr
+
+
+def test_an_image_that_cannot_be_decoded_says_how_to_go_on(copied, monkeypatch):
+    def steps(*_):
+        raise UndecodableImage("own/1.png is not an image: replace it or remove it")
+
+    monkeypatch.setattr(Trainer, "steps", steps)
+    refused(
+        _resumed(copied), "replace it or remove it, then continue with --resume --accept_changed_data and --save run"
+    )
+
+
+# Resuming and overwriting
+
+
+def test_resume_begins_no_run_and_auto_begins_or_resumes(tmp_path):
+    words = (*RUN, "--n_epochs", "1")
+    done = demo("cp_demo.py", *words, "--resume", cwd=tmp_path)
+    refused(done, "found --resume, but run contains no run to resume: name the run with --save, or leave --resume out")
+    assert list(tmp_path.iterdir()) == []
+    done = demo("cp_demo.py", *words, "--resume", "auto", cwd=tmp_path)
+    assert "nothing to resume in run: starting" in done.stdout, done.stderr
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    refused(
+        demo("cp_demo.py", *words, cwd=tmp_path), "run contains a finished run of 1 epochs: give --resume to resume"
+    )
+    before = {name: content for name, content in contents(tmp_path / "run").items() if name.endswith(".pt")}
+    done = demo("cp_demo.py", *words, "--resume", "auto", cwd=tmp_path)
+    assert "resuming run after the last epoch\n" in done.stdout, done.stderr
+    assert log_of(tmp_path / "run") == ["started", "finished", "resumed after the last epoch", "finished"]
+    assert before["model.pt"] == contents(tmp_path / "run")["model.pt"]
+    done = demo("cp_demo.py", *words, "--overwrite", "--tensorboard", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    assert log_of(tmp_path / "run") == ["started", "finished"]
+    assert [path.name[:6] for path in (tmp_path / "run" / "tensorboard").iterdir()] == ["events"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "of_run"), [("lr", 0.2, 0.1), ("weight_decay", 5e-4, 1e-4), ("n_epochs", 4, 3), ("seed", 8, 0)]
+)
+def test_resuming_with_another_recipe_is_refused(option, value, of_run, copied):
+    done = _resumed(copied, f"--{option}", str(value))
+    refused(done, f"{option} is {value}, but the run was started with {of_run}: leave it out to resume")
+
+
+# One run at a time
+
+PAUSED = (*TINY, "--data", "cifar", "--batch_size", "45", "--recipe", "one_cycle", "--device", "cpu", "--n_epochs", "6")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that nothing disturbed, and its data."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_cifar10(folder / "cifar")
+    assert forked_demo("cp_demo.py", *PAUSED, "--save", "run", cwd=folder).returncode == 0
+    return folder
+
+
+@pytest.fixture
+def paused(whole, tmp_path):
+    """A run that is in the middle, and does not go on: its process is stopped."""
+    (tmp_path / "cifar").symlink_to(whole / "cifar")
+    process = ForkedDemo("cp_demo.py", *PAUSED, "--save", "run", cwd=tmp_path)
+    await_file(tmp_path / "run" / "run_log.txt", process)
+    process.send_signal(signal.SIGSTOP)
+    yield process
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_a_second_run_is_refused_may_evaluate_and_goes_on_where_the_first_was_killed(paused, whole, tmp_path):
+    before = contents(tmp_path / "run")
+    for words in (["--seed", "1"], ["--resume"], ["--overwrite", "--seed", "1"]):
+        done = demo("cp_demo.py", *PAUSED, "--save", "run", *words, cwd=tmp_path)
+        holder = rf"run is in use \(20\S+ started by process {paused.pid} on {socket.gethostname()}\): wait until that"
+        assert re.search(holder, done.stderr), done.stderr
+    assert contents(tmp_path / "run") == before
+    shutil.copy(whole / "run" / "model.pt", tmp_path / "run" / "model.pt")
+    done = demo("cp_demo.py", "--save", "run", "--evaluate", cwd=tmp_path)
+    assert "test error" in done.stdout, done.stderr
+    (tmp_path / "run" / "model.pt").unlink()
+    paused.send_signal(signal.SIGKILL)
+    assert paused.wait() == -signal.SIGKILL
+    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    same_run(tmp_path / "run", whole / "run")
+
+
+def test_of_several_resumes_at_once_one_goes_on(paused, whole, tmp_path):
+    paused.send_signal(signal.SIGKILL)
+    paused.wait()
+    resumed = [ForkedDemo("cp_demo.py", "--save", "run", "--resume", cwd=tmp_path) for _ in range(3)]
+    ended = [(process.wait(), process.communicate()[1]) for process in resumed]
+    assert 0 in [status for status, _ in ended], ended
+    assert all(status == 0 or "run is in use" in errors for status, errors in ended), ended
+    same_run(tmp_path / "run", whole / "run")
+
+
+def test_a_run_whose_lock_was_removed_saves_nothing_more(paused, tmp_path):
+    (tmp_path / "run" / "run.lock").unlink()
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    paused.send_signal(signal.SIGCONT)
+    _, errors = paused.communicate()
+    assert "error: run/run.lock was removed or replaced during the run, so that another run may write" in errors
+    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+
+
+def test_a_run_that_began_in_the_meantime_is_not_overwritten(whole, tmp_path, monkeypatch):
+    """The other one ended before this one, which found an empty directory, came to write there."""
+    evaluate = Trainer.__init__
+
+    def late(trainer, *args) -> None:
+        evaluate(trainer, *args)
+        shutil.copytree(whole / "run", tmp_path / "run")
+
+    monkeypatch.setattr(Trainer, "__init__", late)
+    done = demo("cp_demo.py", *RUN, cwd=tmp_path)
+    refused(done, "run contains a finished run of 6 epochs: give --resume")
+    same_run(tmp_path / "run", whole / "run")
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def acquire(*_, **__):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    done = demo("cp_demo.py", *TINY, "--save", "run", cwd=tmp_path)
+    refused(done, "run/run.lock cannot be locked (No locks available), so that two runs could mix there: give a --save")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_unfinished_files_have_names_of_their_own_and_are_removed_by_the_next_run(copied, monkeypatch):
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            files.write_atomic(copied / "run" / "last.pt", b"half")
+    monkeypatch.undo()
+    assert len(list((copied / "run").glob(".last.pt.*.unfinished"))) == 2
+    assert _resumed(copied).returncode == 0
+    assert list((copied / "run").glob(".*")) == []
+
+
+# Runs that fail
+
+
+def test_a_full_disk_is_reported_and_the_old_checkpoint_kept(copied):
+    before = (copied / "run" / "last.pt").read_bytes()
+    done = forked_demo(*RESUME, "--data", "own", cwd=copied, max_file_bytes=len(before) // 2)
+    refused(done, "run/last.pt could not be written (File too large): its previous content is kept")
+    assert (copied / "run" / "last.pt").read_bytes() == before
+    assert [path.name for path in (copied / "run").glob(".*")] == []
+
+
+def test_a_loss_that_is_not_finite_keeps_the_last_good_state(tmp_path):
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "3", "--lr", "1e30", "--recipe", "step", cwd=tmp_path)
+    refused(done, "error: the loss became")
+    assert "start over with a smaller --lr; what was saved before is kept" in done.stderr
+    state = files.load_torch(tmp_path / "run" / "last.pt")["state"]
+    assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
+
+
+def test_a_validation_loss_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_: (float("nan"), 0.9))
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
+    refused(done, "error: the validation loss became nan in epoch 1, at a learning rate of")
+    assert not (tmp_path / "run" / "model.pt").exists()
+    assert files.load_torch(tmp_path / "run" / "last.pt")["position"]["step"] == 0
+
+
+def test_out_of_memory_is_reported_with_what_to_change(tmp_path, monkeypatch):
+    def step(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "step", step)
+    done = demo("cp_demo.py", *RUN, "--batch_size", "100", "--efficient", "False", "--device", "cpu", cwd=tmp_path)
+    refused(done, "out of memory in a step of 100 images with engine plain: tensors had reached ")
+    assert "start over with --overwrite, and give --engine best, --memory, which chooses micro-batches" in done.stderr
+    assert (tmp_path / "run" / "last.pt").exists()
+
+
+# What is saved, drawn and printed
+
+
+def test_the_state_is_saved_first_and_what_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
+    """A pipe in the place of the log is replaced: nobody may ever read it, so that opening it would wait."""
+    saved = lambda: files.load_torch(tmp_path / "run" / "last.pt")["position"]["epoch"] - 1  # noqa: E731
+    drawn = []
+
+    def fails(folder, rows, title) -> None:
+        drawn.append((len(rows), saved()))
+        raise RuntimeError("no\nfont")
+
+    monkeypatch.setattr("training.run.SECONDS_BETWEEN_PLOTS", 0)
+    monkeypatch.setattr("training.run.plot_curves", fails)
+    monkeypatch.setattr("training.results.EventWriter.add", lambda *_: fails("", "", ""))
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "run_log.txt")
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "2", "--tensorboard", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("note: curves.png could not be written (RuntimeError: no font)\n") == 3
+    assert [each for each in drawn if each[0]] == [(1, 1), (2, 2), (2, 2)]
+    assert read_rows(tmp_path / "run")[1]["test_error"] != ""
+    assert len((tmp_path / "run" / "run_log.txt").read_text().splitlines()) == 2
+
+
+def test_a_file_is_written_where_directories_cannot_be_flushed(tmp_path, monkeypatch):
+    flush, directories = os.fsync, []
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            directories.append(descriptor)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.write_atomic(tmp_path / "some", b"content")
+    assert (tmp_path / "some").read_bytes() == b"content"
+    assert directories
+
+
+def test_the_summary_is_written_as_json_with_its_versions(stopped):
+    config = json.loads((stopped / "run" / "config.json").read_text())
+    assert list(config) == ["checksum", "options", "model", "data", "versions"]
+    assert config["versions"]["torch"] == torch.__version__
