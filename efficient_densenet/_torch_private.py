@@ -23,7 +23,7 @@ NAMES: dict[str, str] = {}
 MISSING: dict[str, str] = {}
 """The names that this PyTorch lacks, as in `NAMES`."""
 _RAISES = object()
-_warned: set[str] = set()
+_told: set[str] = set()
 
 
 def _private(name: str, feature: str, otherwise: Any = _RAISES) -> Any:
@@ -39,8 +39,8 @@ def _private(name: str, feature: str, otherwise: Any = _RAISES) -> Any:
         message = str(why_not(feature))
         if otherwise is _RAISES:
             raise RuntimeError(message)
-        if message not in _warned:
-            _warned.add(message)
+        if message not in _told:
+            _told.add(message)
             warnings.warn(message, stacklevel=3)
         return otherwise
 
@@ -60,12 +60,7 @@ _current_graph_task_id = _private(
 
 def in_backward() -> bool:
     """Return True while autograd executes a backward graph in the calling thread."""
-    return graph_task_id() != -1
-
-
-def graph_task_id() -> int:
-    """Return the id of the backward that the calling thread executes, or -1 outside of a backward."""
-    return _current_graph_task_id()
+    return _current_graph_task_id() != -1
 
 
 _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
@@ -147,11 +142,6 @@ def parametrization_cache_enabled() -> bool:
     if callable(_cache_enabled):
         return bool(_cache_enabled())
     return bool(torch.nn.utils.parametrize._cache_enabled)  # not looked up once: the value changes
-
-
-def queue_backward_callback(callback: Callable[[], Any]) -> None:
-    """Call `callback` at the end of the backward that the calling thread executes."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def hooks_of(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]]:

@@ -135,6 +135,7 @@ def _tiny_timm(timm, shape: dict, **options) -> nn.Module:
     return builder.build_model_with_cfg(densenet.DenseNet, "densenet121", False, feature_cfg=config, **shape, **options)
 
 
+@pytest.mark.filterwarnings("ignore:torch.fx traces into a")
 def test_torchvision_s_feature_extractors():
     """`IntermediateLayerGetter` calls the children one by one, and `create_feature_extractor` traces."""
     utils = pytest.importorskip("torchvision.models._utils")

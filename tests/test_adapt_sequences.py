@@ -156,6 +156,7 @@ def test_a_slice_of_a_converted_block_runs_and_can_be_restored(part):
     assert list(map(type, block.modules())) == list(map(type, plain.modules()))
 
 
+@pytest.mark.filterwarnings("ignore:torch.fx traces into a")
 def test_symbolic_trace_of_a_block_as_root():
     block = nn.Sequential(*_layers(OldestFirst, START)).double()
     x = block_batch()

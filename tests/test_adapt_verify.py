@@ -126,11 +126,14 @@ class _WithReLU6(TakesFeatures):
         return self.conv2(F.relu6(self.norm2(output)))
 
 
-def test_an_activation_that_differs_for_large_values_only_is_detected():
-    (changed,) = make_efficient(features_block(_WithReLU6)).changed
-    assert changed.engine.startswith(
-        "checkpoint (found that by the parts of its layers it has other values in evaluation mode"
-    )
+def test_a_function_in_the_place_of_a_module_that_is_not_called_is_the_activation():
+    block = features_block(_WithReLU6)
+    plain = copy.deepcopy(block)
+    assert make_efficient(block).changed[0].engine == "shared"
+    with torch.no_grad():
+        for parameter in (*block.parameters(), *plain.parameters()):
+            parameter *= 10  # beyond 6
+    assert_same_training(block, plain, block_batch())
 
 
 def test_a_block_of_which_nothing_is_a_layer_is_reported_with_the_modules_found():

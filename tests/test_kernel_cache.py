@@ -309,11 +309,10 @@ def test_threads_get_one_kernel(monkeypatch):
 
 def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):
     package = Path(compilation.__file__).parents[1]
-    for side in ("compiled", "host"):
-        shutil.copytree(package / side, tmp_path / side, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(package.parent / "activations.py", tmp_path)
     copied = sorted(tmp_path.rglob("*.py"))
-    monkeypatch.setattr(compilation.importlib.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(compilation.importlib.resources, "files", lambda name: tmp_path.joinpath(*name.split(".")[2:]))
     hashes = [compilation._hash_of_sources.__wrapped__()]
     assert hashes[0] == compilation._hash_of_sources()
     for file in copied:
@@ -333,8 +332,8 @@ def test_the_key_depends_on_the_features_of_the_processor_that_are_used(cache, m
 
 COMPILES = """
 import torch
-from efficient_densenet.kernels.numba_cpu.compiled import kernels
-from efficient_densenet.kernels.numba_cpu.host import compilation
+from efficient_densenet.kernels.numba_cpu.compiler import compilation
+from efficient_densenet.kernels.numba_cpu.kernels import kernels
 assert kernels.__file__.startswith(FOLDER), kernels.__file__
 print(int(compilation.compile_kernel(kernels.batch_norm_grad_input, torch.float32).from_disk))
 """
@@ -344,7 +343,7 @@ print(int(compilation.compile_kernel(kernels.batch_norm_grad_input, torch.float3
 def test_the_next_process_uses_the_repaired_file_until_a_source_changes(tmp_path):
     package = Path(efficient_densenet.__file__).parent
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    folder = tmp_path / package.name / "kernels" / "numba_cpu" / "compiled"
+    folder = tmp_path / package.name / "kernels" / "numba_cpu" / "kernels"
 
     def cache_hits():
         command = [sys.executable, "-W", "error", "-c", f"FOLDER = {str(tmp_path)!r}\n{COMPILES}"]

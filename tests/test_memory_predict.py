@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -401,7 +402,7 @@ def test_the_command(capsys, tmp_path):
 
 def test_predicted_and_measured_curves_have_the_same_parts():
     """So the picture aligns them: each part's run has the peak that was predicted."""
-    model, shape = DenseNet(12, (4, 4), small_inputs=False), (4, 3, 64, 64)
+    model, shape = DenseNet(12, (4, 4), small_inputs=False), (16, 3, 64, 64)
     predicted = predict(model, shape, device="cpu")
     options = command.make_parser().parse_args(["densenet121", "--picture", "step.png"])
     _, measured = command._measure(model, shape, "cpu", options)
@@ -411,5 +412,10 @@ def test_predicted_and_measured_curves_have_the_same_parts():
     for visit, moments in curves[0].items():
         peak = max(moment.bytes for moment in moments)
         assert max(moment.bytes for moment in curves[1][visit]) == pytest.approx(peak, rel=0.02)
+    order = list(curves[0])
+    (xs, ys), measured_curve = (picture._curve(visits, order, 0) for visits in curves)
+    grid = np.linspace(0, len(order), 200)
+    distance = np.abs(np.interp(grid, xs, ys) - np.interp(grid, *measured_curve))
+    assert distance.mean() < 0.025 * max(ys)  # 0.035 where curves are stretched
     plain = picture.visits_of(predicted.by_engine["plain"].trace.moments)
     assert list(plain) == list(curves[0])

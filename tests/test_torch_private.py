@@ -39,7 +39,6 @@ from efficient_densenet._torch_private import (
     foreach_copy_,
     foreach_lerp_,
     functorch_is_active,
-    graph_task_id,
     has_dispatch_mode,
     has_global_module_hooks,
     has_hooks_of_fully_shard_only,
@@ -58,7 +57,6 @@ from efficient_densenet._torch_private import (
     parametrization_cache_enabled,
     policy_of_fully_shard,
     process_group_named,
-    queue_backward_callback,
     run_cpu_implementation,
     run_parts,
     saved_tensors_hooks_enabled,
@@ -69,6 +67,7 @@ from efficient_densenet._torch_private import (
     without_step_hooks,
 )
 from efficient_densenet.engine import choose
+from efficient_densenet.kernels.convolution import conv3x3
 from efficient_densenet.memory import predict, tensor_peak
 
 PACKAGE = Path(efficient_densenet.__file__).parent
@@ -140,6 +139,9 @@ def test_a_name_that_torch_lacks_costs_the_feature_that_needs_it_and_neither_the
     assert all(sentence in str(warning.message) for warning in caught)
     if feature == _torch_private.SHARED:
         assert caught
+    elif feature == _torch_private.IM2COL:
+        images, weight = torch.randn(2, 3, 4, 5), torch.randn(6, 3, 3, 3)
+        assert torch.equal(conv3x3(images, weight, 1), F.conv2d(images, weight, padding=1))
     if feature in USES:
         with pytest.raises((RuntimeError, ValueError), match=re.escape(sentence)):
             USES[feature](model, x)
@@ -154,39 +156,19 @@ def test_a_lost_name_is_warned_of_once(without):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_in_backward_is_true_in_a_recomputation_only(use_reentrant):
+def test_in_backward_is_true_in_a_recomputation_and_in_its_thread_alone(use_reentrant):
     seen = []
 
     def function(x):
+        thread = threading.Thread(target=lambda: seen.append(in_backward()))
+        thread.start()
+        thread.join()
         seen.append(in_backward())
         return x.sin()
 
     torch_checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
-    assert seen == [False, True]
+    assert seen == [False, False, False, True]
     assert not in_backward()
-
-
-def test_in_backward_concerns_one_thread():
-    other = []
-
-    def hook(grad):
-        thread = threading.Thread(target=lambda: other.append(in_backward()))
-        thread.start()
-        thread.join()
-        other.append(in_backward())
-
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(hook)
-    x.sum().backward()
-    assert other == [False, True]
-
-
-def test_a_queued_callback_is_called_at_the_end_of_the_backward():
-    calls = []
-    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: queue_backward_callback(lambda: calls.append((x.grad, y.grad))))
-    (x * 2 + y).sum().backward()
-    assert [[grad.tolist() for grad in grads] for grads in calls] == [[[2, 2], [1, 1]]]
 
 
 def test_is_batched_gradient():
@@ -318,15 +300,6 @@ def test_process_group_named():
         assert process_group_named(group.group_name) is group
     finally:
         dist.destroy_process_group()
-
-
-def test_graph_task_id():
-    x, seen = torch.ones(2, requires_grad=True), [graph_task_id()]
-    x.register_hook(lambda _: seen.append(graph_task_id()))
-    x.sum().backward()
-    x.sum().backward()
-    assert seen[0] == -1
-    assert len(set(seen)) == 3
 
 
 def test_below_autograd():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..kernels.activations import RELU_SPEC, ActivationSpec
+from .layer_parts import LayerCalls
 
 
 class LayerCall(NamedTuple):
@@ -29,7 +29,7 @@ class ConnectionPattern:
         is_layer: True for a single layer that concatenates its input and its output, and so is a block by itself.
         layer_call: how to call whole layers, if their parts do not describe them; None if they do.
         last_only: True if the block returns the output of its last layer alone, such as a convolution after the others.
-        activation: the activation of layers without a module for it.
+        calls: what each layer calls, where the parts of the layers describe them.
     """
 
     newest_first: bool = False
@@ -37,7 +37,7 @@ class ConnectionPattern:
     is_layer: bool = False
     layer_call: LayerCall | None = None
     last_only: bool = False
-    activation: ActivationSpec = RELU_SPEC
+    calls: tuple[LayerCalls, ...] = ()
 
 
 ALONE = ConnectionPattern(is_layer=True, layer_call=LayerCall(separately=True), last_only=True)

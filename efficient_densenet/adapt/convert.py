@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import nn
+from torch.fx import GraphModule
 
 from .._checks import check_module
 from .._mixins import add_mixin, remove_mixin
@@ -15,6 +16,7 @@ from ..models.layers import DenseBlock
 from .connection_pattern import ALONE, LayerCall
 from .converted import ConvertedBlock, convert_block, convert_layer, layers_called_alone, restore_block
 from .report import Changed, Report, saved_values_per_pixel
+from .sample import dimensions
 from .sequences import ConvertedSequence, has_converted_blocks, holds_converted_blocks, stages_of
 from .stages import BlocksInARow, is_block
 from .structure import (
@@ -51,6 +53,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
             add_mixin(module, ConvertedSequence)
         elif isinstance(module, ConvertedSequence) and not holds_converted_blocks(module):
             remove_mixin(module, ConvertedSequence)
+    _explain_graphs(model, report)
     report.transitions = _convert_transitions(model, parsed)
     _report_lines(model, report)
     _report_stages(model, report, parsed)
@@ -162,6 +165,18 @@ def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Ex
     return None
 
 
+def _explain_graphs(model: nn.Module, report: Report) -> None:
+    """Say why nothing is converted inside graphs of torch.fx, which run the modules of blocks one by one."""
+    for prefix, graph in model.named_modules():
+        if isinstance(graph, GraphModule):
+            names = {f"{prefix}.{name}" if prefix else name for name, _ in graph.named_modules()}
+            for name in names & report.unchanged.keys():
+                report.unchanged[name] = (
+                    "found a graph of torch.fx, which runs the modules of a dense block one by one: convert the model "
+                    "first, and keep its blocks as leaf modules when it is traced"
+                )
+
+
 def _convert_transitions(model: nn.Module, engine: Engine | None) -> list[str]:
     """Convert the modules that look like transitions and read as many channels as a converted block returns.
 
@@ -257,7 +272,7 @@ def _why_not(engine: Engine, block: nn.Module) -> str | None:
     """Why `engine` cannot run `block` on a small input of the parameters' dtype and device."""
     conv = first_conv(block)
     parameter = next(conv.parameters())  # not conv.weight, which a parametrization would compute
-    return choose.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * len(conv.kernel_size))))
+    return choose.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * dimensions(block))))
 
 
 def _report_lines(model: nn.Module, report: Report) -> None:

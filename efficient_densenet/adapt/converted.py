@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import may_read_converted_modules
 from .._mixins import add_mixin, remove_mixin
+from .._torch_private import has_global_module_hooks
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engine import choose, layerwise
@@ -64,7 +66,7 @@ class ConvertedBlock(VerifiedModule):
         if not kwargs and len(args) == 1 and self._conversion.pair and _is_pair(args[0]):
             return self._run_pair(args[0])
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            self._check_not_quantized(*args)
+            self._see_tracer(*args)
             return super().forward(*args, **kwargs)
         plan = None if self._conversion.verified is None else choose.plan_block(self, args[0])
         if plan is None or plan.engine is Engine.PLAIN:
@@ -95,7 +97,7 @@ class ConvertedBlock(VerifiedModule):
         except (NoPartsError, VerificationError) as failure:
             found = Conversion(reason=f"found another block than was converted: {failure}")
         kept = {"engine": self._conversion.engine, "exactly_once_norms": self._conversion.exactly_once_norms}
-        self._conversion = replace(found, verified=fingerprint(self), **kept)
+        self._conversion = replace(found, verified=fingerprint(self, found.statistics), **kept)
 
     def update_norms_once(self, engine: Engine) -> None:
         """Put the norms inside under the exactly-once rule where `engine` or the author's forward recomputes them. The
@@ -202,13 +204,20 @@ class ConvertedBlock(VerifiedModule):
             return saved_values_per_pixel(run, forward)
         return 0
 
-    def _check_not_quantized(self, *args: Any) -> None:
-        """Raise RuntimeError for the tracer of FX quantization, which would not find norms under the exactly-once rule.
+    def _see_tracer(self, *args: Any) -> None:
+        """Warn that a tracer of torch.fx makes a graph of the author's forward. Raise RuntimeError for the tracer of FX
+        quantization, which would not find norms under the exactly-once rule.
 
-        The tracer fuses modules of exactly torch's classes, and silently ignores modules of subclasses.
+        The latter fuses modules of exactly torch's classes, and silently ignores modules of subclasses.
         """
         before = self._conversion.exactly_once_norms
         for_quantization = any(type(getattr(each, "tracer", None)).__name__ == "QuantizationTracer" for each in args)
+        if any(isinstance(each, Proxy) for each in args) and not for_quantization:
+            choose.warn_once(
+                f"torch.fx traces into a {type(self).__name__}, a converted dense block: its graph runs the author's "
+                f"layers and saves no memory. Keep such blocks as leaf modules, as by create_feature_extractor(..., "
+                "tracer_kwargs={'leaf_modules': [" + type(self).__name__ + "]})"
+            )
         if for_quantization and before is not None:
             names = (name for name, module in self.named_modules() if isinstance(module, UpdatesOnce))
             if any(name not in before for name in names):
@@ -228,8 +237,9 @@ def _is_pair(value: Any) -> bool:
 def _run_by_layers(
     block: ConvertedBlock, forward: Callable, pattern: ConnectionPattern | None
 ) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
-    """The function that runs `block` layer by layer, or None if it would skip a module that must be called."""
-    if pattern is None:
+    """The function that runs `block` layer by layer, or None if it would skip a module that must be called: one with a
+    hook, and any module where there is a hook on all modules."""
+    if pattern is None or has_global_module_hooks():
         return None
     if pattern.layer_call is not None:
         called = {module for layer in layers_in(block) for module in layer.modules()}
@@ -287,7 +297,7 @@ def _convert(block: nn.Module, engine: Engine | None, find: Callable[[], Convers
     conversion = find()
     add_mixin(block, ConvertedBlock)
     cast(ConvertedBlock, block)._conversion = replace(
-        conversion, engine=engine, exactly_once_norms=exactly_once, verified=fingerprint(block)
+        conversion, engine=engine, exactly_once_norms=exactly_once, verified=fingerprint(block, conversion.statistics)
     )
 
 

@@ -12,26 +12,32 @@ from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 from .._mixins import add_mixin, remove_mixin
 from ..checkpoint.call import checkpoint_call
 from ..engine import layerwise
+from ..engine.changed_modules import why_not_parametrized
 from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
-from ..kernels.activations import RELU_SPEC
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ALONE, ConnectionPattern
 from .fingerprint import drop_rates
 from .layers import run_layers, run_whole_layers
-from .sample import Sample, samples
+from .sample import IMAGES, Sample, dimensions, samples
 from .structure import (
     channels_read,
     custom_norms_in,
     first_conv,
     last_conv,
+    looks_dense,
+    may_concatenate,
+    may_return,
     patterns_by_calls,
     patterns_by_parts,
     read_block,
+    with_calls,
 )
 from .trial import (
     MAIN_MODES,
+    MODES,
     NotRunError,
+    Result,
     SideEffectError,
     Trial,
     VerificationError,
@@ -55,6 +61,8 @@ class Conversion(Verified):
         sample: the input of the trial, if there was one.
         pair: the channels of the first of the two tensors that a layer takes as one argument; 0 if it takes a tensor.
         reason: why the parts of the layers do not describe the block, or None if they do.
+        statistics: the names of buffers that only batch norms of the author's own classes read: any values of them are
+            verified.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
         kept_bottlenecks: the positions of the layers whose bottlenecks the shared engine saves, as a budget decides.
         as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
@@ -67,6 +75,7 @@ class Conversion(Verified):
     sample: Sample | None = None
     pair: int = 0
     reason: str | None = None
+    statistics: frozenset[str] = frozenset()
     recomputes: bool = False
     as_a_whole: bool = True
     kept_bottlenecks: frozenset[int] = frozenset()
@@ -75,6 +84,8 @@ class Conversion(Verified):
 def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
     """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do
     not."""
+    if not (looks_dense(block) or may_concatenate(block)):
+        raise NoPartsError("found no forward but those of torch, none of which concatenates")
     reason, by_parts, asked = None, [], modes_of(block)
     try:
         by_parts = patterns_by_parts(block)
@@ -85,6 +96,9 @@ def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_l
     by_calls = patterns_by_calls(block, may_be_layer)
     if reason is not None and not by_calls:
         raise NoPartsError(reason)
+    parametrized = next(filter(None, map(why_not_parametrized, block.modules())), None)
+    if parametrized is not None:  # no engine runs by parts there
+        return find_by_trial(block, forward, [*by_calls, *by_parts], reason or parametrized)
     return find_by_trial(block, forward, [*by_parts, *by_calls], reason)
 
 
@@ -112,14 +126,17 @@ def find_by_trial(
         for sample in tried or samples(block, channels_read(block)):
             with trial(block, sample) as run:
                 try:
-                    block_results = list(run.run(forward))
+                    first = run.run_once(forward, MODES[0])
+                    patterns = _of_width(block, patterns, sample, first)
+                    block_results = [first, *run.run(forward, MODES[1:])]
                 except NotRunError as failure:
                     first_failure = first_failure or failure
                     continue
                 for module in custom_norms:
                     add_mixin(module, UsesTorchForward, innermost=True)
-                patterns = _with_activation(patterns, block_results)
-                found = replace(_match(block, forward, block_results, run, patterns, reason), sample=sample)
+                patterns, reason = _with_calls(block, patterns, block_results, reason)
+                found = _match(block, forward, block_results, run, patterns, reason)
+                found = replace(found, sample=sample, statistics=_statistics(block_results))
                 return found
         raise cast(NotRunError, first_failure)
     finally:
@@ -145,11 +162,40 @@ def of_one_tensor(forward: Callable, pair: int = 0) -> Callable[[Tensor], Tensor
     return concatenated
 
 
-def _with_activation(patterns: Sequence[ConnectionPattern], block_results: Results) -> list[ConnectionPattern]:
-    """The patterns with the activation that the forward has applied, if it was one, for layers without a module."""
-    applied = block_results[0].activations
-    activation = next(iter(applied)) if len(applied) == 1 else RELU_SPEC
-    return [pattern if pattern.layer_call else replace(pattern, activation=activation) for pattern in patterns]
+def _with_calls(
+    block: nn.Module, patterns: Sequence[ConnectionPattern], block_results: Results, reason: str | None
+) -> tuple[Sequence[ConnectionPattern], str | None]:
+    """The patterns with what the block's forward has called, without those of other layers than dense layers; and
+    `reason`, or the reason why there are no dense layers."""
+    runs, possible, failures = [each.calls for each in block_results if each.calls is not None], [], []
+    for pattern in patterns:
+        try:
+            possible.append(pattern if pattern.layer_call else with_calls(block, pattern, runs))
+        except NoPartsError as failure:
+            failures.append(str(failure))
+    by_parts = any(pattern.layer_call is None for pattern in possible)
+    return possible, reason if by_parts or not failures else reason or failures[0]
+
+
+def _statistics(block_results: Results) -> frozenset[str]:
+    """The names of the buffers of authors' modules that batch norms alone have read: running statistics."""
+    normalized, read = ([each.normalized for each in block_results], [each.read for each in block_results])
+    return frozenset[str]().union(*normalized).difference(*read)
+
+
+def _of_width(
+    block: nn.Module, patterns: Sequence[ConnectionPattern], sample: Sample, result: Result
+) -> Sequence[ConnectionPattern]:
+    """The patterns by which a block may return what it has returned. Without any, this raises `VerificationError` for a
+    module that does not look dense; the trial of another one finds out what to say."""
+    _, channels, *size = result.values[0].shape
+    same_size = size == [*sample.shape(IMAGES, dimensions(block))[2:]]
+    fitting = [
+        each for each in patterns if each == ALONE or (same_size and may_return(block, each, sample.channels, channels))
+    ]
+    if not (fitting or looks_dense(block)):
+        raise VerificationError(f"returns {channels} channels for {sample.channels}")
+    return fitting or patterns[:1]
 
 
 def _check_has_torch_state(norm: nn.Module) -> None:

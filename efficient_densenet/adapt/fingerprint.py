@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from .._mixins import author_class
 from ..norms.batch_norm import TORCH_CLASSES
 from ..norms.frozen import is_frozen_batch_norm
-from .outside import Place, is_known, is_of_a_library, names_read, places_outside
+from .outside import Place, is_known, is_of_a_library, names_in_methods, names_read, places_outside
 
 Values = tuple[tuple[str, Any], ...]
 
@@ -80,19 +80,27 @@ class TensorNames(tuple[str, ...]):
 
 
 class Fingerprint(NamedTuple):
-    """The states of the modules of a block, and of their classes; in a copy, objects are compared by their names."""
+    """The states of the modules of a block, and of their classes; in a copy, objects are compared by their names.
+
+    Attributes:
+        ties: for each module the first place of it, where one module has several.
+        statistics: the names of the buffers that may have any values.
+    """
 
     modules: tuple[State, ...]
     classes: tuple[State, ...]
+    ties: tuple[int, ...] = ()
+    statistics: frozenset[str] = frozenset()
     is_copy: bool = False
 
     def as_copy(self) -> "Fingerprint":
         """The part of the fingerprint that stays valid in a copy of the block or in another process."""
-        return Fingerprint(_as_copy(self.modules), _as_copy(self.classes), True)
+        return self._replace(modules=_as_copy(self.modules), classes=_as_copy(self.classes), is_copy=True)
 
 
-def fingerprint(block: nn.Module) -> Fingerprint:
-    """The state of `block` and all modules inside that a trial takes as given.
+def fingerprint(block: nn.Module, statistics: frozenset[str] = frozenset()) -> Fingerprint:
+    """The state of `block` and all modules inside that a trial takes as given, without the buffers named in
+    `statistics`, as `name_of_buffer` names them.
 
     It holds no reference to a module or a tensor. Objects are compared by identity and attributes, functions by code
     and the values that they read, large tensors by identity and version.
@@ -100,7 +108,21 @@ def fingerprint(block: nn.Module) -> Fingerprint:
     modules = list(_modules(block))
     classes = dict.fromkeys(map(class_as_written, modules))
     own = dict.fromkeys(each for cls in classes for each in cls.__mro__ if not is_known(each))
-    return Fingerprint(tuple(map(_state, modules)), tuple(map(_class_state, own)))
+    read = _names_in_methods(tuple(own))
+    first: dict[nn.Module, int] = {}
+    ties = tuple(first.setdefault(module, i) for i, module in enumerate(modules))
+    states = tuple(_state(module, statistics, read) for module in modules)
+    return Fingerprint(states, tuple(map(_class_state, own)), ties if len(first) < len(ties) else (), statistics)
+
+
+@cache
+def _names_in_methods(classes: tuple[type, ...]) -> frozenset[str]:
+    return frozenset[str]().union(*map(names_in_methods, classes))
+
+
+def name_of_buffer(module: nn.Module, name: str) -> str:
+    """The name of a buffer in `Fingerprint.statistics`, the same for all modules of a class."""
+    return f"{class_as_written(module).__qualname__}.{name}"
 
 
 def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | float | str], ...], ...]:
@@ -124,7 +146,7 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
 
     An attribute that was added since counts only if a method of the class may read it.
     """
-    after = fingerprint(block)
+    after = fingerprint(block, before.statistics)
     if after == before:
         return None
     if before.is_copy:
@@ -138,6 +160,8 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
         change = _change(old, new, names_read(class_as_written(module)))
         if change is not None:
             return change
+    if before.ties != after.ties:
+        return "other modules have several names"
     changes = (_change(old, new, None) for old, new in zip(before.classes, after.classes, strict=False))
     return next(filter(None, changes), None)
 
@@ -180,22 +204,30 @@ def class_as_written(module: nn.Module) -> type[nn.Module]:
     return TORCH_CLASSES.get(cls, cls)
 
 
-def _state(module: nn.Module) -> State:
+def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str]) -> State:
+    """The state of a module. `read` are the names in the methods of the authors' classes, which may read the settings
+    of torch's modules."""
     cls = class_as_written(module)
     if isinstance(module, _DropoutNd):
         return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
     if is_known(cls):  # at every forward, torch's modules are called or their attributes read
         name = "BatchNorm" if cls in _BATCH_NORMS else cls.__name__
-        parameters = module._parameters or vars(module).get("_former_parameters", ())
+        attributes = vars(module)
+        settings = _values({name: attributes[name] for name in read & attributes.keys()}, _OF_EVERY_MODULE)
+        parameters = module._parameters or attributes.get("_former_parameters", ())
         if not (parameters or module._buffers):
-            return State(name, _NO_TENSORS)
-        return State(name, (("names of tensors", TensorNames((*parameters, *module._buffers))),))
+            return State(name, _NO_TENSORS + settings)
+        return State(name, (("names of tensors", TensorNames((*parameters, *module._buffers))), *settings))
     attributes = vars(module)
     if "_former_parameters" in attributes:  # a replica of nn.DataParallel holds its parameters as attributes
         replicated = attributes["_former_parameters"].keys() | {"_former_parameters"}
         attributes = {name: value for name, value in attributes.items() if name not in replicated}
     absent = (("set of absent tensors", tuple(name for name, value in _tensors(module) if value is None)),)
-    buffers = tuple((name, _frozen(value)) for name, value in buffers_taken_as_given(module) if value is not None)
+    buffers = tuple(
+        (name, _frozen(value))
+        for name, value in buffers_taken_as_given(module)
+        if value is not None and name_of_buffer(module, name) not in statistics
+    )
     return State(cls.__name__, _values(attributes, _OF_EVERY_MODULE) + absent + buffers)
 
 
@@ -215,7 +247,7 @@ def drop_rates(module: nn.Module) -> list[str]:
         return ["p"] if module.p else []
     if is_known(class_as_written(module)):
         return []
-    return [name for name, value in vars(module).items() if value and isinstance(_value(name, value), DropRate)]
+    return [name for name, value in vars(module).items() if value and _is_drop_rate(name, value)]
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
@@ -243,7 +275,7 @@ def _outside(value: Any, place: Place, depth: int = 2) -> Any:
     or the function at `place` may read are included."""
     if isinstance(value, ContextVar):
         value = value.get(None)
-    if value is None or isinstance(value, _COMPARED_WHOLE):
+    if value is None or isinstance(value, (*_COMPARED_WHOLE, nn.Module)):
         return _frozen(value, 3)
     if not depth or is_of_a_library(value):
         return _identity(value)
@@ -264,7 +296,11 @@ def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
 
 
 def _value(name: str, value: Any) -> Any:
-    return DropRate(value) if type(value) is float and "drop" in name and 0 <= value <= 1 else _frozen(value)
+    return DropRate(value) if _is_drop_rate(name, value) else _frozen(value)
+
+
+def _is_drop_rate(name: str, value: Any) -> bool:
+    return type(value) is float and "drop" in name and 0 <= value <= 1
 
 
 def _frozen(value: Any, depth: int = 6) -> Any:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -10,41 +11,81 @@ from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch_private import memory_key
-from ..kernels.activations import ActivationSpec, spec_of_operation
+from ..kernels.activations import TABLE, ActivationSpec, spec_of_operation
+from .layer_parts import POOL_FUNCTIONS, Call, leaf_modules
 from .randomness import Generators
 
 
 class Recorder:
-    """Records the operations that run in its context.
+    """Records the operations that run in its context, and the calls of the modules inside `block`.
+
+    `buffers` are names for the `memory_key` of some buffers.
 
     Attributes:
+        calls: the modules that were called, without those inside other `leaf_modules`, and the activations and poolings
+            that ran outside of them: by a function where the author's code has called one.
+        normalized, read: the names of buffers that batch norms have read, and that anything else has.
         counts: how often each operation with arithmetic has run, and each other call of a tensor by an author's code:
             reading its shape, dtype or strides, splitting it, registering a hook on its gradient.
         written: the `memory_key` of each tensor that an operation has changed in place.
-        activations: the settings of the activations that have run.
         num_computed: how many operations with arithmetic have run, whether in `counts` or not.
     """
 
-    def __init__(self, generators: Generators) -> None:
-        self.generators = generators
+    def __init__(
+        self, generators: Generators, block: nn.Module | None = None, buffers: Mapping[int, str] | None = None
+    ) -> None:
+        self.generators, self._buffers = generators, buffers or {}
+        self.normalized: set[str] = set()
+        self.read: set[str] = set()
+        self.calls: list[Call] = []
+        self._leaves = set() if block is None else set(leaf_modules(block))
+        self._depth = 0
         self.counts: Counter[str] = Counter()
         self.written: set[int] = set()
-        self.activations: set[ActivationSpec] = set()
         self.num_computed = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> "Recorder":
         self._stack.enter_context(_Operations(self))
         self._stack.enter_context(_AuthorsCalls(self))
+        if self._leaves:
+            for handle in (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._exit)):
+                self._stack.callback(handle.remove)
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._stack.close()
+
+    def _enter(self, module: nn.Module, args: tuple) -> None:
+        if module in self._leaves:
+            if not self._depth:
+                self.calls.append(module)
+            self._depth += 1
+
+    def _exit(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._depth -= module in self._leaves
+
+    def see_function(self, call: ActivationSpec | str) -> None:
+        """Record an activation or a pooling. Of a module that is not inside the block, nothing is known later."""
+        if not self._depth:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and _is_between(frame.f_code.co_filename):
+                frame = frame.f_back
+            of_torch = frame.f_code.co_filename.startswith(_MODULES_OF_TORCH)
+            self.calls.append("a module around" if of_torch else call)
+
+    def see_buffers(self, name: str, args: tuple, kwargs: dict) -> None:
+        """Record which buffers an operation or a function of this name reads."""
+        if self._buffers:
+            keys = {memory_key(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)}
+            names = {self._buffers[key] for key in keys & self._buffers.keys()}
+            (self.normalized if "batch_norm" in name else self.read).update(names)
 
     @property
     def forwards_of_norms(self) -> int:
@@ -63,9 +104,13 @@ class _Operations(TorchDispatchMode):
             if isinstance(value, torch.Generator):
                 self.recorder.generators.add(value)
         operation = _operation(func)
-        activation = spec_of_operation(operation.name, *args[1:], **kwargs)
-        if activation is not None:
-            self.recorder.activations.add(activation)
+        if operation.computes:
+            self.recorder.see_buffers(operation.name, args, kwargs)
+        function = operation.pooling
+        if operation.own_name in _ACTIVATIONS:
+            function = spec_of_operation(operation.own_name, *_arguments(func, args, kwargs))
+        if function:
+            self.recorder.see_function(function)
         for i, argument in operation.written:
             value = args[i] if i < len(args) else kwargs.get(argument)
             tensors = value if isinstance(value, (list, tuple)) else [value]
@@ -88,6 +133,7 @@ class _AuthorsCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         is_authors, before = _is_called_by_author(sys._getframe(1)), self.recorder.num_computed
+        self.recorder.see_buffers(func.__name__, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if is_authors and self.recorder.num_computed == before:
             name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
@@ -111,13 +157,26 @@ def _is_of_channels(name: str, index: Any = None, *others: Any) -> bool:
     return name in ("size", "narrow") and index == 1
 
 
-class _Operation(NamedTuple):
-    """An operation: its name, without the underscore of in-place variants; whether it has arithmetic; and the positions
-    and names of the arguments that it changes."""
+def _arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
+    """The arguments of an operation after the first, those that were left out too."""
+    for i, argument in enumerate(func._schema.arguments):
+        if i:
+            yield args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
 
+
+class _Operation(NamedTuple):
+    """An operation: its name, without the underscore of in-place variants, and the name by which it is counted; whether
+    it has arithmetic; and the positions and names of the arguments that it changes."""
+
+    own_name: str
     name: str
     computes: bool
     written: tuple[tuple[int, str], ...]
+
+    @property
+    def pooling(self) -> str:
+        """The name of the pooling function, or ""."""
+        return next((name for name in POOL_FUNCTIONS if self.name.startswith(name)), "")
 
 
 @cache
@@ -128,7 +187,7 @@ def _operation(func: Any) -> _Operation:
     is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in aliases)
     written = tuple((i, each.name) for i, each in enumerate(func._schema.arguments) if each.is_write)
     name = _ALIASES.get(own_name) or own_name
-    return _Operation(name, not is_view and name not in _WITHOUT_ARITHMETIC, written)
+    return _Operation(own_name, name, not is_view and name not in _WITHOUT_ARITHMETIC, written)
 
 
 def _counts_batches(operation: _Operation, args: tuple) -> bool:
@@ -146,9 +205,15 @@ def _drops_nothing(operation: _Operation, args: tuple) -> bool:
     return operation.name.endswith("dropout") and len(args) == 3 and not (args[1] and args[2])
 
 
+def _is_between(file: str) -> bool:
+    """Whether this is a file of torch or of ours between an operation and what has called its function."""
+    return file.startswith(_NOT_OF_AUTHORS) and not file.startswith(_MODULES_OF_TORCH)
+
+
 _ALIASES = {"relu6": "hardtanh"}
 """Operations that run as others wherever autograd is enabled."""
 
+_ACTIVATIONS = {*TABLE, *_ALIASES}
 _WITHOUT_ARITHMETIC = {
     "cat",
     "clone",
@@ -164,3 +229,4 @@ _WITHOUT_ARITHMETIC |= {"new_empty_strided", "_unsafe_view", "_reshape_copy"}
 _OF_DENSE_LAYERS = {"cat", "concat", "concatenate", "requires_grad"}
 """Calls of a layer that are not counted: its parts imply concatenations, and the trial varies requires_grad."""
 _NOT_OF_AUTHORS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
+_MODULES_OF_TORCH = str(Path(nn.modules.__file__).parent)

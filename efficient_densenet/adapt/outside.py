@@ -37,25 +37,32 @@ class Place(NamedTuple):
 @cache
 def places_outside(cls: type) -> tuple[Place, ...]:
     """The places where methods of `cls` itself, and functions that they call, may read values outside of modules."""
-    places: dict[tuple[int, str], Place] = {}
-    for function in _functions_of(cls):
-        _collect(function, places, depth=3)
-    return tuple(places.values())
+    return _read_by(cls)[0]
+
+
+@cache
+def names_in_methods(cls: type) -> frozenset[str]:
+    """The names and string constants in the methods of `cls` itself, and in functions that they call, except in
+    `__init__`."""
+    return _read_by(cls)[1]
 
 
 @cache
 def names_read(cls: type) -> frozenset[str]:
-    """The names and string constants in the methods of an author's class."""
-    functions = (function for each in cls.__mro__ if not is_known(each) for function in _functions_of(each))
-    return frozenset(name for function in functions for name in names_in(function.__code__))
+    """The names and string constants in the methods of an author's class and of its base classes."""
+    return frozenset[str]().union(*(map(names_in_methods, filterfalse(is_known, cls.__mro__))))
 
 
-def modes_asked_for(cls: type) -> set[str]:
+@cache
+def _read_by(cls: type) -> tuple[tuple[Place, ...], frozenset[str]]:
+    places: dict[tuple[int, str], Place] = {}
+    names = frozenset[str]().union(*(_collect(function, places, depth=3) for function in _functions_of(cls)))
+    return tuple(places.values()), names
+
+
+def modes_asked_for(cls: type) -> frozenset[str]:
     """The modes of torch that the methods of `cls` may ask for, such as "is_grad_enabled"."""
-    if is_of_a_library(cls):
-        return set()
-    places = (place for each in filterfalse(is_known, cls.__mro__) for place in places_outside(each))
-    return _MODES.intersection(names_read(cls).union(*(place.names for place in places)))
+    return frozenset() if is_of_a_library(cls) else names_read(cls) & _MODES
 
 
 def values_outside(cls: type) -> list[Any]:
@@ -89,11 +96,15 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
     yield from (each for each in (value, *inner) if isinstance(each, FunctionType))
 
 
-def _collect(function: FunctionType, places: dict[tuple[int, str], Place], depth: int) -> None:
+def _collect(function: FunctionType, places: dict[tuple[int, str], Place], depth: int) -> set[str]:
+    """Add the places from which a function, or one that it calls, may read; return the names that they use."""
     names = tuple(dict.fromkeys(names_in(function.__code__)))
     found = [Place(name, function.__globals__, None, names) for name in names if name in function.__globals__]
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     found += [Place(name, None, cell, names) for name, cell in cells]
+    code = function.__code__
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    used = {name for each in (inner if function.__name__ == "__init__" else [code]) for name in names_in(each)}
     for place in found:
         value, key = place.value(), (id(place.variables or place.cell), place.name)
         if key in places or (isinstance(value, ModuleType) and is_of_a_library(value)):
@@ -101,7 +112,8 @@ def _collect(function: FunctionType, places: dict[tuple[int, str], Place], depth
         places[key] = place
         if depth and not is_of_a_library(value):
             for called in _functions_in(value):
-                _collect(called, places, depth - 1)
+                used |= _collect(called, places, depth - 1)
+    return used
 
 
 def is_of_a_library(value: Any) -> bool:

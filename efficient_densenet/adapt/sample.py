@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
+from .._dimensions import DIMENSIONS
 from .structure import first_conv
 
 IMAGES = 2
@@ -51,5 +53,12 @@ def samples(module: nn.Module, channels: Iterable[int]) -> list[Sample]:
 
 
 def dimensions(module: nn.Module) -> int:
-    """The dimensions of the images that `module` takes."""
-    return len(first_conv(module).kernel_size)
+    """The dimensions of the images that `module` takes: those of its first convolution if that is torch's, otherwise
+    of a batch norm."""
+    conv = first_conv(module)
+    if isinstance(conv, _ConvNd):
+        return len(conv.kernel_size)
+    of_norms = (
+        dims for each in module.modules() for dims in DIMENSIONS if isinstance(each, DIMENSIONS[dims].BatchNorm)
+    )
+    return next(of_norms, max(each.dim() for each in conv.parameters()) - 2)

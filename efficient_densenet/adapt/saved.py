@@ -23,29 +23,22 @@ def saved_values_per_pixel(trial: Trial, forward: Forward) -> int:
     free, saved = dimensions(trial.module) - len(trial.sample.fixed_sides), []
     smallest = max(_SMALLEST, trial.sample.size)
     for size in range(smallest, smallest + _STEP * (free + 1), _STEP):
-        counted = _CountsSaved(forward)
-        Trial(trial.module, trial.sample._replace(size=size), trial.own_dtype).run_once(counted, MAIN_MODES[1])
-        saved.append(counted.values)
+        with trial.prepared(MAIN_MODES[1]):
+            x = trial.input(MAIN_MODES[1], trial.sample._replace(size=size))
+            saved.append(_saved_values(forward, x))
     for _ in range(free):
         saved = [after - before for before, after in pairwise(saved)]
     return round(saved[0] / (math.factorial(free) * _STEP**free * IMAGES * math.prod(trial.sample.fixed_sides)))
 
 
-class _CountsSaved:
-    """A forward that counts the values it saves for backward, and has none. A storage that holds several tensors counts
-    once."""
+def _saved_values(forward: Forward, x: Tensor) -> float:
+    """The values that `forward` saves for backward. A storage that holds several tensors counts once."""
+    storages: dict[int, torch.UntypedStorage] = {}
 
-    def __init__(self, forward: Forward) -> None:
-        self.forward, self.values = forward, 0.0
+    def pack(tensor: Tensor) -> Tensor:
+        storages[memory_key(tensor)] = tensor.untyped_storage()
+        return tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storages[memory_key(tensor)] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = self.forward(x)
-        self.values = sum(storage.nbytes() for storage in storages.values()) / x.itemsize
-        return output.detach()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(x)
+    return sum(storage.nbytes() for storage in storages.values()) / x.itemsize

@@ -2,7 +2,6 @@
 names."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,9 +14,20 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from .._dimensions import classes
 from ..engine.parts import BlockParts, NoPartsError, block_reader, is_norm
 from .connection_pattern import ConnectionPattern, LayerCall
-from .layer_parts import has_forward, is_any_norm, is_composed, is_dense_layer, is_lazy, read_layer
+from .layer_parts import (
+    Call,
+    calls_of_layers,
+    check_structure,
+    has_forward,
+    in_order_of_use,
+    is_any_norm,
+    is_composed,
+    is_dense_layer,
+    is_lazy,
+    read_layer,
+)
 
-_BY_STRUCTURE, _LAST_ONLY = ConnectionPattern(), ConnectionPattern(last_only=True)
+_LAST_ONLY = ConnectionPattern(last_only=True)
 _BATCH_NORMS = classes("BatchNorm")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FEWEST_LAYERS = 3
@@ -27,23 +37,36 @@ _FEWEST_LAYERS = 3
 def patterns_by_parts(block: nn.Module) -> list[ConnectionPattern]:
     """The ways to read `block`, of which a trial chooses one; `NoPartsError` if there is none."""
     if block_reader(block) is not None:  # the reader knows the pattern
-        parts = read_block(block)
+        parts = read_block(block, ConnectionPattern())
         return [ConnectionPattern(parts.newest_first, parts.new_features_only)]
     kinds = [ConnectionPattern(), ConnectionPattern(new_features_only=True), ConnectionPattern(is_layer=True)]
     if len(layers_in(block)) < 2:  # otherwise any norm-activation-convolution would be a block
         del kinds[1]
-    readable = [kind for kind in kinds if _can_read(block, kind)]
-    if not readable:
-        read_block(block, kinds[0] if looks_dense(block) else kinds[-1])  # raises the reason
-    return [replace(kind, newest_first=newest_first) for kind in readable for newest_first in (False, True)]
+    possible = [kind for kind in kinds if _why_not(block, kind) is None]
+    if not possible:
+        raise NoPartsError(_why_not(block, kinds[0] if looks_dense(block) else kinds[-1]))
+    return [replace(kind, newest_first=newest_first) for kind in possible for newest_first in (False, True)]
 
 
-def _can_read(block: nn.Module, pattern: ConnectionPattern) -> bool:
+def _why_not(block: nn.Module, pattern: ConnectionPattern) -> str | None:
+    """Why a forward of `block` cannot use its layers by `pattern`, whatever it calls; or None."""
+    if _is_compiled(block):
+        return "found a forward that is compiled or was set on the instance"
     try:
-        read_block(block, pattern)
-    except NoPartsError:
-        return False
-    return True
+        _check_widths(list(map(check_structure, layers_of(block, pattern))))
+    except NoPartsError as reason:
+        return str(reason)
+    return None
+
+
+def with_calls(block: nn.Module, pattern: ConnectionPattern, runs: Sequence[Sequence[Call]]) -> ConnectionPattern:
+    """The pattern with what each layer calls, of all calls of the block's forward in each of `runs`; `NoPartsError` if
+    they are not those of dense layers."""
+    if block_reader(block) is not None:
+        return pattern
+    pattern = replace(pattern, calls=calls_of_layers(block, layers_of(block, pattern), runs))
+    _check_widths([list(layer.convolutions) for layer in read_block(block, pattern).layers])
+    return pattern
 
 
 def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPattern]:
@@ -52,7 +75,7 @@ def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPa
     tensors = [*block.parameters(), *block.buffers()]
     if block_reader(block) is not None or _is_compiled(block) or any(map(is_lazy, tensors)):
         return patterns
-    if not any(isinstance(module, _ConvNd) for module in block.modules()):
+    if not convolutions_in(block):
         return patterns
     if looks_dense(block) and layers_in(block):
         calls = LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True), LayerCall(as_list=True)
@@ -78,23 +101,19 @@ def layers_in_a_row(module: nn.Module) -> set[nn.Module]:
     return layers
 
 
-def read_block(block: nn.Module, pattern: ConnectionPattern = _BY_STRUCTURE) -> BlockParts:
-    """The parts of `block`, from the reader that was registered for its class or else from its structure.
-
-    Args:
-        block: a module that may be a dense block; `NoPartsError` is raised if it is not.
-        pattern: how the block's forward uses its layers.
-    """
+def read_block(block: nn.Module, pattern: ConnectionPattern) -> BlockParts:
+    """The current parts of `block`, from the reader that was registered for its class, or of the modules that its
+    forward has called."""
     reader = block_reader(block)
     if reader is not None:
         return reader(block)
-    if _is_compiled(block):
-        raise NoPartsError("found a forward that is compiled or was set on the instance")
-    layers = [block] if pattern.is_layer else layers_in(block)
-    layers = tuple(read_layer(layer, activation=pattern.activation) for layer in layers)
-    parts = BlockParts(layers, pattern.newest_first, pattern.new_features_only)
-    _check_widths(parts)
-    return parts
+    layers = zip(layers_of(block, pattern), pattern.calls, strict=True)
+    parts = tuple(read_layer(block, layer, calls) for layer, calls in layers)
+    return BlockParts(parts, pattern.newest_first, pattern.new_features_only)
+
+
+def layers_of(block: nn.Module, pattern: ConnectionPattern) -> list[nn.Module]:
+    return [block] if pattern.is_layer else layers_in(block)
 
 
 def _is_compiled(block: nn.Module) -> bool:
@@ -104,6 +123,8 @@ def _is_compiled(block: nn.Module) -> bool:
 def layers_in(block: nn.Module) -> list[nn.Module]:
     """The candidates for layers: the children of `block`, or of the container that is its only child."""
     children = list(block.children())
+    inside = {module for child in children for module in child.modules() if module is not child}
+    children = [child for child in children if child not in inside]  # a module inside another has a second name
     if len(children) == 1 and isinstance(children[0], _CONTAINERS) and not is_dense_layer(children[0]):
         return list(children[0].children())
     return _numbered_layers(block) or children
@@ -128,19 +149,18 @@ def _numbered_layers(block: nn.Module) -> list[nn.Module]:
 def channels_read(block: nn.Module) -> list[int]:
     """The channels that a block may read: those of its first convolution or, if it selects channels after a norm, those
     of this norm."""
-    channels = [first_conv(block).in_channels]
-    with suppress(NoPartsError):
-        channels.insert(0, read_block(block).layers[0].conv1.in_channels)
+    layers = [layer for layer in layers_in(block) if _widths(layer)]
+    channels = [*(_widths(layer)[0] for layer in layers[:1]), first_conv(block).in_channels]
     norm = next((module for module in block.modules() if isinstance(module, _NormBase)), None)
     return list(dict.fromkeys([*channels, *([] if norm is None else [norm.num_features])]))
 
 
-def first_conv(module: nn.Module) -> _ConvNd:
+def first_conv(module: nn.Module) -> Any:
     """The first convolution inside `module`."""
     return convolutions_in(module)[0]
 
 
-def last_conv(module: nn.Module) -> _ConvNd:
+def last_conv(module: nn.Module) -> Any:
     """The last convolution inside `module`."""
     return convolutions_in(module)[-1]
 
@@ -148,6 +168,25 @@ def last_conv(module: nn.Module) -> _ConvNd:
 def custom_norms_in(block: nn.Module) -> set[nn.Module]:
     """The batch norms in `block` with a forward of their author."""
     return {module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)}
+
+
+def may_concatenate(block: nn.Module) -> bool:
+    """Whether a module in `block` has a forward that is not torch's, or was registered as a dense block."""
+    if block_reader(block) is not None:
+        return True
+    forwards = (vars(module).get("forward", type(module).forward) for module in block.modules())
+    return not all((each.__module__ or "").startswith("torch.nn.") for each in forwards)
+
+
+def may_return(block: nn.Module, pattern: ConnectionPattern, in_channels: int, out_channels: int) -> bool:
+    """Whether `block` may return so many channels if its forward uses its layers by `pattern`. The channels of layers
+    that are called whole are not known."""
+    if pattern.layer_call is not None:
+        return out_channels > in_channels or not pattern.layer_call.returns_input or pattern.last_only
+    if block_reader(block) is not None:
+        return True
+    new = sum(_widths(layer)[1] for layer in layers_of(block, pattern))
+    return out_channels == (new if pattern.new_features_only else in_channels + new)
 
 
 def looks_dense(block: nn.Module) -> bool:
@@ -196,16 +235,22 @@ def is_block_without_norms(block: nn.Module) -> bool:
     return _read_a_growing_concatenation(convolutions[1:]) and not any(map(is_block_without_norms, block.children()))
 
 
-def _read_a_growing_concatenation(convolutions: Sequence[_ConvNd]) -> bool:
+def _read_a_growing_concatenation(convolutions: Sequence[Any]) -> bool:
     if len(convolutions) < _FEWEST_LAYERS:
         return False
     widths = accumulate((each.out_channels for each in convolutions), initial=convolutions[0].in_channels)
     return all(each.in_channels == width for each, width in zip(convolutions, widths, strict=False))
 
 
-def convolutions_in(module: nn.Module) -> list[_ConvNd]:
-    """The convolutions inside `module`, in their order."""
-    return [each for each in module.modules() if isinstance(each, _ConvNd)]
+def convolutions_in(module: nn.Module) -> list[Any]:
+    """The convolutions inside `module`, in their order: torch's, and modules of other classes that have channels and
+    parameters like one, but no modules inside."""
+    return [each for each in module.modules() if isinstance(each, _ConvNd) or _is_custom_convolution(each)]
+
+
+def _is_custom_convolution(module: nn.Module) -> bool:
+    has_channels = all(isinstance(vars(module).get(name), int) for name in ("in_channels", "out_channels"))
+    return has_channels and bool(module._parameters) and not module._modules
 
 
 def _look_dense(all_widths: Sequence[tuple[int, ...]]) -> bool:
@@ -230,7 +275,7 @@ def _grow_densely(widths: Sequence[tuple[int, ...]]) -> bool:
 def _widths(layer: nn.Module) -> tuple[int, ...]:
     """The channels that a layer's first convolution reads and its last convolution writes; empty without
     convolutions."""
-    convolutions = convolutions_in(layer)
+    convolutions = in_order_of_use(convolutions_in(layer))
     return (convolutions[0].in_channels, convolutions[-1].out_channels) if convolutions else ()
 
 
@@ -242,27 +287,28 @@ def _widths_by_norm(layer: nn.Module) -> tuple[int, ...]:
     return (first.num_features, *widths[1:]) if widths and isinstance(first, _NormBase) else ()
 
 
-def _check_widths(parts: BlockParts) -> None:
-    """Raise `NoPartsError` unless each layer reads the block's input and all earlier outputs, which have equal
-    widths."""
-    if not parts.layers:
+def _check_widths(layers: Sequence[Sequence[_ConvNd]]) -> None:
+    """Raise `NoPartsError` unless the convolutions of each layer read the block's input and all earlier outputs, which
+    have equal widths."""
+    if not layers:
         raise NoPartsError("found no layers")
-    growth_rates = [layer.last_conv.out_channels for layer in parts.layers]
+    growth_rates = [layer[-1].out_channels for layer in layers]
     if len(set(growth_rates)) > 1:
         raise NoPartsError(f"found layers that add {_enumerated(growth_rates)} channels, where all must add the same")
-    first = parts.layers[0].conv1.in_channels
-    for i, layer in enumerate(parts.layers):
-        expected, channels = first + i * growth_rates[0], layer.conv1.in_channels
+    first = layers[0][0].in_channels
+    for i, layer in enumerate(layers):
+        expected, channels = first + i * growth_rates[0], layer[0].in_channels
         if channels != expected:
             raise NoPartsError(
                 f"found {channels} input channels in layer {i + 1}, where a growing concatenation has {expected}: "
                 f"{first} of the block's input and {growth_rates[0]} of each layer before it"
             )
-        if layer.conv2 is not None and layer.conv2.in_channels != layer.conv1.out_channels:
-            raise NoPartsError(
-                f"found a convolution to {layer.conv1.out_channels} channels before one from {layer.conv2.in_channels} "
-                f"in layer {i + 1}"
-            )
+        for before, conv in pairwise(layer):
+            if conv.in_channels != before.out_channels:
+                raise NoPartsError(
+                    f"found a convolution to {before.out_channels} channels before one from {conv.in_channels} in "
+                    f"layer {i + 1}"
+                )
 
 
 def _enumerated(values: Sequence[int]) -> str:

@@ -10,17 +10,24 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
 
 from .._compilers import may_read_converted_modules
-from .._dimensions import classes, dimensions_of
 from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, activations_of, composed, halves, is_activation, is_norm
 from .fingerprint import fingerprint
-from .layer_parts import leaf_modules, read_layer
+from .layer_parts import (
+    POOL_FUNCTIONS,
+    TRANSITION,
+    LayerCalls,
+    calls_of_layers,
+    check_structure,
+    read_layer,
+    submodule,
+)
 from .sample import Sample
 from .trial import VerificationError, trial
 from .verified import Verified, VerifiedModule
@@ -32,9 +39,9 @@ TRIAL_SIZE = 5
 
 @dataclass
 class TransitionConversion(Verified):
-    """The state of a converted transition; `pool` is the name of the pooling function that its forward calls, or ""."""
+    """The state of a converted transition, and what its forward calls."""
 
-    pool: str = ""
+    calls: LayerCalls | None = None
 
 
 class ConvertedTransition(VerifiedModule):
@@ -52,16 +59,17 @@ class ConvertedTransition(VerifiedModule):
         """The parts for the engine; None if the state has changed since the conversion."""
         if not may_read_converted_modules():
             return None
-        return None if self._state_change() is not None else _read(self, self._conversion.pool)
+        calls = self._conversion.calls
+        return None if calls is None or self._state_change() is not None else _read(self, calls)
 
 
 def convert_transition(module: nn.Module) -> bool:
     """Convert `module` if it is a transition, and return whether it is."""
-    pool = _find_pool(module, module.forward)
-    if pool is not None:
+    calls = _find_calls(module, module.forward)
+    if calls is not None:
         add_mixin(module, ConvertedTransition)
-        cast(ConvertedTransition, module)._conversion = TransitionConversion(fingerprint(module), pool)
-    return pool is not None
+        cast(ConvertedTransition, module)._conversion = TransitionConversion(fingerprint(module), calls)
+    return calls is not None
 
 
 def restore_transition(module: ConvertedTransition) -> None:
@@ -72,64 +80,56 @@ def restore_transition(module: ConvertedTransition) -> None:
 
 def transition_width(module: nn.Module) -> int | None:
     """The channels that a module with the structure of a transition reads; None for any other module."""
-    parts = _read(module, "")
-    return None if parts is None else cast(_ConvNd, parts.conv).in_channels
+    try:
+        convolutions = check_structure(module)
+    except NoPartsError:
+        return None
+    is_alone = len(convolutions) == 1 and set(convolutions[0].kernel_size) == {1}
+    return convolutions[0].in_channels if is_alone else None
 
 
-def _find_pool(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> str | None:
-    """The name of the pooling function that `forward` calls, "" for none, and None if `module` is no transition."""
-    parts = _read(module, "")
-    if parts is None or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
+def _find_calls(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> LayerCalls | None:
+    """What `forward` calls; None if `module` is no transition."""
+    width = transition_width(module)
+    if width is None or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         return None
     try:
-        with trial(module, Sample(cast(_ConvNd, parts.conv).in_channels, TRIAL_SIZE)) as run:
+        with trial(module, Sample(width, TRIAL_SIZE)) as run:
             results = list(run.run(forward))
-            for pool in ("", *_POOL_FUNCTIONS):
-                if describe_difference(results, run, partial(_run, module, pool)) is None:
-                    return pool
-    except VerificationError:
-        pass
-    return None
+            runs = [result.calls for result in results if result.calls is not None]
+            (calls,) = calls_of_layers(module, [module], runs, TRANSITION)
+            if not _is_read(module, calls) or describe_difference(results, run, partial(_run, module, calls)):
+                return None
+            return calls
+    except (NoPartsError, VerificationError):
+        return None
 
 
-def _run(module: nn.Module, pool: str, x: Tensor) -> Tensor:
+def _is_read(module: nn.Module, calls: LayerCalls) -> bool:
+    """Whether the shared engine has the norm and the activation."""
+    parts = _read(module, calls)
+    return is_norm(parts.norm) and all(map(is_activation, parts.activations))
+
+
+def _run(module: nn.Module, calls: LayerCalls, x: Tensor) -> Tensor:
     """The transition's output, from its parts."""
-    parts = cast(ConsumerParts, _read(module, pool))
+    parts = _read(module, calls)
     output = parts.norm(x)
     if not activations_of(parts.norm):
-        output = F.relu(output) if parts.activation is None else parts.activation(output)
+        output = cast(nn.Module, parts.activation)(output)
     output = cast(_ConvNd, parts.conv)(output)
     if parts.pools:
-        output = _avg_pool(output)
+        output = POOL_FUNCTIONS["avg_pool"](output)
     return output if parts.after is None else parts.after(output)
 
 
-def _read(module: nn.Module, pool: str) -> ConsumerParts | None:
-    """The parts of a transition. The function named `pool` follows the convolution, unless `pool` is empty."""
-    modules = list(leaf_modules(module))
-    pools = [each for each in modules if isinstance(each, _POOLS)]
-    try:
-        layer = read_layer(module, [each for each in modules if each not in pools])
-    except NoPartsError:
-        return None
-    if layer.conv2 is not None or not is_norm(layer.norm1) or set(layer.conv1.kernel_size) != {1} or len(pools) > 1:
-        return None
-    if not all(map(is_activation, layer.activations)):
-        return None
-    steps: list[Callable[[Tensor], Tensor]] = [*pools, *([_POOL_FUNCTIONS[pool]] if pool else [])]
+def _read(module: nn.Module, calls: LayerCalls) -> ConsumerParts:
+    """The current parts of a transition."""
+    layer = read_layer(module, module, calls)
+    after = [POOL_FUNCTIONS[each] if isinstance(each, str) else submodule(module, each) for each in calls.after]
+    steps = [each for each in after if not isinstance(each, _DropoutNd)]
     if layer.drop_rate:
-        steps.insert(0, lambda x: layer.dropout(x, layer.drop_rate))
-    halved = len(steps) > 0 and (steps[0] is _avg_pool or (isinstance(steps[0], nn.Module) and halves(steps[0])))
+        before_pooling = len(steps) == len(after) or isinstance(after[0], _DropoutNd)
+        steps.insert(0 if before_pooling else 1, lambda x: layer.dropout(x, layer.drop_rate))
+    halved = len(steps) > 0 and (steps[0] is POOL_FUNCTIONS["avg_pool"] or halves(steps[0]))
     return ConsumerParts(layer.norm1, layer.conv1, halved, layer.activations, composed(*steps[halved:]))
-
-
-def _avg_pool(x: Tensor) -> Tensor:
-    return dimensions_of(x).avg_pool(x, 2)
-
-
-def _max_pool(x: Tensor) -> Tensor:
-    return dimensions_of(x).max_pool(x, 2)
-
-
-_POOL_FUNCTIONS = {"avg_pool": _avg_pool, "max_pool": _max_pool}
-_POOLS = (*classes("AvgPool"), *classes("MaxPool"))

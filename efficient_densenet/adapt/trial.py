@@ -11,19 +11,18 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.changed_modules import HOOKS
-from ..kernels.activations import ActivationSpec
 from ..norms.sync_batch_norm import local_statistics
-from .fingerprint import change_since, class_as_written, drop_rates, fingerprint
+from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint, name_of_buffer
+from .layer_parts import Call
 from .operations import Recorder
 from .outside import MODES_RESTORED, modes_asked_for
 from .random_tensors import random_tensors
@@ -66,7 +65,7 @@ class Mode(NamedTuple):
         drop_rate: replaces the rates of dropout that are not 0, each by a slightly different rate; None keeps them.
         autocast: True for autocast, and the dtype of the module's own parameters.
         extra_size: the number added to the images, and to the pixels a side.
-        in_other_mode: the class of modules in the other training mode, such as frozen norms or Monte Carlo dropout.
+        in_other_mode: whether a module inside a block is in the other training mode.
     """
 
     name: str
@@ -77,7 +76,16 @@ class Mode(NamedTuple):
     drop_rate: float | None = None
     autocast: bool = False
     extra_size: int = 0
-    in_other_mode: type[nn.Module] | tuple[()] = ()
+    in_other_mode: Callable[[nn.Module, nn.Module], bool] = lambda block, module: False
+
+
+def _is_norm_or_block(block: nn.Module, module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) or module is block
+
+
+def _is_other_leaf(block: nn.Module, module: nn.Module) -> bool:
+    """Whether this is a dropout, as in Monte Carlo dropout, or another module without modules inside, except a norm."""
+    return not isinstance(module, _NormBase) and not any(True for _ in module.children())
 
 
 MAIN_MODES = Mode("evaluation mode", False), Mode("training mode", True)
@@ -85,8 +93,8 @@ MODES = (
     *MAIN_MODES,
     Mode("training mode with an input that requires no gradient", True, input_requires_grad=False, drop_rate=0.97),
     Mode("training mode under autocast without gradients", True, torch.no_grad, True, False, 0.0, True, extra_size=1),
-    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_DropoutNd),
-    Mode("training mode with frozen norms", True, in_other_mode=_NormBase),
+    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_is_other_leaf),
+    Mode("training mode with frozen norms", True, in_other_mode=_is_norm_or_block),
 )
 
 
@@ -99,8 +107,8 @@ class Result(NamedTuple):
         gradients: the gradients of the input and of each parameter; None for no gradient.
         states: the states of random generators, and the buffers.
         operations: how often each operation ran in the forward.
-        activations: the settings of the activations that ran in the forward.
-        recomputes: whether batch norms ran in the backward too, as in a library's own checkpointing.
+        calls, normalized, read: as in `Recorder`; no calls if the forward raised an error.
+        recomputes: whether batch norms that train ran in the backward too, as in a library's own checkpointing.
     """
 
     mode: Mode
@@ -109,7 +117,9 @@ class Result(NamedTuple):
     states: list[Any]
     operations: Counter[str]
     recomputes: bool
-    activations: frozenset[ActivationSpec] = frozenset()
+    calls: Sequence[Call] | None = None
+    normalized: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
 
 
 class Trial:
@@ -141,13 +151,9 @@ class Trial:
         return len(with_one) == len(modules) and all(with_one.values())
 
     def run_once(self, forward: Forward, mode: Mode) -> Result:
-        """Run `forward` from a fixed seed, and undo all changes of the modules and of all generators."""
-        before = [(module, dict(vars(module))) for module in self.module.modules()]
-        seed()
-        generators = Generators(self.generators)
-        tensors = _TrialTensors(self.module, mode, self.own_dtype)
+        """Run `forward` and its backward."""
         try:
-            with mode.grad_mode():
+            with self.prepared(mode) as (tensors, generators):
                 return self._result(forward, mode, tensors, generators)
         except VerificationError:
             raise
@@ -155,6 +161,16 @@ class Trial:
             if mode not in MAIN_MODES:  # if the author's forward fails, other forwards must fail too
                 return Result(mode, [type(exc)], [], [], Counter(), False)
             raise NotRunError(self.sample, exc) from exc
+
+    @contextmanager
+    def prepared(self, mode: Mode) -> "Iterator[tuple[_TrialTensors, Generators]]":
+        """Put the modules into `mode`, and all generators into a fixed state; undo all changes of both afterwards."""
+        before = [(module, dict(vars(module))) for module in self.module.modules()]
+        seed()
+        generators = Generators(self.generators)
+        try:
+            with mode.grad_mode():
+                yield _TrialTensors(self.module, mode, self.own_dtype), generators
         finally:
             for module, values in before:
                 vars(module).clear()
@@ -162,15 +178,15 @@ class Trial:
             generators.restore()
 
     def _result(self, forward: Forward, mode: Mode, tensors: "_TrialTensors", generators: Generators) -> Result:
-        x = self._input(mode)
-        state = fingerprint(self.module)
+        x = self.input(mode, self.sample)
+        state = fingerprint(self.module, frozenset(tensors.names.values()))
         autocast = torch.autocast(x.device.type, torch.bfloat16) if mode.autocast else ExitStack()
-        with Recorder(generators) as recorder, autocast:
+        with Recorder(generators, self.module, tensors.names) as recorder, autocast:
             output = forward(x)
         if not isinstance(output, Tensor):
             raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
         values, states = [output.detach(), output.requires_grad, x.detach()], random_states(x.device)
-        forwards_of_norms = _run_backward(output, generators) if output.requires_grad else 0
+        recomputes = output.requires_grad and _run_backward(output, generators, mode)
         tensors.check_unchanged(recorder.written)
         change = change_since(state, self.module)
         if change is not None:
@@ -184,21 +200,22 @@ class Trial:
         states += [*random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
         return Result(
-            mode, values, gradients, states, recorder.counts, forwards_of_norms > 0, frozenset(recorder.activations)
+            *(mode, values, gradients, states, recorder.counts, recomputes, recorder.calls),
+            *(frozenset(recorder.normalized), frozenset(recorder.read)),
         )
 
-    def _input(self, mode: Mode) -> Tensor:
+    def input(self, mode: Mode, sample: Sample) -> Tensor:
         parameter = next(self.module.parameters())
-        x = torch.randn(self.sample.shape(IMAGES, dimensions(self.module), mode.extra_size), device="cpu")
+        x = torch.randn(sample.shape(IMAGES, dimensions(self.module), mode.extra_size), device="cpu")
         return x.to(parameter.device, parameter.dtype).requires_grad_(mode.input_requires_grad)
 
 
-def _run_backward(output: Tensor, generators: Generators) -> int:
-    """Run a backward, and return how often it ran the forward of a batch norm."""
+def _run_backward(output: Tensor, generators: Generators, mode: Mode) -> bool:
+    """Run a backward, and return whether it ran the forward of a batch norm in training mode."""
     grad_output = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
-    with Recorder(generators) as recorder:
+    with Recorder(generators) if mode is MAIN_MODES[1] else nullcontext() as recorder:
         output.backward(grad_output.view_as(output))
-    return recorder.forwards_of_norms
+    return recorder is not None and recorder.forwards_of_norms > 0
 
 
 class _TrialTensors:
@@ -217,7 +234,12 @@ class _TrialTensors:
         for each in modules:
             vars(each)["_parameters"] = {name: self._parameter(value) for name, value in each._parameters.items()}
             vars(each)["_buffers"] = {name: self._buffer(value) for name, value in each._buffers.items()}
-            each.training = mode.training != isinstance(each, mode.in_other_mode)
+            each.training = mode.training != mode.in_other_mode(module, each)
+        given = ((each, *buffer) for each in modules for buffer in buffers_taken_as_given(each))
+        self.names = {
+            memory_key(buffer): name_of_buffer(each, name) for each, name, buffer in given if buffer is not None
+        }
+        self._buffers_before = [(each, dict(each._buffers)) for each in modules]
 
     def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
         if tensor is None:
@@ -244,6 +266,9 @@ class _TrialTensors:
         Norms update their buffers once, and modules with parametrizations that have buffers are never recomputed."""
         parametrizations = [module._modules.get("parametrizations") for module in self.module.modules()]
         known = {module for each in parametrizations if each is not None for module in each.modules()}
+        for module, before in self._buffers_before:
+            if any(module._buffers.get(name) is not tensor for name, tensor in before.items()):
+                raise SideEffectError(f"replaces a buffer of a {type(module).__name__} in its forward")
         for module in self.module.modules():
             buffers = {} if isinstance(module, _NormBase) or module in known else module._buffers
             for kind, tensors in (("parameter", module._parameters), ("buffer", buffers)):
@@ -289,12 +314,12 @@ def _check_repeatable(module: nn.Module) -> None:
         raise SideEffectError(describe_modes(asked))
 
 
-def modes_of(module: nn.Module) -> set[str]:
+def modes_of(module: nn.Module) -> frozenset[str]:
     """The modes of torch that the modules in `module` may ask for in their forwards."""
-    return set[str]().union(*map(modes_asked_for, {class_as_written(each) for each in module.modules()}))
+    return frozenset[str]().union(*map(modes_asked_for, {class_as_written(each) for each in module.modules()}))
 
 
-def describe_modes(asked: set[str]) -> str:
+def describe_modes(asked: frozenset[str]) -> str:
     return f"asks PyTorch in its forward for {min(asked)}, of which a trial cannot try every value"
 
 

@@ -52,6 +52,12 @@ def why_not_module(module: nn.Module, sharded: Collection[nn.Module] = ()) -> st
     if must_be_called(module) and module not in sharded:
         hooked = f"found a hook on, or a new forward of, a {name} inside a layer, which the engine would not call"
         return why_sharded(module) or hooked
+    return why_not_parametrized(module)
+
+
+def why_not_parametrized(module: nn.Module) -> str | None:
+    """Why a layer with this module inside cannot run by its parts, whose weights are parameters, or None."""
+    name = type(module).__name__
     return f"found a parametrization of a {name} inside a layer" if "parametrizations" in module._modules else None
 
 

@@ -67,10 +67,15 @@ def module_of(spec: ActivationSpec) -> nn.Module:
     return make("tanh") if spec.name == "gelu_tanh" else make(*spec[1:][:num_constants])
 
 
-def spec_of_operation(name: str, *arguments: Any, **options: Any) -> ActivationSpec | None:
-    """The settings of an activation that is PyTorch's operation of this name, with arguments after its input."""
-    if name == "gelu" and options.get("approximate") == "tanh":
-        name = "gelu_tanh"
+def spec_of_operation(name: str, *arguments: Any) -> ActivationSpec | None:
+    """The settings of an activation that is PyTorch's operation of this name, with all arguments after its input."""
+    match name, arguments:
+        case "gelu", (approximate,):
+            name, arguments = "gelu_tanh" if approximate == "tanh" else name, ()
+        case "elu", (alpha, 1, 1):
+            arguments = (alpha,)
+        case "relu6", ():
+            name, arguments = "hardtanh", (0, 6)
     is_known = name in TABLE and len(arguments) < len(ActivationSpec._fields)
     return ActivationSpec(name, *map(float, arguments)) if is_known else None
 

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._checks import check_module, integer
 from .._torch_private import memory_key
 from ..engine.choose import engine_blocks
-from ..engine.stage.spec import NormConv, decode
 from .meta_copy import unwrapped
-from .order import MULTIPLICATIONS_A_NUMBER, Recomputed, in_order, kept_layers, merged
+from .order import Recomputed, in_order, kept_layers
 from .sizes import at_least, format_bytes, parse_bytes
-from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, dense_layers
+from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, StepMemory, dense_layers
 
-_CONV_WEIGHT = NormConv._fields.index("conv_weight")
+MULTIPLICATIONS_A_NUMBER = 64
+"""A processor multiplies about as often in the time in which it writes and reads a number: what takes fewer
+multiplications than that is faster to recompute. (Measured on CPUs, by `benchmarks/budgets.py`.)"""
 
 
 @dataclass(frozen=True)
@@ -132,20 +133,10 @@ class Planner:
     def __init__(self, traced: MetaModel, input_shape: Shape) -> None:
         self.traced, self.input_shape = traced, tuple(input_shape)
         _keep(traced.model, {})
-        layers, parts = list[Recomputed](), traced.parts
-        owners = {
-            memory_key(layer.conv1.weight): (name, i, parts[layer.conv1.weight])
-            for name, i, layer in dense_layers(traced.model)
-        }
-
-        def observe(name: str, args: tuple[Any, ...]) -> None:  # keeps no tensor, which would live on
-            if name == "stage":
-                layers.extend(self._layers(owners, *args))
-
-        self.step = traced.training_step(input_shape, observe)
+        self.step = traced.training_step(input_shape)
         self.smallest = traced.total(input_shape, self.step.tensor_peak)
         """The least budget with which a step is possible."""
-        self.order = list(in_order(merged(layers), self.step))
+        self.order = list(in_order(self._layers(), self.step))
         """The layers in the order in which they are taken, each with the step's peak after it."""
 
     def plan(self, budget: int) -> BudgetPlan:
@@ -154,34 +145,30 @@ class Planner:
         count = sum(1 for _, peak in self.order if self.traced.total(self.input_shape, peak) <= budget)
         while True:
             kept = kept_layers(each for each, _ in self.order[:count])
-            total = self._total_with(kept) if kept else self.smallest
+            total = self.traced.total(self.input_shape, self._step_with(kept).tensor_peak) if kept else self.smallest
             if total <= budget or not kept:
                 break
             count -= 1  # a block that runs twice in a step saves more than its part of the model shows
         recomputed = sum(each.work for each, _ in self.order[count:])
         return BudgetPlan(budget, total, kept, len(self.order), recomputed)
 
-    def _total_with(self, kept: dict[str, tuple[int, ...]]) -> int:
+    def _step_with(self, kept: dict[str, tuple[int, ...]]) -> StepMemory:
+        """A step in which these layers' bottlenecks are saved."""
         _keep(self.traced.model, kept)
         try:
-            return total_memory_of_step(self.traced, self.input_shape)
+            return self.traced.training_step(self.input_shape)
         finally:
             _keep(self.traced.model, {})
 
-    @staticmethod
-    def _layers(
-        owners: dict[int, tuple[str, int, str]], x: Tensor, parameters: Sequence[Tensor], *others: Any
-    ) -> Iterator[Recomputed]:
-        """The layers with bottlenecks of a stage, from the arguments of its operator. `owners` are their blocks, their
-        positions there and their parts of the model, by the addresses of their weights."""
-        spec, pixels = decode(others[-1]), x.numel() // x.shape[1]
-        for i, layer in enumerate(spec.layers):
-            owner = owners.get(memory_key(parameters[spec.layer_tensors(i)][_CONV_WEIGHT]))
-            spared = spec.channels_read(i) - MULTIPLICATIONS_A_NUMBER  # of each of the bottleneck's numbers
-            if layer.width and owner is not None and spared > 0:
-                block, position, part = owner
-                values = layer.width * pixels
-                yield Recomputed(block, position, part, values * spec.torch_dtype.itemsize, values * spared)
+    def _layers(self) -> Iterator[Recomputed]:
+        """The layers that the shared engine runs and whose bottlenecks it is faster to save."""
+        itemsize = (self.traced.dtype or self.traced.own_dtype).itemsize
+        for name, i, layer in dense_layers(self.traced.model):
+            weight = layer.conv1.weight
+            values = layer.conv1.out_channels * self.step.trace.pixels[memory_key(weight)]
+            spared = layer.conv1.in_channels - MULTIPLICATIONS_A_NUMBER  # of each value's multiplications
+            if layer.conv2 is not None and values and spared > 0:
+                yield Recomputed(name, i, self.traced.parts[weight], values * itemsize, values * spared)
 
     def _what_would_fit(self, budget: int) -> str:
         images, *shape = self.input_shape

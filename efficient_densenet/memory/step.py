@@ -20,7 +20,7 @@ from ..engine.parts import LayerParts, NoPartsError, parts_of
 from .meta_copy import copy_to_meta, unwrapped
 from .meta_functions import MetaFunctions
 from .optimizer_state import OptimizerLike, optimizer_state
-from .trace import MemoryMode, MemoryTrace, Observer, tensors_of
+from .trace import MemoryMode, MemoryTrace, tensors_of
 
 logger = logging.getLogger(__name__)
 """Says what is traced, which takes about a second each."""
@@ -123,6 +123,7 @@ class MetaModel:
         self.loss = default_loss if loss is None else loss
         self.model = copy_to_meta(model)
         self.parameters = [*self.model.parameters()]
+        self.own_dtype = next((p.dtype for p in self.parameters if p.is_floating_point()), torch.float32)
         for parameter in self.parameters:
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
@@ -148,23 +149,23 @@ class MetaModel:
         """What libraries may take besides tensors."""
         return round(MARGIN * tensor_peak) + (CUDNN_WORKSPACE if self.device_type == "cuda" else 0)
 
-    def training_step(self, input_shape: Shape, observe: Observer | None = None) -> StepMemory:
+    def training_step(self, input_shape: Shape) -> StepMemory:
         """The forward, the loss and the backward of a step.
 
         They run in a thread of their own, in which the caller's contexts (autocast, no_grad, hooks of saved tensors, a
         checkpoint's recomputation) do nothing.
         """
-        return self._run(self._training_step, input_shape, observe)
+        return self._run(self._training_step, input_shape)
 
     def inference(self, input_shape: Shape) -> int:
         """The tensor peak of a forward in evaluation mode without gradients."""
-        return self._run(self._inference, input_shape, None)
+        return self._run(self._inference, input_shape)
 
-    def _run(self, function: Callable[..., Any], input_shape: Shape, observe: Observer | None) -> Any:
+    def _run(self, function: Callable[..., Any], input_shape: Shape) -> Any:
         x = self._input(input_shape)
         kind, shape = function.__name__.strip("_").replace("_", " "), "×".join(map(str, x.shape))
         logger.info("tracing: %s on %s, engine %s", kind, shape, engine_of(self.model))
-        mode = MemoryMode(self.device_type, [*self.held, x], self.parts, observe)
+        mode = MemoryMode(self.device_type, [*self.held, x], self.parts)
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._traced, function, x, mode).result()
 
@@ -207,10 +208,9 @@ class MetaModel:
         sizes = [*input_shape] if isinstance(input_shape, Sequence) else []
         if len(sizes) < 2 or not all(integer(1).accepts(size) for size in sizes):
             raise ValueError(f"input_shape is {input_shape!r}, but must be whole numbers such as (64, 3, 224, 224)")
-        dtype = next((p.dtype for p in self.parameters if p.is_floating_point()), torch.float32)
-        if math.prod(sizes) * dtype.itemsize >= 1 << 63:
+        if math.prod(sizes) * self.own_dtype.itemsize >= 1 << 63:
             raise ValueError(_TOO_LARGE)
-        return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+        return torch.empty([int(size) for size in sizes], dtype=self.own_dtype, device="meta")
 
 
 def engine_of(model: nn.Module) -> str:

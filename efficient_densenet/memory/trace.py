@@ -6,7 +6,8 @@ A dispatch mode sees every operation, and when the storage of each result is fre
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,9 +29,6 @@ _ELEMENTWISE = {_aten.mul, _aten.mul_, _aten.add, _aten.add_, _aten.sub, _aten.s
 _ELEMENTWISE |= {_aten.div, _aten.addcmul, _aten.addcmul_}
 _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward}
 
-Observer = Callable[[str, tuple[Any, ...]], None]
-"""Called with the name of each operator of this package that runs, and its arguments."""
-
 
 class Moment(NamedTuple):
     """An allocation, and the bytes that tensors held from it to the next one, above those from before the step, while a
@@ -44,10 +42,12 @@ class Moment(NamedTuple):
 
 @dataclass
 class MemoryTrace:
-    """The moments of a step, and the bytes that live between its forward and its backward."""
+    """The moments of a step, the bytes that live between its forward and its backward, and the pixels on which stages
+    of the shared engine have used a parameter, by its `memory_key`."""
 
     moments: list[Moment] = field(default_factory=list)
     saved: int = 0
+    pixels: Counter[int] = field(default_factory=Counter)
 
     @property
     def peak(self) -> int:
@@ -88,18 +88,11 @@ class MemoryMode(PartsMode):
         device_type: the device for which the meta device stands, "cpu" or "cuda".
         held: the tensors from before the step.
         parts: the name of the part of the model for some of these, its parameters.
-        observe: sees the operators of this package.
     """
 
-    def __init__(
-        self,
-        device_type: str,
-        held: Iterable[Tensor],
-        parts: Mapping[Tensor, str],
-        observe: Observer | None = None,
-    ) -> None:
+    def __init__(self, device_type: str, held: Iterable[Tensor], parts: Mapping[Tensor, str]) -> None:
         super().__init__(parts)
-        self.trace, self.device_type, self.observe = self.new_trace(), device_type, observe
+        self.trace, self.device_type = self.new_trace(), device_type
         self.held = list(held)  # keeps their storages alive, so that no other gets their addresses
         self.known = {memory_key(tensor) for tensor in self.held}
         self.saved_by_part = dict.fromkeys(parts.values(), 0)
@@ -119,8 +112,9 @@ class MemoryMode(PartsMode):
         kwargs = kwargs or {}
         if func.namespace == "efficient_densenet":
             self.see(args)  # a stage allocates its features before it uses a parameter
-            if self.observe is not None:
-                self.observe(func.overloadpacket.__name__, args)
+            if func.overloadpacket.__name__ == "stage":
+                pixels = args[0].numel() // args[0].shape[1]
+                self.trace.pixels.update({memory_key(tensor): pixels for tensor in tensors_of(args[1])})
             with self:
                 return run_cpu_implementation(func, args, kwargs)
         with self:

@@ -1,0 +1,153 @@
+"""Conversions beside the usual: convolutions of an author's class, second names, graphs of torch.fx."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from third_party_models import assert_same_training
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrizations
+
+from efficient_densenet import make_efficient
+from efficient_densenet.adapt.trial import Trial
+from efficient_densenet.memory import saved_bytes
+
+CHANNELS, GROWTH, LAYERS = 6, 3, 3
+pytestmark = pytest.mark.filterwarnings("ignore:falling back from engine 'shared' to 'checkpoint'")
+
+
+class AxialConv(nn.Module):
+    """As ACSConv: the weight of an image's convolution, a third of it along each axis of a volume."""
+
+    def __init__(self, in_channels: int, out_channels: int, size: int = 3) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels, self.padding = in_channels, out_channels, size // 2
+        self.weight = nn.Parameter(torch.randn(out_channels, in_channels, size, size) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for axis, weight in enumerate(self.weight.chunk(3)):
+            padding = [self.padding] * 3
+            padding[axis] = 0
+            outputs.append(F.conv3d(x, weight.unsqueeze(2 + axis), padding=padding))
+        return torch.cat(outputs, 1)
+
+
+def layer(channels: int, dims: int = 2, custom: bool = False, **options) -> nn.Sequential:
+    norm, conv = getattr(nn, f"BatchNorm{dims}d"), getattr(nn, f"Conv{dims}d")
+    convolution = AxialConv(channels, GROWTH) if custom else conv(channels, GROWTH, 3, padding=1, **options)
+    return nn.Sequential(norm(channels), nn.ReLU(), convolution)
+
+
+class Block(nn.Module):
+    def __init__(self, *args, **options) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer(CHANNELS + i * GROWTH, *args, **options) for i in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.layers:
+            x = torch.cat([x, each(x)], 1)
+        return x
+
+
+class WithSecondName(Block):
+    """A module of the last layer has a name in the block too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = self.layers[-1][1]
+
+
+def batch(dims: int = 2) -> Tensor:
+    return torch.randn(2, CHANNELS, *(5, 6, 4)[:dims], dtype=torch.double)
+
+
+@pytest.mark.parametrize("engine", [True, "checkpoint"])
+def test_whole_layers_need_no_convolution_of_torch_s(engine):
+    block = Block(3, custom=True).double()
+    plain = copy.deepcopy(block)
+    (changed,) = make_efficient(block, engine).changed
+    assert changed.recomputes == "each layer whole"
+    assert_same_training(block, plain, batch(3))
+    assert saved_bytes(lambda: block(batch(3))) < 0.7 * saved_bytes(lambda: plain(batch(3)))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_layers_with_norms_that_pad_otherwise_are_recomputed_whole(mode):
+    block = Block(padding_mode=mode).double()
+    plain = copy.deepcopy(block)
+    (changed,) = make_efficient(block).changed
+    assert changed.engine.startswith(f"checkpoint (found padding_mode={mode!r}")
+    assert_same_training(block, plain, batch())
+
+
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_a_module_with_a_second_name_does_not_stop_a_conversion(parametrized):
+    block = WithSecondName().double()
+    if parametrized:
+        for each in block.layers:
+            parametrizations.weight_norm(each[2])
+    plain = copy.deepcopy(block)
+    (changed,) = make_efficient(nn.Sequential(block)).changed
+    assert changed.engine.partition(" ")[0] == ("checkpoint" if parametrized else "shared")
+    assert_same_training(block, plain, batch())
+
+
+def test_a_graph_that_runs_the_modules_of_blocks_is_said_to_be_one():
+    graph = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, CHANNELS, 1), Block()))
+    report = make_efficient(graph)
+    assert not report
+    (reason,) = report.unchanged.values()
+    assert reason.startswith("found a graph of torch.fx")
+    assert "convert the model first, and keep its blocks as leaf modules" in reason
+
+
+def test_tracing_into_a_converted_block_warns_and_a_leaf_keeps_its_engine():
+    class KeepsBlocks(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, Block) or super().is_leaf_module(m, module_qualified_name)
+
+    model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), Block()).double()
+    make_efficient(model)
+    with pytest.warns(UserWarning, match=r"traces into a Block.*Keep such blocks as leaf modules"):
+        traced = fx.symbolic_trace(model)
+    kept = fx.GraphModule(model, KeepsBlocks().trace(model))
+    x = batch()
+    saved, saved_in_graph = (saved_bytes(lambda each=each: each(x)) for each in (kept, traced))
+    assert saved == saved_bytes(lambda: model(x)) < saved_in_graph
+    torch.testing.assert_close(kept(x), traced(x))
+
+
+class NormLast(nn.Module):
+    """As the layers of an ordinary network: convolution, norm, activation."""
+
+    def __init__(self, channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, out_channels, 3, padding=1), nn.BatchNorm2d(out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class Aggregating(nn.Module):
+    """As in HGNetV2: what all layers return is concatenated once."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NormLast(channels, channels) for _ in range(4))
+        self.end = nn.Sequential(nn.Conv2d(5 * channels, channels, 1), nn.BatchNorm2d(channels), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [x]
+        for each in self.layers:
+            outputs.append(each(outputs[-1]))
+        return self.end(torch.cat(outputs, 1))
+
+
+def test_modules_that_cannot_be_dense_are_ruled_out_by_a_run_at_most(monkeypatch):
+    runs, run_once = [], Trial.run_once
+    monkeypatch.setattr(Trial, "run_once", lambda self, *args: runs.append(self.module) or run_once(self, *args))
+    assert not make_efficient(nn.Sequential(*(Aggregating(CHANNELS) for _ in range(3))))
+    assert len(runs) == len(set(runs))
+    assert set(map(type, runs)) <= {NormLast}
