@@ -136,9 +136,9 @@ DEFECTS = [
         "engines",
     ),
     Defect(
-        "memory format: a tapped map stays in channels_last",
-        "keeps_channels_last=consumer_name not in self.taps and any(",
-        "keeps_channels_last=any(",
+        "memory format: the network's output stays in channels_last",
+        "any(self.is_block(m) for _, m in following)",
+        "True",
         "handed_on",
     ),
     Defect(
@@ -299,6 +299,112 @@ DEFECTS = [
         'linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)',
         "linker = _target().codegen()._engine._ee",
         "kernel_cache",
+    ),
+    # Kernels of a processor and of a GPU: chosen, compiled, compared, launched
+    Defect(
+        "an eps with which batch_norm raises is taken",
+        "if eps_of(norm) < 0 or (in_training and eps_of(norm) == 0):",
+        "if False:",
+        "shared",
+    ),
+    Defect(
+        "Numba: kernels are compiled in one process",
+        "processes = min(python_process.num_processors(), len(missing)) if has_cache else 1",
+        "processes = 1",
+        "numba_compile_ahead",
+    ),
+    Defect(
+        "Numba: kernels that a process fails to compile are left out",
+        "_compile(missing.values())",
+        "pass",
+        "numba_compile_ahead",
+    ),
+    Defect(
+        "Numba: bfloat16 is not tried before it is used",
+        "not in NUMBA_DTYPES or not _numba_compiles(dtype):",
+        "not in NUMBA_DTYPES:",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the pooled backward's weight is not divided by the window",
+        "input, weight / window, accumulator",
+        "input, weight, accumulator",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the backward has no ReLU mask",
+        "grad = grad_output[j] if not values[j] * scale[j] + shift[j] <= zero else zero",
+        "grad = grad_output[j]",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the backward leaves out an activation's derivative",
+        "grad = grad_output[j] * derivative[j]",
+        "grad = grad_output[j]",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the gradient of a norm's weight without its mean",
+        "products -= mean[j] * grads",
+        "pass",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the next bottleneck's weight is not packed",
+        "pack_weight(following.weight, thread, threads, zero)",
+        "pass",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: a sum of the first thread alone",
+        "products += partials[(2 * i + 1) * channels + j]",
+        "products += partials[channels + j]",
+        "numba_kernels",
+    ),
+    Defect(
+        "kernel cache: the key lacks the sources",
+        "versions = numba.__version__, llvmlite.__version__, _hash_of_sources()",
+        "versions = numba.__version__, llvmlite.__version__",
+        "kernel_cache",
+    ),
+    Defect(
+        "kernel cache: the key lacks the processor's features",
+        "target = _target().codegen().magic_tuple(), features()",
+        "target = _target().codegen().magic_tuple()",
+        "kernel_cache",
+    ),
+    Defect(
+        "kernel cache: files that others may write are read",
+        "and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
+        "",
+        "kernel_cache",
+    ),
+    Defect(
+        "first contact: a comparison that failed is kept as a verdict", "if found.certain:", "if True:", "first_contact"
+    ),
+    Defect(
+        "first contact: another device is compared",
+        'if content["device"] != device_name:',
+        "if False:",
+        "first_contact",
+    ),
+    Defect(
+        "first contact: NaN is no difference",
+        "difference if difference < math.inf else math.inf",
+        "difference",
+        "first_contact",
+    ),
+    Defect(
+        "Triton: launch hooks are passed over",
+        "if device < 0 or _has_launch_hooks():",
+        "if device < 0:",
+        "triton_launch",
+    ),
+    Defect(
+        "Triton: a kernel compiled for sizes that 16 divides is launched with others",
+        "number == 1, number % 16 == 0, number <= MAX_INT32",
+        "number == 1, number <= MAX_INT32",
+        "triton_launch",
     ),
     # Checkpointing, several processes
     Defect(
