@@ -354,6 +354,103 @@ DEFECTS = [
         "output[:, -new:]",
         "adapt_families",
     ),
+    # Conversion: what a layer calls
+    Defect(
+        "conversion: the second norm has the first one's activation",
+        'tuple(places[i + 1] if kinds[i + 1] == "a" else _NO_ACTIVATION for i in norms),',
+        'tuple(places[norms[0] + 1] if kinds[i + 1] == "a" else _NO_ACTIVATION for i in norms),',
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: a module that is called by its forward alone is taken for a function",
+        'self.calls.append("a module around" if of_torch else call)',
+        "self.calls.append(call)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: functions inside a called module are recorded too",
+        "        if not self._depth:\n            frame",
+        "        if True:\n            frame",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: constants that a function leaves out are zero",
+        "kwargs.get(argument.name, argument.default_value)",
+        "kwargs.get(argument.name, 0)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: settings of torch's modules that a forward reads are not watched",
+        "for name in read & attributes.keys()}",
+        "for name in ()}",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: two names of one module may become two modules",
+        "if before.ties != after.ties:",
+        "if False:",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: another dropout than the one called is applied",
+        "return (module.p if module.training else 0.0), dropout",
+        "return (0.3 if module.training else 0.0), dropout",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: modules that are called in some modes only are believed",
+        "if calls._replace(after=expected.after) != expected or not set(calls.after) <= set(expected.after):",
+        "if False:",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: running statistics of an author's norm are watched",
+        "and name_of_buffer(module, name) not in statistics",
+        "",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: statistics that decide something are not watched",
+        "return frozenset[str]().union(*normalized).difference(*read)",
+        "return frozenset[str]().union(*normalized)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: a buffer that a forward replaces goes unnoticed",
+        "if any(module._buffers.get(name) is not tensor for name, tensor in before.items()):",
+        "if False:",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: a hook on all modules does not see the layers",
+        "if pattern is None or has_global_module_hooks():",
+        "if pattern is None:",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: a transition always averages",
+        '"max_pool": lambda x: dimensions_of(x).max_pool(x, 2),',
+        '"max_pool": lambda x: dimensions_of(x).avg_pool(x, 2),',
+        "adapt_transitions",
+    ),
+    Defect(
+        "conversion: the flags of modules without a mode are not tried",
+        "return not isinstance(module, _NormBase) and not any(True for _ in module.children())",
+        "return isinstance(module, nn.Dropout)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: the flag of the block is not tried",
+        "return isinstance(module, _NormBase) or module is block",
+        "return isinstance(module, _NormBase)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: attributes of global modules are not watched",
+        "isinstance(value, (*_COMPARED_WHOLE, nn.Module))",
+        "isinstance(value, _COMPARED_WHOLE)",
+        "adapt_calls",
+    ),
     # Conversion: what is converted, and its report
     Defect(
         "conversion: blocks without norms are left alone",
