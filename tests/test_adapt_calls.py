@@ -68,6 +68,17 @@ OutsideOfTheModel = halves(lambda s, x: s.conv2(s.relu2(s.norm2(s.conv1(_ACTIVAT
 _ACTIVATION = nn.LeakyReLU(0.1)
 
 
+class CallsAListsActivation(Layer):
+    """Holds one of its activations in a list too, and calls it there."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.acts = [self.relu1]
+
+    def halves(self, x: Tensor) -> Tensor:
+        return self.conv2(self.relu2(self.norm2(self.conv1(self.acts[0](self.norm1(x))))))
+
+
 class SecondDropout(Layer):
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -94,6 +105,7 @@ CHANGES = {
     "constants that are left out": (LeakyByDefault, "shared", changing("act")),
     "another module for evaluation": (OneForEachMode, "checkpoint", changing("relu1")),
     "a module outside of the model": (OutsideOfTheModel, "checkpoint", lambda s: None),
+    "a module that is called in a list": (CallsAListsActivation, "checkpoint", changing("relu1")),
     "no activation at all": (NeverActivates, "shared", changing("relu1")),
 }
 

@@ -451,6 +451,12 @@ DEFECTS = [
         "isinstance(value, _COMPARED_WHOLE)",
         "adapt_calls",
     ),
+    Defect(
+        "conversion: modules that are found in a list are taken for those of a name",
+        "if any(pattern.calls for pattern in by_parts) and not by_names(runs[0]):",
+        "if False:",
+        "adapt_calls",
+    ),
     # Conversion: what is converted, and its report
     Defect(
         "conversion: blocks without norms are left alone",
