@@ -17,13 +17,13 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from typing import IO
 
 import torch
 import torch.nn.functional as F
 from training import command
 
 from efficient_densenet import DenseNet
-from efficient_densenet._extras import need
 from efficient_densenet.checkpoint import checkpoint_wrapper
 from efficient_densenet.memory import predict, tensor_peak
 from efficient_densenet.memory.step import MetaModel
@@ -124,31 +124,20 @@ def offloading() -> Lesson:
     return model, offloaded
 
 
-def to_disk(tensor: torch.Tensor) -> "TensorOnDisk | torch.Tensor":
-    # Parameters are leaves, and stay in memory in any case.
-    return tensor if tensor.is_leaf or tensor.numel() < 1000 else TensorOnDisk(tensor)
-
-
-def from_disk(saved: "TensorOnDisk | torch.Tensor") -> torch.Tensor:
-    return saved.load() if isinstance(saved, TensorOnDisk) else saved
-
-
-class TensorOnDisk:
-    """A tensor in a temporary file, which is deleted with this object."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.file.write(tensor.contiguous().numpy().data)
-
-    def __del__(self) -> None:
-        self.file.close()
-
-    def load(self) -> torch.Tensor:
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        self.file.seek(0)
-        self.file.readinto(tensor.numpy().data)
+def to_disk(tensor: torch.Tensor) -> IO[bytes] | torch.Tensor:
+    """A temporary file, which is deleted once nobody has it; parameters are leaves, and stay in memory in any case."""
+    if tensor.is_leaf or tensor.numel() < 1000:
         return tensor
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its last reference
+    torch.save(tensor.contiguous().clone(), file)
+    return file
+
+
+def from_disk(saved: IO[bytes] | torch.Tensor) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    saved.seek(0)
+    return torch.load(saved)
 
 
 def shared() -> Lesson:
@@ -184,7 +173,6 @@ def tour() -> None:
 
     TOUR_QUICK=1 in the environment makes it a check of a few seconds, on a smaller network. There are no options.
     """
-    need("numpy", extra="demos")  # with which tensors are written to disk
     parameter_memory()
     check_accumulation()
     check_recomputation()

@@ -43,11 +43,6 @@ def is_checkpointing_disabled() -> bool:
     return _state.disable_depth > 0
 
 
-def is_inside_checkpoint() -> bool:
-    """Return True inside any checkpointed function, in its forward or its recomputation."""
-    return _state.forward_depth + _state.recomputation_depth > 0
-
-
 @contextmanager
 def checkpointed_forward() -> Iterator[None]:
     """Mark the forward of a checkpointed function."""

@@ -40,7 +40,7 @@ def _processor() -> Iterator[str]:
     elif not kernels.numba_supports(torch.empty(1)):
         yield "processor kernels: PyTorch's operations, since Numba's do not run here (a warning says why)"
     else:
-        from .kernels.numba_cpu.host import processor
+        from .kernels.numba_cpu.compiler import processor
 
         found = ", ".join(processor.features()) or "no AVX-512"
         left_out = os.environ.get(processor.VARIABLE)

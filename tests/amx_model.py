@@ -8,8 +8,8 @@ import types
 
 import numpy as np
 
-from efficient_densenet.kernels.numba_cpu.compiled.intrinsics import compiled
-from efficient_densenet.kernels.numba_cpu.compiled.memory import elements
+from efficient_densenet.kernels.numba_cpu.compiler.intrinsics import compiled
+from efficient_densenet.kernels.numba_cpu.kernels.memory import elements
 
 _REGISTERS, _STATE = np.zeros(8 * 16 * 16, np.float32), np.zeros(2, np.int64)
 _CONFIGURED, _FAULTS = 0, 1

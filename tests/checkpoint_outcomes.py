@@ -1,16 +1,18 @@
 """What the tests of checkpointing share: a network, and the outcome of a call to compare."""
 
 import functools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from efficient_densenet.checkpoint import checkpoint
+from efficient_densenet.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential, checkpoint_wrapper
 
 
 class CountingOperations(TorchDispatchMode):
@@ -42,7 +44,7 @@ def networks() -> tuple[nn.Module, nn.Module]:
 
 def outcome(call, inputs, seed: int = 1) -> dict[str, Any]:
     """The outputs, the gradients of the inputs, and the RNG state after the forward and after the backward."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     outputs = call(*leaves)
     after_forward = torch.get_rng_state()
@@ -100,3 +102,23 @@ class Fickle:
 
     def __call__(self, x):
         return self.functions.pop(0)(x)
+
+
+RUNS: dict[str, Callable] = {
+    "a module": checkpoint,
+    "a method": lambda net, x: checkpoint(net.forward, x),
+    "a partial": lambda net, x: checkpoint(functools.partial(net), x),
+    "a closure": lambda net, x: checkpoint(lambda x: net(x), x),
+    "a closure, listed": lambda net, x: checkpoint(lambda x: net(x), x, parameters=net.parameters()),
+    "a module of other options": lambda net, x: checkpoint(net, x, offload=True, early_stop=False),
+    "a sequence": lambda net, x: checkpoint_sequential(net, 3, x),
+    "a list": lambda net, x: checkpoint_sequential(list(net), 1, x),
+    "a wrapped module": lambda net, x: checkpoint_wrapper(net)(x),
+    "nested": lambda net, x: checkpoint(lambda x: net[3:](checkpoint(net[:3], x)), x),
+    "CheckpointFunction": lambda net, x: CheckpointFunction.apply(net, 1, x, *net.parameters()),
+    "as in torch's tutorials": lambda net, x: checkpoint(lambda x: net(x), x, use_reentrant=False),
+    "torch's keywords": lambda net, x: checkpoint(
+        net, x, use_reentrant=False, preserve_rng_state=True, determinism_check="none", early_stop=True, debug=False
+    ),
+}
+"""Ways to call a network that is checkpointed."""

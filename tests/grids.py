@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -33,6 +34,26 @@ def pairwise(where: Callable[..., bool] | None = None, /, **axes: Iterable) -> t
     """The first tier of a grid alone, where the whole product takes too long for any tier."""
     names, params = grid(where, **axes)
     return names, [param for param in params if not param.marks]
+
+
+def sampled(where: Callable[..., bool], /, count: int = 4000, **axes: Sequence) -> tuple[str, list]:
+    """Like `grid`, for a product that is too large to list: `count` random combinations take its place.
+
+    The first tier covers every pair of values among them; 300 of the others are exhaustive.
+    """
+    random, rows = Random(0), []
+    while len(rows) < count:
+        row = [random.randrange(len(values)) for values in axes.values()]
+        values = [values[i] for i, values in zip(row, axes.values(), strict=True)]
+        if where(**dict(zip(axes, values, strict=True))):
+            rows.append((row, values))
+    first_tier = covering_array([row for row, _ in rows], 2)
+    others = [i for i in range(count) if i not in first_tier][:300]
+    return ",".join(axes), [
+        pytest.param(*rows[i][1], id="-".join(map(_word, rows[i][1])), marks=marks)
+        for indices, marks in ((sorted(first_tier), ()), (others, pytest.mark.exhaustive))
+        for i in indices
+    ]
 
 
 def covering_array(rows: Sequence[Sequence[Any]], strength: int = 2) -> set[int]:

@@ -175,7 +175,7 @@ KERNELS = [("portable", 1), ("portable", 3000), ("portable", 1 << 22), ("compile
 
 
 def kernel_modules(package: str, *names: str) -> list:
-    """Modules of the kernels of `numba_cpu` or `triton_gpu` by their names, of whichever side."""
-    sides = {"numba_cpu": ("host", "compiled"), "triton_gpu": ("host", "device")}[package]
-    paths = [f"{kernels.__name__}.{package}.{side}.{name}" for name in names for side in sides]
+    """Modules of the kernels of `numba_cpu` or `triton_gpu` by their names, of whichever folder."""
+    folders = {"numba_cpu": ("host", "kernels", "compiler"), "triton_gpu": ("host", "device")}[package]
+    paths = [f"{kernels.__name__}.{package}.{folder}.{name}" for name in names for folder in folders]
     return [importlib.import_module(path) for path in paths if importlib.util.find_spec(path)]

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from helpers import assert_close, assert_same_buffers, assert_same_step, freeze_norms, random_images, small_model
+from helpers import assert_close, assert_same_buffers, assert_same_step, random_images, small_model
 from torch import nn
 
-from efficient_densenet import DenseNet, FCDenseNet, kernels, memory
+from efficient_densenet import DenseNet, FCDenseNet, memory
 from efficient_densenet.engine import choose
 from efficient_densenet.kernels.activations import TABLE, ActivationSpec, spec_of
 from efficient_densenet.models.layers import DenseLayer, Transition
@@ -68,21 +68,6 @@ def test_an_activation_with_weights_is_recomputed():
     assert_same_buffers(model, plain)
     with pytest.raises(RuntimeError, match="found a PReLU inside a layer"):
         model.set_engine("shared")(x)
-
-
-@pytest.mark.parametrize("kernel_set", ["chosen", "portable"])
-@pytest.mark.parametrize("family", ["basic", "bc", "imagenet"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_step_is_plains(name, family, kernel_set, monkeypatch):
-    if kernel_set == "portable":
-        monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
-    plain = small_model(family, activation=MODULES[name], efficient=False)
-    frozen = copy.deepcopy(plain)
-    freeze_norms(frozen, "norm1")
-    for model in (plain, frozen):
-        shared = copy.deepcopy(model).set_engine("shared")
-        assert_same_step(shared, model, random_images(family))
-        assert_same_buffers(shared, model)
 
 
 def test_an_fc_densenet_s_step_is_plains():
@@ -232,21 +217,3 @@ def test_timm_s_classes_are_pytorchs_functions():
     for name in ("GELU", "GELUTanh", "Swish", "Mish"):
         module = getattr(layers, name)()
         assert_close(spec_of(module).forward(z), module(z), 1e-6)
-
-
-@pytest.mark.parametrize("name", ["elu", "mish"])
-def test_the_peak_is_that_of_relu(name):
-    x = torch.randn(16, 3, 32, 32)
-    peaks = {}
-    for activation in ("relu", name):
-        model = DenseNet(12, (6, 6), activation=activation, efficient="shared")
-        model(x).sum().backward()
-        peaks[activation] = memory.tensor_peak(lambda model=model: model(x).sum().backward())
-    assert peaks[name] <= 1.02 * peaks["relu"]
-
-
-def test_a_compiled_model_has_the_activation():
-    model = small_model("bc", activation="silu", efficient="shared")
-    x = random_images("bc")
-    expected = model(x)
-    assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected, 1e-10)

@@ -151,3 +151,41 @@ def test_modules_that_cannot_be_dense_are_ruled_out_by_a_run_at_most(monkeypatch
     assert not make_efficient(nn.Sequential(*(Aggregating(CHANNELS) for _ in range(3))))
     assert len(runs) == len(set(runs))
     assert set(map(type, runs)) <= {NormLast}
+
+
+class Scaled(Block):
+    """Its forward has a side effect if its attribute says so."""
+
+    def __init__(self, keeps: bool = False, **options) -> None:
+        super().__init__(**options)
+        self.keeps = keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if self.keeps:
+            self.kept = output
+        return output
+
+
+class Sum(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([block(x) for block in self]).sum(0)
+
+
+def test_blocks_of_equal_structure_are_tried_once(monkeypatch):
+    model = Sum(Block() for _ in range(4)).double()
+    plain, tried, run_once = copy.deepcopy(model), set(), Trial.run_once
+    monkeypatch.setattr(Trial, "run_once", lambda self, *args: tried.add(self.module) or run_once(self, *args))
+    report = make_efficient(model)
+    assert len(report) == 4
+    assert tried == {model[0]}
+    assert_same_training(model, plain, batch())
+
+
+def test_blocks_that_differ_have_trials_of_their_own():
+    blocks = [Scaled(), Scaled(keeps=True), Scaled(padding_mode="reflect"), Scaled(dims=3), Scaled()]
+    blocks[-1].layers[1][1] = blocks[-1].layers[0][1]  # one module in two places
+    report = make_efficient(nn.ModuleList(blocks))
+    engines = {change.name: change.engine.partition(" ")[0] for change in report.changed}
+    assert engines == {"0": "shared", "2": "checkpoint", "3": "shared", "4": "shared"}
+    assert list(report.unchanged) == ["1"]

@@ -54,7 +54,7 @@ def product(request, monkeypatch):
     for cached in (launch.gemm_address_for, launch.address):
         cached.cache_clear()
     threads = torch.get_num_threads()
-    if request.param == "amx" and not (processor.has("amx") and amx.permitted()):
+    if request.param == "amx" and not (processor.has("amx") and products.permitted()):
         monkeypatch.setattr(launch, "gemm_address_for", lambda dtype: _amx_model().address)
         torch.set_num_threads(1)
     yield request.param

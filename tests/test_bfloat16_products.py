@@ -43,7 +43,7 @@ def _compiled(name: str):
 def product(request):
     if request.param != "amx_model" and not processor.has(request.param):
         pytest.skip(f"this processor has no {request.param}")
-    if request.param == "amx" and not amx.permitted():
+    if request.param == "amx" and not products.permitted():
         pytest.skip("Linux does not permit this process its tile registers")
     return _compiled(request.param)
 
@@ -88,7 +88,7 @@ def test_products_of_any_size(product, transposed, packed, accumulate):
 
 ASSEMBLES = """
 from numba import cfunc, types
-from efficient_densenet.kernels.numba_cpu.compiled.gemm_amx import gemm_amx
+from efficient_densenet.kernels.numba_cpu.kernels.gemm_amx import gemm_amx
 function = cfunc(types.void(*[types.intp] * 11, types.float32))(gemm_amx.function)
 print(function._library.get_asm_str())
 """
@@ -172,9 +172,9 @@ TARGETS = [
 ]
 PRODUCT = """
 import torch
-from efficient_densenet.kernels.numba_cpu.compiled import gemm
+from efficient_densenet.kernels.numba_cpu.kernels import gemm
 from efficient_densenet.kernels.numba_cpu.host import products
-from efficient_densenet.kernels.numba_cpu.host.compilation import compile_kernel
+from efficient_densenet.kernels.numba_cpu.compiler.compilation import compile_kernel
 product = products.product_of(torch.bfloat16)
 compile_kernel(product.gemm, torch.float32)
 print(product.gemm.function.__name__)
@@ -196,9 +196,9 @@ def test_an_unknown_feature_is_named(monkeypatch):
 
 @pytest.fixture
 def unasked():
-    gemm_amx.usable.cache_clear()
+    products.usable.cache_clear()
     yield
-    gemm_amx.usable.cache_clear()
+    products.usable.cache_clear()
 
 
 @pytest.mark.usefixtures("unasked")
@@ -208,8 +208,8 @@ def unasked():
 )
 def test_amx_that_cannot_be_used_is_said_once(monkeypatch, features, permitted, is_right, found):
     features(*AVX512, *AMX)
-    monkeypatch.setattr(amx, "permitted", lambda: permitted)
-    monkeypatch.setattr(gemm_amx, "_is_right", lambda: is_right)
+    monkeypatch.setattr(products, "permitted", lambda: permitted)
+    monkeypatch.setattr(products, "_is_right", lambda: is_right)
     with pytest.warns(UserWarning, match=f"{found}.*{processor.VARIABLE}=amx"):
         assert products.product_of(torch.bfloat16).gemm is gemm.gemm
     products.product_of.cache_clear()
@@ -238,13 +238,13 @@ def test_the_first_product_is_compared(monkeypatch, factor):
             with torch.autocast("cpu", enabled=False):
                 of_c[:] = (factor * numbers_a.view(m, 2 * cells) @ by_k).numpy().ravel()
 
-    monkeypatch.setattr(gemm_amx, "compile_kernel", lambda kernel, dtype: Compiled)
-    assert gemm_amx._is_right() == (factor == 1)
+    monkeypatch.setattr(products, "compile_kernel", lambda kernel, dtype: Compiled)
+    assert products._is_right() == (factor == 1)
     with torch.autocast("cpu", torch.bfloat16):  # a model may ask for it there first
-        assert gemm_amx._is_right() == (factor == 1)
+        assert products._is_right() == (factor == 1)
 
 
 @pytest.mark.skipif(not processor.has("amx"), reason="this processor has no AMX")
 def test_amx_on_this_processor():
-    assert gemm_amx.usable()
+    assert products.usable()
     assert products.product_of(torch.bfloat16).gemm is gemm_amx.gemm_amx

@@ -1,5 +1,6 @@
 """`checkpoint`, `checkpoint_sequential` and `CheckpointFunction`: what they take, what they find, what they return."""
 
+import contextlib
 import functools
 import logging
 import threading
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from checkpoint_outcomes import (
+    RUNS,
     Fickle,
     assert_like_plain,
     assert_network_like_plain,
@@ -23,7 +25,6 @@ from checkpoint_outcomes import (
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.two_tensor import TwoTensor
 
 from efficient_densenet import checkpoint as cp
 from efficient_densenet.checkpoint import (
@@ -37,33 +38,6 @@ from efficient_densenet.checkpoint import (
     is_recomputing,
 )
 from efficient_densenet.memory import saved_bytes
-
-
-def _apply_function(net, x):
-    return CheckpointFunction.apply(net, 1, x, *net.parameters())
-
-
-def _nested(net, x):
-    return checkpoint(lambda x: net[3:](checkpoint(net[:3], x)), x)
-
-
-RUNS = {
-    "a module": checkpoint,
-    "a method": lambda net, x: checkpoint(net.forward, x),
-    "a partial": lambda net, x: checkpoint(functools.partial(net), x),
-    "a closure": lambda net, x: checkpoint(lambda x: net(x), x),
-    "a closure, listed": lambda net, x: checkpoint(lambda x: net(x), x, parameters=net.parameters()),
-    "a module of other options": lambda net, x: checkpoint(net, x, offload=True, early_stop=False),
-    "a sequence": lambda net, x: checkpoint_sequential(net, 3, x),
-    "a list": lambda net, x: checkpoint_sequential(list(net), 1, x),
-    "a wrapped module": lambda net, x: checkpoint_wrapper(net)(x),
-    "nested": _nested,
-    "CheckpointFunction": _apply_function,
-    "as in torch's tutorials": lambda net, x: checkpoint(lambda x: net(x), x, use_reentrant=False),
-    "torch's keywords": lambda net, x: checkpoint(
-        net, x, use_reentrant=False, preserve_rng_state=True, determinism_check="none", early_stop=True, debug=False
-    ),
-}
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -154,13 +128,7 @@ def test_checkpoint_function_as_in_the_original_repository():
         args = inputs + tuple(norm.parameters()) + tuple(conv.parameters())
         return cp.CheckpointFunction.apply(bn_function, len(inputs), *args)
 
-    plain = nn.Sequential(norm, relu, conv)
-    actual = outcome(ours, features)
-    grads = [p.grad.clone() for p in plain.parameters()]
-    plain.zero_grad()
-    assert_same_outcome(actual, outcome(bn_function, features))
-    for grad, parameter in zip(grads, plain.parameters(), strict=True):
-        assert_close(grad, parameter.grad)
+    assert_same_outcome(outcome(ours, features), outcome(bn_function, features))
     assert norm.num_batches_tracked == 2
 
 
@@ -202,11 +170,8 @@ CASES = {
     "integers and booleans": lambda a, b, c: (a.argmax(), a > 0, (a * (b > 0)).sum(), c.long()),
     "a None among the results": lambda a, b, c: (None, a * b, [None, c.sin()]),
     "an input as a result": lambda a, b, c: (a, a * b, [c, b]),
-    "one result twice": lambda a, b, c: (lambda y: (y, [y], y + c))(a * b),
     "results that are views": lambda a, b, c: (a.view(-1), (b * c)[0], a.t()),
     "a result without gradient": lambda a, b, c: ((a * b).detach(), c.sin(), a.detach()),
-    "an unused input": lambda a, b, c: a * c,
-    "complex numbers": lambda a, b, c: torch.view_as_real(torch.complex(a, b) * c),
     "in-place operations on its own tensors": lambda a, b, c: (a * b).add_(c).relu_(),
 }
 
@@ -232,12 +197,8 @@ def test_arguments_in_structures_get_gradients_and_results_keep_their_structure(
         return {"sum": [first[0] * first[1]["k"][0] + pair.left], "n": 7, "t": (key["z"][0].exp(), "x"), "pair": pair}
 
     result = checkpoint(function, [inner, {"k": (b, 3)}], key={"z": [c, None, "s"]}, pair=Pair(c, "kept"))
-    assert (list(result), result["n"], result["t"][1], result["pair"].right) == (
-        ["sum", "n", "t", "pair"],
-        7,
-        "x",
-        "kept",
-    )
+    assert list(result) == ["sum", "n", "t", "pair"]
+    assert (result["n"], result["t"][1], result["pair"].right) == (7, "x", "kept")
     (result["sum"][0] + result["t"][0]).sum().backward()
     for actual, expected in ((a.grad, b), (b.grad, a), (c.grad, 1 + c.exp())):
         assert_close(actual, expected.detach())
@@ -248,26 +209,13 @@ def test_arguments_in_structures_get_gradients_and_results_keep_their_structure(
 
 
 @pytest.mark.parametrize("change_inside", [True, False])
-@pytest.mark.parametrize("run", [checkpoint, lambda function, x: CheckpointFunction.apply(function, 1, x)])
-def test_an_input_changed_in_place_is_an_error(run, change_inside):
+def test_an_input_changed_in_place_is_an_error(change_inside):
     y = tensor(3).requires_grad_() * 1
-    output = run(lambda x: (x.mul_(2) if change_inside else x).sin().exp(), y)
+    output = checkpoint(lambda x: (x.mul_(2) if change_inside else x).sin().exp(), y)
     if not change_inside:
         y.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-def test_arguments_are_the_same_objects_in_the_recomputation():
-    x, y, plain = tensor(3).requires_grad_(), tensor(3).requires_grad_() * 1, tensor(3)
-    y.scale, seen = 0.5, []
-
-    def function(a, b, c, *, again):
-        seen.append((a is x, b is y, c is plain, again is y, b.scale))
-        return (a * b * c).sin().exp() * again
-
-    checkpoint(function, x, y, plain, again=y).sum().backward()
-    assert seen == [(True, True, True, True, 0.5)] * 2
 
 
 @pytest.mark.parametrize("computed", [False, True])
@@ -299,19 +247,16 @@ def test_offloaded_inputs_are_copies_and_the_originals_are_freed(offload, monkey
     assert_network_like_plain(functools.partial(checkpoint, offload=offload))
 
 
-@pytest.mark.parametrize("segments", [0, 6, -1])
-def test_segments_out_of_range(segments):
-    with pytest.raises(ValueError, match=f"segments is {segments}, but must be from 1 to the number of modules, 5"):
-        checkpoint_sequential(network(), segments, tensor(5, 4))
-
-
 def test_more_segments_save_less_up_to_a_point():
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(9)))
     x = torch.randn(512, 64, requires_grad=True)
     saved = [saved_bytes(lambda s=s: checkpoint_sequential(net, s, x)) for s in (1, 2, 3)]
     assert saved[0] > saved[1] > saved[2]
     assert saved[0] == saved_bytes(lambda: net(x))
-    assert saved_bytes(lambda: _nested(net, x)) < 0.5 * saved[0]
+    assert saved_bytes(lambda: RUNS["nested"](net, x)) < 0.5 * saved[0]
+    for segments in (0, 10, -1):
+        with pytest.raises(ValueError, match=f"segments is {segments}, but must be from 1 to the number of modules, 9"):
+            checkpoint_sequential(net, segments, x)
 
 
 class _Counting(nn.Module):
@@ -350,6 +295,19 @@ def test_is_checkpointing_and_is_recomputing():
     with pytest.raises(ZeroDivisionError):
         output.sum().backward()
     assert (is_checkpointing(), is_recomputing()) == NOTHING
+
+
+def test_an_error_of_the_forward_holds_no_tensors():
+    held = []
+
+    def function(x):
+        y = x.exp()
+        held.append(weakref.ref(y))
+        raise ValueError
+
+    with contextlib.suppress(ValueError):
+        checkpoint(function, tensor(3).requires_grad_())
+    assert held[0]() is None
 
 
 def _run_in_threads(*targets):
@@ -472,17 +430,3 @@ def test_meta_tensors_are_recomputed_under_the_autocast_of_a_device_that_is_not_
     output.sum().backward()
     assert seen == [(True, torch.bfloat16)] * 2
     assert not torch.is_autocast_enabled("cuda")
-
-
-@pytest.mark.parametrize(
-    "run", [checkpoint, lambda function, x: checkpoint(lambda x: checkpoint(function, x).sin(), x)]
-)
-def test_tensor_subclasses_of_wrapped_tensors(run):
-    values = torch.randn(3, 3)
-    grads = []
-    for each in (run, plain_call if run is checkpoint else lambda function, x: function(x).sin()):
-        x = TwoTensor(values, values + 1).requires_grad_()
-        each(lambda x: (x * 2).sin().cos(), x).sum().backward()
-        grads.append(x.grad)
-    assert_close(grads[0].a, grads[1].a)
-    assert_close(grads[0].b, grads[1].b)

@@ -1,9 +1,6 @@
 """`context_fn`: contexts of the caller around the forward and the recomputation, and selective checkpointing."""
 
 import functools
-import gc
-import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,10 +14,10 @@ from checkpoint_outcomes import (
 )
 from helpers import assert_close, assert_same_gradients
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from efficient_densenet._compilers import CHECKPOINTS_UPDATE_ONCE
-from efficient_densenet.checkpoint import checkpoint, checkpoint_sequential
+from efficient_densenet.checkpoint import checkpoint
 
 aten = torch.ops.aten
 
@@ -28,26 +25,6 @@ aten = torch.ops.aten
 def saving(*operations, **options):
     """Return a context_fn that saves the results of these operations."""
     return functools.partial(create_selective_checkpoint_contexts, list(operations), **options)
-
-
-def test_the_two_contexts_surround_the_forward_and_the_recomputation():
-    entered = []
-
-    @contextmanager
-    def context(name):
-        entered.append(name)
-        yield
-        entered.append(f"end of {name}")
-
-    def function(x):
-        entered.append("call")
-        return x.sin().exp()
-
-    x = tensor(3).requires_grad_()
-    output = checkpoint(function, x, context_fn=lambda: (context("first"), context("second")), early_stop=False)
-    assert entered == ["first", "call", "end of first"]
-    output.sum().backward()
-    assert entered[3:] == ["second", "call", "end of second"]
 
 
 def test_a_dispatch_mode_sees_the_operations_of_the_function_and_no_others():
@@ -60,12 +37,6 @@ def test_a_dispatch_mode_sees_the_operations_of_the_function_and_no_others():
 
 CHOICES = {
     "a list": lambda: saving(aten.addmm.default),
-    "a policy": lambda: functools.partial(
-        create_selective_checkpoint_contexts,
-        lambda context, operation, *args, **kwargs: (
-            CheckpointPolicy.MUST_SAVE if operation is aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
-        ),
-    ),
     "nothing": lambda: saving(),
     "several": lambda: saving(aten.addmm.default, aten.tanh.default),
 }
@@ -114,13 +85,6 @@ def test_selective_checkpointing_inside_and_around_checkpoints(chosen_by):
     assert_same_gradients(ours, plain)
 
 
-def test_selective_checkpointing_of_a_sequence():
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))).double()
-    x = tensor(5, 4).requires_grad_()
-    actual = outcome(lambda x: checkpoint_sequential(net, 4, x, context_fn=saving(aten.addmm.default)), [x])
-    assert_same_outcome(actual, outcome(net, [x]))
-
-
 @pytest.mark.parametrize("operation", [aten.rand_like.default, aten.native_dropout.default, aten.mul.Tensor])
 def test_random_operations_after_a_saved_one_draw_what_they_drew_in_the_forward(operation):
     generator = torch.Generator()
@@ -138,44 +102,6 @@ def test_random_operations_after_a_saved_one_draw_what_they_drew_in_the_forward(
     run = functools.partial(checkpoint, context_fn=saving(operation), generators=[generator])
     actual, expected = (outcome(functools.partial(seeded, call), [x]) for call in (run, lambda f, x: f(x)))
     assert_same_outcome(actual, expected)
-
-
-def test_selective_checkpointing_frees_what_it_saves():
-    saved = []
-
-    def function(x):
-        y = torch.nn.functional.dropout(x, 0.5).sin()
-        saved.append(weakref.ref(y))
-        return y.exp()
-
-    checkpoint(function, tensor(3).requires_grad_(), context_fn=saving(aten.sin.default)).sum().backward()
-    gc.collect()
-    gc.disable()
-    try:
-        for backward in (True, False):
-            output = checkpoint(function, tensor(3).requires_grad_(), context_fn=saving(aten.sin.default))
-            if backward:
-                output.sum().backward()
-            del output
-            assert not any(reference() is not None for reference in saved)
-    finally:
-        gc.enable()
-
-
-def test_errors_of_selective_checkpointing_are_torch_s():
-    x = tensor(3).requires_grad_()
-    output = checkpoint(lambda x: x.sin().cos().exp(), x, context_fn=saving(aten.sin.default))
-    output.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
-        output.sum().backward()
-
-    def changes_a_saved_result(x):
-        return x.sin().mul_(2).cos().exp()
-
-    with pytest.raises(RuntimeError, match="has been mutated"):
-        checkpoint(changes_a_saved_result, x, context_fn=saving(aten.sin.default)).sum().backward()
-    allowed = saving(aten.sin.default, allow_cache_entry_mutation=True)
-    checkpoint(changes_a_saved_result, x, context_fn=allowed).sum().backward()
 
 
 def test_outer_saved_tensor_hooks_neither_warn_nor_see_what_is_chosen():

@@ -1,7 +1,5 @@
-"""`checkpoint` with sharded modules: FSDP of both versions, tensor parallelism, DTensor. One or two processes, gloo."""
+"""`checkpoint` with sharded modules: FSDP of both versions. One or two processes, gloo."""
 
-import copy
-import functools
 import os
 import tempfile
 from pathlib import Path
@@ -10,12 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_outcomes import assert_same_tensors, plain_call, tensor
-from helpers import assert_close
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from efficient_densenet.checkpoint import CheckpointFunction, checkpoint, checkpoint_wrapper
 
@@ -145,26 +140,3 @@ def _worker(rank: int, path: str, sharding: str) -> None:
 def test_a_module_sharded_over_two_processes_can_be_checkpointed(sharding):
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_worker, (str(Path(folder) / "store"), sharding), nprocs=2)
-
-
-@pytest.mark.usefixtures("_single_process_group")
-def test_distributed_tensors_as_arguments_and_parameters():
-    mesh = init_device_mesh("cpu", (1,))
-    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    ours = parallelize_module(copy.deepcopy(plain), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    x = tensor(5, 4)
-    nested = functools.partial(checkpoint, lambda x: checkpoint(ours, x).sin())
-    for run, expected in ((functools.partial(checkpoint, ours), plain), (nested, lambda x: plain(x).sin())):
-        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        run(a).square().sum().backward()
-        expected(b).square().sum().backward()
-        assert_close(a.grad, b.grad)
-    for actual, right in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert_close(actual.grad.full_tensor(), right.grad)
-    distributed = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
-    output = checkpoint(lambda x: (x * 2).sin().cos(), distributed)
-    assert isinstance(output, DTensor)
-    output.sum().backward()
-    leaf = x.clone().requires_grad_()
-    (leaf * 2).sin().cos().sum().backward()
-    assert_close(distributed.grad.full_tensor(), leaf.grad)

@@ -69,20 +69,6 @@ def test_keyword_arguments_and_results_that_are_no_tensors():
     assert_close(module.linear.bias.grad, torch.full((4,), 4.0, dtype=torch.double))
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_of_a_wrapped_module_uses_its_own_weights(copier):
-    module = checkpoint_wrapper(network().eval())
-    copied = copier(module)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-    x = tensor(5, 4)
-    copied(x).square().sum().backward()
-    assert all(p.grad is None for p in module.parameters())
-    assert all(p.grad.abs().sum() > 0 for p in copied.parameters())
-    assert saved_bytes(lambda: copied(x.requires_grad_())) < saved_bytes(lambda: unwrap(copied)(x))
-
-
 def test_a_norm_can_be_wrapped_and_converted_in_any_order():
     for prepare in (
         lambda norm: convert_batchnorm(checkpoint_wrapper(norm)),

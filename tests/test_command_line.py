@@ -90,7 +90,7 @@ def test_what_is_typed_stands_for_options(words, given, typed):
             "--model fc_densenet56",
             "model is 'fc_densenet56', but must be the name of a model of the zoo that labels imag",
         ),
-        ("--model densenet121 --depth 40", "found --model densenet121 with --depth or --growth_rate"),
+        ("--model densenet121 --depth 40", "found --model with --depth or --growth_rate"),
         ("--resume --overwrite", "found --resume and --overwrite"),
         ("--resume maybe", "resume is 'maybe', but must be one of True, False, or one of 'auto'"),
         ("--accept_changed_data", "found --accept_changed_data without --resume"),
@@ -102,6 +102,10 @@ def test_what_is_typed_stands_for_options(words, given, typed):
         ("--parallel tp", "parallel is 'tp', but must be one of 'ddp', 'fsdp', 'dp'"),
         ("--parallel fsdp", "found --parallel fsdp, but this is the only process: start several with torchrun"),
         ("--parallel dp --device cpu", "found --parallel dp, but the device is cpu alone, while DataParallel needs"),
+        (
+            "--cuda_graph --device cpu",
+            "found --cuda_graph, but the device is cpu, and CUDA graphs need a GPU: leave --cuda",
+        ),
         ("--sync_bn", "found --sync_bn, but this is the only process: start several with torchrun"),
     ],
 )

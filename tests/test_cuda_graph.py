@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from samples import RUN, demo, refused
 from test_training import SINGLE, _few, _trainer
 from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward, check_cuda_graph
 from training.loop import Trainer
@@ -153,12 +152,6 @@ def test_refusals(given, context, message, monkeypatch):
     check_cuda_graph(parse(given, "best"), context)
     with pytest.raises(ValueError, match=f"found --cuda_graph, .*{message}"):
         check_cuda_graph(parse({"cuda_graph": True, **given}, "best"), context)
-
-
-def test_a_run_on_the_cpu_is_refused_before_it_begins(tmp_path):
-    done = demo("cp_demo.py", *RUN, "--device", "cpu", "--cuda_graph", cwd=tmp_path)
-    refused(done, "found --cuda_graph, but the device is cpu, and CUDA graphs need a GPU: leave --cuda_graph out")
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_peak_of_a_run_with_graphs_is_what_is_reserved(monkeypatch):

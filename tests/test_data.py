@@ -29,12 +29,12 @@ from samples import (
 )
 from torchvision import datasets
 from training.data import Dataset, Images, StreamedImages, digits, load
-from training.data.sources import check_source
+from training.data.sources import download_if_absent
 
 
 def _load(path: Path, dataset: str | None = None, **options) -> Dataset:
-    """As a run does: after a check of the source."""
-    check_source(str(path), dataset, may_download=True)
+    """As a run does that begins."""
+    download_if_absent(str(path), dataset)
     return load(str(path), dataset, **options)
 
 
@@ -286,8 +286,8 @@ def test_a_named_data_set_is_downloaded_beside_other_files(tmp_path, fetching, m
         _load(tmp_path / "notes.txt")
     with pytest.raises(ValueError, match=r"contains notes.txt, but .* or a --dataset to download beside what is there"):
         _load(tmp_path)
-    check_source(str(tmp_path), "cifar10", may_download=True)
-    check_source(str(tmp_path), "cifar10", may_download=True)
+    download_if_absent(str(tmp_path), "cifar10")
+    download_if_absent(str(tmp_path), "cifar10")
     assert fetching.fetched == [True, False]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cifar-10-batches-py", "notes.txt"]
     with pytest.raises(
@@ -302,13 +302,13 @@ def test_a_download_that_ends_in_the_middle_leaves_what_was_there(error, tmp_pat
     fetching.error = error
     for folder in (tmp_path, tmp_path / "new" / "cifar"):
         with pytest.raises(ConnectionError if isinstance(error, RuntimeError) else type(error)):
-            check_source(str(folder), "cifar10", may_download=True)
+            download_if_absent(str(folder), "cifar10")
         assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_run_that_goes_on_downloads_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"cifar is absent or empty, but images are needed there: give their place"):
-        check_source(str(tmp_path / "cifar"), None, may_download=False)
+        load(str(tmp_path / "cifar"))
 
 
 def test_the_data_are_checked_before_weights_are_downloaded(tmp_path, monkeypatch):

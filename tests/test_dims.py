@@ -1,24 +1,19 @@
 """Networks on signals (1d) and volumes (3d) with every engine."""
 
 import statistics
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from grids import grid
 from helpers import (
-    MEMORY_EFFICIENT,
-    add_conv_biases,
     assert_close,
     assert_same_buffers,
     assert_same_step,
-    freeze_norms,
     nodes_of,
     relative_error,
     results_of,
     small_model,
-    use_kernels,
     with_engine,
 )
 from torch import Tensor, nn
@@ -29,16 +24,6 @@ from efficient_densenet.engine import choose
 from efficient_densenet.memory import tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
-SIZES = {
-    (1, "basic"): [(4,), (37,)],
-    (1, "bc"): [(4,), (37,)],
-    (1, "imagenet"): [(29,), (75,)],
-    (3, "basic"): [(4, 4, 4), (9, 5, 6)],
-    (3, "bc"): [(4, 4, 4), (6, 5, 9)],
-    (3, "imagenet"): [(13, 15, 14)],
-}
-CASES = [(*case, size) for case in SIZES for size in SIZES[case]]
-
 
 def _input(batch: int, size: tuple[int, ...]) -> Tensor:
     return torch.randn(batch, 3, *size, dtype=torch.double)
@@ -46,40 +31,6 @@ def _input(batch: int, size: tuple[int, ...]) -> Tensor:
 
 def _small(dims: int, family: str = "bc", **overrides) -> DenseNet:
     return small_model(family, dims=dims, efficient=False, **overrides)
-
-
-KERNELS = [("portable", 1), ("portable", 1 << 22), ("compiled", 7), ("compiled", 256)]
-
-
-def _valid(family, frozen, **_):
-    """Layers without bottlenecks have no norm2."""
-    return not (family == "basic" and frozen == "norm2")
-
-
-@pytest.mark.parametrize(
-    *grid(
-        _valid,
-        dims__family__size=CASES,
-        kernels=KERNELS,
-        frozen=[None, "norm", "norm2"],
-        biases=[False, True],
-    )
-)
-def test_shared_engine_matches_plain(dims, family, size, kernels, frozen, biases, monkeypatch):
-    use_kernels(monkeypatch, *kernels)
-    # more stages would need large volumes
-    overrides = {"block_config": (1, 2)} if (dims, family) == (3, "imagenet") else {}
-    plain = _small(dims, family, drop_rate=0.2, **overrides)
-    if biases:
-        add_conv_biases(plain)
-    if frozen is not None:
-        freeze_norms(plain, frozen)
-    efficient = with_engine(plain, "shared")
-    x = _input(3, size)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same_step(efficient, plain, x)
-    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.usefixtures("process_group_of_one")
@@ -94,15 +45,6 @@ def test_synchronized_norms(dims, momentum, engine):
     synchronize_norms(efficient, None)
     for batch in (2, 3):
         assert_same_step(efficient, plain, _input(batch, (7, 5, 6)[:dims]))
-    assert_same_buffers(efficient, plain)
-
-
-@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
-@pytest.mark.parametrize("dims", [1, 3])
-def test_batch_of_one(dims, engine):
-    plain = _small(dims, drop_rate=0.2)
-    efficient = with_engine(plain, engine)
-    assert_same_step(efficient, plain, _input(1, (11, 8, 9)[:dims]))
     assert_same_buffers(efficient, plain)
 
 

@@ -20,8 +20,6 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     backward,
-    freeze_norms,
-    freeze_parameters,
     plan_stage,
     random_images,
     small_model,
@@ -33,33 +31,6 @@ from efficient_densenet import DenseBlock, DenseNet
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.stage.spec import decode
 from efficient_densenet.memory import saved_bytes
-
-
-@pytest.mark.parametrize(
-    *grid(
-        engine=MEMORY_EFFICIENT,
-        family=FAMILIES,
-        drop_rate=[0.0, 0.2],
-        mode=["training", "frozen norms", "eval"],
-        batch=[1, 5],
-    )
-)
-def test_outputs_gradients_and_buffers_match_plain(engine, family, drop_rate, mode, batch):
-    plain = small_model(family, drop_rate=drop_rate, efficient=False)
-    if mode != "training":
-        freeze_norms(plain)
-    plain.train(mode == "training") if mode != "frozen norms" else None
-    x = random_images(family, batch)
-    efficient = with_engine(plain, engine)
-    assert_same_step(efficient, plain, x)
-    for model in (efficient, plain):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for step in range(5):
-            optimizer.zero_grad()
-            backward(model, x + step, seed=step)
-            optimizer.step()
-    assert_same_buffers(efficient, plain)
-    assert_same_gradients(efficient, plain)
 
 
 @pytest.mark.parametrize(
@@ -105,15 +76,6 @@ def test_frozen_stem_saves_less_and_computes_all_gradients(engine):
     assert_same_gradients(efficient, plain)
     assert saved_bytes(lambda: efficient(x)) < saved_bytes(lambda: plain(x))
     assert efficient.features.conv0.weight.grad is None
-
-
-@pytest.mark.parametrize("frozen", ["norm1", "conv1", "norm2", "conv2", "denselayer1", "transition", "norm1.weight"])
-@pytest.mark.parametrize("engine", RECOMPUTING)
-def test_partly_frozen_parameters(engine, frozen):
-    plain = small_model("bc", efficient=False)
-    freeze_parameters(plain, lambda name: frozen not in name)
-    efficient = with_engine(plain, engine)
-    assert_same_step(efficient, plain, random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
@@ -322,16 +284,6 @@ def test_convert_sync_batchnorm_matches_plain(engine):
     assert_same_buffers(efficient, plain)
 
 
-@pytest.mark.parametrize("engine", RECOMPUTING)
-def test_instance_norm_with_running_statistics(engine):
-    plain = small_model("bc", efficient=False)
-    layer = plain.features.denseblock1.denselayer2
-    layer.norm1 = nn.InstanceNorm2d(layer.norm1.num_features, track_running_stats=True).double()
-    efficient = with_engine(plain, engine)
-    assert_same_step(efficient, plain, random_images("bc"))
-    assert_same_buffers(efficient, plain)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["checkpoint", "shared"])
 def test_swapped_parameters_get_gradients_or_raise(engine, family):
@@ -387,17 +339,6 @@ def test_layer_subclass_with_its_own_parameter():
     assert_same_step(efficient, plain, random_images("bc"))
 
 
-@pytest.mark.parametrize("engine", RECOMPUTING)
-def test_torch_checkpoint_around_the_model(engine):
-    plain = small_model("bc", efficient=False)
-    efficient = with_engine(plain, engine)
-    x = random_images("bc").requires_grad_()
-    torch.utils.checkpoint.checkpoint(efficient, x, use_reentrant=False).square().sum().backward()
-    plain(x.detach()).square().sum().backward()
-    assert_same_gradients(efficient, plain)
-    assert_same_buffers(efficient, plain)
-
-
 def test_spectral_norm_and_cached_parametrizations_raise_in_checkpoint():
     model = small_model("bc", efficient="checkpoint")
     nn.utils.parametrizations.spectral_norm(model.features.denseblock1.denselayer1.conv1)
@@ -407,23 +348,6 @@ def test_spectral_norm_and_cached_parametrizations_raise_in_checkpoint():
     nn.utils.parametrizations.weight_norm(model.features.denseblock1.denselayer1.conv1)
     with torch.nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match="being cached"):
         model(random_images("bc"))
-
-
-@pytest.mark.parametrize("engine", ["plain", *RECOMPUTING])
-def test_layer_without_a_norm_does_not_modify_its_input(engine):
-    block = small_model("bc", efficient=engine).features.denseblock1
-    block.denselayer1.norm1 = nn.Identity()
-    x = torch.randn(2, 4, 5, 5, dtype=torch.double)
-    before = x.clone()
-    assert torch.equal(block(x)[:, :4], before)
-    assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("engine", RECOMPUTING)
-def test_parametrized_convolution(engine):
-    plain = small_model("bc", efficient=False)
-    nn.utils.parametrizations.weight_norm(plain.features.denseblock1.denselayer1.conv1)
-    assert_same_step(with_engine(plain, engine), plain, random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", ["plain", *MEMORY_EFFICIENT])

@@ -309,8 +309,6 @@ def test_an_impossible_budget_says_what_is_possible(precision):
             ValueError, match=r"image_size is .*, but must be a whole number of at least 1, or 2 of them"
         ):
             largest_batch(model, image_size, "1GiB")
-    with pytest.raises(ValueError, match=r"budget is '999.* above 0, such as '999999999GiB'"):
-        largest_batch(model, 32, f"{'9' * 400}GiB")
     with pytest.raises(ValueError, match=r"but a step of one image needs \d+ MiB: give at least that much"):
         largest_batch(model, 32, "1MiB")
 
@@ -324,17 +322,12 @@ def test_sizes():
     assert (at_least(5 * MIB + 1), at_least(5 * MIB), at_least(3)) == ("6 MiB", "5 MiB", "1 KiB")
 
 
-MALFORMED = {"6 gigs": "6GiB", "": "6GiB", "GiB": "6GiB", "12GBit": "12GiB", 0: "6GiB", -5: "6GiB", "0MiB": "6GiB"}
-MALFORMED |= {"nan": "6GiB", None: "6GiB", 2.5: "6GiB", "3.5.1G": "3.5GiB", "-4GiB": "4GiB", True: "6GiB"}
-
-
-@pytest.mark.parametrize(("text", "near"), MALFORMED.items())
-def test_a_malformed_budget_is_one_sentence(text, near):
-    with pytest.raises(ValueError, match="budget is ") as caught:
+@pytest.mark.parametrize(
+    "text", ["6 gigs", "", "GiB", "12GBit", 0, -5, "0MiB", "nan", None, 2.5, "3.5.1G", "-4GiB", True, f"{'9' * 400}GiB"]
+)
+def test_a_malformed_budget_is_one_sentence(text):
+    with pytest.raises(ValueError, match=r"^budget is .*, but must be a number of bytes above 0, such as '6GiB'$"):
         set_memory_budget(DenseNet(4, (2,)), text, (2, 3, 8, 8))
-    message = str(caught.value)
-    assert message.startswith("budget is ")
-    assert message.endswith(f"but must be a number of bytes above 0, such as '{near}'")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS limits the address space on Linux")

@@ -69,21 +69,6 @@ def test_output_gradients_and_buffers_match_plain(
     assert_same_buffers(block, plain)
 
 
-@pytest.mark.parametrize("trainable", ["0.second", "1.", "2.first", "none, but the input"])
-def test_partly_frozen_layers(trainable):
-    (plain,) = _randomized(NewFeatures())
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(name.startswith(trainable))
-    block, x, grads = copy.deepcopy(plain), torch.randn(2, 4, 5, 5, dtype=torch.double), []
-    for run in (lambda x: shared.run(parts.parts_of(block), None, x), plain):
-        leaf = x.clone().requires_grad_(trainable.startswith("none"))
-        run(leaf).square().sum().backward()
-        grads.append(leaf.grad)
-    if trainable.startswith("none"):
-        assert_close(*grads)
-    assert_same_gradients(block, plain)
-
-
 def test_such_a_block_is_not_joined_with_what_follows():
     (block,) = _randomized(NewFeatures())
     consumer = CONSUMERS["transition"]().double()

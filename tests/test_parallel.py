@@ -7,13 +7,10 @@ from pathlib import Path
 import parallel_steps
 import pytest
 import torch
-import torch.distributed as dist
 from forks import ForkedDemo, await_file, fork_processes
 from helpers import assert_close
-from samples import DEMOS, TINY, same_content, same_run, tiny_trainer, write_cifar10
+from samples import DEMOS, TINY, same_content, same_run, write_cifar10
 from training.distributed import DistributedContext
-from training.memory_estimate import RunMemory
-from training.sharding import stages
 
 SINGLE = DistributedContext(0, 1, torch.device("cpu"))
 FIRST_TIER = [
@@ -135,17 +132,6 @@ def test_dp_is_refused_under_torchrun(tmp_path):
     assert process.wait() == 1
     sentence = "error: process 0 of 1: found --parallel dp under torchrun, but DataParallel is one process with several"
     assert process.communicate()[1].startswith(sentence)
-
-
-def test_the_estimate_of_memory_knows_what_is_sharded(monkeypatch):
-    """Of three numbers for each parameter a process has its part, and at times two of the root and of these stages."""
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    trainers = {name: tiny_trainer("plain", SINGLE, parallel=name) for name in ("ddp", "fsdp")}
-    ddp, fsdp = (RunMemory(each.model, 8, each.options, "plain").traced.persistent.total for each in trainers.values())
-    model = trainers["fsdp"].model
-    assert len(stages(model)) == 2
-    size = 8 * sum(parameter.numel() for parameter in model.parameters())
-    assert ddp - fsdp == 3 * size - (-(-3 * size // 4) + 2 * size)
 
 
 @pytest.mark.exhaustive

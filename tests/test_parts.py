@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from grids import grid
+from grids import pairwise
 from helpers import (
     add_conv_biases,
     assert_all_close,
@@ -15,6 +15,7 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     nodes_of,
+    use_kernels,
 )
 from torch import Tensor, nn
 
@@ -126,8 +127,14 @@ def _shared(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Ten
     return list(shared.run_with_features(read, joined, x))
 
 
-def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tuple[float, ...] = (1, 2)) -> None:
-    x, results = torch.randn(3, 4, 7, 6, dtype=torch.double), []
+def _assert_same(
+    run,
+    block: nn.Module,
+    consumer: nn.Module | None,
+    weights: tuple[float, ...] = (1, 2),
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> None:
+    x, results = torch.randn(3, 4, 7, 6, dtype=torch.double).to(memory_format=memory_format), []
     models = [(copy.deepcopy(block), copy.deepcopy(consumer), run_model) for run_model in (run, _plain)]
     for model, after, run_model in models:
         torch.manual_seed(1)
@@ -144,33 +151,48 @@ def _assert_same(run, block: nn.Module, consumer: nn.Module | None, weights: tup
 
 
 @pytest.mark.parametrize(
-    *grid(
+    *pairwise(
+        lambda consumer, run, **_: (consumer == "none") == (run == "alone"),
         newest_first=[True, False],
         bottleneck=[True, False],
-        frozen=[False, True, "inside"],
+        frozen=[None, "all", "inside", "block", "consumer"],
         consumer=CONSUMERS,
-        tap=[True, False],
+        run=["alone", "with the features", "joined", "apart"],
         biases=[False, True],
+        memory_format=[torch.contiguous_format, torch.channels_last],
+        kernels=[("portable", 1), ("portable", 1 << 22), ("compiled", 7)],
     )
 )
-def test_either_order_of_channels_with_every_consumer(newest_first, bottleneck, frozen, consumer, tap, biases):
+def test_either_order_of_channels_with_every_consumer(
+    newest_first, bottleneck, frozen, consumer, run, biases, memory_format, kernels, monkeypatch
+):
+    use_kernels(monkeypatch, *kernels)
     block, after = _randomized(Block(bottleneck, newest_first, drop_rate=0.3), CONSUMERS[consumer]())
     if biases:
         add_conv_biases(block), after is None or add_conv_biases(after)
-    if frozen == "inside":
-        for layer in block:
-            layer.second[0].eval()
-    else:
-        block.train(not frozen)
-        after is None or after.train(not frozen)
+    block.train(frozen not in ("all", "block"))
+    after is None or after.train(frozen not in ("all", "consumer"))
+    for layer in block if frozen == "inside" else ():
+        layer.second[0].eval()
     if frozen == "inside" and not bottleneck:
         after is None or after.eval()  # these are the norms that share their statistics with the consumer's
-    _assert_same(_shared if tap else _without_tap, block, after, weights=(1, 2) if tap else (1,))
+    alike = after is None or frozen in (None, "all", "inside")
+    run = run if alike or run == "alone" else "apart"  # the norms of a stage normalize alike
+    _assert_same(RUNS[run], block, after, (1, 2) if run == "with the features" else (1,), memory_format)
 
 
-def _without_tap(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
+def _joined(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
     read = parts.parts_of(block)
     return [shared.run(read, None if consumer is None else joined_consumer(read, consumer), x)]
+
+
+def _apart(block: nn.Module, x: Tensor, consumer: nn.Module) -> list[Tensor]:
+    output = choose.run_consumer(consumer, shared.run(parts.parts_of(block), None, x))
+    assert output is not None
+    return [output]
+
+
+RUNS = {"alone": _joined, "joined": _joined, "with the features": _shared, "apart": _apart}
 
 
 def test_frozen_layers_with_the_newest_features_first():
@@ -187,7 +209,7 @@ def test_a_loss_of_the_consumer_or_of_the_block_alone(weights):
 
 
 def test_a_norm_with_an_activation_under_the_exactly_once_rule(monkeypatch):
-    monkeypatch.setattr(parts, "NORMS", parts.NORMS | {NormAct})
+    monkeypatch.setattr(parts, "NORMS", (*parts.NORMS, NormAct))
 
     class Fused(Layer):
         def __init__(self, channels: int) -> None:

@@ -235,7 +235,7 @@ def test_after_an_image_was_replaced_a_run_goes_on_at_the_same_step(copied):
     shutil.copy(copied / "own" / "test" / "cat" / "3.png", copied / "own" / "test" / "cat" / "5.png")
     refused(_resumed(copied), "found other images than the run was started with, though as many: give the same --data")
     done = _resumed(copied, "--accept_changed_data")
-    assert "resuming run in epoch 2, step 3\n" in done.stdout, done.stderr
+    assert "resuming run in epoch 2, after step 2\n" in done.stdout, done.stderr
 
 
 def test_other_classes_are_never_accepted(copied):
@@ -267,9 +267,7 @@ def test_resume_begins_no_run_and_auto_begins_or_resumes(tmp_path):
     done = demo("cp_demo.py", *words, "--resume", "auto", cwd=tmp_path)
     assert "nothing to resume in run: starting" in done.stdout, done.stderr
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    refused(
-        demo("cp_demo.py", *words, cwd=tmp_path), "run contains a finished run of 1 epochs: give --resume to resume"
-    )
+    refused(demo("cp_demo.py", *words, cwd=tmp_path), "run contains a run: give --resume to resume it, --overwrite to")
     before = {name: content for name, content in contents(tmp_path / "run").items() if name.endswith(".pt")}
     done = demo("cp_demo.py", *words, "--resume", "auto", cwd=tmp_path)
     assert "resuming run after the last epoch\n" in done.stdout, done.stderr
@@ -364,7 +362,7 @@ def test_a_run_that_began_in_the_meantime_is_not_overwritten(whole, tmp_path, mo
 
     monkeypatch.setattr(Trainer, "__init__", late)
     done = demo("cp_demo.py", *RUN, cwd=tmp_path)
-    refused(done, "run contains a finished run of 6 epochs: give --resume")
+    refused(done, "run contains a run: give --resume")
     same_run(tmp_path / "run", whole / "run")
 
 

@@ -6,9 +6,7 @@ import weakref
 
 import pytest
 import torch
-from grids import grid
 from helpers import (
-    add_conv_biases,
     assert_all_close,
     assert_same_buffers,
     assert_same_gradients,
@@ -16,7 +14,6 @@ from helpers import (
     freeze_norms,
     live_tensors,
     small_model,
-    use_kernels,
 )
 from test_parts import CONSUMERS, Block, _randomized
 from torch import Tensor, nn
@@ -68,30 +65,6 @@ def _compare(block: nn.Module, consumer: nn.Module, ours=_engine, theirs=_plain)
     for actual, expected in zip(*pairs, strict=True):
         assert_same_gradients(actual, expected)
         assert_same_buffers(actual, expected)
-
-
-@pytest.mark.parametrize(
-    *grid(
-        consumer=ALONE,
-        newest_first=[True, False],
-        bottleneck=[True, False],
-        frozen=[None, "both", "block", "consumer"],
-        biases=[False, True],
-        kernels=[("portable", 1 << 22), ("portable", 1), ("compiled", 7)],
-    )
-)
-def test_after_a_block_it_matches_plain(
-    consumer, newest_first, bottleneck, frozen, biases, kernels, stored, monkeypatch
-):
-    """And the features are stored once, where both normalize alike."""
-    use_kernels(monkeypatch, *kernels)
-    block, after = _randomized(Block(bottleneck, newest_first, drop_rate=0.2), ALONE[consumer]())
-    for name, module in {"block": block, "consumer": after}.items():
-        module.train(frozen not in ("both", name))
-        if biases:
-            add_conv_biases(module)
-    _compare(block, after)
-    assert stored == [4, 3, 3, 3] + [13] * (frozen in ("block", "consumer"))
 
 
 @pytest.mark.parametrize("setting", ["mode", "eps"])

@@ -2,6 +2,7 @@
 
 import copy
 import statistics
+import threading
 import warnings
 
 import pytest
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from grids import grid
 from helpers import (
     FAMILIES,
-    KERNELS,
     add_conv_biases,
     assert_all_close,
     assert_close,
@@ -27,7 +27,7 @@ from helpers import (
     use_kernels,
     with_engine,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
 from efficient_densenet.engine import choose
@@ -35,37 +35,6 @@ from efficient_densenet.engine.parts import parts_of
 from efficient_densenet.engine.refuse import joined_consumer
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import saved_bytes, tensor_peak
-
-WHERE = {"no biases": None, "every": "", "first": "conv1", "last": "conv2", "transition": "transition"}
-
-
-def _valid(family, frozen, where, keep, **_):
-    """Layers without bottlenecks have neither a second norm and convolution nor anything to keep."""
-    return family != "basic" or not (frozen == "norm2" or where == "last" or keep)
-
-
-@pytest.mark.parametrize(
-    *grid(
-        _valid,
-        family=FAMILIES,
-        where=WHERE,
-        drop_rate=[0.0, 0.2],
-        frozen=[None, "", "norm1", "norm2"],
-        keep=[False, True],
-        kernels=KERNELS,
-    )
-)
-def test_shared_engine_matches_plain(family, where, drop_rate, frozen, keep, kernels, monkeypatch):
-    """`where` says which convolutions have biases."""
-    use_kernels(monkeypatch, *kernels)
-    plain = small_model(family, efficient=False, drop_rate=drop_rate, keep_bottleneck=keep)
-    if WHERE[where] is not None:
-        add_conv_biases(plain, WHERE[where])
-    if frozen is not None:
-        freeze_norms(plain, frozen)  # with norm1, consumers whose mode differs from the block's run outside the stage
-    efficient = with_engine(plain, "shared")
-    assert_same_step(efficient, plain, random_images(family, 7))
-    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.parametrize("kernels", [("portable", 2000), ("compiled", 50)])
@@ -130,27 +99,6 @@ def test_eps_may_be_an_integer(dtype):
     assert_all_close(found, expected, 1e-10 if dtype == torch.float64 else 1e-5)
 
 
-def test_forwards_of_several_sizes_before_one_backward():
-    plain = small_model("bc", efficient=False)
-    efficient = with_engine(plain, "shared")
-    for model in (plain, efficient):
-        torch.manual_seed(1)
-        inputs = [torch.randn(n, 3, side, side + 1, dtype=torch.double) for n, side in ((2, 9), (5, 12), (1, 8))]
-        sum(model(x).square().sum() for x in inputs).backward()
-    assert_same_gradients(efficient, plain)
-    assert_same_buffers(efficient, plain)
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
-def test_single_value_per_channel_raises_as_in_plain():
-    model = create_model("densenet_bc_100_12", block_config=(1,))
-    with pytest.raises(RuntimeError, match="single value per channel"):
-        model.set_engine("shared")(torch.randn(1, 3, 1, 1))
-    model.set_engine(True)
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        model(torch.randn(1, 3, 1, 1))
-
-
 def _outcome(model, x) -> str | torch.Tensor:
     try:
         return model(x).detach()
@@ -171,15 +119,6 @@ def test_an_eps_with_which_batch_norm_raises_raises_as_in_plain(name, eps, train
     expected, found = _outcome(model, x), _outcome(copy.deepcopy(model).set_engine(True), x)
     assert type(found) is type(expected)
     assert found == expected if isinstance(expected, str) else torch.allclose(found, expected, atol=1e-5)
-
-
-def test_parameter_modified_in_place_before_the_backward_raises_autograd_error():
-    model = small_model("bc", efficient="shared")
-    loss = model(random_images("bc")).sum()
-    with torch.no_grad():
-        model.features.denseblock1.denselayer1.conv1.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 # Unsupported blocks
@@ -431,3 +370,96 @@ def test_features_are_saved_once_as_counted_on_the_meta_device():
     # The features of the three stages, which start with the transitions' outputs, and the output of the last ReLU.
     features = 256 * 4 * (216 * 32**2 + 300 * 16**2 + 342 * 8**2)
     assert saved_total == pytest.approx(features + 256 * 4 * 342 * 8**2, rel=0.05)
+
+
+def _images(batch: int, size: tuple[int, int]) -> Tensor:
+    return torch.randn(batch, 3, *size, dtype=torch.double)
+
+
+def test_momentum_of_each_norm():
+    plain = small_model("bc", efficient=False)
+    norms = [module for module in plain.modules() if isinstance(module, nn.BatchNorm2d)]
+    for i, norm in enumerate(norms):
+        norm.momentum = (None, 0.0, 0.3, 1.0)[i % 4]
+    efficient = with_engine(plain, "shared")
+    for batch in (2, 7, 3):
+        assert_same_step(efficient, plain, _images(batch, (9, 7)))
+    assert_same_buffers(efficient, plain)
+
+
+def test_norms_without_running_statistics():
+    plain = small_model("bc", efficient=False)
+    for layer in (plain.features.denseblock1.denselayer1, plain.features.denseblock2.denselayer1):
+        layer.norm1 = nn.BatchNorm2d(layer.norm1.num_features, track_running_stats=False).double()
+    efficient = with_engine(plain, "shared")
+    assert_same_step(efficient, plain, _images(3, (9, 7)))
+    assert_same_buffers(efficient, plain)
+
+
+def test_gradient_accumulation_over_micro_batches_of_different_sizes():
+    plain = small_model("bc", efficient=False, drop_rate=0.2)
+    efficient = with_engine(plain, "shared")
+    for model in (efficient, plain):
+        torch.manual_seed(5)
+        for batch in (4, 1, 3):
+            (model(_images(batch, (9, 7))).square().sum() / 8).backward()
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
+
+
+def test_tied_modules_and_a_model_called_twice_in_one_graph():
+    plain = small_model("bc", efficient=False)
+    block = plain.features.denseblock1
+    block.denselayer2.norm2, block.denselayer2.conv2 = block.denselayer1.norm2, block.denselayer1.conv2
+    efficient = with_engine(plain, "shared")
+    x = _images(2, (9, 7))
+    for model in (efficient, plain):
+        output = model(x)
+        model(x * output.mean() + 1).add(output).square().sum().backward()
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
+
+
+@pytest.mark.parametrize(*grid(family=["basic", "bc"], one_trainable=[True, False], frozen=[False, True]))
+def test_one_trainable_or_one_frozen_parameter(family, one_trainable, frozen):
+    """With biases, whose gradients are not zero where norms are frozen."""
+    plain = add_conv_biases(small_model(family, efficient=False, block_config=(2, 1)))
+    if frozen:
+        freeze_norms(plain)
+    efficient = with_engine(plain, "shared")
+    x = _images(2, (5, 6))
+    for name, _ in plain.named_parameters():
+        for model in (efficient, plain):
+            model.zero_grad()
+            for other, parameter in model.named_parameters():
+                parameter.requires_grad_((other == name) is one_trainable)
+            model(x).square().sum().backward()
+        assert_same_gradients(efficient, plain)
+
+
+def test_concurrent_training_steps_in_threads():
+    """Each thread runs forward and backward of its own model and sizes."""
+    plain_models = [small_model("bc", efficient=False) for _ in range(4)]
+    models = [with_engine(plain, "shared") for plain in plain_models]
+    inputs = [[_images(2 + i, (5 + i + step, 9 - i)) for step in range(8)] for i in range(4)]
+    start, failures = threading.Barrier(4), []
+
+    def train(i: int) -> None:
+        try:
+            start.wait()
+            for x in inputs[i]:
+                models[i](x).square().sum().backward()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for efficient, plain, batches in zip(models, plain_models, inputs, strict=True):
+        for x in batches:
+            plain(x).square().sum().backward()
+        assert_same_gradients(efficient, plain)
+        assert_same_buffers(efficient, plain)

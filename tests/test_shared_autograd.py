@@ -20,7 +20,7 @@ from helpers import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import DenseBlock, DenseLayer, kernels
+from efficient_densenet import DenseBlock, kernels
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.stage import backward as backward_module
 from efficient_densenet.engine.stage import forward
@@ -218,14 +218,6 @@ def test_parameter_modified_in_place_raises_autograd_error_as_in_plain(name):
             loss.backward()
 
 
-def test_second_backward_without_retain_graph_raises_autograd_error():
-    stage = _stage("transition1")
-    loss = stage(_input(stage)).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
 BACKWARD_KERNELS = ["conv1x1_backward", "conv3x3_backward", "pooled_conv1x1_backward"]
 
 
@@ -379,19 +371,6 @@ def test_inconsistent_layers_raise():
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
-def test_layer_with_another_growth_rate_falls_back():
-    plain = _stage("block", engine="plain")
-    block = plain.denseblock1
-    block.add_module("denselayer3", DenseLayer(10, 5, 4, 0.0).double())
-    efficient = copy.deepcopy(plain)
-    efficient.denseblock1.engine = None
-    assert_same_step(efficient, plain, _input(plain))
-    efficient.denseblock1.engine = choose.Engine.SHARED
-    with pytest.raises(RuntimeError, match="found a layer from 10 channels to 5"):
-        efficient(_input(plain))
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
 def test_single_value_per_channel_in_an_inner_norm_raises_as_in_plain():
     stage = _stage("block")
     for layer in stage.denseblock1.children():
@@ -430,28 +409,6 @@ def test_unusual_consumers_and_blocks_match_plain(change):
     efficient = with_engine(plain, "shared")
     assert_same_step(efficient, plain, random_images("bc"))
     assert_same_buffers(efficient, plain)
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
-def test_layer_without_a_norm_falls_back():
-    plain = small_model("bc", efficient=False)
-    plain.features.denseblock1.denselayer1.norm1 = nn.Identity()
-    assert_same_step(with_engine(plain, True), plain, random_images("bc"))
-
-
-def test_drop_rate_of_one():
-    plain = small_model("bc", efficient=False)
-    plain.features.denseblock1.denselayer1.drop_rate = 1.0
-    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
-
-
-def test_norms_without_a_bias_fall_back(monkeypatch):
-    monkeypatch.setattr(choose, "_warned", set())
-    plain = small_model("bc", efficient=False)
-    plain.features.denseblock1.denselayer2.norm1.register_parameter("bias", None)
-    plain.features.norm5.register_parameter("bias", None)
-    with pytest.warns(UserWarning, match="found a BatchNorm2d without weight and bias"):
-        assert_same_step(with_engine(plain, True), plain, random_images("bc"))
 
 
 def _live_backwards() -> int:

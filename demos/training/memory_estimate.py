@@ -15,7 +15,6 @@ from .distributed import DistributedContext
 from .machine import total_memory
 from .options import RunOptions
 from .report import mib
-from .sharding import gathered_bytes
 
 _SHARE_OF_FREE = 0.8
 """The part of a GPU's free memory to take: cuDNN's workspaces and the gaps between tensors need some."""
@@ -28,7 +27,7 @@ class RunMemory:
 
     def __init__(self, model: DenseNet, image_size: int, options: RunOptions, engine: str | None = None) -> None:
         self.traced = MetaModel(model, optimizer="sgd", precision=options.amp)
-        self.traced.persistent = _of_a_process(self.traced.persistent, model, options)
+        self.traced.persistent = _of_a_process(self.traced.persistent)
         engine = engine or options.engine
         cast(DenseNet, self.traced.model).set_engine(True if engine == "best" else engine)
         self.image_shape = model.in_channels, image_size, image_size
@@ -37,12 +36,10 @@ class RunMemory:
         return total_memory_of_step(self.traced, (batch_size, *self.image_shape))
 
 
-def _of_a_process(held: PersistentMemory, model: DenseNet, options: RunOptions) -> PersistentMemory:
-    if options.parallel == "fsdp":  # a part of parameters, gradients and momentum, and what is gathered at once
-        part = -(-(held.total - held.buffers) // dist.get_world_size())
-        return PersistentMemory(part + gathered_bytes(model), held.buffers, gradients=0, optimizer_state=0)
+def _of_a_process(held: PersistentMemory) -> PersistentMemory:
     if dist.is_initialized() and dist.get_world_size() > 1:
-        return replace(held, gradients=2 * held.gradients)  # DistributedDataParallel's buckets have them once more
+        # DistributedDataParallel's buckets have them once more; fully_shard takes no more than that.
+        return replace(held, gradients=2 * held.gradients)
     return held
 
 

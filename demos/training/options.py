@@ -189,30 +189,28 @@ def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
 
 
 def _refuse_contradictions(options: Options) -> None:
-    if options.model is not None and (options.depth or options.growth_rate):
-        raise ValueError(
-            f"found --model {options.model} with --depth or --growth_rate, but a model of the zoo has its own: "
-            "leave out one or the other"
-        )
-    if options.resume and options.overwrite:
-        raise ValueError(
-            "found --resume and --overwrite, but a run is either resumed or started over: give one of them"
-        )
     for name in ("resume", "overwrite", "weights", "freeze"):
         if options.evaluate is not False and getattr(options, name):
             raise ValueError(
                 f"found --evaluate and --{name}, but a model that is evaluated is not trained: give one of them"
             )
-    if options.accept_changed_data and not options.resume:
-        raise ValueError(
-            "found --accept_changed_data without --resume, but only a run that is resumed had other data: add --resume "
-            "or leave it out"
-        )
-    if options.freeze is not None and options.weights is None and not options.resume:
-        raise ValueError(
-            "found --freeze without --weights, but random weights must be trained: give the --weights to keep, or "
-            "leave it out"
-        )
+    contradictions = {
+        "found --model with --depth or --growth_rate, but a model of the zoo has its own: leave out one or the other": (
+            options.model is not None and (options.depth or options.growth_rate)
+        ),
+        "found --resume and --overwrite, but a run is either resumed or started over: give one of them": (
+            options.resume and options.overwrite
+        ),
+        "found --accept_changed_data without --resume, but only a run that is resumed had other data: add --resume": (
+            options.accept_changed_data and not options.resume
+        ),
+        "found --freeze without --weights, but random weights must be trained: give the --weights to keep": (
+            options.freeze is not None and options.weights is None and not options.resume
+        ),
+    }
+    for sentence, applies in contradictions.items():
+        if applies:
+            raise ValueError(sentence)
 
 
 def block_config_for(depth: int) -> tuple[int, int, int]:

@@ -1,7 +1,6 @@
 """A training run: from its options to the test error, interrupted and resumed at any step."""
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -20,8 +19,9 @@ from .cuda_graph import check_cuda_graph
 from .data import Dataset, UndecodableImage, load
 from .data.augment import Transform, transform_for
 from .data.folder import check_images
-from .data.sources import check_options_of_folders, check_source
+from .data.sources import check_options_of_folders, download_if_absent
 from .distributed import DistributedContext, check_parallel, init_distributed
+from .evaluate import evaluate
 from .finetune import PretrainedWeights, find_weights, inputs_of, with_full_path
 from .freezing import describe_frozen, freeze_parameters
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
@@ -45,9 +45,8 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
         check_parallel(options, context)
         directory = RunDirectory(run_folder(options))
         if options.evaluate is not False:
-            evaluate(
-                directory.folder if options.evaluate is True else find_checkpoint(options.evaluate), options, context
-            )
+            path = directory.folder if options.evaluate is True else find_checkpoint(options.evaluate)
+            evaluate(path, options, context)
             return
         with contextlib.closing(directory):
             state = context.on_main(lambda: directory.open(options))
@@ -61,40 +60,6 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
             if context.is_main_process:
                 check_dependencies(options.tensorboard)
             Run(options, context, directory, state, pretrained).train()
-
-
-def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> None:
-    """Print test loss and error of the model in `path`, on its own data or on --data with the same classes."""
-    model, config = models.load_model(path)
-    dataset = dataset_of_run(path, options, config)
-    trainer = Trainer(
-        model, Transform(config.mean, config.std), replace(options, sync_bn=False, cuda_graph=False), context
-    )
-    loss, error = trainer.evaluate(dataset.test.to(context.device))
-    if not math.isfinite(loss):
-        raise FloatingPointError(
-            f"{path}: the test loss is {loss}, but must be finite: its weights are damaged, so restore them from a copy"
-        )
-    if context.is_main_process:
-        say(f"{path}: {config.name} on {len(dataset.test):,} test images of {dataset.name}")
-        say(f"test loss {loss:.4f}, test error {error:.2%}")
-
-
-def dataset_of_run(path: Path, options: RunOptions, config: models.ModelConfig) -> Dataset:
-    """The data set that the model in `path` was trained on, or that of --data if it has the same classes."""
-    data, name = options.data, options.dataset
-    if data is None:
-        trained = models.read_config(path if path.is_dir() else path.parent)[0]["options"]
-        data = trained["data"]
-        name = name or (trained.get("dataset") if data else None)  # earlier versions named one beside the digits
-    check_source(data, name, may_download=False)
-    dataset = load(data, name, config.image_size, options.workers, options.stream, config.channels)
-    if dataset.classes != config.classes:
-        raise ValueError(
-            f"{dataset.name} has {models.describe_classes(dataset.classes)}, but {path} was trained on "
-            f"{models.describe_classes(config.classes)}: give --data with the same"
-        )
-    return dataset
 
 
 @contextlib.contextmanager
@@ -185,7 +150,8 @@ class Run:
     def _load_dataset(self, may_download: bool, channels: int | None) -> Dataset:
         options, context = self.options, self.context
         size = options.image_size or models.default_image_size(options.model)
-        context.on_main(lambda: check_source(options.data, options.dataset, may_download))
+        if may_download:
+            context.on_main(lambda: download_if_absent(options.data, options.dataset))
         dataset = load(options.data, options.dataset, size, options.workers, options.stream, channels)
         check_options_of_folders(dataset, None if options.weights else options.image_size, options.stream)
         dataset = dataset.with_validation(options.valid_size).to(context.device)
@@ -277,9 +243,7 @@ class Run:
         epoch, step = self.position.epoch, self.position.step
         if epoch > self.options.n_epochs:
             return "after the last epoch"
-        if step == num_steps(len(self.dataset.train), self.options.batch_size):
-            return f"in epoch {epoch}, after its last step"
-        return f"in epoch {epoch}, step {step + 1}" if step else f"in epoch {epoch}"
+        return f"in epoch {epoch}, after step {step}" if step else f"in epoch {epoch}"
 
     def _train_epoch(self) -> None:
         position, device = self.position, self.context.device

@@ -165,9 +165,8 @@ class RunDirectory:
         return f" ({begun[-1]})" if begun else ""
 
     def _contains_a_run(self) -> FileExistsError:
-        found = _describe_progress(read_state(self.folder)) if (self.folder / LAST).exists() else "a run"
         return FileExistsError(
-            f"{self.folder} contains {found}: give --resume to resume it, --overwrite to start over, or another --save"
+            f"{self.folder} contains a run: give --resume to resume it, --overwrite to start over, or another --save"
         )
 
 
@@ -188,14 +187,6 @@ def read_state(folder: Path) -> dict[str, Any]:
         TrainingPosition(**content["position"])
         _ = content["data"], content["rows"], content["state"]
     return content
-
-
-def _describe_progress(state: dict[str, Any]) -> str:
-    position, n_epochs = TrainingPosition(**state["position"]), state["options"]["n_epochs"]
-    if position.epoch > n_epochs:
-        return f"a finished run of {n_epochs} epochs"
-    after = f" after step {position.step}" if position.step else ""
-    return f"a run that stopped in epoch {position.epoch} of {n_epochs}{after}"
 
 
 def merge_options(state: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

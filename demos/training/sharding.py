@@ -41,18 +41,6 @@ def shard_parameters(model: DenseNet, device: torch.device) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def gathered_bytes(model: DenseNet) -> int:
-    """Bytes of the full parameters and gradients that a process has at once: the root's, and those of two stages, of
-    which one is prefetched."""
-    sizes = [sum(_parameter_bytes(module) for module in stage) for stage in stages(model)]
-    root = _parameter_bytes(model) - sum(sizes)
-    return 2 * (root + sum(sorted(sizes)[-2:]))
-
-
-def _parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
 def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 

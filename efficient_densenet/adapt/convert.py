@@ -31,6 +31,7 @@ from .structure import (
 )
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 from .trial import NotRunError, SideEffectError, VerificationError
+from .verdicts import shared_verdicts
 
 
 def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
@@ -47,7 +48,8 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
     for module in _blocks(model):
         if module._conversion.pattern == ALONE:  # the block around it may be another now
             restore_block(module)
-    _convert_tree("", model, parsed, report, set())
+    with shared_verdicts():
+        _convert_tree("", model, parsed, report, set())
     for module in [*model.modules()][::-1]:  # inner sequences first
         if has_converted_blocks(module):
             add_mixin(module, ConvertedSequence)
@@ -241,7 +243,7 @@ def _changed_by_layers(name: str, block: ConvertedBlock, text: str, used: Engine
     """The report's entry for a converted block that an engine runs layer by layer."""
     if used is not Engine.PLAIN:
         block.recompute_whole_layers()
-    kept_before, kept = (block.saved_values_per_pixel(each) for each in (Engine.PLAIN, used))
+    kept_before, kept = block.saved_values_per_pixel(used)
     recomputes = "" if used is Engine.PLAIN else block.recomputes
     return Changed(name, _count_layers(block), text, kept_before, kept, recomputes)
 

@@ -52,6 +52,7 @@ from .trial import (
     VerificationError,
     trial,
 )
+from .verdicts import verdict
 from .verified import VerifiedModule
 
 
@@ -190,19 +191,27 @@ class ConvertedBlock(VerifiedModule):
             return
         with suppress(NoPartsError, VerificationError):
             calls = patterns_by_calls(self, may_be_layer=pattern.is_layer)
-            found = find_by_trial(self, super().forward, calls, None, [self._sample])
+            forward, tried = super().forward, [self._sample]
+            found = verdict(self, "whole layers", lambda: find_by_trial(self, forward, calls, None, tried))
             self._conversion = replace(self._conversion, whole_layers=found.pattern)
 
-    def saved_values_per_pixel(self, engine: Engine) -> int:
-        """The values per pixel that an engine layer by layer saves for backward, measured in a trial; 0 if it fails."""
-        forward, pattern = super().forward, self._pattern(recomputes=True)
+    def saved_values_per_pixel(self, engine: Engine) -> tuple[int, int]:
+        """The values per pixel that plain modules, and an engine that runs layer by layer, save for backward, measured
+        in a trial; zeros if it fails."""
+        forward, pattern = super().forward, cast(ConnectionPattern, self._pattern(recomputes=True))
         if pattern == ALONE:
             forward = of_one_tensor(forward, self._conversion.pair)
-        if engine is not Engine.PLAIN:
-            forward = partial(run_pattern, self, forward, cast(ConnectionPattern, pattern), True)
-        with suppress(VerificationError), trial(self, self._sample) as run:
-            return saved_values_per_pixel(run, forward)
-        return 0
+
+        def measure() -> tuple[int, int]:
+            with trial(self, self._sample) as run:
+                saved = saved_values_per_pixel(run, forward)
+                if engine is Engine.PLAIN:
+                    return saved, saved
+                return saved, saved_values_per_pixel(run, partial(run_pattern, self, forward, pattern, True))
+
+        with suppress(VerificationError):
+            return verdict(self, ("saved values", engine is Engine.PLAIN, pattern, self._sample), measure)
+        return 0, 0
 
     def _see_tracer(self, *args: Any) -> None:
         """Warn that a tracer of torch.fx makes a graph of the author's forward. Raise RuntimeError for the tracer of FX
@@ -258,19 +267,23 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
     With `may_be_layer`, a module of any kind is tried as a layer that concatenates its input and its output.
     If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
     """
-    _convert(block, engine, lambda: find_pattern(block, block.forward, may_be_layer))
+    question = "block", may_be_layer
+    _convert(block, engine, lambda: verdict(block, question, lambda: find_pattern(block, block.forward, may_be_layer)))
 
 
 def convert_layer(layer: nn.Module, engine: Engine | None, reason: str) -> None:
     """Let `engine` recompute `layer` wherever its author's code calls it with one tensor, in a block that is not
     converted for `reason`. If that would compute something else, raise `VerificationError`."""
-    try:
-        _convert(layer, engine, lambda: find_by_trial(layer, of_one_tensor(layer.forward), [ALONE], reason))
-    except NotRunError as failure:
+
+    def find() -> Conversion:
         try:
-            _convert(layer, engine, lambda: find_pair(layer, layer.forward, reason))
-        except VerificationError:
-            raise failure from None
+            return find_by_trial(layer, of_one_tensor(layer.forward), [ALONE], reason)
+        except NotRunError as failure:
+            with suppress(VerificationError):
+                return find_pair(layer, layer.forward, reason)
+            raise failure
+
+    _convert(layer, engine, lambda: verdict(layer, ("layer", reason), find))
 
 
 def layers_called_alone(block: nn.Module, reason: Exception) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
-from .._recompute_mode import is_checkpointing_disabled, is_inside_checkpoint
+from .._recompute_mode import is_checkpointing, is_checkpointing_disabled, is_recomputing
 from .._torch_private import functorch_is_active, saved_tensors_hooks_enabled
 from .hooks import may_stop_early
 from .parameters import function_name, reachable_modules, with_submodules
@@ -102,9 +102,11 @@ def checkpoint_call(
     early_stop = options.early_stop and may_stop_early(modules)
     with _offloading(options, leaves), nullcontext() if early_stop else set_checkpoint_early_stop(False):
         result = torch_checkpoint(call, *leaves, use_reentrant=False, **_torch_options(options))
-    error, call.error = call.error, None
-    if error is not None:
-        raise error
+    if call.error is not None:
+        try:
+            raise call.error
+        finally:
+            call.error = None  # breaks a reference cycle, which would hold the tensors of the forward
     return result
 
 
@@ -145,7 +147,8 @@ def _checkpoint_compiled(function: Callable, args: tuple, kwargs: dict[str, Any]
 
 def _offloading(options: Options, leaves: Iterable[Any]) -> AbstractContextManager:
     """Return a context in which `offload` holds. Inside a checkpoint, the hooks of the outer one save the arguments."""
-    if options.offload and not is_inside_checkpoint() and any(map(is_on_device, leaves)):
+    is_inner = is_checkpointing() or is_recomputing()
+    if options.offload and not is_inner and any(map(is_on_device, leaves)):
         return save_on_cpu(pin_memory=torch.cuda.is_available())
     return nullcontext()
 

@@ -21,23 +21,33 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.training, self.attributes = module, module.training, _attributes(module)
-        self.parameters = {} if is_managed_by_fsdp(module) else module._parameters.copy()
-        self.requires_grad = {name: p.requires_grad for name, p in self.parameters.items() if p is not None}
-        # A lazy module removes its own hook after initialization, and the hook must not be restored.
-        self.hooks = None if isinstance(module, LazyModuleMixin) else [dict(hooks) for hooks in hook_dicts(module)]
+        self.module, self.training = module, module.training
+        self.is_lazy, self.is_sharded = isinstance(module, LazyModuleMixin), is_managed_by_fsdp(module)
+        self.is_managed = self.is_lazy or self.is_sharded or is_distributed_wrapper(module)
+        self.attributes = self.current_attributes()
+        parameters = {} if self.is_sharded else module._parameters
+        self.requires_grad = {name: p.requires_grad for name, p in parameters.items() if p is not None}
+        self.hooks = [dict(hooks) for hooks in hook_dicts(module)] if _has_hooks(module) else []
 
-    def restore(self) -> None:
-        """Restore this state, but for the parameters themselves."""
+    def current_attributes(self) -> dict[str, Any]:
+        """Return the attributes that are numbers, flags, strings or functions, and none of a managed module."""
+        if self.is_managed:
+            return {}
+        return {name: value for name, value in self.module.__dict__.items() if type(value) in _ATTRIBUTE_TYPES}
+
+    def restore(self, attributes: dict[str, Any]) -> None:
+        """Restore this state, but for the parameters themselves. `attributes` are those that the module has now."""
         module = self.module
-        if _attributes(module) != self.attributes:
+        if attributes != self.attributes:
             vars(module).update(self.attributes)
         if module.training is not self.training:
             module.training = self.training
-        if self.hooks is not None and hook_dicts(module) != self.hooks:
-            for hooks, saved in zip(hook_dicts(module), self.hooks, strict=True):
-                hooks.clear()
-                hooks.update(saved)
+        if not self.is_lazy and (self.hooks or _has_hooks(module)):  # a lazy module removes its own hook
+            for i, hooks in enumerate(hook_dicts(module)):
+                saved = self.hooks[i] if self.hooks else {}
+                if hooks != saved:
+                    hooks.clear()
+                    hooks.update(saved)
         for name, required in self.requires_grad.items():
             parameter = module._parameters.get(name)
             if parameter is not None and parameter.requires_grad is not required:
@@ -49,22 +59,23 @@ class ForwardState(ModuleState):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.buffers = {name: _copied(buffer) for name, buffer in _buffers(module).items()}
+        self.parameters: dict[str, Any] = {}
+        self.buffers = {name: _copied(buffer) for name, buffer in self._current_buffers().items()}
 
     def has_hooks(self) -> bool:
         """Return True if the module has forward hooks or parametrizations."""
-        return any(self.hooks or ()) or "parametrizations" in self.module._modules
+        return bool(self.hooks) or "parametrizations" in self.module._modules
 
     def update_after_forward(self) -> None:
         """Save the parameters, and attributes that the forward has set, such as a flag that says "initialized".
 
         A number keeps the value from before the forward: it may be a counter, and the recomputation counts again.
         """
-        attributes = _attributes(self.module)
+        attributes = self.current_attributes()
         if attributes != self.attributes:
             numbers = {name: value for name, value in self.attributes.items() if type(value) in (int, float)}
             self.attributes = attributes | numbers
-        self.parameters = {} if is_managed_by_fsdp(self.module) else self.module._parameters.copy()
+        self.parameters = {} if self.is_sharded else self.module._parameters.copy()
 
     def check_parameters(self, function: Callable) -> None:
         """Raise RuntimeError if parameters have been replaced since the forward of `function`."""
@@ -81,7 +92,7 @@ class ForwardState(ModuleState):
 
         A boolean or integer buffer, such as a flag or a counter, is copied with its current values.
         """
-        for name in self.buffers.keys() & _buffers(self.module).keys() if self.buffers else ():
+        for name in self.buffers.keys() & self._current_buffers().keys() if self.buffers else ():
             original, version, values = self.buffers[name]
             if values is None and original.is_floating_point() and original._version != version:
                 raise RuntimeError(
@@ -91,6 +102,16 @@ class ForwardState(ModuleState):
                 )
             self.module._buffers[name] = (original if values is None else values).clone()
 
+    def _current_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that a recomputation may read or change. A training `UpdatesOnce` does neither."""
+        module = self.module
+        buffers = module._buffers
+        if not buffers or self.is_managed:
+            return {}
+        if isinstance(module, UpdatesOnce) and module.training and not _has_hooks(module):
+            return {}
+        return {name: b for name, b in buffers.items() if b is not None and not (b.requires_grad or b.is_inference())}
+
 
 @contextmanager
 def modules_restored(states: Sequence[ForwardState]) -> Iterator[None]:
@@ -99,13 +120,13 @@ def modules_restored(states: Sequence[ForwardState]) -> Iterator[None]:
     buffers = [(state.module, state.module._buffers.copy()) for state in states if state.buffers]
     try:
         with without_dispatch_modes():  # selective checkpointing counts the operations of the function
-            for state in states:
-                state.restore()
+            for state, now in zip(states, before, strict=True):
+                state.restore(now.attributes)
                 state.lend_buffers()
         yield
     finally:
         for state in before:
-            state.restore()
+            state.restore(state.current_attributes())
         for module, originals in buffers:
             module._buffers.update(originals)
 
@@ -113,26 +134,8 @@ def modules_restored(states: Sequence[ForwardState]) -> Iterator[None]:
 _ATTRIBUTE_TYPES = {bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, torch.dtype}
 
 
-def _is_managed(module: nn.Module) -> bool:
-    """Return True for a lazy module, and for one whose attributes and buffers FSDP or DDP manages."""
-    return is_managed_by_fsdp(module) or isinstance(module, LazyModuleMixin) or is_distributed_wrapper(module)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that are numbers, flags, strings or functions, and none of a managed module."""
-    if _is_managed(module):
-        return {}
-    return {name: value for name, value in vars(module).items() if type(value) in _ATTRIBUTE_TYPES}
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a recomputation may read or change. A training `UpdatesOnce` does neither."""
-    buffers = module._buffers
-    if not buffers or _is_managed(module):
-        return {}
-    if isinstance(module, UpdatesOnce) and module.training and not (module._forward_hooks or module._forward_pre_hooks):
-        return {}
-    return {name: b for name, b in buffers.items() if b is not None and not (b.requires_grad or b.is_inference())}
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def _copied(buffer: Tensor) -> tuple[Tensor, int, Tensor | None]:

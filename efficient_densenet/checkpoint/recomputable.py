@@ -100,7 +100,8 @@ class RecomputableCall:
     def _recompute(self, leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         for state in self.states:
             state.check_parameters(self.function)
-            self.options.prepare(state.module)  # again, since a lazy norm has become a batch norm in the forward
+            if state.is_lazy:
+                self.options.prepare(state.module)  # again, since a lazy norm has become a batch norm in the forward
         states = iter(self.random_states)
         generators, autocast, device = self.generators.restored(), self.autocast.restored(), self.device.restored()
         with recomputing(), modules_restored(self.states), generators, autocast, device, _without_new_hooks(leaves):

@@ -30,9 +30,12 @@ class GeneratorStates:
         for generator, state in zip(self.generators, self.states, strict=True):
             set_state(generator, state)
 
+    def restored(self) -> AbstractContextManager:
+        """Return a context in which the saved states are set, and after which the current states are."""
+        return self._restored() if self.generators else nullcontext()
+
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Set the saved states in this context, and the current states after it."""
+    def _restored(self) -> Iterator[None]:
         current = GeneratorStates(self.generators)
         self.set()
         try:
@@ -114,10 +117,13 @@ class AutocastOnMeta:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.settings = _autocast_settings() if any(tensor.is_meta for tensor in tensors) else {}
 
+    def restored(self) -> AbstractContextManager:
+        """Return a context with the saved settings. (`torch.autocast` would refuse a device that is not there.)"""
+        return self._restored() if self.settings else nullcontext()
+
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore the saved settings in this context. (`torch.autocast` would refuse a device that is not there.)"""
-        current = _autocast_settings() if self.settings else {}
+    def _restored(self) -> Iterator[None]:
+        current = _autocast_settings()
         _set_autocast(self.settings)
         try:
             yield

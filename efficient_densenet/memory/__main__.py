@@ -6,14 +6,13 @@ python -m efficient_densenet.memory densenet121 --batch_size 64 --image_size 224
 import argparse
 import logging
 import sys
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from ..engine.choose import Engine
 from ..models.zoo import FC_VARIANTS, VARIANTS, create_model
-from .budget import Planner, batch_that_fits, keep
+from .budget import BudgetPlan, Planner, batch_that_fits, keep
 from .optimizer_state import OPTIMIZERS
 from .peaks import allocations, mark, tensor_peak
 from .picture import draw
@@ -41,13 +40,10 @@ def _report(options: argparse.Namespace) -> None:
     size = options.image_size or (32 if VARIANTS.get(options.model, {}).get("small_inputs", True) else 224)
     image_shape = (model.in_channels, *[size] * model.dims)
     shape = (options.batch_size, *image_shape)
-    settings: dict[str, Any] = {
-        "optimizer": options.optimizer,
-        "precision": options.precision,
-        "device": options.device,
-    }
-    budget = None if options.budget is None else parse_bytes("budget", options.budget)
-    if budget is not None:
+    settings: dict[str, Any] = {key: getattr(options, key) for key in ("optimizer", "precision", "device")}
+    plan = None
+    if options.budget is not None:
+        budget = parse_bytes("budget", options.budget)
         traced = MetaModel(model, **settings)
         planner = Planner(traced, shape)
         plan = planner.plan(budget)
@@ -59,23 +55,22 @@ def _report(options: argparse.Namespace) -> None:
     print(estimate)
     measured: list[Moment] = []
     if options.measure:
-        peak, measured = _measure(model, shape, estimate.device_type, options)
+        peak, measured = _measure(options, shape, estimate.device_type, plan)
         print(f"{'tensor peak, measured':48}{format_bytes(peak):>12}{peak / estimate.tensor_peak:>11.3f}× predicted")
     if options.picture is not None:
-        draw(estimate, options.picture, budget, measured)
+        draw(estimate, options.picture, plan and plan.budget, measured)
         print(f"\npicture: {options.picture}")
 
 
 def _measure(
-    model: nn.Module, shape: tuple[int, ...], device: str, options: argparse.Namespace
+    options: argparse.Namespace, shape: tuple[int, ...], device: str, plan: BudgetPlan | None
 ) -> tuple[int, list[Moment]]:
     """The tensor peak of a real step and, on a CPU, the moments of another."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("found --measure without a GPU: add --device cpu")
-    model.to_empty(device=device)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            cast(Any, module).reset_parameters()
+    model = create_model(options.model, efficient=options.engine).to(device)
+    if plan is not None:
+        keep(model, plan)
     x, dtype = torch.randn(shape, device=device), autocast_dtype(options.precision)
 
     def step(parts: PartsMode | None = None) -> None:

@@ -21,9 +21,7 @@ def parse_bytes(name: str, value: int | str) -> int:
     size = float(found[1]) * UNITS[unit] if found and unit else 0
     if 1 <= size < float("inf"):
         return round(size)
-    near = re.search(r"\d{1,9}(?:\.\d{1,9})?", value) if isinstance(value, str) else None
-    example = f"{near[0]}GiB" if near and float(near[0]) > 0 else "6GiB"
-    raise ValueError(f"{name} is {describe(value)}, but must be a number of bytes above 0, such as '{example}'")
+    raise ValueError(f"{name} is {describe(value)}, but must be a number of bytes above 0, such as '6GiB'")
 
 
 def format_bytes(size: float) -> str:

@@ -31,7 +31,7 @@ class UpdatesOnce(_NormMixin):
         if isinstance(input, Proxy):  # torch.fx records this norm as a single module, as it does for torch's own
             tracer: Any = input.tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
-        if not (self.training and self.track_running_stats) or not in_recomputation():
+        if not (self.training and self.track_running_stats) or is_first_forward():
             return super().forward(input)
         # Recompute with a shallow copy that has clones of the buffers. `self` never changes, not even for a moment that
         # another thread could see, and the recomputation saves as many tensors as the forward, which
@@ -134,7 +134,7 @@ def torch_class(module: nn.Module) -> type[nn.Module]:
     return TORCH_CLASSES.get(type(module), type(module))
 
 
-def in_recomputation() -> bool:
-    """Whether this forward is a recomputation, in which running statistics are not updated."""
+def is_first_forward() -> bool:
+    """Whether norms update their running statistics: not in a recomputation, which may run inside of a backward."""
     # A compiler traces the forward only, and its recomputation has no side effects.
-    return not torch.compiler.is_compiling() and (in_backward() or is_recomputing())
+    return torch.compiler.is_compiling() or not (in_backward() or is_recomputing())

@@ -57,13 +57,11 @@ class ClassFolders(ImageFolder):
         self.names = classes
         for _ in os.walk(root, onerror=_raise, followlinks=True):
             pass  # what cannot be read is an error, and not some images less
-        try:
-            super().__init__(os.fspath(root), loader=decoder, is_valid_file=_is_image)
-        except FileNotFoundError as exc:
-            empty = sorted(str(exc).partition("classes ")[2].partition(". ")[0].split(", "))
+        super().__init__(os.fspath(root), loader=decoder, is_valid_file=_is_image, allow_empty=True)
+        for label in sorted(set(range(len(classes))) - set(self.targets)):
             raise ValueError(
-                f"{root / empty[0]} contains no images: put some there, or remove the class from every folder"
-            ) from exc
+                f"{root / classes[label]} contains no images: put some there, or remove the class from every folder"
+            )
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         unknown = sorted(set(class_names(Path(directory))) - set(self.names))

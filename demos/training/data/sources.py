@@ -97,20 +97,13 @@ def load(
     return _in_channels(Dataset(entry.title, train, None, test, classes, entry.horizontal_flip), channels)
 
 
-def check_source(data: str | None, dataset: str | None, may_download: bool) -> None:
-    """Raise unless there are images in `data`; with `may_download`, fill a directory without any from the network.
-
-    That is `dataset`, or by default CIFAR-10 if the directory is absent or empty.
-    """
-    path = None if data is None else Path(data)
-    if path is None or (path.is_dir() and (published.find(path, dataset) or folder.is_image_folder(path))):
+def download_if_absent(data: str | None, dataset: str | None) -> None:
+    """Fill a directory without images from the network: with `dataset`, or with CIFAR-10 if it is absent or empty."""
+    path = Path(data or ".")
+    if data is None or path.is_file():
         return
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file, but --data needs a directory of images")
     absent = not path.exists() or not any(path.iterdir())
-    if not may_download and absent:
-        raise ValueError(f"{path} is absent or empty, but images are needed there: give their place with --data")
-    if may_download and (absent or (dataset and published.find(path, None) is None)):
+    if absent or (dataset and published.find(path, None) is None and not folder.is_image_folder(path)):
         published.download(path, dataset or "cifar10")
 
 
@@ -131,8 +124,12 @@ def _recognize(path: Path, dataset: str | None) -> str | None:
     found = published.find(path, dataset)
     if found or (dataset is None and folder.is_image_folder(path)):
         return found
-    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    contains = f"{path} contains {', '.join(names[:3]) or 'nothing'}{', …' if len(names) > 3 else ''}"
+    if path.is_file():
+        raise ValueError(f"{path} is a file, but --data needs a directory of images")
+    names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    if not names:
+        raise ValueError(f"{path} is absent or empty, but images are needed there: give their place with --data")
+    contains = f"{path} contains {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
     if dataset:
         raise ValueError(
             f"{contains}, but --dataset {dataset} needs {published.DATASETS[dataset].title} there: leave --dataset "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._compilers import specialized
-from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
+from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, device_type, memory_format_of
 from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
@@ -123,7 +123,10 @@ class StagePlan:
         return masks
 
     def _output_memory_format(self, layer: LayerParts, x: Tensor) -> torch.memory_format:
-        """The format of the plain layer's output: channels_last if the input or the weight of its convolution is."""
+        """The format of the plain layer's output: channels_last if the input or the weight of its convolution is, but
+        for volumes in float64 on a CPU, which oneDNN does not convolve."""
+        if x.dim() == 5 and self.spec.torch_dtype is torch.float64 and device_type(x) == "cpu":
+            return torch.contiguous_format
         weight_is_channels_last = x.dim() in CHANNELS_LAST and layer.last_conv.weight.stride(1) == 1
         return CHANNELS_LAST[x.dim()] if weight_is_channels_last else self.spec.memory_format(x)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._tensors import as_dtype
 from ..._torch_private import foreach_add_, foreach_lerp_
-from ...norms.batch_norm import in_recomputation
+from ...norms.batch_norm import is_first_forward
 from ..operator import LIBRARY, implement
 from ..parts import Norm, buffer_of
 
@@ -37,7 +37,7 @@ def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor)
 
     An outer checkpoint recomputes this forward while autograd executes a backward: the recomputation updates nothing.
     """
-    if in_recomputation():
+    if not is_first_forward():
         return
     by_momentum: dict[float | None, _Tensors] = {}
     with torch.no_grad():

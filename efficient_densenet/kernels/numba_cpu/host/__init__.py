@@ -1,1 +1,1 @@
-"""The host code for CPUs: it prepares, compiles, stores and calls the kernels. Numba compiles none of it."""
+"""The host code for CPUs: it prepares and calls the kernels. Numba compiles none of it."""

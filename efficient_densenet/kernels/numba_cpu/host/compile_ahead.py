@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ... import disk_cache, python_process
-from ..compiled import kernels
-from .compilation import ARITHMETIC, Kernel, compile_kernel, is_stored, lock
+from ..compiler.compilation import ARITHMETIC, Kernel, compile_kernel, is_stored, lock
+from ..kernels import kernels
 from .products import product_of
 
 _SECONDS = 2

@@ -6,9 +6,10 @@ import typing
 import torch
 from torch import Tensor
 
-from . import arguments, openmp
-from .arguments import Fields
-from .compilation import ARITHMETIC, Kernel, compile_kernel
+from .. import arguments
+from ..arguments import Fields
+from ..compiler.compilation import ARITHMETIC, Kernel, compile_kernel
+from . import openmp
 from .products import product_of
 
 _INTEGERS = {int, bool}

@@ -24,14 +24,15 @@ from ...interface import (
     StatisticsOutput,
 )
 from ...portable import halved
-from ..compiled import kernels
-from ..compiled.activations import FORMULAS, compiled_formula
-from . import arguments, tiling
-from .arguments import Fields
-from .compilation import ARITHMETIC
+from .. import arguments
+from ..arguments import Fields
+from ..compiler.compilation import ARITHMETIC, compile_kernel
+from ..compiler.records import absent
+from ..kernels import kernels
+from ..kernels.activations import FORMULAS, subroutine_of
+from . import tiling
 from .launch import gemm_address, launch, openmp_functions
 from .products import product_of
-from .records import absent
 from .tiling import Tiles
 
 affine_forward = portable.affine_forward
@@ -126,19 +127,7 @@ def conv1x1_backward(
 ) -> Gradients:
     if not _supported(input, weight):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
-    rows, next_weight = input.values.shape[0], next_bottleneck and next_bottleneck.weight.shape
-    settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, 1, next_weight
-    tiles = tiling.for_backward(*_limits(), *settings)
-    grads, memory = _new_gradients(input, accumulator, weight), _scratch(tiles, weight)
-    next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
-    record = (
-        *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride),
-        *_conv_backward(input, weight, accumulator, grads, memory, tiles),
-        *arguments.BatchNormBackwardRecord.of(grad_output, memory.data_ptr() + tiles.grad_vectors),
-        *(next_conv or absent(arguments.ConvForward)),
-    )
-    launch(kernels.conv1x1_backward, weight, tiles.threads, record)
-    return grads
+    return _conv_backward(grad_output, input, weight, accumulator, next_bottleneck=next_bottleneck)
 
 
 def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
@@ -189,16 +178,7 @@ def conv3x3_backward(
 ) -> Gradients:
     if not _supported(input, weight):
         return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
-    rows, grads = input.values.shape[0], _new_gradients(input, accumulator, weight)
-    settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight
-    tiles = tiling.for_backward(*_limits(), *settings)
-    memory = _scratch(tiles, weight)
-    record = (
-        *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride, *arguments.Images.of(shape), dilation),
-        *(*_conv_backward(input, weight, accumulator, grads, memory, tiles), grad_output.contiguous()),
-    )
-    launch(kernels.conv3x3_backward, weight, tiles.threads, record)
-    return grads
+    return _conv_backward(grad_output, input, weight, accumulator, arguments.Images.of(shape), dilation)
 
 
 def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -231,25 +211,38 @@ def pooled_conv1x1_backward(
         return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
     if accumulator.overwrite and any(side % 2 for side in shape[1:]):
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
-    rows, pooled_rows, window = input.values.shape[0], grad_output.shape[0], 2 ** (len(shape) - 1)
-    settings = rows, weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window
-    tiles = tiling.for_backward(*_limits(), *settings)
-    grads = _new_gradients(input, accumulator, weight)
-    memory = _scratch(tiles, weight)
+    window = 2 ** (len(shape) - 1)
+    return _conv_backward(grad_output, input, weight / window, accumulator, arguments.Images.of(shape), window=window)
+
+
+def _conv_backward(
+    grad_output: BatchNormBackward | Tensor,
+    input: AffineInput,
+    weight: Tensor,
+    accumulator: GradAccumulator,
+    images: Fields | None = None,
+    dilation: int = 1,
+    window: int = 1,
+    next_bottleneck: Conv1x1 | None = None,
+) -> Gradients:
+    """The backward of any convolution; the arguments are explained in `arguments.ConvBackwardArguments`."""
+    next_weight = next_bottleneck and next_bottleneck.weight.shape
+    settings = weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window, next_weight
+    tiles = tiling.for_backward(*_limits(), input.values.shape[0], *settings)
+    grads, memory = _new_gradients(input, accumulator, weight), _scratch(tiles, weight)
+    if isinstance(grad_output, Tensor):
+        rows, output, norm = len(grad_output), grad_output.contiguous(), absent(arguments.BatchNormBackwardRecord)
+    else:
+        vectors = memory.data_ptr() + tiles.grad_vectors
+        rows, output, norm = len(input.values), 0, arguments.BatchNormBackwardRecord.of(grad_output, vectors)
+    next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
     record = (
-        *(
-            *openmp_functions(),
-            pooled_rows,
-            tiles.rows,
-            memory,
-            tiles.thread_stride,
-            *arguments.Images.of(shape),
-            window,
-        ),
-        *_conv_backward(input, weight / window, accumulator, grads, memory, tiles),
-        grad_output.contiguous(),
+        *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride),
+        *(*(images or absent(arguments.Images)), dilation, window),
+        *_conv_backward_fields(input, weight, accumulator, grads, memory, tiles),
+        *(output, *norm, *(next_conv or absent(arguments.ConvForward))),
     )
-    launch(kernels.pooled_conv1x1_backward, weight, tiles.threads, record)
+    launch(kernels.conv_backward, weight, tiles.threads, record)
     return grads
 
 
@@ -329,7 +322,7 @@ def _conv(
     )
 
 
-def _conv_backward(
+def _conv_backward_fields(
     input: AffineInput,
     weight: Tensor,
     accumulator: GradAccumulator,
@@ -357,4 +350,5 @@ def _activation(input: AffineInput, dtype: torch.dtype) -> Fields:
 @functools.cache
 def _formulas(name: str, dtype: torch.dtype) -> Fields:
     """The addresses of the activation's formula and of its derivative."""
-    return tuple(compiled_formula(name, each, dtype).address for each in FORMULAS)
+    arithmetic = ARITHMETIC[dtype]
+    return tuple(compile_kernel(subroutine_of(name, each, arithmetic), arithmetic).address for each in FORMULAS)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..compiled.gemm import TILE_MULTIPLE
-from ..compiled.memory import CACHE_LINE_BYTES, buffer_stride, padded_stride, whole_panels
-from ..compiled.statistics import STATISTICS_ROWS
-from .arguments import REMEMBERED_SIZES, conv_sizes
+from ..arguments import REMEMBERED_SIZES, conv_sizes
+from ..kernels.gemm import TILE_MULTIPLE
+from ..kernels.memory import CACHE_LINE_BYTES, buffer_stride, padded_stride, whole_panels
+from ..kernels.statistics import STATISTICS_ROWS
 
 TILE_BYTES = 1 << 21
 """The most bytes of a tile's scratch, unless a quarter of the rows needs more."""

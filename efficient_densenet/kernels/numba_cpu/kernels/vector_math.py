@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .intrinsics import inlined_by_llvm
+from ..compiler.intrinsics import inlined_by_llvm
 
 
 def in_dtype(function: Callable[..., Any], dtype: np.dtype, **functions: Any) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ...activations import TABLE, bound
-from ..host.compilation import ARITHMETIC, CompiledKernel, Kernel, compile_kernel, subroutine
-from .intrinsics import call_subroutine, inlined, stack_bytes
+from ..compiler.compilation import Kernel, subroutine
+from ..compiler.intrinsics import call_subroutine, inlined, stack_bytes
 from .memory import elements, row_of
 from .vector_math import functions_for, in_dtype
 
@@ -25,13 +25,8 @@ row_buffer = stack_bytes(ROW * 8)
 
 
 @functools.cache
-def compiled_formula(name: str, formula: str, dtype: torch.dtype) -> CompiledKernel:
-    """One of `FORMULAS` of the activation, for matrices of this dtype."""
-    return compile_kernel(_subroutine(name, formula, ARITHMETIC[dtype]), ARITHMETIC[dtype])
-
-
-@functools.cache
-def _subroutine(name: str, formula: str, dtype: torch.dtype) -> Kernel:
+def subroutine_of(name: str, formula: str, dtype: torch.dtype) -> Kernel:
+    """One of `FORMULAS` of the activation, for arithmetic in this dtype."""
     numpy_dtype, definition = np.dtype(str(dtype).removeprefix("torch.")), TABLE[name]
     functions = functions_for(numpy_dtype)
     function = in_dtype(bound(getattr(definition, formula), functions, functions.expm1), numpy_dtype)

@@ -16,9 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from ...._tensors import as_dtype
-from ... import interface
-from .records import Element, Operand
+from ..._tensors import as_dtype
+from .. import interface
+from .compiler.records import Element, Operand
 
 REMEMBERED_SIZES = 4096
 """The number of cached results of functions of sizes: the sizes are the same in every step."""
@@ -291,15 +291,24 @@ class Conv1x1ForwardArguments:
     statistics: Statistics | None
 
 
-class Conv1x1BackwardArguments:
-    """`next_bottleneck` is optional."""
+class ConvBackwardArguments:
+    """A 3×3 or a pooled 1×1 convolution has `images` and `grad_output`. A 1×1 convolution has the `batch_norm` after it
+    instead, and may have a `next_bottleneck`.
+
+    `rows` counts the output's rows, `window` the pixels that each of them averages, 1 without pooling. The weight is
+    already divided by it.
+    """
 
     openmp: OpenMP
     rows: int
     tile: int
     scratch: Scratch
+    images: Images | None
+    dilation: int
+    window: int
     conv: ConvBackward
-    grad_output: BatchNormBackwardRecord
+    grad_output: ContiguousMatrix | None
+    batch_norm: BatchNormBackwardRecord | None
     next_bottleneck: ConvForward | None
 
 
@@ -317,17 +326,6 @@ class Conv3x3ForwardArguments:
     statistics: Statistics | None
 
 
-class Conv3x3BackwardArguments:
-    openmp: OpenMP
-    rows: int
-    tile: int
-    scratch: Scratch
-    images: Images
-    dilation: int
-    conv: ConvBackward
-    grad_output: ContiguousMatrix
-
-
 class PooledConv1x1ForwardArguments:
     """`rows` counts the output's rows; `images` and `window` (the number of pixels in an average) belong to the
     input."""
@@ -339,19 +337,6 @@ class PooledConv1x1ForwardArguments:
     images: Images
     window: int
     conv: ConvForward
-
-
-class PooledConv1x1BackwardArguments:
-    """The weight is already divided by the window's number of pixels."""
-
-    openmp: OpenMP
-    rows: int
-    tile: int
-    scratch: Scratch
-    images: Images
-    window: int
-    conv: ConvBackward
-    grad_output: ContiguousMatrix
 
 
 @functools.lru_cache(maxsize=REMEMBERED_SIZES)

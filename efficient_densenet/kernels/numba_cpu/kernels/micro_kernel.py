@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .bfloat16 import BFLOAT
+from ..compiler.bfloat16 import BFLOAT
 from .memory import PANEL_BYTES
 
 

@@ -7,16 +7,10 @@ and so in its L1 and L2 caches.
 
 from numba import carray
 
-from ..host import arguments
-from ..host.compilation import kernel
-from .accumulation import (
-    accumulate_affine_grad,
-    accumulate_grad,
-    accumulate_pooled_grad,
-    clear_sums,
-    reduce_sums,
-    sum_run,
-)
+from .. import arguments
+from ..compiler.compilation import kernel
+from ..compiler.intrinsics import compiled
+from .accumulation import accumulate_affine_grad, accumulate_grad, clear_sums, reduce_sums
 from .affine import affine_activation, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
 from .convolution import (
     add_grad_weight,
@@ -29,7 +23,6 @@ from .convolution import (
 )
 from .gemm import pack_weight
 from .im2col import col2im, im2col
-from .intrinsics import compiled
 from .memory import buffer_stride_of, convert, copy, offset, pad_cells, stride_of
 from .pooling import pooled_affine_activation
 from .statistics import clear_statistics, reduce_statistics, update_statistics
@@ -73,7 +66,7 @@ def affine_backward(record):
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
         grad = offset(args.grad_output.data, start * stride, element)
-        accumulate_affine_grad(args, args.gradients, sum_run(1), thread, start, stop, grad, stride, element, zero)
+        accumulate_affine_grad(args, thread, start, stop, grad, stride, zero)
     barrier(args.openmp)
     reduce_sums(args.gradients, thread, threads, zero)
 
@@ -165,20 +158,20 @@ def conv3x3_forward(record):
         reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, zero)
 
 
-@kernel(arguments.Conv1x1BackwardArguments)
-def conv1x1_backward(record):
-    """The backward of a bottleneck's batch norm and of the 1×1 convolution before it.
+@kernel(arguments.ConvBackwardArguments)
+def conv_backward(record):
+    """The gradient of the weight and the input of a 1×1, 3×3 or pooled 1×1 convolution.
 
-    grad = grad_input of `batch_norm_grad_input` (pixels, out_channels), grad_weight = grad.T @ f(scale · values +
-    shift) and grad_accum += grad_scale · f'(scale · values + shift) · (grad @ weight). While the tile is in cache,
-    `next_bottleneck` is computed too; its output may overwrite the values from which grad is computed.
+    With grad, (rows, taps · out_channels), as `_fill_grad` computes it: grad_weight = grad.T @ activation, taps in
+    reverse, and grad_accum += grad_scale · f'(scale · values + shift) · (grad @ transposed weight). While the tile is
+    in cache, `next_bottleneck` is computed too; its output may overwrite the values from which grad is computed.
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
     conv, following, zero = args.conv, args.next_bottleneck, args.zero
-    batch_norm_grad_vectors(args.grad_output, thread, threads, zero)
     stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
+    batch_norm_grad_vectors(args.batch_norm, thread, threads, zero)
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
@@ -190,13 +183,12 @@ def conv1x1_backward(record):
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        batch_norm_grad_rows(args.grad_output, start, stop, grad, stride, conv.weight.operand, zero)
-        pad_cells(grad, stop - start, stride, args.grad_output.channels, conv.weight.operand, zero)
+        _fill_grad(args, start, stop, grad, stride)
         if conv.grad_weight.result:
-            affine_activation(conv.input, start, stop, activation, conv.weight.operand, zero)
+            _fill_activation(args, thread, start, stop, activation)
             add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
-        accumulate_grad(conv, thread, start, stop, activation, grad_stride, zero)
+        accumulate_grad(args, thread, start, stop, activation, grad_stride, zero)
         if following.output.data:
             affine_activation(following.input, start, stop, activation, following.weight.operand, zero)
             conv1x1_product(following, start, stop, activation, grad, zero)
@@ -206,74 +198,33 @@ def conv1x1_backward(record):
         reduce_grad_weight(conv, thread, threads, zero)
 
 
-@kernel(arguments.Conv3x3BackwardArguments)
-def conv3x3_backward(record):
-    """The gradient of a 3×3 convolution's weight and input, from grad_output (pixels, out_channels).
-
-    With columns = im2col(grad_output), (pixels, taps · out_channels): grad_weight = columns.T @ f(scale · values +
-    shift), its taps in reverse, and grad_accum += grad_scale · f'(…) · (columns @ transposed weight).
-    """
-    args = carray(record, 1)[0]
-    thread, threads = this_thread(args.openmp)
-    first, last = partition(args.rows, thread, threads)
-    conv, zero = args.conv, args.zero
-    stride, columns, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
-    pack_weight(conv.weight, thread, threads, zero)
-    affine_vectors(conv.input, thread, threads, zero)
-    clear_sums(conv.gradients, thread)
-    if conv.grad_weight.result:
-        clear_grad_weight(conv, thread, zero)
-    barrier(args.openmp)
-    for start in range(first, last, args.tile):
-        stop = min(start + args.tile, last)
-        width, operand = conv.weight.out_channels, conv.weight.operand
-        im2col(args.images, args.dilation, args.grad_output, width, start, stop, columns, stride, operand, zero)
-        if conv.grad_weight.result:
-            affine_activation(conv.input, start, stop, activation, conv.weight.operand, zero)
-            add_grad_weight(conv, thread, args.tile, stop - start, activation, columns, stride, zero)
-        grad_stride = grad_activation(conv.weight, stop - start, columns, stride, activation, zero)
-        accumulate_grad(conv, thread, start, stop, activation, grad_stride, zero)
-    barrier(args.openmp)
-    reduce_sums(conv.gradients, thread, threads, zero)
-    if conv.grad_weight.result:
-        reduce_grad_weight(conv, thread, threads, zero)
-
-
-@kernel(arguments.PooledConv1x1BackwardArguments)
-def pooled_conv1x1_backward(record):
-    """The gradient of a pooled 1×1 convolution's weight and input, from grad_output (pooled pixels, out_channels).
-
-    The weight is divided by the number of pixels in a window. The gradient of each pixel is grad @ weight: grad_accum
-    += grad_scale · f'(scale · values + shift) · (grad @ weight). grad_weight = grad.T @ average_pool(f(…)).
-    """
-    args = carray(record, 1)[0]
-    thread, threads = this_thread(args.openmp)
-    first, last = partition(args.rows, thread, threads)
-    conv, zero = args.conv, args.zero
-    stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
-    operand, sums = conv.weight.operand, _row_buffer(args.scratch, thread, conv.input.channels, zero)
-    pack_weight(conv.weight, thread, threads, zero)
-    affine_vectors(conv.input, thread, threads, zero)
-    clear_sums(conv.gradients, thread)
-    if conv.grad_weight.result:
-        clear_grad_weight(conv, thread, zero)
-    barrier(args.openmp)
-    for start in range(first, last, args.tile):
-        stop = min(start + args.tile, last)
-        width = conv.weight.out_channels
+@compiled
+def _fill_grad(args, start, stop, grad, stride):
+    """grad of rows start to stop, as operands: im2col of grad_output where there are several taps, the grad_input of
+    the batch norm after the convolution where there is one, otherwise grad_output."""
+    weight, zero = args.conv.weight, args.zero
+    width, operand = weight.out_channels, weight.operand
+    if weight.taps > 1:
+        im2col(args.images, args.dilation, args.grad_output, width, start, stop, grad, stride, operand, zero)
+        return
+    if args.batch_norm.values.data:
+        batch_norm_grad_rows(args.batch_norm, start, stop, grad, stride, operand, zero)
+    else:
         for row in range(start, stop):
             given = offset(args.grad_output.data, row * width, args.grad_output.element)
             convert(given, args.grad_output.element, offset(grad, (row - start) * stride, operand), operand, width)
-        pad_cells(grad, stop - start, stride, width, operand, zero)
-        if conv.grad_weight.result:
-            pooled_affine_activation(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
-            add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
-        grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
-        accumulate_pooled_grad(args, thread, start, stop, activation, grad_stride, zero)
-    barrier(args.openmp)
-    reduce_sums(conv.gradients, thread, threads, zero)
-    if conv.grad_weight.result:
-        reduce_grad_weight(conv, thread, threads, zero)
+    pad_cells(grad, stop - start, stride, width, operand, zero)
+
+
+@compiled
+def _fill_activation(args, thread, start, stop, activation):
+    """The operands of rows start to stop that the forward multiplies: f(scale · values + shift), pooled or not."""
+    input, operand, zero = args.conv.input, args.conv.weight.operand, args.zero
+    if args.window > 1:
+        sums = _row_buffer(args.scratch, thread, input.channels, zero)
+        pooled_affine_activation(input, args.images, args.window, start, stop, activation, sums, operand, zero)
+    else:
+        affine_activation(input, start, stop, activation, operand, zero)
 
 
 @compiled
@@ -298,7 +249,7 @@ def _row_buffer(scratch, thread, count, zero):
 
 
 ALL = (
-    *(conv1x1_backward, pooled_conv1x1_backward, conv1x1_forward, conv3x3_backward, conv3x3_forward),
+    *(conv_backward, conv1x1_forward, conv3x3_forward),
     *(batch_statistics, pooled_conv1x1_forward, affine_backward, batch_norm_grad_input),
 )
 """All kernels. Those that take the longest to compile come first."""

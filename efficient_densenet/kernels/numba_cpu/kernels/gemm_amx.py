@@ -5,21 +5,17 @@ All tiles are full: the edges of A and B are copied to buffers padded with zeros
 buffer. A transposed A is always copied, since a tile's cells are pairs of a row.
 """
 
-import functools
-import warnings
 from types import ModuleType
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..host.compilation import compile_kernel, subroutine
-from ..host.processor import VARIABLE
+from ..compiler.compilation import subroutine
+from ..compiler.intrinsics import compiled, stack_bytes
 from . import amx
 from .amx import TILE_ROWS
-from .intrinsics import compiled, stack_bytes
 from .memory import PANEL_BYTES, elements
 
 _BLOCK = 2 * TILE_ROWS
@@ -179,35 +175,3 @@ _product = make_gemm(amx)
 def gemm_amx(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
     """`gemm.gemm_bfloat16` by AMX. It releases the thread's tile registers at the end."""
     _product(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
-
-
-@functools.cache
-def usable() -> bool:
-    """Whether Linux permits the tile registers and a product by them is right. Warns once if not."""
-    if not amx.permitted():
-        return _warn("Linux does not permit this process its tile registers")
-    if not _is_right():
-        return _warn("a product by its tile registers differs from that in float32")
-    return True
-
-
-def _warn(found: str) -> bool:
-    warnings.warn(
-        f"AMX cannot be used here: {found}. Products of bfloat16 take the processor's other instructions, which are "
-        f"slower; {VARIABLE}=amx chooses them without this warning",
-        stacklevel=2,
-    )
-    return False
-
-
-def _is_right() -> bool:
-    """Compare one product with edges in all dimensions with PyTorch's in float32."""
-    m, n, k = 37, 48, 50
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(size, generator=generator).bfloat16() for size in ((m, k), (k, n)))
-    cells, c = b.view(k // 2, 2, n).transpose(1, 2).contiguous(), torch.empty(m, n)
-    operands = a.data_ptr(), k // 2, 1, cells.data_ptr(), n, 0, c.data_ptr(), n
-    compile_kernel(gemm_amx, torch.float32).ctypes(m, n, k // 2, *operands, 0.0)
-    with torch.autocast("cpu", enabled=False):  # this may run under autocast
-        expected = a.float() @ b.float()
-    return torch.allclose(c, expected, rtol=1e-3, atol=1e-3)

@@ -5,8 +5,6 @@ configures its tile registers before it uses them and releases them afterwards. 
 Linux's permission to use them is the process's, and its forks inherit it.
 """
 
-import ctypes
-
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -19,17 +17,6 @@ _NUM_TILES = 8
 
 _PALETTE, _BYTES_OF_ROWS, _NUMBERS_OF_ROWS, _CONFIGURATION_BYTES = 1, 16, 48, 64
 """The only palette, and a configuration's offsets for each tile's bytes in a row and number of rows, and its size."""
-
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-"""The system call of x86-64, its operation `ARCH_REQ_XCOMP_PERM`, and the component of the processor's state."""
-
-
-def permitted() -> bool:
-    """Request the tile registers from Linux. Repeated requests are no error."""
-    try:
-        return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
-    except (OSError, AttributeError):  # another system
-        return False
 
 
 def _call(builder: ir.IRBuilder, name: str, *operands: ir.Value) -> None:

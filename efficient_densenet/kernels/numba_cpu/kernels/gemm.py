@@ -5,9 +5,9 @@ A tile's products are too small for a BLAS: its overhead for each call would tak
 
 import math
 
-from ..host.compilation import subroutine
-from ..host.processor import has
-from .intrinsics import compiled, stack_bytes
+from ..compiler.compilation import subroutine
+from ..compiler.intrinsics import compiled, stack_bytes
+from ..compiler.processor import has
 from .memory import PANEL_BYTES, cells, elements, itemsize, panel_columns, vnni_factor
 from .micro_kernel import register_block, register_blocks
 from .threads import partition

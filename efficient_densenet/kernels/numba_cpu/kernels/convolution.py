@@ -1,7 +1,7 @@
 """Functions for the kernels of 1×1, 3×3 and pooled convolutions: products of a tile, and the gradient of the weight."""
 
+from ..compiler.intrinsics import call_subroutine, compiled, inlined
 from .gemm import TRANSPOSE_BLOCK
-from .intrinsics import call_subroutine, compiled, inlined
 from .memory import (
     cells,
     clear,

@@ -1,6 +1,6 @@
 """The OpenMP threads of a kernel: which one runs, its part of the work, and the barrier between them."""
 
-from .intrinsics import call_address, compiled
+from ..compiler.intrinsics import call_address, compiled
 
 
 @compiled

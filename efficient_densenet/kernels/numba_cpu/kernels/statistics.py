@@ -4,7 +4,7 @@ its thread's, and all threads' at the end."""
 import math
 
 from ...interface import INV_STD, MEAN, VARIANCE
-from .intrinsics import compiled
+from ..compiler.intrinsics import compiled
 from .memory import clear, elements, row_of
 from .threads import barrier, partition
 

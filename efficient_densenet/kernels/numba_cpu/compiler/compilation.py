@@ -27,7 +27,7 @@ from numba.core.typing.ctypes_utils import to_ctypes
 from numba.core.typing.templates import Signature
 
 from ... import activations, disk_cache
-from ..compiled.intrinsics import COMPILE_OPTIONS
+from .intrinsics import COMPILE_OPTIONS
 from .processor import features
 from .records import packer, record_dtype
 
@@ -165,12 +165,13 @@ def _target() -> Any:
 
 @functools.cache
 def _hash_of_sources() -> str:
-    """A hash of all files in both folders, and of activations' formulas: a kernel calls functions from many files, on
+    """A hash of all files of these folders, and of activations' formulas: a kernel calls functions from many files, on
     records that the host packs."""
-    package = importlib.resources.files(__name__.rpartition(".host.")[0])
-    files = [(side, file) for side in ("compiled", "host") for file in (package / side).iterdir()]
+    package = importlib.resources.files(__name__.rpartition(".compiler.")[0])
+    folders = package, *(package / name for name in ("compiler", "kernels", "host"))
+    files = [(folder.name, file) for folder in folders for file in folder.iterdir()]
     files.append(("", importlib.resources.files(activations.__name__.rpartition(".")[0]) / "activations.py"))
-    sources = sorted((side, file.name, file.read_bytes()) for side, file in files if file.name.endswith(".py"))
+    sources = sorted((folder, file.name, file.read_bytes()) for folder, file in files if file.name.endswith(".py"))
     return hashlib.sha256(repr(sources).encode()).hexdigest()
 
 

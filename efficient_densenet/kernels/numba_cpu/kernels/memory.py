@@ -8,7 +8,7 @@ bfloat16s. Strides and offsets count elements unless stated otherwise.
 
 from numba import carray
 
-from .intrinsics import compiled, pointer, prefetch
+from ..compiler.intrinsics import compiled, pointer, prefetch
 
 CACHE_LINE_BYTES = 64
 

@@ -5,7 +5,7 @@ products for each pixel. The backward multiplies `im2col` of grad_output, (pixel
 zeros outside the image. Pixels are in the order (image, depth, height, width); z, y and x are the last three indices.
 """
 
-from .intrinsics import compiled, inlined
+from ..compiler.intrinsics import compiled, inlined
 from .memory import clear, convert, elements, is_narrow, offset, panel_columns
 
 

@@ -1,0 +1,46 @@
+"""Evaluating a saved model on the test images of a data set."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from .data import Dataset, load
+from .data.augment import Transform
+from .distributed import DistributedContext
+from .loop import Trainer
+from .models import ModelConfig, describe_classes, load_model, read_config
+from .options import RunOptions
+from .report import say
+
+
+def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> None:
+    """Print test loss and error of the model in `path`, on its own data or on --data with the same classes."""
+    model, config = load_model(path)
+    dataset = _dataset(path, options, config)
+    trainer = Trainer(
+        model, Transform(config.mean, config.std), replace(options, sync_bn=False, cuda_graph=False), context
+    )
+    loss, error = trainer.evaluate(dataset.test.to(context.device))
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"{path}: the test loss is {loss}, but must be finite: its weights are damaged, so restore them from a copy"
+        )
+    if context.is_main_process:
+        say(f"{path}: {config.name} on {len(dataset.test):,} test images of {dataset.name}")
+        say(f"test loss {loss:.4f}, test error {error:.2%}")
+
+
+def _dataset(path: Path, options: RunOptions, config: ModelConfig) -> Dataset:
+    """The data set that the model in `path` was trained on, or that of --data if it has the same classes."""
+    data, name = options.data, options.dataset
+    if data is None:
+        trained = read_config(path if path.is_dir() else path.parent)[0]["options"]
+        data = trained["data"]
+        name = name or (trained.get("dataset") if data else None)  # earlier versions named one beside the digits
+    dataset = load(data, name, config.image_size, options.workers, options.stream, config.channels)
+    if dataset.classes != config.classes:
+        raise ValueError(
+            f"{dataset.name} has {describe_classes(dataset.classes)}, but {path} was trained on "
+            f"{describe_classes(config.classes)}: give --data with the same"
+        )
+    return dataset

@@ -1,1 +1,0 @@
-"""The code that Numba compiles: the kernels for CPUs and the functions that are inlined into them."""
