@@ -44,7 +44,7 @@ class Computation:
 
 @dataclass
 class StepTrace(MemoryTrace):
-    """What a step asks of the device, in order, and the memory of its tensors, gradients too."""
+    """The computations of a step in their order, and the memory of its tensors, gradients included."""
 
     computations: list[Computation] = field(default_factory=list)
 

@@ -112,7 +112,7 @@ class MemoryMode(PartsMode):
         kwargs = kwargs or {}
         if func.namespace == "efficient_densenet":
             self.see(args)  # a stage allocates its features before it uses a parameter
-            if func.overloadpacket.__name__ == "stage":
+            if func.overloadpacket.__name__ == "stage" and not self.is_backward:
                 pixels = args[0].numel() // args[0].shape[1]
                 self.trace.pixels.update({memory_key(tensor): pixels for tensor in tensors_of(args[1])})
             with self:
