@@ -33,7 +33,7 @@ from efficient_densenet.models.layers import DenseBlock, Transition
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 NODE = 8
-"""GPUs of a node: the processes of a group of norms, or of parameters, that does not cross nodes."""
+"""Number of GPUs in a node. Groups of this size stay within a node."""
 ENGINES = ("plain", "shared")
 
 
@@ -56,7 +56,7 @@ def communication(
 
 
 def rewritten_page(text: str) -> str:
-    """A document with what its commands print now."""
+    """Return the document with its tables replaced by the present counts."""
     return rewritten(text, "communication.py", communication, report)
 
 
@@ -83,7 +83,7 @@ def report(model: str, processes: Any, batch_size: int = 0, image_size: int = 0)
 
 @contextlib.contextmanager
 def _processes(size: int) -> Iterator[None]:
-    """This process as the first of so many, whose collectives leave in the tensors what was there."""
+    """Make this process rank 0 of a group of `size`, whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -103,7 +103,7 @@ def _ddp(model: DenseNet) -> nn.Module:
 
 
 def _all_reduce(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What DistributedDataParallel does without a hook, but through `torch.distributed`, where it is counted."""
+    """DistributedDataParallel's default reduction, called through `torch.distributed`, where it is counted."""
     dist.all_reduce(bucket.buffer())
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())

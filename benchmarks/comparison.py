@@ -24,7 +24,7 @@ PAUSE = 0.05
 """Seconds between steps. OpenMP threads spin for some milliseconds after their work, which would slow the next step."""
 OUT_OF_MEMORY = "out of memory"
 FOLDERS = ("/usr/lib/*", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/opt/homebrew/lib", f"{sys.prefix}/lib")
-"""Where an allocator's library may be."""
+"""Folders that are searched for an allocator's library."""
 
 
 class MethodError(Exception):
@@ -100,7 +100,7 @@ class WorkerProcess:
 
 
 def _is_compiled(method: str) -> bool:
-    """Whether its preparation can take minutes: it begins after the methods before it have been measured."""
+    """Whether the method's preparation may take minutes. It then begins after all methods before it were measured."""
     return method.startswith("compile_")
 
 

@@ -45,7 +45,7 @@ def count(
 
 
 def rewritten_counts(text: str) -> str:
-    """A document with what its commands print now."""
+    """Return the document with its tables replaced by the present counts."""
     return rewritten(text, "gpu_counts.py", count, _reports)
 
 

@@ -23,7 +23,7 @@ from efficient_densenet.kernels.interface import StatisticsOutput
 from efficient_densenet.kernels.triton_gpu.host import conv1x1, conv3x3, launch, tiles
 
 LAUNCHES = 4
-"""Of a graph."""
+"""Number of launches that one CUDA graph captures."""
 
 CONV3X3 = {
     "densenet_bc_100_12, batch 256": (48, 12, [(256, 32, 32), (256, 16, 16), (256, 8, 8), (64, 8, 8)]),
@@ -48,7 +48,7 @@ class Convolution(NamedTuple):
     candidates: list[Tile]
     launch: Callable[[Tile], Any]
     kind: int = 0
-    """Sizes that kernels are compiled for."""
+    """Sizes for which Triton compiles a kernel of their own, as one number."""
 
 
 def conv3x3_tiles(sizes: str, third: str = "BLOCK_OUT") -> list[dict[str, int]]:
@@ -232,7 +232,7 @@ def _convolutions1x1(
 
 
 def microseconds(function: Callable[[], Any], replays: int = 7) -> float:
-    """The median time of one call, by replays of a graph of several."""
+    """The median time of one call in microseconds, from replays of a CUDA graph of several calls."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(LAUNCHES):

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from efficient_densenet import kernels as kernel_sets
 from efficient_densenet._tensors import meta_stands_for
 from efficient_densenet._torch_private import backward_inside_function_modes, without_dispatch_modes
+from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory.meta_functions import MetaFunctions
 from efficient_densenet.memory.trace import MemoryMode, MemoryTrace
 
@@ -44,7 +46,7 @@ class Computation:
 
 @dataclass
 class StepTrace(MemoryTrace):
-    """What a step asks of the device, in order, and the memory of its tensors, gradients too."""
+    """The computations of a step in their order, and the memory of its tensors, gradients included."""
 
     computations: list[Computation] = field(default_factory=list)
 
@@ -152,6 +154,7 @@ def triton_kernels() -> Iterator[None]:
     tiles: Any = next(module for module in triton_modules() if hasattr(module, "OF_H100"))
     with (
         mock.patch.object(kernel_sets, "triton_supports", triton_supports),
+        mock.patch.object(row_tiles, "META_TILES", sys.maxsize),  # each tile's launches count
         _replaced("device_limits", lambda function: lambda device: tiles.OF_H100),
     ):
         yield

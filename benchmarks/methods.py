@@ -180,7 +180,7 @@ METHODS |= {
     for name in ("plain", "shared", "compile_plain")
 }
 ORDINARY = [name for name in METHODS if not METHODS[name].layout]
-"""Those that are measured unless others are named."""
+"""Methods that are measured by default."""
 
 
 def choose(names: list[str], setting: Setting) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 EXPECTED = (ValueError, OSError, RuntimeError, ImportError)
-"""What a command reports by its message alone."""
+"""Exceptions whose message a command prints without a traceback."""
 
 
 def run_command(function: Callable[..., object]) -> None:

@@ -32,7 +32,7 @@ from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT_STEP = 0.3  # seconds
 STEPS_ON_GPU = 5
-"""That are timed together."""
+"""Number of steps that are timed together on a GPU."""
 ALGORITHMS_TRIED = 4
 """How many of cuDNN's convolution algorithms it may try for each shape: all would take longer than the measurement."""
 PROFILED_STEPS, PROFILED_KERNELS = 5, 25

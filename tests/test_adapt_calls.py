@@ -51,7 +51,32 @@ FunctionsOnly = halves(lambda s, x: s.conv2(F.leaky_relu(s.norm2(s.conv1(F.leaky
 ReadsASlope = halves(lambda s, x: s.conv2(s.relu2(s.norm2(s.conv1(F.leaky_relu(s.norm1(x), s.act.negative_slope))))))
 CallsForward = halves(lambda s, x: s.conv2(s.relu2(s.norm2(s.conv1(s.relu2.forward(s.norm1(x)))))))
 OneUsedTwice = halves(lambda s, x: s.conv2(s.relu1(s.norm2(s.conv1(s.relu1(s.norm1(x)))))))
+LeakyByDefault = halves(lambda s, x: s.conv2(F.leaky_relu(s.norm2(s.conv1(F.leaky_relu(s.norm1(x)))))))
 NeverActivates = halves(lambda s, x: s.conv2(s.norm2(s.conv1(s.norm1(x)))))
+
+
+_OUTSIDE = nn.Dropout(0.0)
+
+
+def _one_for_each_mode(layer: nn.Module, x: Tensor) -> Tensor:
+    act = layer.relu1 if layer.training else layer.relu2
+    return layer.conv2(act(layer.norm2(layer.conv1(act(layer.norm1(x))))))
+
+
+OneForEachMode = halves(_one_for_each_mode)
+OutsideOfTheModel = halves(lambda s, x: s.conv2(s.relu2(s.norm2(s.conv1(_ACTIVATION(s.norm1(x)))))))
+_ACTIVATION = nn.LeakyReLU(0.1)
+
+
+class CallsAListsActivation(Layer):
+    """Holds one of its activations in a list too, and calls it there."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.acts = [self.relu1]
+
+    def halves(self, x: Tensor) -> Tensor:
+        return self.conv2(self.relu2(self.norm2(self.conv1(self.acts[0](self.norm1(x))))))
 
 
 class SecondDropout(Layer):
@@ -77,6 +102,10 @@ CHANGES = {
     "a dropout among equal ones": (SecondDropout, "shared", lambda s: setattr(s.drop2, "p", 0.8)),
     "a dropout that is not called": (SecondDropout, "shared", lambda s: setattr(s.drop1, "p", 0.8)),
     "a module used twice": (OneUsedTwice, "shared", changing("relu1")),
+    "constants that are left out": (LeakyByDefault, "shared", changing("act")),
+    "another module for evaluation": (OneForEachMode, "checkpoint", changing("relu1")),
+    "a module outside of the model": (OutsideOfTheModel, "checkpoint", lambda s: None),
+    "a module that is called in a list": (CallsAListsActivation, "checkpoint", changing("relu1")),
     "no activation at all": (NeverActivates, "shared", changing("relu1")),
 }
 
@@ -91,6 +120,61 @@ def test_a_change_of_one_module_changes_what_calls_it_and_nothing_else(kind):
     for each in (block, plain):
         change(each.denselayer2)
     assert_same_steps(block, plain, 1)
+
+
+def test_an_attribute_of_a_module_outside_of_the_model_is_watched():
+    block, plain, engine = converted(halves(lambda s, x: _OUTSIDE(Layer.halves(s, x))))
+    assert engine == "shared"
+    _OUTSIDE.p = 0.5
+    try:
+        assert_same_steps(block, plain, 1)
+    finally:
+        _OUTSIDE.p = 0.0
+
+
+class AsksTheFlagOfAnActivation(Layer):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop_rate = 0.3
+
+    def halves(self, x: Tensor) -> Tensor:
+        return F.dropout(super().halves(x), self.drop_rate, self.act.training)
+
+
+class PassesItsFlagOn(FeaturesBlock):
+    """A block that passes its own training mode to the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = torch.cat([x, F.dropout(layer(x), layer.drop_rate, self.training)], 1)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("flag", ["denselayer2.act", "denselayer2"])
+def test_a_layer_drops_by_the_flag_that_its_author_s_forward_asks(flag):
+    torch.manual_seed(3)
+    if flag == "denselayer2":
+        block: nn.Module = PassesItsFlagOn([HasARate(START), HasARate(START + GROWTH)])
+    else:
+        block = FeaturesBlock([AsksTheFlagOfAnActivation(START), AsksTheFlagOfAnActivation(START + GROWTH)])
+    plain = copy.deepcopy(block.double())
+    assert len(make_efficient(block)) == 1
+    outputs = []
+    for each in (block, plain):
+        each.get_submodule(flag).eval()
+        torch.manual_seed(0)
+        outputs.append(each(x_of()))
+    torch.testing.assert_close(*outputs)
+
+
+class HasARate(Layer):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop_rate = 0.3
+
+    def rate(self) -> float:
+        return self.drop_rate
 
 
 def test_a_name_that_leads_to_another_module_than_before_is_noticed():
@@ -227,6 +311,22 @@ def test_statistics_that_decide_something_count():
         block(x_of())
     plain(x_of())
     assert_same_steps(block, plain, 1)
+
+
+def test_a_buffer_that_a_forward_replaces_is_no_statistic():
+    class Counts(BatchStatistics):
+        def forward(self, x: Tensor) -> Tensor:
+            self.running_mean = self.running_mean.clone()
+            return super().forward(x)
+
+    class OfCounts(Activated):
+        def __init__(self, channels: int) -> None:
+            super().__init__(channels)
+            self.norm1 = Counts(channels)
+
+    block = FeaturesBlock([OfCounts(START), OfCounts(START + GROWTH)]).double()
+    report = make_efficient(block)
+    assert "replaces a buffer of a Counts in its forward" in report.unchanged[""]
 
 
 GLOBAL_HOOKS = [

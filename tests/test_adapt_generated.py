@@ -138,6 +138,7 @@ def hook(layer: nn.Module, name: str) -> None:
 
 
 def hook_of_gradient(layer: nn.Module, name: str) -> None:
+    vars(getattr(layer, name))["inplace"] = False  # which such a hook does not allow
     getattr(layer, name).register_full_backward_pre_hook(lambda module, grads: tuple(grad * 0.5 for grad in grads))
 
 

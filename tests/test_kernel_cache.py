@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Child, in_child
-from helpers import assert_same_step, kernel_modules, random_images, small_model, with_engine
+from helpers import kernel_modules
 from kernel_operations import check
 
 import efficient_densenet
@@ -363,47 +362,6 @@ def test_the_next_process_uses_the_repaired_file_until_a_source_changes(tmp_path
     assert len(list(file.parent.iterdir())) == 2
 
 
-def training_step():
-    """Whether no, each or some kernel was on disk (10, 11, 12), once a training step has had the right numbers."""
-    compiled = []
-
-    def compile_kernel(kernel, dtype, operand=None):
-        compiled.append(compilation.compile_kernel(kernel, dtype, operand))
-        return compiled[-1]
-
-    compilation.load_or_compile.cache_clear()
-    for cached in (launch.address, launch.gemm_address_for):
-        cached.cache_clear()
-    launch.compile_kernel = compile_kernel
-    plain = small_model("bc", efficient=False)
-    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
-    found = {each.from_disk for each in compiled}
-    return 12 if len(found) == 2 else 10 + found.pop()
-
-
-@pytest.mark.exhaustive
-def test_training_with_every_file_damaged(tmp_path, monkeypatch):
-    use_directory(tmp_path, monkeypatch)
-    assert Child(training_step, timeout=300).wait() == 10
-    (directory,) = tmp_path.iterdir()
-    rng, files = random.Random(0), sorted(directory.iterdir())
-    assert len(files) >= 8
-    assert Child(training_step).wait() == 11
-    contents = [file.read_bytes() for file in files]
-    for i, file in enumerate(files):
-        damage = rng.choice([name for name in DAMAGE if name != "another kernel's"])
-        file.write_bytes(contents[i - 1]) if i % 3 == 0 else DAMAGE[damage](file)
-    assert Child(training_step, timeout=300).wait() == 10
-    assert Child(training_step).wait() == 11
-
-
-KERNELS = "batch_norm_grad_input", "batch_statistics"
-
-
-def load_kernels(dtype):
-    return sum(load(dtype, name) for name in KERNELS)
-
-
 def scrambling_kernel(factor):
     """A kernel that calls a function which is too long to be inlined, and whose name says nothing of the factor."""
     rounds = [f"    x = (x ^ (x >> 7)) * {factor}" for _ in range(100)]
@@ -428,9 +386,6 @@ def test_kernels_that_processes_compiled_apart_run_together(tmp_path, monkeypatc
     use_directory(tmp_path, monkeypatch)
     results = {factor: in_child(lambda factor=factor: scramble(factor, from_disk=False)) for factor in (3, 5)}
     assert len({*results.values()} - {99}) == 2
-    functions, missing = functions_of(tmp_path)
-    assert any(len(codes) > 1 for codes in functions.values())
-    assert not missing & functions.keys()
     for order in ((3, 5), (5, 3)):
         assert (
             in_child(
@@ -438,31 +393,6 @@ def test_kernels_that_processes_compiled_apart_run_together(tmp_path, monkeypatc
             )
             == 0
         )
-
-
-def functions_of(directory):
-    """The machine codes that the object files of a cache have under each name, and the names that they lack."""
-    functions, missing = {}, set()
-    for file in directory.rglob("*.kernel"):
-        for name, section, code in symbols(file.read_bytes()[disk_cache._CHECKSUM_BYTES :].partition(b"\0")[2]):
-            if section:
-                functions.setdefault(name, set()).add(code)
-            else:
-                missing.add(name)
-    return functions, missing - {""}
-
-
-def symbols(elf):
-    """Name, section and content of each symbol of an ELF object file of 64 bits."""
-    assert elf[:6] == b"\x7fELF\2\1"
-    (offset,), (count,) = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<H", elf, 0x3C)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", elf, offset + 64 * i) for i in range(count)]
-    (table,) = (section for section in sections if section[1] == 2)
-    names = sections[table[6]][4]
-    for start in range(table[4], table[4] + table[5], 24):
-        name, _, _, section, value, size = struct.unpack_from("<IBBHQQ", elf, start)
-        code = elf[sections[section][4] + value :][:size] if section < count else b""
-        yield elf[names + name :].partition(b"\0")[0].decode(), section, code
 
 
 STEPS = """
@@ -518,24 +448,3 @@ def test_steps_do_not_depend_on_who_compiled_what_before(order, steps_with_empty
     assert sorted(line for name in order for line in Steps(tmp_path, name).lines()) == expected
     for together in (order, order[::-1]):
         assert Steps(tmp_path, *together).lines() == expected
-    functions, missing = functions_of(tmp_path)
-    assert not missing & functions.keys()
-
-
-@pytest.mark.exhaustive
-def test_four_processes_fill_an_empty_cache_at_once(steps_with_empty_caches, tmp_path):
-    names = [*DTYPES, "autocast"]
-    processes = [Steps(tmp_path, name) for name in names]
-    assert [process.lines() for process in processes] == [steps_with_empty_caches[name] for name in names]
-    expected = sorted(line for name in names for line in steps_with_empty_caches[name])
-    assert Steps(tmp_path, *names).lines() == expected
-
-
-@pytest.mark.exhaustive
-def test_four_processes_fill_an_empty_cache_at_once_twenty_times(tmp_path, monkeypatch):
-    dtypes = torch.float32, torch.float64
-    for i in range(20):
-        use_directory(tmp_path / str(i), monkeypatch)
-        children = [Child(functools.partial(load_kernels, dtype)) for dtype in dtypes * 2]
-        assert {child.wait() for child in children} <= set(range(len(KERNELS) + 1))
-        assert in_child(lambda: sum(map(load_kernels, dtypes))) == len(dtypes) * len(KERNELS)

@@ -24,7 +24,7 @@ def convolve(images, weight, grad_output, dilation=1):
     """The output, grad_input and grad_weight, and what has been called for them."""
     with CountingOperations() as counted:
         output = convolution.conv3x3(images, weight, dilation)
-        results = output, *convolution.conv3x3_backward(grad_output, images, weight, dilation, True)
+        results = output, *convolution.conv3x3_gradients(grad_output, images, weight, dilation, True)
     return results, counted.counts
 
 
@@ -40,7 +40,7 @@ def test_small_images_are_convolved_by_im2col(shape):
         torch.testing.assert_close(result, reference.float(), rtol=1e-5, atol=1e-5)
         assert result.shape == reference.shape
     assert results[1].is_contiguous(memory_format=torch.channels_last)
-    assert convolution.conv3x3_backward(grad_output, images, weight, 1, False)[1] is None
+    assert convolution.conv3x3_gradients(grad_output, images, weight, 1, False)[1] is None
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,112 @@ DEFECTS = [
         "linker = _target().codegen()._engine._ee",
         "kernel_cache",
     ),
+    # Kernels of a processor and of a GPU: chosen, compiled, compared, launched
+    Defect(
+        "an eps with which batch_norm raises is taken",
+        "if eps_of(norm) < 0 or (in_training and eps_of(norm) == 0):",
+        "if False:",
+        "shared",
+    ),
+    Defect(
+        "Numba: kernels are compiled in one process",
+        "processes = min(python_process.num_processors(), len(missing)) if has_cache else 1",
+        "processes = 1",
+        "numba_compile_ahead",
+    ),
+    Defect(
+        "Numba: kernels that a process fails to compile are left out",
+        "_compile(missing.values())",
+        "pass",
+        "numba_compile_ahead",
+    ),
+    Defect(
+        "Numba: bfloat16 is not tried before it is used",
+        "not in NUMBA_DTYPES or not _numba_compiles(dtype):",
+        "not in NUMBA_DTYPES:",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the pooled backward's weight is not divided by the window",
+        "input, weight / window, accumulator",
+        "input, weight, accumulator",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the backward has no ReLU mask",
+        "grad = grad_output[j] if not values[j] * scale[j] + shift[j] <= zero else zero",
+        "grad = grad_output[j]",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the backward leaves out an activation's derivative",
+        "grad = grad_output[j] * derivative[j]",
+        "grad = grad_output[j]",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the gradient of a norm's weight without its mean",
+        "products -= mean[j] * grads",
+        "pass",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the next bottleneck's weight is not packed",
+        "pack_weight(following.weight, thread, threads, zero)",
+        "pass",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: a sum of the first thread alone",
+        "products += partials[(2 * i + 1) * channels + j]",
+        "products += partials[channels + j]",
+        "numba_kernels",
+    ),
+    Defect(
+        "kernel cache: the key lacks the sources",
+        "versions = numba.__version__, llvmlite.__version__, _hash_of_sources()",
+        "versions = numba.__version__, llvmlite.__version__",
+        "kernel_cache",
+    ),
+    Defect(
+        "kernel cache: the key lacks the processor's features",
+        "target = _target().codegen().magic_tuple(), features()",
+        "target = _target().codegen().magic_tuple()",
+        "kernel_cache",
+    ),
+    Defect(
+        "kernel cache: files that others may write are read",
+        "and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
+        "",
+        "kernel_cache",
+    ),
+    Defect(
+        "first contact: a comparison that failed is kept as a verdict", "if found.certain:", "if True:", "first_contact"
+    ),
+    Defect(
+        "first contact: another device is compared",
+        'if content["device"] != device_name:',
+        "if False:",
+        "first_contact",
+    ),
+    Defect(
+        "first contact: NaN is no difference",
+        "difference if difference < math.inf else math.inf",
+        "difference",
+        "first_contact",
+    ),
+    Defect(
+        "Triton: launch hooks are passed over",
+        "if device < 0 or _has_launch_hooks():",
+        "if device < 0:",
+        "triton_launch",
+    ),
+    Defect(
+        "Triton: a kernel compiled for an int32 is launched with a larger size",
+        "number == 1, number % 16 == 0, number <= MAX_INT32",
+        "number == 1, number % 16 == 0",
+        "triton_launch",
+    ),
     # Checkpointing, several processes
     Defect(
         "checkpoint: other random numbers in the recomputation",
@@ -463,6 +569,109 @@ DEFECTS = [
         "output[:, :new] if self.newest_first else output[:, -new:]",
         "output[:, -new:]",
         "adapt_families",
+    ),
+    # Conversion: what a layer calls
+    Defect(
+        "conversion: the second norm has the first one's activation",
+        'tuple(places[i + 1] if kinds[i + 1] == "a" else _NO_ACTIVATION for i in norms),',
+        'tuple(places[norms[0] + 1] if kinds[i + 1] == "a" else _NO_ACTIVATION for i in norms),',
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: a module that is called by its forward alone is taken for a function",
+        'self.calls.append("a module around" if of_torch else call)',
+        "self.calls.append(call)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: functions inside a called module are recorded too",
+        "        if not self._depth:\n            frame",
+        "        if True:\n            frame",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: constants that a function leaves out are zero",
+        "kwargs.get(argument.name, argument.default_value)",
+        "kwargs.get(argument.name, 0)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: settings of torch's modules that a forward reads are not watched",
+        "for name in read & attributes.keys()}",
+        "for name in ()}",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: two names of one module may become two modules",
+        "if before.ties != after.ties:",
+        "if False:",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: another dropout than the one called is applied",
+        "return (module.p if module.training else 0.0), dropout",
+        "return (0.3 if module.training else 0.0), dropout",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: modules that are called in some modes only are believed",
+        "if calls._replace(after=expected.after) != expected or not set(calls.after) <= set(expected.after):",
+        "if False:",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: running statistics of an author's norm are watched",
+        "and name_of_buffer(module, name) not in statistics",
+        "",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: statistics that decide something are not watched",
+        "return frozenset[str]().union(*normalized).difference(*read)",
+        "return frozenset[str]().union(*normalized)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: a buffer that a forward replaces goes unnoticed",
+        "if any(module._buffers.get(name) is not tensor for name, tensor in before.items()):",
+        "if False:",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: a hook on all modules does not see the layers",
+        "if pattern is None or has_global_module_hooks():",
+        "if pattern is None:",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: a transition always averages",
+        '"max_pool": lambda x: dimensions_of(x).max_pool(x, 2),',
+        '"max_pool": lambda x: dimensions_of(x).avg_pool(x, 2),',
+        "adapt_transitions",
+    ),
+    Defect(
+        "conversion: the flags of modules without a mode are not tried",
+        "return not isinstance(module, _NormBase) and not any(True for _ in module.children())",
+        "return isinstance(module, nn.Dropout)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: the flag of the block is not tried",
+        "return isinstance(module, _NormBase) or module is block",
+        "return isinstance(module, _NormBase)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: attributes of global modules are not watched",
+        "isinstance(value, (*_COMPARED_WHOLE, nn.Module))",
+        "isinstance(value, _COMPARED_WHOLE)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: modules that are found in a list are taken for those of a name",
+        "if any(pattern.calls for pattern in by_parts) and not by_names(runs[0]):",
+        "if False:",
+        "adapt_calls",
     ),
     # Conversion: what is converted, and its report
     Defect(

@@ -18,6 +18,7 @@ from ..engine.parts import NoPartsError
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ALONE, ConnectionPattern
 from .fingerprint import drop_rates
+from .layer_parts import Call
 from .layers import run_layers, run_whole_layers
 from .sample import IMAGES, Sample, dimensions, samples
 from .structure import (
@@ -132,9 +133,10 @@ def find_by_trial(
                 except NotRunError as failure:
                     first_failure = first_failure or failure
                     continue
+                by_names = partial(run.finds_modules_by_their_names, forward)
+                patterns, reason = _with_calls(block, patterns, block_results, by_names, reason)
                 for module in custom_norms:
                     add_mixin(module, UsesTorchForward, innermost=True)
-                patterns, reason = _with_calls(block, patterns, block_results, reason)
                 found = _match(block, forward, block_results, run, patterns, reason)
                 found = replace(found, sample=sample, statistics=_statistics(block_results))
                 return found
@@ -163,17 +165,24 @@ def of_one_tensor(forward: Callable, pair: int = 0) -> Callable[[Tensor], Tensor
 
 
 def _with_calls(
-    block: nn.Module, patterns: Sequence[ConnectionPattern], block_results: Results, reason: str | None
+    block: nn.Module,
+    patterns: Sequence[ConnectionPattern],
+    block_results: Results,
+    by_names: Callable[[Sequence[Call]], bool],
+    reason: str | None,
 ) -> tuple[Sequence[ConnectionPattern], str | None]:
     """The patterns with what the block's forward has called, without those of other layers than dense layers; and
-    `reason`, or the reason why there are no dense layers."""
-    runs, possible, failures = [each.calls for each in block_results if each.calls is not None], [], []
+    `reason`, or the reason why there are no dense layers. `by_names` says whether modules are found by their names."""
+    runs = [each.calls for each in block_results if each.calls is not None]
+    by_calls, by_parts, failures = [each for each in patterns if each.layer_call], [], []
     for pattern in patterns:
         try:
-            possible.append(pattern if pattern.layer_call else with_calls(block, pattern, runs))
+            by_parts += [] if pattern.layer_call else [with_calls(block, pattern, runs)]
         except NoPartsError as failure:
             failures.append(str(failure))
-    by_parts = any(pattern.layer_call is None for pattern in possible)
+    if any(pattern.calls for pattern in by_parts) and not by_names(runs[0]):
+        by_parts, failures = [], ["found modules that a layer does not find by their names"]
+    possible = [*by_calls, *by_parts] if patterns[0].layer_call else [*by_parts, *by_calls]
     return possible, reason if by_parts or not failures else reason or failures[0]
 
 

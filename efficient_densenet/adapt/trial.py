@@ -6,6 +6,7 @@ or without gradients of the input and of the parameters, in the model's own dtyp
 other rates of dropout.
 """
 
+import copy
 import gc
 import warnings
 import weakref
@@ -22,7 +23,7 @@ from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.changed_modules import HOOKS
 from ..norms.sync_batch_norm import local_statistics
 from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint, name_of_buffer
-from .layer_parts import Call
+from .layer_parts import Call, leaf_modules
 from .operations import Recorder
 from .outside import MODES_RESTORED, modes_asked_for
 from .random_tensors import random_tensors
@@ -149,6 +150,21 @@ class Trial:
             for handle in handles:
                 handle.remove()
         return len(with_one) == len(modules) and all(with_one.values())
+
+    def finds_modules_by_their_names(self, forward: Forward, calls: Sequence[Call]) -> bool:
+        """Whether `forward`, which makes these calls, calls a module that is put in the place of another one, rather
+        than find the former in a list or in a function."""
+        before = [(module, module._modules) for module in self.module.modules()]
+        copies: dict[Any, Any] = {leaf: copy.copy(leaf) for leaf in leaf_modules(self.module)}
+        try:
+            for module, children in before:
+                vars(module)["_modules"] = {name: copies.get(child, child) for name, child in children.items()}
+            return self.run_once(forward, MAIN_MODES[0]).calls == [copies.get(call, call) for call in calls]
+        except VerificationError:
+            return False
+        finally:
+            for module, children in before:
+                vars(module)["_modules"] = children
 
     def run_once(self, forward: Forward, mode: Mode) -> Result:
         """Run `forward` and its backward."""

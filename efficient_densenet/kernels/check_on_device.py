@@ -34,7 +34,7 @@ UNALIGNED = [((2, 5, 13), 5, 48), ((1, 9, 7), 36, 16), ((3, 8, 8), 32, 128)]
 
 ALIGNED = [((2, 6, 6), *channels) for channels in ((96, 128), (192, 192), (108, 48), (150, 48))]
 ALIGNED_CONV3X3 = [((2, 6, 6), *channels) for channels in ((128, 32), (192, 48), (48, 12))]
-"""Those of densenet121, densenet161 and BC-100-12."""
+"""Shapes and channels of 3×3 convolutions in densenet121, densenet161 and BC-100-12."""
 
 FEATURES = {"centered": True, "centered_bottleneck": False}
 """Arguments of a case as in a stage whose norms are not frozen: features are stored centered, bottlenecks are not."""
@@ -138,7 +138,7 @@ def _options(operation: str) -> list[dict[str, bool]]:
 
 @torch.no_grad()
 def _compare(kernels: Any, device: str, tolerance: float, check: Check) -> str | None:
-    """What is wrong with an operation's results, or None."""
+    """The fault of an operation's results, or None."""
     try:
         with _random_numbers:
             torch.manual_seed(0)

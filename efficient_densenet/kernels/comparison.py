@@ -118,7 +118,7 @@ class Case(_Arguments):
         return GradAccumulator(grad_accum, overwrite, self.needs_grad_weight, sums)
 
     def results(self, grads: Gradients, accumulator: GradAccumulator) -> Results:
-        """What a backward kernel has returned and written."""
+        """The tensors that a backward kernel has returned and written."""
         conv_weight = [] if grads.conv_weight is None else [grads.conv_weight]
         sums = [] if accumulator.sums is None else [accumulator.sums]
         return *conv_weight, grads.norm_bias, grads.norm_weight, *sums, accumulator.grad_accum
@@ -172,7 +172,7 @@ class Case(_Arguments):
         kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
 
     def next_bottleneck_in_place(self, kernels: Any) -> Results:
-        """As the engine calls it: with fewer channels, and in place of the values behind grad_output."""
+        """A call as the engine's, with fewer channels and in place of the values behind grad_output."""
         fewer, output = max(1, self.values.shape[1] - 2), self.grad_output.clone(memory_format=torch.contiguous_format)
         input = AffineInput(self.values[:, :fewer], self.norm(fewer), self.activation)
         grad_output, accumulator = self.grad_bottleneck(output), self.accumulator(self.grad_accum.clone())
@@ -181,7 +181,7 @@ class Case(_Arguments):
         return *self.results(grads, accumulator), output
 
     def backward(self, function: Callable[..., Gradients], grad_output: Any, *rest: Any) -> Results:
-        """What a backward kernel returns and writes; grad_accum is a slice of the channels of a wider buffer."""
+        """The tensors that a backward kernel returns and writes; grad_accum is a slice of a wider buffer's channels."""
         channels = self.grad_accum.shape[1]
         buffer = self.grad_accum.new_zeros(len(self.grad_accum), channels + self.padding)
         accumulator = self.accumulator(buffer[:, :channels].copy_(self.grad_accum), self.overwrite)

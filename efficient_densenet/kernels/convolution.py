@@ -26,7 +26,7 @@ def conv3x3(images: Tensor, weight: Tensor, dilation: int) -> Tensor:
     return dimensions_of(images).conv(images, weight, padding=dilation, dilation=dilation)
 
 
-def conv3x3_backward(
+def conv3x3_gradients(
     grad_output: Tensor, images: Tensor, weight: Tensor, dilation: int, needs_grad_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """grad_input, and grad_weight where it is needed."""

@@ -37,7 +37,7 @@ _CRASHES = [-each for each in signal.Signals if each.name in ("SIGABRT", "SIGBUS
 
 
 class Verdict(NamedTuple):
-    """What is wrong with the kernels, "" if nothing is; or, if it is not `certain`, why they were not compared."""
+    """The fault of the kernels, "" if there is none; or, if it is not `certain`, why they were not compared."""
 
     fault: str
     certain: bool = True
@@ -59,7 +59,7 @@ def precision_of(dtype: torch.dtype) -> str:
 
 
 def mode() -> str:
-    """What the user chooses by the environment variable."""
+    """The user's choice by the environment variable."""
     chosen = os.environ.get(VARIABLE, "check")
     if chosen not in MODES:
         raise ValueError(f"{VARIABLE} is {chosen!r}, but must be one of {', '.join(MODES)}")

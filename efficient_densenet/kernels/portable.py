@@ -183,7 +183,7 @@ def conv3x3_backward(
     sums: Sums | None = None
     for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         images, grad_images = _to_images(activation, tile, shape), _to_images(rows(grad_output, tile), tile, shape)
-        grad, grad_weight = convolution.conv3x3_backward(
+        grad, grad_weight = convolution.conv3x3_gradients(
             grad_images, images, weight, dilation, accumulator.needs_grad_weight
         )
         grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
@@ -249,7 +249,7 @@ def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
 def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each tile of rows: its slice, the activation y in `dtype`, and the buffer of `_activated`."""
+    """The tiles of rows, each as its slice, the activation y in `dtype`, and the buffer of `_activated`."""
     for tile in tiles(input.values, input.dtype, multiple_of):
         yield tile, *_activated(rows(input.values, tile), input, dtype)
 

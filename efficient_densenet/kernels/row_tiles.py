@@ -15,6 +15,9 @@ TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
 SMALL_TILE = 1 / 16
 """The fraction of `TILE_BYTES` below which an operation mostly takes the time of its call."""
 
+META_TILES = 3
+"""The most tiles of a matrix on the meta device."""
+
 WHOLE = slice(None)
 """The tile of a matrix that is one tile."""
 
@@ -41,10 +44,10 @@ def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Sequence[
 def slices(count: int, step: int, values: Tensor) -> list[slice]:
     """Slices of `step` of `count` things; one empty slice if there are none.
 
-    On the meta device only the first two and the last: what those between allocate is known from the second.
+    On the meta device more than `META_TILES` are cut to the first two and the last; all between allocate alike.
     """
     starts: Sequence[int] = range(0, max(1, count), max(1, step))
-    if values.is_meta and len(starts) > 3:
+    if values.is_meta and len(starts) > META_TILES:
         starts = *starts[:2], starts[-1]
     return [slice(start, min(start + max(1, step), count)) for start in starts]
 

@@ -22,7 +22,7 @@ Tile = tuple[slice, slice]
 
 
 def images_at_once(x: Tensor, shape: torch.Size) -> int:
-    """As many as fit `TILE_BYTES`: a convolution's own workspace may be as large as its output."""
+    """The number of images that fit `TILE_BYTES`: a convolution's own workspace may be as large as its output."""
     return max(1, _channels_per_tile(x, shape) // shape[1])
 
 

@@ -16,7 +16,7 @@ MAX_PROGRAM_INSTANCES = 2048
 
 _COMBINING_TILE = {"BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
 _TALL_COMBINING_TILE = {"BLOCK_TILES": 1024, "BLOCK_CHANNELS": 4, "num_warps": 8}
-"""For many tiles: a growth rate of 12 in three program instances instead of one, each with an eighth of the loop."""
+"""The tile where many are combined: 12 channels take three program instances, each with an eighth of the loop."""
 
 _FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
 

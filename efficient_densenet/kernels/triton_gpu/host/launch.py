@@ -40,8 +40,8 @@ class _Launcher(NamedTuple):
 
 
 _launchers: dict[tuple[Any, ...], dict[tuple[Any, ...], _Launcher]] = {}
-"""By the kernel, the properties of the numbers, and the constants; then by those of the tensors. The key contains the
-id of a kernel, which stays valid: the launcher keeps the kernel alive."""
+"""Launchers by the kernel, the properties of the numbers, and the constants; then by those of the tensors. The key
+contains the id of a kernel, which stays valid: the launcher keeps the kernel alive."""
 
 
 class Launch:
@@ -60,7 +60,7 @@ class Launch:
         self.options = _OPTIONS | constants
         key = id(kernel), *map(_specialization, numbers), *constants.items()
         self.launchers = _launchers.setdefault(key, {})
-        """By the properties of tensors for which Triton compiles anew: the device, dtypes, alignments to 16 bytes."""
+        """Launchers by the properties for which Triton compiles anew: the device, dtypes, alignments to 16 bytes."""
 
 
 def _specialization(number: float) -> tuple[Any, ...]:

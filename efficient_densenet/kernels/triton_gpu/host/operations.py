@@ -50,7 +50,7 @@ SECTOR_BYTES = 32
 
 _TILE = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 32}
 _UNALIGNED_POOLED_TILE = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 32}
-"""Of a backward through pooling: with 64 rows whose channels are loaded one by one, its addresses are spilled."""
+"""The tile of a backward through pooling. With 64 rows whose channels are loaded one by one, addresses are spilled."""
 
 _NARROW_TILE = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 16}
 
@@ -238,8 +238,8 @@ def _cudnn_conv_backward(
 def _activation_tiles(
     input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """For each tile of as many whole images as fit in scratch: its rows of `input`, its rows of the pooled images, and
-    the activation, (images, channels, *pooled sizes)."""
+    """The tiles of as many whole images as fit in scratch. Each is its rows of `input`, its rows of the pooled images,
+    and the activation, (images, channels, *pooled sizes)."""
     num_images, *sizes = shape
     pooled_sizes = [size // pool for size in sizes]
     pixels, pooled_pixels = math.prod(sizes), math.prod(pooled_sizes)

@@ -18,7 +18,7 @@ RESERVED_SHARED_MEMORY = KIB
 """The bytes of shared memory that CUDA reserves in each block."""
 
 BARRIER_BYTES = 8
-"""What the tensor cores of compute capability 10.0 need of a block's shared memory beside the operands."""
+"""Shared memory of a block that the tensor cores of compute capability 10.0 need beside the operands."""
 
 
 class Precision(enum.Enum):
@@ -48,7 +48,7 @@ class DeviceLimits(NamedTuple):
 
 
 WITHOUT_DEVICE = DeviceLimits(multiprocessors=1, shared_memory=164 * KIB, shared_memory_of_a_block=163 * KIB)
-"""For Triton's interpreter: one multiprocessor, so that the loops over rows have several iterations."""
+"""Limits for Triton's interpreter: one multiprocessor, so that the loops over rows have several iterations."""
 
 
 OF_H100 = DeviceLimits(multiprocessors=132, shared_memory=228 * KIB, shared_memory_of_a_block=227 * KIB)
