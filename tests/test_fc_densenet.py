@@ -214,7 +214,7 @@ def test_export_and_tracing():
 
 def test_the_demos_which_train_on_labels_of_images_refuse_it():
     with pytest.raises(
-        ValueError, match="model is 'fc_densenet56', which labels pixels: choose one that labels images"
+        ValueError, match="model is 'fc_densenet56', but must be the name of a model of the zoo that labels images"
     ):
         parse({"model": "fc_densenet56"}, "best")
 

@@ -139,7 +139,7 @@ def test_tf32_operands_are_rounded(operation, monkeypatch):
     rounded = case.in_float64()
     rounded.weight3x3 = rounded_to_tf32(case.weight3x3)
     rounded.grad_output = rounded_to_tf32(case.grad_output)
-    monkeypatch.setattr(portable, "activated", functools.partial(_rounded, portable.activated))
+    monkeypatch.setattr(portable, "_activated", functools.partial(_rounded, portable._activated))
     for result, expected in zip(results, OPERATIONS[operation](portable, rounded), strict=True):
         assert (result - expected).norm() <= 1e-5 * expected.norm()
 

@@ -741,18 +741,6 @@ DEFECTS = [
         "blocks_without_norms",
     ),
     Defect(
-        "conversion: blocks share a trial whatever their attributes are",
-        "return fingerprint(block), tuple(described)",
-        "return tuple(described)[:0], type(block)",
-        "adapt_convert",
-    ),
-    Defect(
-        "conversion: each block is tried by itself",
-        "if verdicts is None or structure is None:",
-        "if True:",
-        "adapt_convert",
-    ),
-    Defect(
         "conversion: restored blocks keep the class of converted ones",
         "    remove_mixin(block, ConvertedBlock)\n",
         "    pass\n",

@@ -31,7 +31,6 @@ from .structure import (
 )
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 from .trial import NotRunError, SideEffectError, VerificationError
-from .verdicts import shared_verdicts
 
 
 def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
@@ -48,8 +47,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
     for module in _blocks(model):
         if module._conversion.pattern == ALONE:  # the block around it may be another now
             restore_block(module)
-    with shared_verdicts():
-        _convert_tree("", model, parsed, report, set())
+    _convert_tree("", model, parsed, report, set())
     for module in [*model.modules()][::-1]:  # inner sequences first
         if has_converted_blocks(module):
             add_mixin(module, ConvertedSequence)

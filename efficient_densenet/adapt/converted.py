@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import may_read_converted_modules
@@ -34,7 +35,6 @@ from .find import (
     run_pattern,
     update_norms_once,
 )
-from .fingerprint import fingerprint
 from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
 from .sample import Sample, samples
 from .saved import saved_values_per_pixel
@@ -52,7 +52,6 @@ from .trial import (
     VerificationError,
     trial,
 )
-from .verdicts import verdict
 from .verified import VerifiedModule
 
 
@@ -98,7 +97,7 @@ class ConvertedBlock(VerifiedModule):
         except (NoPartsError, VerificationError) as failure:
             found = Conversion(reason=f"found another block than was converted: {failure}")
         kept = {"engine": self._conversion.engine, "exactly_once_norms": self._conversion.exactly_once_norms}
-        self._conversion = replace(found, verified=fingerprint(self, found.statistics), **kept)
+        self._conversion = replace(found, verified=found.fingerprint(self), **kept)
 
     def update_norms_once(self, engine: Engine) -> None:
         """Put the norms inside under the exactly-once rule where `engine` or the author's forward recomputes them. The
@@ -146,6 +145,8 @@ class ConvertedBlock(VerifiedModule):
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
         recomputes = run_first_half is not layerwise.run_first_half_plain
+        if recomputes and any(map(_updates_in_a_forward_of_its_own, self.modules())):
+            return super().forward(x)
         if recomputes and not torch.compiler.is_compiling():  # a compiler recomputes without side effects
             update_norms_once(self)
         by_layers = _run_by_layers(self, super().forward, self._pattern(recomputes))
@@ -191,8 +192,7 @@ class ConvertedBlock(VerifiedModule):
             return
         with suppress(NoPartsError, VerificationError):
             calls = patterns_by_calls(self, may_be_layer=pattern.is_layer)
-            forward, tried = super().forward, [self._sample]
-            found = verdict(self, "whole layers", lambda: find_by_trial(self, forward, calls, None, tried))
+            found = find_by_trial(self, super().forward, calls, None, [self._sample])
             self._conversion = replace(self._conversion, whole_layers=found.pattern)
 
     def saved_values_per_pixel(self, engine: Engine) -> tuple[int, int]:
@@ -201,16 +201,11 @@ class ConvertedBlock(VerifiedModule):
         forward, pattern = super().forward, cast(ConnectionPattern, self._pattern(recomputes=True))
         if pattern == ALONE:
             forward = of_one_tensor(forward, self._conversion.pair)
-
-        def measure() -> tuple[int, int]:
-            with trial(self, self._sample) as run:
-                saved = saved_values_per_pixel(run, forward)
-                if engine is Engine.PLAIN:
-                    return saved, saved
-                return saved, saved_values_per_pixel(run, partial(run_pattern, self, forward, pattern, True))
-
-        with suppress(VerificationError):
-            return verdict(self, ("saved values", engine is Engine.PLAIN, pattern, self._sample), measure)
+        with suppress(VerificationError), trial(self, self._sample) as run:
+            saved = saved_values_per_pixel(run, forward)
+            if engine is Engine.PLAIN:
+                return saved, saved
+            return saved, saved_values_per_pixel(run, partial(run_pattern, self, forward, pattern, True))
         return 0, 0
 
     def _see_tracer(self, *args: Any) -> None:
@@ -237,6 +232,11 @@ class ConvertedBlock(VerifiedModule):
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls this first
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
+
+
+def _updates_in_a_forward_of_its_own(module: nn.Module) -> bool:
+    """Whether this is a batch norm of torch's class with another forward, which a recomputation would update twice."""
+    return isinstance(module, _NormBase) and "forward" in vars(module) and not isinstance(module, UpdatesOnce)
 
 
 def _is_pair(value: Any) -> bool:
@@ -267,8 +267,7 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
     With `may_be_layer`, a module of any kind is tried as a layer that concatenates its input and its output.
     If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
     """
-    question = "block", may_be_layer
-    _convert(block, engine, lambda: verdict(block, question, lambda: find_pattern(block, block.forward, may_be_layer)))
+    _convert(block, engine, lambda: find_pattern(block, block.forward, may_be_layer))
 
 
 def convert_layer(layer: nn.Module, engine: Engine | None, reason: str) -> None:
@@ -283,7 +282,7 @@ def convert_layer(layer: nn.Module, engine: Engine | None, reason: str) -> None:
                 return find_pair(layer, layer.forward, reason)
             raise failure
 
-    _convert(layer, engine, lambda: verdict(layer, ("layer", reason), find))
+    _convert(layer, engine, find)
 
 
 def layers_called_alone(block: nn.Module, reason: Exception) -> list[nn.Module]:
@@ -310,7 +309,7 @@ def _convert(block: nn.Module, engine: Engine | None, find: Callable[[], Convers
     conversion = find()
     add_mixin(block, ConvertedBlock)
     cast(ConvertedBlock, block)._conversion = replace(
-        conversion, engine=engine, exactly_once_norms=exactly_once, verified=fingerprint(block, conversion.statistics)
+        conversion, engine=engine, exactly_once_norms=exactly_once, verified=conversion.fingerprint(block)
     )
 
 

@@ -15,9 +15,10 @@ from ..engine import layerwise
 from ..engine.changed_modules import why_not_parametrized
 from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
+from ..kernels.activations import ActivationSpec
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ALONE, ConnectionPattern
-from .fingerprint import drop_rates
+from .fingerprint import Fingerprint, drop_rates, fingerprint
 from .layer_parts import Call
 from .layers import run_layers, run_whole_layers
 from .sample import IMAGES, Sample, dimensions, samples
@@ -80,6 +81,13 @@ class Conversion(Verified):
     recomputes: bool = False
     as_a_whole: bool = True
     kept_bottlenecks: frozenset[int] = frozenset()
+
+    def fingerprint(self, block: nn.Module) -> Fingerprint:
+        """The present state of `block`. The constant of an activation that a layer calls by a function may come from
+        any module's settings."""
+        places = [place for calls in (self.pattern.calls if self.pattern else ()) for place in calls.activations]
+        has_constants = any(isinstance(each, ActivationSpec) and (each.a or each.b) for each in places)
+        return fingerprint(block, self.statistics, has_constants)
 
 
 def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:

@@ -85,12 +85,14 @@ class Fingerprint(NamedTuple):
     Attributes:
         ties: for each module the first place of it, where one module has several.
         statistics: the names of the buffers that may have any values.
+        with_settings: whether the settings of all of torch's modules belong to it, or only those that methods name.
     """
 
     modules: tuple[State, ...]
     classes: tuple[State, ...]
     ties: tuple[int, ...] = ()
     statistics: frozenset[str] = frozenset()
+    with_settings: bool = False
     is_copy: bool = False
 
     def as_copy(self) -> "Fingerprint":
@@ -98,7 +100,7 @@ class Fingerprint(NamedTuple):
         return self._replace(modules=_as_copy(self.modules), classes=_as_copy(self.classes), is_copy=True)
 
 
-def fingerprint(block: nn.Module, statistics: frozenset[str] = frozenset()) -> Fingerprint:
+def fingerprint(block: nn.Module, statistics: frozenset[str] = frozenset(), with_settings: bool = False) -> Fingerprint:
     """The state of `block` and all modules inside that a trial takes as given, without the buffers named in
     `statistics`, as `name_of_buffer` names them.
 
@@ -111,8 +113,9 @@ def fingerprint(block: nn.Module, statistics: frozenset[str] = frozenset()) -> F
     read = _names_in_methods(tuple(own))
     first: dict[nn.Module, int] = {}
     ties = tuple(first.setdefault(module, i) for i, module in enumerate(modules))
-    states = tuple(_state(module, statistics, read) for module in modules)
-    return Fingerprint(states, tuple(map(_class_state, own)), ties if len(first) < len(ties) else (), statistics)
+    states = tuple(_state(module, statistics, None if with_settings else read) for module in modules)
+    ties = ties if len(first) < len(ties) else ()
+    return Fingerprint(states, tuple(map(_class_state, own)), ties, statistics, with_settings)
 
 
 @cache
@@ -146,7 +149,7 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
 
     An attribute that was added since counts only if a method of the class may read it.
     """
-    after = fingerprint(block, before.statistics)
+    after = fingerprint(block, before.statistics, before.with_settings)
     if after == before:
         return None
     if before.is_copy:
@@ -204,18 +207,20 @@ def class_as_written(module: nn.Module) -> type[nn.Module]:
     return TORCH_CLASSES.get(cls, cls)
 
 
-def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str]) -> State:
-    """The state of a module. `read` are the names in the methods of the authors' classes, which may read the settings
-    of torch's modules."""
+def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str] | None) -> State:
+    """The state of a module. `read` are the names of settings of torch's modules that belong to it; None for all of
+    modules without tensors."""
     cls = class_as_written(module)
     if isinstance(module, _DropoutNd):
         return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
     if is_known(cls):  # at every forward, torch's modules are called or their attributes read
         name = "BatchNorm" if cls in _BATCH_NORMS else cls.__name__
         attributes = vars(module)
-        settings = _values({name: attributes[name] for name in read & attributes.keys()}, _OF_EVERY_MODULE)
         parameters = module._parameters or attributes.get("_former_parameters", ())
-        if not (parameters or module._buffers):
+        has_tensors = bool(parameters or module._buffers)
+        names = (attributes.keys() if read is None else read & attributes.keys()) if not has_tensors else read or ()
+        settings = _values({each: attributes[each] for each in names if each in attributes}, _OF_EVERY_MODULE)
+        if not has_tensors:
             return State(name, _NO_TENSORS + settings)
         return State(name, (("names of tensors", TensorNames((*parameters, *module._buffers))), *settings))
     attributes = vars(module)

@@ -6,7 +6,6 @@ or without gradients of the input and of the parameters, in the model's own dtyp
 other rates of dropout.
 """
 
-import copy
 import gc
 import warnings
 import weakref
@@ -155,7 +154,7 @@ class Trial:
         """Whether `forward`, which makes these calls, calls a module that is put in the place of another one, rather
         than find the former in a list or in a function."""
         before = [(module, module._modules) for module in self.module.modules()]
-        copies: dict[Any, Any] = {leaf: copy.copy(leaf) for leaf in leaf_modules(self.module)}
+        copies: dict[Any, Any] = {leaf: _shallow_copy(leaf) for leaf in leaf_modules(self.module)}
         try:
             for module, children in before:
                 vars(module)["_modules"] = {name: copies.get(child, child) for name, child in children.items()}
@@ -201,6 +200,8 @@ class Trial:
             output = forward(x)
         if not isinstance(output, Tensor):
             raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
+        if x._backward_hooks:
+            raise SideEffectError("registers a hook on its input, which would see another gradient")
         values, states = [output.detach(), output.requires_grad, x.detach()], random_states(x.device)
         recomputes = output.requires_grad and _run_backward(output, generators, mode)
         tensors.check_unchanged(recorder.written)
@@ -224,6 +225,13 @@ class Trial:
         parameter = next(self.module.parameters())
         x = torch.randn(sample.shape(IMAGES, dimensions(self.module), mode.extra_size), device="cpu")
         return x.to(parameter.device, parameter.dtype).requires_grad_(mode.input_requires_grad)
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """A module with the same attributes, of any class: those of parametrized modules refuse `copy.copy`."""
+    copied = type(module).__new__(type(module))
+    vars(copied).update(vars(module))
+    return copied
 
 
 def _run_backward(output: Tensor, generators: Generators, mode: Mode) -> bool:

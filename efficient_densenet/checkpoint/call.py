@@ -94,10 +94,10 @@ def checkpoint_call(
     if not saved_tensors_hooks_enabled():
         warnings.warn(f"{function_name(function)} is not checkpointed, for lack of saved-tensor hooks", stacklevel=3)
         return function(*args, **kwargs)
-    modules = with_submodules((*reachable_modules(function), *_as_list(parameters), *args, *kwargs.values()))
+    leaves, spec = flatten(args, kwargs)
+    modules = with_submodules((*reachable_modules(function), *_as_list(parameters), *leaves))
     for module in modules:
         options.prepare(module)
-    leaves, spec = flatten(args, kwargs)
     call = RecomputableCall(function, leaves, spec, modules, options)
     early_stop = options.early_stop and may_stop_early(modules)
     with _offloading(options, leaves), nullcontext() if early_stop else set_checkpoint_early_stop(False):

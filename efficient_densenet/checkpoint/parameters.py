@@ -36,7 +36,7 @@ def _references_of(value: Any) -> Iterable[Any]:
     if isinstance(value, FunctionType):
         closure = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
         global_values = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-        return [*closure, *(value.__defaults__ or ()), *global_values]
+        return [*closure, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *global_values]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
