@@ -151,3 +151,113 @@ def test_modules_that_cannot_be_dense_are_ruled_out_by_a_run_at_most(monkeypatch
     assert not make_efficient(nn.Sequential(*(Aggregating(CHANNELS) for _ in range(3))))
     assert len(runs) == len(set(runs))
     assert set(map(type, runs)) <= {NormLast}
+
+
+class Leaky(nn.Module):
+    """Layers whose activation is a function; `slope_of(layer)` is its constant."""
+
+    def __init__(self, slope_of, slope: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LeakyLayer(CHANNELS + i * GROWTH, slope_of, slope) for i in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.layers:
+            x = torch.cat([x, each(x)], 1)
+        return x
+
+
+class LeakyLayer(nn.Module):
+    def __init__(self, channels: int, slope_of, slope: float) -> None:
+        super().__init__()
+        self.norm, self.act = nn.BatchNorm2d(channels), nn.LeakyReLU(slope)
+        self.conv, self.slope_of = nn.Conv2d(channels, GROWTH, 3, padding=1), slope_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.leaky_relu(self.norm(x), self.slope_of(self)))
+
+
+class Slopes(dict):
+    __getattr__ = dict.__getitem__
+
+
+SLOPES = Slopes(usual=0.2)
+
+
+def function_with_slope(slope: float):
+    def slope_of(layer: nn.Module) -> float:
+        return slope_of.slope
+
+    slope_of.slope = slope
+    return slope_of
+
+
+class Settings:
+    """A helper that reads settings of a module under names that the layer's methods do not have."""
+
+    @staticmethod
+    def slope_of(layer: nn.Module) -> float:
+        return getattr(layer.act, "_".join(("negative", "slope")))
+
+
+def test_blocks_that_look_alike_are_each_tried():
+    model = nn.ModuleList(Leaky(function_with_slope(slope)) for slope in (0.1, 0.7)).double()
+    plain = copy.deepcopy(model)
+    plain[1].layers[0].slope_of = model[1].layers[0].slope_of
+    make_efficient(model)
+    for ours, theirs in zip(model, plain, strict=True):
+        assert_same_training(ours, theirs, batch())
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+def test_settings_that_other_code_reads_are_watched():
+    block = Leaky(Settings.slope_of).double()
+    plain = copy.deepcopy(block)
+    make_efficient(block)
+    for each in (block, plain):
+        each.layers[1].act.negative_slope = 0.7
+    assert_same_training(block, plain, batch())
+
+
+def test_a_global_object_that_has_no_usual_attributes_is_read():
+    block = Leaky(lambda layer: SLOPES.usual).double()
+    plain = copy.deepcopy(block)
+    make_efficient(block)
+    assert_same_training(block, plain, batch())
+
+
+class Hooks(Block):
+    """Halves the gradient of its input, wherever the input comes from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad / 2)
+        return super().forward(x)
+
+
+class Around(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Conv2d(CHANNELS, CHANNELS, 1), block, nn.Conv2d(CHANNELS, 15, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.block(h) + self.last(h)
+
+
+def test_a_block_that_registers_a_hook_on_its_input_is_left_alone():
+    model = Around(Hooks()).double()
+    plain = copy.deepcopy(model)
+    assert not make_efficient(model)
+    assert_same_training(model, plain, batch())
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+def test_norms_whose_forward_is_replaced_later_update_once():
+    block = Block().double()
+    plain = copy.deepcopy(block)
+    make_efficient(block)
+    for each in (block, plain):
+        for module in each.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.forward = lambda x, forward=module.forward: forward(x)
+    assert_same_training(block, plain, batch())

@@ -430,3 +430,13 @@ def test_meta_tensors_are_recomputed_under_the_autocast_of_a_device_that_is_not_
     output.sum().backward()
     assert seen == [(True, torch.bfloat16)] * 2
     assert not torch.is_autocast_enabled("cuda")
+
+
+def test_modules_in_arguments_of_any_structure_and_in_keyword_only_defaults_update_once():
+    norms = [nn.BatchNorm1d(4) for _ in range(3)]
+
+    def function(x, first, *, named, last=norms[2]):
+        return last(named["norm"](first[0](x)))
+
+    checkpoint(function, torch.randn(5, 4, requires_grad=True), [norms[0]], named={"norm": norms[1]}).sum().backward()
+    assert [norm.num_batches_tracked.item() for norm in norms] == [1, 1, 1]

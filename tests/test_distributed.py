@@ -1,6 +1,5 @@
 """Several processes and several devices: the same numbers as one, results written once, failures reported."""
 
-import json
 import os
 import signal
 import subprocess
@@ -111,11 +110,12 @@ def test_the_main_process_alone_locks_the_directory(tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
     processes = fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
     await_file(tmp_path / "run" / "last.pt", processes[0])
-    assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == processes[0].pid
+    assert f"by process {processes[0].pid} on " in (tmp_path / "run" / "run_log.txt").read_text()
     seconds = fork_processes(2, DEMOS / "cp_demo.py", *words, "--resume", cwd=tmp_path)
     errors = [(process.wait(), process.communicate()[1]) for process in seconds]
     assert [status for status, _ in errors] == [1, 1]
-    assert f"error: process 0 of 2: run is in use by process {processes[0].pid} on " in errors[0][1]
+    assert "error: process 0 of 2: run is in use (" in errors[0][1]
+    assert f"by process {processes[0].pid} on " in errors[0][1]
     assert "process 1 of 2: lost another process" in errors[1][1]
     assert [process.poll() for process in processes] == [None, None]
     processes[0].send_signal(signal.SIGKILL)

@@ -125,7 +125,14 @@ def has_triton(device: torch.device) -> bool:
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or capability < (8, 0) or not _imports_triton():
         return False
-    driver, version = importlib.import_module("triton.runtime").driver, importlib.import_module("triton").__version__
+    try:
+        driver, version = (
+            importlib.import_module("triton.runtime").driver,
+            importlib.import_module("triton").__version__,
+        )
+    except ImportError:
+        return False
+    version = importlib.import_module("triton").__version__
     first = _FIRST_TRITON.get(capability[0], (0, 0))
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < first:
         warnings.warn(
