@@ -116,7 +116,7 @@ def test_the_main_process_alone_locks_the_directory(tmp_path):
     assert [status for status, _ in errors] == [1, 1]
     assert "error: process 0 of 2: run is in use (" in errors[0][1]
     assert f"by process {processes[0].pid} on " in errors[0][1]
-    assert "process 1 of 2: lost another process" in errors[1][1]
+    assert "error: process 1 of 2: run is in use (" in errors[1][1]
     assert [process.poll() for process in processes] == [None, None]
     processes[0].send_signal(signal.SIGKILL)
     processes[1].send_signal(signal.SIGSTOP)  # which would hold the lock if it had it

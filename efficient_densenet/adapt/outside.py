@@ -3,9 +3,9 @@
 A trial verifies a block for these values only, so they are part of its fingerprint, as far as they are simple.
 """
 
-import inspect
 from abc import ABC
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import filterfalse
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -93,7 +93,9 @@ def _functions_of(cls: type) -> Iterator[FunctionType]:
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:
     """The functions in a class's attribute: a function itself, or inside a property, a classmethod or a wrapper."""
-    inner = [inspect.getattr_static(value, name, None) for name in ("__func__", "fget", "__wrapped__")]
+    inner = []
+    with suppress(Exception):  # of an author's `__getattr__`
+        inner = [getattr(value, name, None) for name in ("__func__", "fget", "__wrapped__")]
     yield from (each for each in (value, *inner) if isinstance(each, FunctionType))
 
 
