@@ -110,6 +110,7 @@ def test_the_main_process_alone_locks_the_directory(tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
     processes = fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
     await_file(tmp_path / "run" / "last.pt", processes[0])
+    await_file(tmp_path / "run" / "run_log.txt", processes[0])
     assert f"by process {processes[0].pid} on " in (tmp_path / "run" / "run_log.txt").read_text()
     seconds = fork_processes(2, DEMOS / "cp_demo.py", *words, "--resume", cwd=tmp_path)
     errors = [(process.wait(), process.communicate()[1]) for process in seconds]
