@@ -292,6 +292,19 @@ def test_running_statistics_of_an_author_s_norm_may_be_written_after_conversion(
         assert_same_training(block, plain, x.detach())
 
 
+@pytest.mark.usefixtures("process_group_of_one")
+@pytest.mark.filterwarnings("ignore:falling back from engine 'shared' to 'checkpoint'")
+def test_running_statistics_of_an_author_s_norm_are_broadcast_by_ddp():
+    block = FeaturesBlock([Activated(8 + i * GROWTH) for i in range(3)]).double()
+    plain = copy.deepcopy(block)
+    make_efficient(block)
+    ours, theirs = nn.parallel.DistributedDataParallel(block), nn.parallel.DistributedDataParallel(plain)
+    for _ in range(2):
+        assert_same_training(ours, theirs, torch.randn(3, 8, 6, 5, dtype=torch.double))
+    x = torch.randn(3, 8, 6, 5, dtype=torch.double, requires_grad=True)
+    assert choose.plan_block(block, x).engine is choose.Engine.CHECKPOINT
+
+
 class DecidesByStatistics(BatchStatistics):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2 if self.running_mean.sum() > 1e3 else 1)
