@@ -597,9 +597,33 @@ DEFECTS = [
     ),
     Defect(
         "conversion: settings of torch's modules that a forward reads are not watched",
-        "for name in read & attributes.keys()}",
-        "for name in ()}",
+        "names = attributes.keys() if with_settings and not has_tensors else read & attributes.keys()",
+        "names = ()",
         "adapt_calls",
+    ),
+    Defect(
+        "conversion: settings that other code reads are not watched",
+        "attributes.keys() if with_settings and not has_tensors else",
+        "attributes.keys() if False else",
+        "adapt_convert",
+    ),
+    Defect(
+        "conversion: a hook on a block's input goes unnoticed",
+        "if x._backward_hooks:",
+        "if False:",
+        "adapt_convert",
+    ),
+    Defect(
+        "conversion: a norm with another forward is updated twice",
+        'return isinstance(module, _NormBase) and "forward" in vars(module)',
+        "return False",
+        "adapt_convert",
+    ),
+    Defect(
+        "checkpoint: modules in lists of arguments are not found",
+        "*_as_list(parameters), *leaves))",
+        "*_as_list(parameters), *args, *kwargs.values()))",
+        "checkpoint",
     ),
     Defect(
         "conversion: two names of one module may become two modules",

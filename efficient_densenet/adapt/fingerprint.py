@@ -113,7 +113,7 @@ def fingerprint(block: nn.Module, statistics: frozenset[str] = frozenset(), with
     read = _names_in_methods(tuple(own))
     first: dict[nn.Module, int] = {}
     ties = tuple(first.setdefault(module, i) for i, module in enumerate(modules))
-    states = tuple(_state(module, statistics, None if with_settings else read) for module in modules)
+    states = tuple(_state(module, statistics, read, with_settings) for module in modules)
     ties = ties if len(first) < len(ties) else ()
     return Fingerprint(states, tuple(map(_class_state, own)), ties, statistics, with_settings)
 
@@ -207,9 +207,9 @@ def class_as_written(module: nn.Module) -> type[nn.Module]:
     return TORCH_CLASSES.get(cls, cls)
 
 
-def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str] | None) -> State:
-    """The state of a module. `read` are the names of settings of torch's modules that belong to it; None for all of
-    modules without tensors."""
+def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str], with_settings: bool) -> State:
+    """The state of a module. `read` are the names in the methods of the authors' classes, which may read the settings
+    of torch's modules; `with_settings` adds all settings of torch's modules without tensors."""
     cls = class_as_written(module)
     if isinstance(module, _DropoutNd):
         return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
@@ -218,8 +218,8 @@ def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str] |
         attributes = vars(module)
         parameters = module._parameters or attributes.get("_former_parameters", ())
         has_tensors = bool(parameters or module._buffers)
-        names = (attributes.keys() if read is None else read & attributes.keys()) if not has_tensors else read or ()
-        settings = _values({each: attributes[each] for each in names if each in attributes}, _OF_EVERY_MODULE)
+        names = attributes.keys() if with_settings and not has_tensors else read & attributes.keys()
+        settings = _values({name: attributes[name] for name in names}, _OF_EVERY_MODULE)
         if not has_tensors:
             return State(name, _NO_TENSORS + settings)
         return State(name, (("names of tensors", TensorNames((*parameters, *module._buffers))), *settings))
