@@ -45,10 +45,13 @@ def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 class _Arguments:
     device: torch.device | str
+    dtype: torch.dtype
 
     def in_float64(self: AnyCase) -> AnyCase:
         """The same arguments in float64."""
-        return self._mapped(Tensor.double)
+        case = self._mapped(Tensor.double)
+        case.dtype = torch.float64
+        return case
 
     def on(self: AnyCase, device: torch.device | str) -> AnyCase:
         """The same arguments on another device, where each tensor has the same strides and the same alignment."""
