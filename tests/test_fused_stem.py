@@ -206,7 +206,7 @@ def test_launches_and_bytes_of_densenet121_s_stem(monkeypatch):
     def record(prepared, *tensors):
         bytes_of_launches.append(sum(each.nbytes for each in tensors if each is not None))
 
-    monkeypatch.setattr(triton_stem.launch, "launch", record)
+    monkeypatch.setattr(importlib.import_module("efficient_densenet.kernels.triton_gpu.host.launch"), "launch", record)
     monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
     x, weight = torch.empty(64, 3, 224, 224, device="meta"), torch.empty(64, 3, 7, 7, device="meta")
     norm, z, pooled = [torch.empty(64, device="meta")] * 2, 64 * 64 * 112**2 * 4, 64 * 64 * 56**2 * 4

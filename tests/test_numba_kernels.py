@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from grids import sampled
-from helpers import assert_same_step, kernel_modules, random_images, small_model, with_engine
+from helpers import kernel_modules
 from kernel_operations import (
     SIZES,
     check,
@@ -31,7 +31,7 @@ from efficient_densenet.engine import choose
 from efficient_densenet.kernels import portable
 from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case
-from efficient_densenet.kernels.interface import Conv1x1, StatisticsOutput
+from efficient_densenet.kernels.interface import Conv1x1
 from efficient_densenet.kernels.numba_cpu.host import openmp
 from efficient_densenet.memory import tensor_peak
 
@@ -148,7 +148,7 @@ def test_every_operation_by_amx(operation, size, arithmetic, monkeypatch):
 def test_results_in_bfloat16_are_rounded_once(operation, arithmetic):
     case = Case((2, 5, 13), 9, 17, arithmetic)
     exact = OPERATIONS[operation](portable, case.in_float64())
-    for result, reference in list(zip(OPERATIONS[operation](operations, case), exact, strict=True)):
+    for result, reference in zip(OPERATIONS[operation](operations, case), exact, strict=True):
         if result.dtype is torch.bfloat16:
             rounding = torch.finfo(torch.bfloat16).eps / 2 * reference.abs()
             assert ((result - reference).abs() <= rounding + 1e-5 * reference.abs().max()).all()
@@ -229,7 +229,7 @@ def test_tensors_are_not_accessed_out_of_bounds(left_out):
     """Protected pages lie beside each tensor that a kernel reads or writes, and each part of the scratch memory."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), processor.VARIABLE: left_out}
     command = [sys.executable, str(Path(__file__).with_name("guarded_memory.py"))]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
     assert completed.returncode == 0, (completed.stdout.splitlines()[-1:], completed.stderr)
     assert completed.stdout.endswith("all\n")
 
@@ -277,13 +277,6 @@ def test_an_output_with_other_strides_is_an_error():
     output = torch.empty(16, len(case.values)).t()
     with pytest.raises(AssertionError, match=r"cannot be written: its strides are \(1, 70\)"):
         operations.conv1x1_forward(Conv1x1(case.input, case.weight1x1, output))
-
-
-def test_matrices_with_contiguous_columns_are_copied_once():
-    values = torch.randn(64, 5000).t()
-    statistics = StatisticsOutput(torch.empty(3, 64), 1e-5)
-    peak = tensor_peak(lambda: operations.batch_statistics(values, statistics))
-    assert values.nbytes <= peak <= 1.1 * values.nbytes
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
@@ -367,17 +360,3 @@ def test_low_precision_is_as_exact_as_plain(whole, autocast):
         error, plain_error = ((_results(each, x, autocast) - expected).norm() for each in (efficient, plain))
         ratios.append(error / plain_error)
     assert statistics.median(ratios) <= 1.5
-
-
-def test_saved_tensors_may_be_unpacked_with_contiguous_columns():
-    plain = small_model("bc", efficient=False)
-    efficient = with_engine(plain, "shared")
-
-    def pack(tensor):
-        return tensor.t().contiguous() if tensor.dim() == 2 else tensor
-
-    def unpack(tensor):
-        return tensor.t() if tensor.dim() == 2 else tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        assert_same_step(efficient, plain, random_images("bc"))

@@ -2,9 +2,9 @@
 
 import copy
 import functools
+import importlib.util
 import math
 import statistics
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -39,8 +39,8 @@ from efficient_densenet.kernels.interface import AffineInput, BatchNormAffine, G
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = triton.language
-triton_kernels, conv1x1, conv3x3, tiles, operands = kernel_modules(
-    "triton_gpu", "operations", "conv1x1", "conv3x3", "tiles", "operands"
+triton_kernels, conv1x1, conv3x3, launch, tiles, operands = kernel_modules(
+    "triton_gpu", "operations", "conv1x1", "conv3x3", "launch", "tiles", "operands"
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -236,7 +236,7 @@ def test_narrow_weights_are_arranged_in_channels_last():
 def test_grids_of_many_pixels_are_within_cuda_s_limits(operation, monkeypatch):
     """Recorded on the meta device: 2³¹ − 1 program instances on the first axis, 65,535 on the others."""
     grids = []
-    monkeypatch.setattr(conv3x3.launch, "launch", lambda prepared, *_: grids.append(prepared.grid))
+    monkeypatch.setattr(launch, "launch", lambda prepared, *_: grids.append(prepared.grid))
     monkeypatch.setattr(conv3x3, "precision", lambda: "tf32")
     with torch.device("meta"):
         shape = torch.Size([8, 2048, 2048])
@@ -333,7 +333,8 @@ def gpu(monkeypatch):
 
 
 def test_without_triton_the_portable_kernels_are_used_without_a_warning(gpu, monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton.runtime", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "_imports_triton", kernels._imports_triton.__wrapped__)
     assert not kernels.has_triton.__wrapped__(gpu)
 
 

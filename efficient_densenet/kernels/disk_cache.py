@@ -15,7 +15,7 @@ import time
 import warnings
 from pathlib import Path
 
-FILES_PER_KERNEL = 16
+FILES_PER_KERNEL = 32
 """The number of files kept for a kernel, the most recently used: for several dtypes, processors and versions."""
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size

@@ -134,7 +134,7 @@ def _verdict_of(done: subprocess.CompletedProcess, device_name: str) -> Verdict:
 
 
 def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> bytes:
-    """Everything that the verdict depends on."""
+    """A key of everything that the verdict depends on."""
     parts = [
         torch.cuda.get_device_name(index),
         torch.cuda.get_device_capability(index),
