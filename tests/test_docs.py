@@ -225,6 +225,12 @@ def check_demo(script: str, words: list[str], folder: Path, monkeypatch: pytest.
     assert len(seen) == 1, words
 
 
+def example_options(script: str) -> set[str]:
+    """The options of a program in examples/, read from its text: its libraries are not installed everywhere."""
+    texts = [(ROOT / "examples" / name).read_text() for name in (script, "common.py")]
+    return {name for text in texts for name in re.findall(r"^    add\(\"--(\w+)\"", text, re.MULTILINE)}
+
+
 def check_benchmark(script: str, words: list[str], monkeypatch) -> None:
     if "--help" in words:
         return
@@ -266,6 +272,8 @@ def test_commands_exist_with_their_options(page, tmp_path, monkeypatch, request)
             assert script.is_file(), words
             if script.name in ("cp_demo.py", "original_demo.py"):
                 check_demo(script.name, words[1:], tmp_path, monkeypatch)
+            elif script.parent.name == "examples":
+                assert {word[2:] for word in words if word.startswith("--")} <= example_options(script.name), words
             elif script.parent.name == "benchmarks":
                 check_benchmark(script.name, words[1:], monkeypatch)
             else:
@@ -319,6 +327,7 @@ def test_the_training_page_s_commands_run_in_turn(tmp_path):
 def test_options_that_are_named_exist(page):
     known = {field.name for field in fields(Options)} | {"top", "model", "dry-run", "help", "all-files", "check"}
     known |= {"warmup"}  # of the doctor
+    known |= {name for path in (ROOT / "examples").glob("*.py") for name in example_options(path.name)}
     known |= {name for function in BENCHMARKS.values() for name in inspect.signature(function).parameters}
     parsers = torchrun_parser(), memory_command.make_parser()
     known |= {name.lstrip("-") for each in parsers for action in each._actions for name in action.option_strings}
