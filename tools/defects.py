@@ -308,6 +308,12 @@ DEFECTS = [
         "second_order",
     ),
     Defect(
+        "second derivatives: features that need no gradient are differentiated",
+        "if grad is not None and output.requires_grad]",
+        "if grad is not None]",
+        "matches_plain parts",
+    ),
+    Defect(
         "operators: several gradients at once are computed as one",
         "if any(map(is_batched_gradient, grad_outputs)):",
         "if False:",
@@ -580,8 +586,8 @@ DEFECTS = [
     ),
     Defect(
         "U-Net: blocks after the middle one return their input too",
-        '{"parts": not goes_down and i < last,',
-        '{"parts": i == self.depth + 1,',
+        "not goes_down and i < last,",
+        "i == self.depth + 1,",
         "fc_densenet",
     ),
     Defect(

@@ -57,7 +57,8 @@ def _by_im2col(images: Tensor, dilation: int) -> bool:
 
 def _has_two_slices_in_bfloat16(images: Tensor) -> bool:
     """Whether these are volumes of depth 2, whose weight's gradient oneDNN 3.12 leaves unwritten in bfloat16."""
-    return images.dtype is torch.bfloat16 and images.dim() == 5 and images.shape[2] == 2 and device_type(images) == "cpu"
+    has_two_slices = images.dim() == 5 and images.shape[2] == 2
+    return has_two_slices and images.dtype is torch.bfloat16 and device_type(images) == "cpu"
 
 
 def precision() -> str:
