@@ -946,8 +946,8 @@ DEFECTS = [
     ),
     Defect(
         "Triton: the second slice of the output channels overwrites the first's gradients",
-        '"OVERWRITE": overwrite and out.start == 0',
-        '"OVERWRITE": overwrite',
+        '"OVERWRITE": accumulator.overwrite and out.start == 0',
+        '"OVERWRITE": accumulator.overwrite',
         "triton_kernels",
     ),
     Defect(
