@@ -13,6 +13,7 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     assert_same_values,
+    plan_stage,
     use_kernels,
 )
 from test_parts import CONSUMERS, GROWTH, Block, _block_parts, _randomized
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from efficient_densenet import DenseBlock
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import run as shared
 
 NEW = 3 * GROWTH
 
@@ -62,7 +62,7 @@ def test_output_gradients_and_buffers_match_plain(
         add_conv_biases(plain)
     plain.train(not frozen)
     block, x = copy.deepcopy(plain), torch.randn(3, 4, 7, 6, dtype=torch.double).to(memory_format=memory_format)
-    output, _ = assert_same_values(lambda x: shared.run(parts.parts_of(block), None, x), plain, x)
+    output, _ = assert_same_values(lambda x: plan_stage(block, None, x).run(x)[0], plain, x)
     assert output.shape == (3, NEW, 7, 6)
     assert output.is_contiguous(memory_format=memory_format)
     assert_same_gradients(block, plain)

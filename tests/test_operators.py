@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from efficient_densenet.engine.parts import ConsumerParts, consumer_parts, parts_of
+from efficient_densenet.engine.parts import BlockParts, consumer_parts, parts_of
 from efficient_densenet.engine.stage import spec
 from efficient_densenet.engine.stage.forward import StageInputs
 from efficient_densenet.engine.stage.operator import STAGE
-from efficient_densenet.engine.stage.run import StageFormats, StagePlan, run_consumer
-from efficient_densenet.engine.stem import Stem, run_with_parameters
+from efficient_densenet.engine.stage.run import StageFormats, StagePlan
+from efficient_densenet.engine.stem import Stem, StemPlan
 from efficient_densenet.engine.stem import spec as stem_spec
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
@@ -175,10 +175,11 @@ def test_stage(case):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_consumer_of_stored_features(frozen):
     stage, x = _stage(frozen="norm" if frozen else None)
-    consumer, _ = _stage("transition1", biases=True, frozen="norm" if frozen else None)
     block_output, *_ = stage.apply(x, *stage.tensors)
-    after = ConsumerParts(consumer.consumer.norm, consumer.consumer.conv, pools=True)
-    forward, backward, _ = _calls(lambda: [run_consumer(after, block_output)])
+    transition = small_model("bc", growth_rate=2, num_init_features=3, block_config=(2, 1)).features.transition1
+    add_conv_biases(transition)
+    plan = StagePlan(BlockParts(()), consumer_parts(transition.train(not frozen)), block_output)
+    forward, backward, _ = _calls(lambda: plan.run(block_output))
     called, (_, *rest) = forward
     assert len(rest[3]) == 2 - frozen
     _check(called, (block_output.detach().requires_grad_(), *rest), needs_grad=2)
@@ -212,7 +213,7 @@ def _stem(
     pool: nn.Module | None = None,
     autocast: bool = False,
     synchronized: bool = False,
-) -> tuple[stem_spec.StemSpec, Stem, Tensor]:
+) -> tuple[StemPlan, Tensor]:
     model = small_model("imagenet", dims=dims, block_config=(1,))
     if bias:
         add_conv_biases(model, "conv0")
@@ -227,23 +228,19 @@ def _stem(
         stem = stem._replace(pool=pool)
     x = torch.randn(2, 3, *(9, 10, 7)[:dims], dtype=dtype).to(memory_format=memory_format).requires_grad_(input)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return stem_spec.read_spec(stem, x), stem, x
-
-
-def _run_stem(settings: stem_spec.StemSpec, stem: Stem, x: Tensor) -> Tensor:
-    conv, norm = stem.conv, stem.norm
-    return run_with_parameters(settings, stem, x, (norm.weight, norm.bias, conv.weight, conv.bias))
+        return StemPlan(stem, x), x
 
 
 @pytest.mark.parametrize("case", _cases(STEMS))
 def test_stem(case):
     """And its specification survives encoding."""
-    settings, stem, x = _stem(**STEMS[case])
+    plan, x = _stem(**STEMS[case])
+    settings = plan.spec
     decoded = stem_spec.decode(settings.encoded)
     assert decoded.encoded == settings.encoded
     assert decoded._replace(conv=None, pool=None) == settings._replace(conv=None, pool=None)
     assert [list(map(_listed, part)) for part in decoded[-2:]] == [list(map(_listed, part)) for part in settings[-2:]]
-    forward, backward = _calls(lambda: [_run_stem(settings, stem, x)])
+    forward, backward = _calls(lambda: [plan.run(x)])
     called, (_, *rest) = forward
     assert (called, backward[0]) == (
         torch.ops.efficient_densenet.stem.default,
@@ -264,9 +261,9 @@ def test_synchronized_norms():
     assert stage.spec.has_count
     for called, arguments in _calls(lambda: stage.apply(x, *stage.tensors)):
         _check(called, arguments, needs_grad=0)
-    settings, stem, x = _stem(synchronized=True)
-    assert settings.has_count
-    for called, arguments in _calls(lambda: [_run_stem(settings, stem, x)]):
+    plan, x = _stem(synchronized=True)
+    assert plan.spec.has_count
+    for called, arguments in _calls(lambda: [plan.run(x)]):
         _check(called, arguments, needs_grad=0)
 
 

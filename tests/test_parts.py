@@ -15,6 +15,7 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     nodes_of,
+    plan_stage,
     use_kernels,
 )
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from efficient_densenet._mixins import add_mixin
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import run as shared
 
 GROWTH = 3
 
@@ -119,12 +119,7 @@ def _plain(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tens
 
 def _shared(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
     assert choose.why_not(choose.Engine.SHARED, block, x) is None
-    read = parts.parts_of(block)
-    if consumer is None:
-        return [shared.run(read, None, x)]
-    joined = joined_consumer(read, consumer)
-    assert joined is not None
-    return list(shared.run_with_features(read, joined, x))
+    return list(plan_stage(block, consumer, x, return_features=consumer is not None).run(x))
 
 
 def _assert_same(
@@ -182,12 +177,11 @@ def test_either_order_of_channels_with_every_consumer(
 
 
 def _joined(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
-    read = parts.parts_of(block)
-    return [shared.run(read, None if consumer is None else joined_consumer(read, consumer), x)]
+    return list(plan_stage(block, consumer, x).run(x))
 
 
 def _apart(block: nn.Module, x: Tensor, consumer: nn.Module) -> list[Tensor]:
-    output = choose.run_consumer(consumer, shared.run(parts.parts_of(block), None, x))
+    output = choose.run_consumer(consumer, _joined(block, x, None)[0])
     assert output is not None
     return [output]
 

@@ -32,8 +32,7 @@ from efficient_densenet import FCDenseNet, features, make_efficient
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.parts import consumer_parts, parts_of
 from efficient_densenet.engine.stage.run import StagePlan
-from efficient_densenet.engine.stem import Stem, run_with_parameters
-from efficient_densenet.engine.stem.spec import read_spec
+from efficient_densenet.engine.stem import Stem, StemPlan
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 
@@ -173,11 +172,9 @@ def test_gradgradcheck_of_the_stem(frozen):
     model = small_model("imagenet", block_config=(1,), num_init_features=2).train(not frozen)
     stem = Stem(*model.features[:4])
     x = torch.randn(2, 3, 5, 6, dtype=torch.double, requires_grad=True)
-    settings = read_spec(stem, x)
+    plan = StemPlan(stem, x)
     tensors = [stem.norm.weight, stem.norm.bias, stem.conv.weight]
-    assert torch.autograd.gradgradcheck(
-        lambda x, *parameters: run_with_parameters(settings, stem, x, (*parameters, None)), (x, *tensors)
-    )
+    assert torch.autograd.gradgradcheck(lambda x, *parameters: plan.apply(x, *parameters, None), (x, *tensors))
 
 
 # Uses

@@ -13,6 +13,7 @@ from helpers import (
     assert_same_values,
     freeze_norms,
     live_tensors,
+    plan_stage,
     small_model,
 )
 from test_parts import CONSUMERS, Block, _randomized
@@ -20,9 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engine import choose, parts
+from efficient_densenet.engine import choose
 from efficient_densenet.engine.refuse import separate_consumer
-from efficient_densenet.engine.stage import run as shared
 from efficient_densenet.engine.stage.statistics import ForwardStatistics
 from efficient_densenet.memory import tensor_peak
 
@@ -50,7 +50,7 @@ def _run_consumer(consumer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _engine(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
-    return _run_consumer(consumer, shared.run(parts.parts_of(block), None, x))
+    return _run_consumer(consumer, plan_stage(block, None, x).run(x)[0])
 
 
 def _plain(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def test_uses_of_the_features_between(use, stored):
 
 
 def _run_block(block: nn.Module, x: Tensor) -> Tensor:
-    return shared.run(parts.parts_of(block), None, x)
+    return plan_stage(block, None, x).run(x)[0]
 
 
 @pytest.mark.parametrize("order", ["block first", "consumer first"])

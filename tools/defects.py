@@ -17,6 +17,59 @@ class Defect(NamedTuple):
 
 
 DEFECTS = [
+    # Plans that are kept: a change that is not noticed
+    Defect(
+        "a kept plan: another class of a module",
+        "list(map(type, modules)) == self.classes",
+        "True",
+        "plans",
+    ),
+    Defect("a kept plan: an attribute that was added", "list(map(len, attributes)) == self.sizes", "True", "plans"),
+    Defect("a kept plan: hooks", "not any(chain.from_iterable(map(_hooks, called)))", "True", "plans"),
+    Defect(
+        "a kept plan: a new forward of a module",
+        "not any(any(map(contains, called, repeat(name))) for name in METHODS)",
+        "True",
+        "plans",
+    ),
+    Defect(
+        "a kept plan: another module",
+        "_are_same(chain.from_iterable(map(dict.values, map(_children, attributes))), self.children)",
+        "True",
+        "plans",
+    ),
+    Defect(
+        "a kept plan: another dict of parameters",
+        "_are_same(chain.from_iterable(map(_tensors, attributes)), self.dicts)",
+        "True",
+        "plans",
+    ),
+    Defect("a kept plan: settings", "self._settings(attributes) == self.settings", "True", "plans"),
+    Defect(
+        "a kept plan: an attribute that is no plain value",
+        "_are_same([_reference(attributes[i][name]) for i, name in self.objects], self.references)",
+        "True",
+        "plans",
+    ),
+    Defect("a kept plan: dtypes and sizes of tensors", "_kinds(self.plan) == self.tensors", "True", "plans"),
+    Defect("a kept plan: memory formats", "(block is None, formats, return_features)", "(block is None,)", "plans"),
+    Defect(
+        "a kept plan: the state of a converted block", "*request, *states, *precision", "*request, *precision", "plans"
+    ),
+    Defect("a kept plan: autocast", "*states, *precision, x.dim()", "*states, x.dim()", "plans"),
+    Defect("a kept plan: a single pixel", "x.shape[1], has_one_pixel)", "x.shape[1])", "plans"),
+    Defect(
+        "a kept plan: a hook on all modules, or a patched class",
+        "    reason = why_not_global_changes()",
+        "    reason = None",
+        "plans",
+    ),
+    Defect(
+        "a kept plan: it keeps tensors alive",
+        "return list(map(type, tensors)), list(map(_dtype, present)), list(map(Tensor.numel, present))",
+        "return list(map(type, tensors)), list(map(_dtype, present)), present",
+        "plans",
+    ),
     # The shared engine
     Defect(
         "running statistics: the momentum the wrong way round",
@@ -131,13 +184,13 @@ DEFECTS = [
     ),
     Defect(
         "dropout: masks drawn in another memory format than plain's",
-        "memory_format = self._output_memory_format(layer, x)",
+        "memory_format = self._output_memory_format(tensors[position], x)",
         "memory_format = torch.contiguous_format",
         "engines",
     ),
     Defect(
         "memory format: the network's output stays in channels_last",
-        "any(self.is_block(m) for _, m in following)",
+        "any(self.is_block(module) for _, module in following)",
         "True",
         "handed_on",
     ),
