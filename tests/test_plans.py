@@ -328,7 +328,18 @@ def _patched_class() -> Iterator[None]:
         nn.Conv2d._conv_forward = before
 
 
-@pytest.mark.parametrize("context", [_hook_on_all_modules, _patched_class])
+@contextlib.contextmanager
+def _patched_class_of_an_author() -> Iterator[None]:
+    layer_class = torchvision.models.densenet._DenseLayer
+    before = layer_class.forward
+    layer_class.forward = lambda *args: before(*args) * 2
+    try:
+        yield
+    finally:
+        layer_class.forward = before
+
+
+@pytest.mark.parametrize("context", [_hook_on_all_modules, _patched_class, _patched_class_of_an_author])
 @pytest.mark.parametrize("make", [_ours, _converted])
 def test_a_change_of_all_modules_after_the_first_step(make, context, models):
     ours, plain = copy.deepcopy(models[make])

@@ -1,16 +1,16 @@
 """What a stage or a stem is made of: read and checked when it is first seen, and kept for later forwards.
 
-A forward with a kept plan looks only at what can change: the modules inside and their classes, hooks and replaced
-forwards, every plain attribute (training flags, eps, drop rates, …), and the type, dtype and size of each tensor. Any
-change reads and checks again. The plans belong to a block, not to its attributes: copies, replicas and pickles of a
-model have none.
+A forward with a kept plan looks only at what can change: the modules inside and their classes, hooks, attributes that
+were added (a new forward), every plain attribute (training flags, eps, drop rates, …), and the type, dtype and size of
+each tensor. Any change reads and checks again. The plans belong to a block, not to its attributes: copies, replicas and
+pickles of a model have none.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
-from operator import attrgetter, contains, is_, itemgetter
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .._tensors import autocast_enabled, compute_dtype, device_type, memory_format_of
 from ..norms.sync_batch_norm import is_synchronized
-from .changed_modules import HOOKS, METHODS, why_not_global_changes
+from .changed_modules import HOOKS, why_not_global_changes
 from .parts import BlockParts
 from .refuse import joined_consumer, separate_consumer, shared_parts
 from .sharded import can_run_inside
@@ -60,7 +60,7 @@ def read_stem(modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
     """How the shared engine runs the first four of `modules` on x as one node, or None where it cannot."""
     if len(modules) < 4:
         return None
-    plan = _keep(modules[:4], ("stem", tuple(x.shape[2:])), x, lambda: stem_at_the_start(modules, x) or "")
+    plan = _keep(modules[:4], ("stem", len(x) == 1, tuple(x.shape[2:])), x, lambda: stem_at_the_start(modules, x) or "")
     return None if isinstance(plan, str) else plan
 
 
@@ -97,11 +97,16 @@ def _keep(roots: Sequence[nn.Module], request: tuple, x: Tensor, read: Callable[
         return cast(Any, kept.plan)
     plan = read()
     if not isinstance(plan, str):
-        kept = _Kept(roots, plan, first_may_have_hooks=request[0] is False)
-        if not any(map(is_synchronized, kept.inside)) and kept.is_current(roots):  # not with hooks inside
+        kept = None if any(map(_must_be_read, roots)) else _Kept(roots, plan, first_may_have_hooks=request[0] is False)
+        if kept is not None and kept.is_current(roots):  # not with hooks inside
             rest = {} if plans is None or len(plans) >= _MOST_PLANS else plans
             _kept[first] = rest | {key: kept}  # a new dict: other threads may read the old one
     return plan
+
+
+def _must_be_read(root: nn.Module) -> bool:
+    """Whether there is a module inside that depends on more than its attributes: on processes, or compiled code."""
+    return any(is_synchronized(module) or isinstance(module, torch.jit.ScriptModule) for module in root.modules())
 
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
@@ -141,7 +146,6 @@ class _Kept:
                 list(map(type, modules)) == self.classes
                 and list(map(len, attributes)) == self.sizes
                 and not any(chain.from_iterable(map(_hooks, called)))
-                and not any(any(map(contains, called, repeat(name))) for name in METHODS)
                 and _are_same(chain.from_iterable(map(dict.values, map(_children, attributes))), self.children)
                 and _are_same(chain.from_iterable(map(_tensors, attributes)), self.dicts)
                 and self._settings(attributes) == self.settings
