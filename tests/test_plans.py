@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchvision
 from helpers import assert_close, assert_same_buffers, assert_same_gradients, backward, nodes_of
-from test_parts import Block, _randomized
+from test_parts import Block, randomized
 from test_parts import _block_parts as parts_of_block
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
@@ -415,7 +415,7 @@ class _ReadBlock(Block):
 
 
 def test_an_attribute_that_is_added_after_the_first_step():
-    (block,) = _randomized(_ReadBlock())
+    (block,) = randomized(_ReadBlock())
     x = torch.randn(2, 4, 5, 6, dtype=torch.double, requires_grad=True)
     newest_first = block(x)
     block.last_first = False

@@ -155,13 +155,13 @@ class Case(_Arguments):
 
     def conv1x1_with_statistics(self, kernels: Any) -> Results:
         def function(statistics: StatisticsOutput) -> Tensor:
-            return self.conv1x1(lambda conv: kernels.conv1x1_forward_with_statistics(conv, statistics))
+            return self.conv1x1(lambda conv: kernels.conv1x1_forward(conv, statistics))
 
         return self.with_statistics(function, len(self.weight1x1))
 
     def conv3x3_with_statistics(self, kernels: Any) -> Results:
         arguments = self.input, self.weight3x3, self.shape, self.dilation
-        function = functools.partial(kernels.conv3x3_forward_with_statistics, *arguments)
+        function = functools.partial(kernels.conv3x3_forward, *arguments)
         return self.with_statistics(function, len(self.weight3x3))
 
     def grad_bottleneck(self, values: Tensor) -> BatchNormBackward:

@@ -187,12 +187,8 @@ class Kernels(Protocol):
         """The backward of `affine_forward`, with g = grad_output."""
         ...
 
-    def conv1x1_forward(self, conv: Conv1x1) -> None:
-        """Writes conv.output."""
-        ...
-
-    def conv1x1_forward_with_statistics(self, conv: Conv1x1, statistics: StatisticsOutput) -> None:
-        """Writes conv.output and its statistics."""
+    def conv1x1_forward(self, conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
+        """Writes conv.output and, where they are asked for, its statistics."""
         ...
 
     def conv1x1_backward(
@@ -211,14 +207,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def conv3x3_forward(self, input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
-        """A 3×3 convolution (3 or 3×3×3 in other dimensions) of y with padding = dilation: (pixels, out_channels)."""
-        ...
-
-    def conv3x3_forward_with_statistics(
-        self, input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+    def conv3x3_forward(
+        self,
+        input: AffineInput,
+        weight: Tensor,
+        shape: torch.Size,
+        dilation: int = 1,
+        statistics: StatisticsOutput | None = None,
     ) -> Tensor:
-        """The output of `conv3x3_forward`; writes its statistics."""
+        """A 3×3 convolution (3 or 3×3×3 in other dimensions) of y with padding = dilation, (pixels, out_channels);
+        writes its statistics where they are asked for."""
         ...
 
     def conv3x3_backward(

@@ -114,13 +114,10 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     return finish_backward(input.norm, accumulator.sums, partial_sums)
 
 
-def conv1x1_forward(conv: Conv1x1) -> None:
-    conv1x1.forward(conv, with_statistics=False)
-
-
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
-    stats, block_rows = conv1x1.forward(conv, with_statistics=True)
-    combine_statistics(stats, block_rows, conv.output.shape[0], statistics)
+def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
+    stats, block_rows = conv1x1.forward(conv, with_statistics=statistics is not None)
+    if statistics is not None:
+        combine_statistics(stats, block_rows, len(conv.output), statistics)
 
 
 def conv1x1_backward(
@@ -140,19 +137,18 @@ def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
     return conv3x3.channels_last(weights)
 
 
-def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
-    if conv3x3.is_for_triton(weight, shape, dilation):
-        return conv3x3.forward(input, weight, shape, dilation)
-    return _cudnn_conv(input, weight, shape, pool=1, dilation=dilation)
-
-
-def conv3x3_forward_with_statistics(
-    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+def conv3x3_forward(
+    input: AffineInput,
+    weight: Tensor,
+    shape: torch.Size,
+    dilation: int = 1,
+    statistics: StatisticsOutput | None = None,
 ) -> Tensor:
     if conv3x3.is_for_triton(weight, shape, dilation):
         return conv3x3.forward(input, weight, shape, dilation, statistics)
     output = _cudnn_conv(input, weight, shape, pool=1, dilation=dilation)
-    batch_statistics(output, statistics)
+    if statistics is not None:
+        batch_statistics(output, statistics)
     return output
 
 
