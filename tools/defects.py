@@ -332,14 +332,14 @@ DEFECTS = [
     ),
     Defect(
         "running statistics: norms that track none are updated",
-        "if not norm.track_running_stats:",
-        "if False:",
+        "if norm.track_running_stats:",
+        "if True:",
         "shared",
     ),
     Defect(
         "running statistics: a norm without a count has a cumulative average",
-        "lacks_count = momentum is None and count is None",
-        "lacks_count = False",
+        "mean is None or variance is None or (momentum is None and count is None)",
+        "mean is None or variance is None",
         "shared",
     ),
     Defect(
@@ -389,8 +389,8 @@ DEFECTS = [
     ),
     Defect(
         "memory format: a map stays in channels_last",
-        "keeps_channels_last=consumer_name not in self.taps and any(",
-        "keeps_channels_last=any(",
+        "handed_on = not (taps_block or is_tapped) and any(",
+        "handed_on = any(",
         "handed_on",
     ),
     Defect("maps: a transition with hooks is not called", "if must_be_called(transition):", "if False:", "features"),
