@@ -39,6 +39,12 @@ PROGRAMS = {
         "iou.csv",
         ("iou", "accuracy"),
     ),
+    "volumes": Program(
+        ("--patch", "32", "32", "32", "--epochs", "2", "--accumulate", "2", "--maps", "1", "--resamples", "20"),
+        ("predictions.csv", "confusion.png", "maps/*.nii.gz", "maps/*.png"),
+        "results.csv",
+        ("sensitivity", "auroc", "low", "high"),
+    ),
 }
 
 
@@ -48,7 +54,7 @@ def _examples_are_importable(monkeypatch):
 
 
 def load(name: str) -> ModuleType:
-    for needed in ("pandas", "torchmetrics", "pytorch_grad_cam"):
+    for needed in ("pandas", "torchmetrics", "pytorch_grad_cam", "nibabel", "monai"):
         pytest.importorskip(needed)
     return importlib.import_module(name)
 
@@ -57,6 +63,8 @@ def write_data(name: str, folder: Path) -> Path:
     generated = load("generated")
     if name == "segmentation":
         return generated.streets(folder / "streets", {"train": 4, "val": 2, "test": 2})
+    if name == "volumes":
+        return generated.volumes(folder / "volumes", patients=20, size=34)
     return generated.xrays(folder / "xrays", patients=24, size=64)
 
 
@@ -84,10 +92,11 @@ def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_pa
     import pandas as pd
 
     whole = run(monkeypatch, name, data, tmp_path / "whole")
-    for file in program.files:
-        assert (tmp_path / "whole" / file).stat().st_size > 100, file
-        if file.endswith(".png"):
-            assert np.asarray(Image.open(tmp_path / "whole" / file)).std() > 10, file  # not blank
+    for pattern in program.files:
+        (file,) = (tmp_path / "whole").glob(pattern)
+        assert file.stat().st_size > 100, file
+        if file.suffix == ".png":
+            assert np.asarray(Image.open(file)).std() > 10, file  # not blank
     written = pd.read_csv(tmp_path / "whole" / program.table)
     assert list(written) == list(whole)
     assert whole.iloc[:, 0].astype(str).tolist()[-1] in capsys.readouterr().out.splitlines()[-1]
@@ -226,6 +235,37 @@ def test_masks_of_numbers_and_rows_of_one_name(tmp_path):
     assert classes.read(tmp_path / "b.png").tolist() == [[0, 1, 0, 255]]
     weights = masks.median_frequency_weights(np.array([[10, 30, 0], [20, 0, 0]]))
     np.testing.assert_allclose(weights, [0.675 / 0.5 * 1, 0.625 / 0.75, 0], atol=0.3)
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize(
+    ("columns", "rows", "sentence"),
+    [
+        ("volume,class", ["a.nii.gz,1"], "lacks the column label: it has volume, class"),
+        ("volume,label", ["a.nii.gz,1", "a.nii.gz,"], "line 3: the label is blank"),
+        ("volume,label", ["b.nii.gz,1"], "b.nii.gz is missing"),
+        ("volume,label", ["flat.nii.gz,1"], "flat.nii.gz has the shape 4 × 4, but must have three dimensions"),
+        ("volume,label", ["a.nii.gz,1"], "no volume of 1 is in "),
+    ],
+)
+def test_volumes_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch):
+    nibabel = pytest.importorskip("nibabel")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / "a.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), tmp_path / "flat.nii.gz")
+    assert sentence in refuse(monkeypatch, "volumes", table_of(tmp_path, columns, *rows), tmp_path / "out")
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize(
+    ("name", "words"), [("chest_xray", ("--model", "torchxrayvision")), ("volumes", ("--model", "monai"))]
+)
+def test_models_of_other_libraries_are_converted(name, words, capsys):
+    program = load(name)
+    import torch
+
+    model = program.build(program.parse(["--data", "x", "--out", "x", *words]), 3).eval()
+    assert "4 dense blocks changed" in capsys.readouterr().out
+    assert model(torch.rand(1, 1, *[32] * (2 if name == "chest_xray" else 3))).shape == (1, 3)
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
