@@ -47,6 +47,8 @@ def test_the_peak_is_that_of_recomputing(make, kernels, monkeypatch):
     assert saved_bytes(lambda: model(x)) > saved_bytes(lambda: recomputing(x))
     peaks = [tensor_peak(lambda each=each: each(x).sum().backward()) for each in (model, recomputing)]
     assert peaks[0] <= peaks[1] * 1.001
+    if kernels:
+        return  # a prediction is of the kernels that this processor has
     predicted = [_predicted(each, SIZE, "cpu") for each in (model, recomputing)]
     assert predicted[0] == predicted[1]
 
