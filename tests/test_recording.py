@@ -6,6 +6,8 @@ import ctypes
 import importlib
 import itertools
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels, make_efficient
-from efficient_densenet.engine.recording import programs, slab
+from efficient_densenet.engine.recording import program, programs, slab
 from efficient_densenet.engine.recording.program import Program
 from efficient_densenet.kernels.numba_cpu.host import openmp
 
@@ -97,9 +99,9 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 def counted_replays() -> Iterator[list[Program]]:
     replays, run = [], Program.run
 
-    def counted(program: Program, externals: list[Tensor]) -> list[Tensor]:
-        replays.append(program)
-        return run(program, externals)
+    def counted(each: Program, externals: list[Tensor]) -> list[Tensor]:
+        replays.append(each)
+        return run(each, externals)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Program, "run", counted)
@@ -188,11 +190,12 @@ def test_triton_kernels_of_each_family(family, dtype, variant, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel_set", KERNELS)
-def test_images_of_several_tiles(kernel_set, monkeypatch):
+@pytest.mark.parametrize("small_run_bytes", [0, 1 << 30])
+def test_images_of_several_tiles(small_run_bytes, kernel_set, monkeypatch):
+    """A run that frees what it does not need any more, and one with a slab."""
     use(kernel_set, monkeypatch)
     monkeypatch.setitem(importlib.import_module("efficient_densenet.kernels.row_tiles").TILE_BYTES, "cpu", 3000)
-    monkeypatch.setattr(importlib.import_module("efficient_densenet.engine.recording.program"), "DEAD_BYTES", 1000)
-    monkeypatch.setitem(importlib.import_module("efficient_densenet.engine.recording.program").SMALL_BYTES, "cpu", 2000)
+    monkeypatch.setattr(program, "SMALL_RUN_BYTES", small_run_bytes)
     assert_replayed(small_model("imagenet", efficient="shared").float(), torch.randn(5, 3, 40, 36))
 
 
@@ -419,6 +422,18 @@ def test_runs_that_others_see_are_direct(where, monkeypatch):
     with Mode() if where == "mode" else contextlib.nullcontext():
         programs.run(lambda: [x + 1], "settings", [x])
     assert not programs.entries()
+
+
+def test_recording_imports_no_compiler():
+    """It takes as much memory as a training step."""
+    code = """
+import sys, torch, efficient_densenet
+model = efficient_densenet.DenseNet(block_config=(1,), num_init_features=4, efficient="shared")
+for _ in range(3):
+    model(torch.randn(1, 3, 4, 4)).sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_unknown_mode_is_an_error(monkeypatch):

@@ -5,7 +5,6 @@ its tensors and an array of their addresses, so any number of threads may replay
 """
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,16 +16,13 @@ from torch import Tensor
 from . import slab
 from .recorder import Allocation, Launch, Memory, Operation, Place, Recorder, mapped
 
-SMALL_BYTES = {"cpu": 1 << 16}
-"""The largest memory, by the type of the device, that is allocated before the first step, and as a part of the slab if
-it is a temporary. A larger one of a CPU is allocated by itself when it is first used, since the system would give a
-large slab new pages in each run, and lives no longer than it must. On other devices all are allocated at first."""
+SMALL_RUN_BYTES = 1 << 22
+"""The most that a run on a CPU allocates in all if it allocates everything at first, temporaries as a slab, and frees
+nothing before its end. In a larger run each memory lives from its first use to its last: a slab would take new pages
+from the system each time, and raise the peak. On other devices there is a slab in every run, whatever its size."""
 
 Step = Callable[[Any], None]
 """A step of a `Run`."""
-
-DEAD_BYTES = 1 << 20
-"""The most bytes of small memories that are freed later than they could be, many in one step."""
 
 _FUNCTIONS = {
     getattr(getattr(torch.ops.aten, name), overload): function
@@ -122,12 +118,14 @@ class _Builder:
     """
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Place]) -> None:
-        small = SMALL_BYTES.get(recorder.device.type, math.inf)
         kept = {place.memory for place in outputs}
         self.num_externals, self.device = recorder.num_externals, recorder.device
         self.memories = {number: each for number, each in enumerate(recorder.memories) if each is not None}
         allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
-        is_early = {number for number in allocated if self.memories[number].nbytes <= small}
+        new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
+        on_cpu = recorder.device.type == "cpu"
+        is_small = on_cpu and sum(each.nbytes for each in new.values()) <= SMALL_RUN_BYTES
+        is_early = allocated if is_small or not on_cpu else set[int]()
         self.offsets, self.slab_bytes = slab.plan({number: self.memories[number] for number in is_early - kept})
         self.early = [(number, self.memories[number]) for number in sorted(is_early & kept)]
         self.slab = dict.fromkeys({self.memories[number].dtype for number in self.offsets}, 0)
@@ -139,9 +137,8 @@ class _Builder:
         self.constants: dict[tuple[type, str], int] = {}
         self.steps: list[Step] = []
         self.launches: list[Launch] = []
-        self.dead, self.dead_bytes = list[int](), 0
         freed: dict[int, list[int]] = {}
-        for number in self.memories.keys() - kept - self.offsets.keys() - set(range(self.num_externals)):
+        for number in () if is_small else new.keys() - kept - self.offsets.keys():
             freed.setdefault(self.memories[number].last, []).append(number)
         for i, event in enumerate(recorder.events):
             if isinstance(event, Launch):
@@ -150,7 +147,9 @@ class _Builder:
                 self._operation(event)
             elif event.memory not in is_early:
                 self._step(_Allocate(event.memory, self.memories[event.memory], self.device))
-            self._free(freed.get(i, ()), small)
+            if i in freed:
+                views = [number for place, number in self.views.items() if place.memory in freed[i]]
+                self._step(_Free([*freed[i], *views]))
         self._end_launches()
         self.outputs = [each.memory if self._is_whole(each) else each for each in outputs]
 
@@ -168,15 +167,6 @@ class _Builder:
         args = [self._value(each) for each in event.args]
         kwargs = {name: self._value(each) for name, each in event.kwargs.items()}
         self._step(_Operate(_FUNCTIONS.get(event.function, event.function), args, kwargs, event.results))
-
-    def _free(self, numbers: Sequence[int], small: float) -> None:
-        """Free memories that have been used the last time, and their views: a large one at once."""
-        self.dead += numbers
-        self.dead_bytes += sum(self.memories[number].nbytes for number in numbers)
-        if self.dead_bytes > DEAD_BYTES or any(self.memories[number].nbytes > small for number in numbers):
-            views = [number for place, number in self.views.items() if place.memory in self.dead]
-            self._step(_Free([*self.dead, *views]))
-            self.dead, self.dead_bytes = [], 0
 
     def _value(self, argument: Any) -> int:
         """The number of an argument: of a constant, a tensor, or a list with tensors."""

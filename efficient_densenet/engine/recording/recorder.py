@@ -96,6 +96,11 @@ class Recorder(TorchDispatchMode):
                 self._spans.setdefault(_storage_key(each), []).append((number, *_span(each)))
         self.overlaps = list(self._overlaps())
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks when the class is defined. If True, it imports its compiler, 150 MiB, at the first operation."""
+        return False
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """In this context and thread, everything is recorded."""
