@@ -2,11 +2,9 @@
 
     python benchmarks/communication.py --model densenet121 --processes 8,64,512
     python benchmarks/communication.py --model densenet121 --processes 8,64,512 --batch_size 16 --image_size 224
-    python benchmarks/communication.py --page docs/scaling.md
 
 One process runs the steps of rank 0 in a process group of PyTorch that sends nothing. With a batch size the table has
-the memory of a step, without one the collectives of a step and the bytes that a process receives in them. `--page`
-writes the tables of a document again.
+the memory of a step, without one the collectives of a step and the bytes that a process receives in them.
 """
 
 import contextlib
@@ -14,14 +12,12 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from methods import architecture, as_list
 from options import run_command
-from pages import rewritten
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,36 +34,20 @@ ENGINES = ("plain", "shared")
 
 
 def communication(
-    model: Any = "densenet121", processes: Any = "8,64,512", batch_size: int = 0, image_size: int = 0, page: str = ""
+    model: str = "densenet121", processes: Any = "8,64,512", batch_size: int = 0, image_size: int = 0
 ) -> None:
-    """Print what a process of a training step receives, or with a batch size how much memory it needs.
+    """Print what a process of a training step receives, or with a batch size how much memory it needs, as a Markdown
+    table.
 
     Args:
         model: a name of the zoo, or densenet_bc_<depth>_<growth rate>.
         processes: how many there are, one number or several.
         batch_size: images of a process. Default: no memory is measured.
         image_size: height and width of the images. Default: the smallest that the network takes.
-        page: a document in which what its commands print is written again.
     """
-    if page:
-        Path(page).write_text(rewritten_page(Path(page).read_text()))
-        return
-    print(report(model, processes, batch_size, image_size))
-
-
-def rewritten_page(text: str) -> str:
-    """Return the document with its tables replaced by the present counts."""
-    return rewritten(text, "communication.py", communication, report)
-
-
-def report(model: str, processes: Any, batch_size: int = 0, image_size: int = 0) -> str:
-    """The table, in Markdown."""
     sizes = [int(size) for size in as_list(processes)]
-    if batch_size:
-        title = f"{model}, {batch_size} images of {image_size}×{image_size} a process, tensor peak with SGD's momentum"
-    else:
-        title = f"{model}, collectives of a step and what a process receives in them"
-    rows = [("", "engine", *(f"{size} processes" for size in sizes)), ("---", "---", *["---:"] * len(sizes))]
+    print(f"|  | engine | {' | '.join(f'{size} processes' for size in sizes)} |")
+    print(f"|---|---|{'---:|' * len(sizes)}")
     for wrapping, engine in itertools.product(MEMORY_OF if batch_size else WRAPPINGS, ENGINES):
         cells = []
         for size in sizes:
@@ -77,8 +57,7 @@ def report(model: str, processes: Any, batch_size: int = 0, image_size: int = 0)
                 else:
                     counts = count(model, wrapping, engine, image_size)
                     cells.append(f"{counts.collectives}, {counts.bytes / 2**20:,.1f} MiB")
-        rows.append((wrapping, f"`{engine}`", *cells))
-    return "\n".join(["", f"{title}:", "", *(f"| {' | '.join(cells)} |" for cells in rows), ""])
+        print(f"| {wrapping} | `{engine}` | {' | '.join(cells)} |")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from gpu_trace import triton_kernels
+from gpu_counts import triton_kernels
 from methods import architecture
 from options import run_command
 

@@ -41,9 +41,6 @@ NEWER_COLUMNS = {"kernels", "step_peak_mib", "host_s_median"}
 """Those that older files lack: the set of kernels that the shared engine runs (Triton, Numba or portable), and the peak
 of a step that makes its gradients anew, which count, and the host's part of a step on a GPU."""
 
-RENAMED_METHODS = {"compile": "compile_plain"}
-"""Methods that have another name in older files."""
-
 
 def make(setting: Setting, measurements: dict[str, Measurement]) -> list[Row]:
     """Return one row for each method."""
@@ -134,8 +131,7 @@ def read(path: Path) -> list[Row]:
         reader = csv.DictReader(file)
         if not set(COLUMNS) - NEWER_COLUMNS <= set(reader.fieldnames or ()) <= set(COLUMNS):
             return []
-        rows = [dict.fromkeys(COLUMNS, "") | row for row in reader]
-        return [row | {"method": RENAMED_METHODS.get(row["method"], row["method"])} for row in rows]
+        return [dict.fromkeys(COLUMNS, "") | row for row in reader]
 
 
 def write(path: Path, measured: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ class ForkedDemo:
 
     def __init__(
         self,
-        script: str,
+        script: str | Path,
         *arguments: str,
         cwd: Path,
         stderr: str | None = None,
@@ -36,7 +36,7 @@ class ForkedDemo:
         self._stdout, self._stderr, report = directory / "stdout", directory / "stderr", directory / "report"
         os.mkfifo(report)
         request = {"report": str(report), "stdout": str(self._stdout), "stderr": stderr or str(self._stderr)}
-        request |= {"script": script, "arguments": arguments, "cwd": str(cwd), "environment": environment}
+        request |= {"script": str(script), "arguments": arguments, "cwd": str(cwd), "environment": environment}
         request |= {"new_session": new_session, "max_file_bytes": max_file_bytes}
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
@@ -64,7 +64,7 @@ class ForkedDemo:
             os.kill(self.pid, number)
 
 
-def forked_demo(script: str, *arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess:
+def forked_demo(script: str | Path, *arguments: str, cwd: Path, **options) -> subprocess.CompletedProcess:
     """Run a demo in a process of its own to its end."""
     process = ForkedDemo(script, *arguments, cwd=cwd, **options)
     stdout, stderr = process.communicate()
@@ -78,7 +78,7 @@ def fork_processes(processes: int, script: Path, *words: str, cwd: Path) -> list
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
         common |= {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
     ranks = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(processes)} for i in range(processes)]
-    return [ForkedDemo(str(script), *words, cwd=cwd, **common, **rank) for rank in ranks]
+    return [ForkedDemo(script, *words, cwd=cwd, **common, **rank) for rank in ranks]
 
 
 def torchrun(*words: str, cwd: Path, **environment: str) -> subprocess.Popen:

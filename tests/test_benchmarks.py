@@ -1,39 +1,40 @@
-"""The commands of benchmarks/: measuring by alternating processes, checking, profiling, and the script for a GPU."""
+"""Each command of benchmarks/ runs on something tiny, and what is committed is what it made."""
 
-import importlib.util
+import csv
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
+import checkpointing
+import communication
 import comparison
+import gpu_counts
 import options
+import plot
 import pytest
+import replicas
 import rows as results
 import run as benchmark
 import table
 import torch
 import worker
-from methods import METHODS, Setting, architecture, as_list, choose, expand, unavailable_reason
+from methods import LAYOUTS, METHODS, Setting, architecture, choose, expand
 
-from efficient_densenet import DenseNet, kernels
+from efficient_densenet import DenseNet
 
 ROOT = Path(__file__).parents[1]
 TINY = Setting("densenet_bc_10_4", 2, 8, "float32", "contiguous", "cpu", 1)
 TINY_OPTIONS = {"model": TINY.model, "batch_size": 2, "image_size": 8, "device": "cpu", "threads": 1}
-MIB = 2**20
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def _workers_import_the_package(monkeypatch):
+def _workers_import_the_package_and_settings_are_restored(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "demos"))))
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads_and_precision():
     threads, precision, cudnn = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn
     flags = cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32
     yield
@@ -42,184 +43,47 @@ def _restore_threads_and_precision():
     cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32 = flags
 
 
-class FakeWorker:
-    """Answers as a worker does, with fixed numbers. `log` lists the commands to all workers."""
-
-    log: tuple[tuple[str, str], ...] = ()
-    free = 10_000
-    errors: dict[str, str] = {}  # noqa: RUF012 (each test sets its own)
-
-    def __init__(self, method: str, *_: object) -> None:
-        self.method = method
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def receive(self) -> dict:
-        return {}
-
-    def stop(self) -> None:
-        pass
-
-    def request(self, command: str) -> dict:
-        type(self).log += ((self.method, command),)
-        if command in self.errors.get(self.method, ""):
-            raise comparison.MethodError(comparison.OUT_OF_MEMORY)
-        if command == "free":
-            return {"free": self.free}
-        if command == "step":
-            return {"seconds": 2.0 if self.method == "plain" else 1.0, "host_seconds": 0.5}
-        return {"tensor_peak": 1000 * MIB, "process_peak": 8000, "first_step_s": 0.5, "allocator": "system"}
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    fresh = type("Fake", (FakeWorker,), {"log": (), "errors": {}})
-    monkeypatch.setattr(comparison, "WorkerProcess", fresh)
-    monkeypatch.setattr(comparison, "PAUSE", 0)
-    return fresh
-
-
-@pytest.mark.parametrize(
-    ("free", "groups"),
-    [
-        (10**12, [["plain", "shared", "timm"], ["plain", "compile_plain"]]),
-        (1000, [["plain", "shared"], ["plain", "timm"], ["plain", "compile_plain"]]),
-    ],
-)
-def test_methods_that_fit_in_memory_together_take_steps_in_turn(free, groups, fake):
-    """A method with a compiler is prepared after the others are measured."""
-    fake.free = free
-    measurements = comparison.Comparison(["plain", "shared", "timm", "compile_plain"], rounds=2).run(TINY)
-    prepared: set[str] = set()
-    expected = []
-    for group in groups:
-        expected += [(method, "prepare") for method in group if method not in prepared]
-        expected += [(method, "step") for method in group] * 2
-        prepared.update(group)
-    assert [entry for entry in fake.log if entry[1] != "free"] == expected
-    assert (measurements["shared"].times, measurements["shared"].ratios) == ([1.0, 1.0], [0.5, 0.5])
-    assert len(measurements["plain"].times) == 2 * len(groups)
-
-
-@pytest.mark.parametrize("command", ["prepare", "step"])
-@pytest.mark.parametrize("method", ["plain", "shared"])
-def test_out_of_memory_is_noted_in_the_row_and_the_others_have_times(method, command, fake):
-    fake.errors = {method: command}
-    measurements = comparison.Comparison(["plain", "shared", "timm"], rounds=2).run(TINY)
-    rows = {row["method"]: row for row in results.make(TINY, measurements)}
-    assert (rows[method]["note"], rows[method]["step_s_median"], rows[method]["device"]) == ("out of memory", "", "cpu")
-    assert measurements["timm"].times == [1.0, 1.0]
-    assert rows["timm"]["time_over_plain_median"] == ("" if method == "plain" else "0.500")
-
-
-def test_a_run_measures_and_writes_rows(tmp_path):
+def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
     benchmark.run(**TINY_OPTIONS, methods="shared", rounds=1, folder=str(tmp_path))
     (path,) = tmp_path.iterdir()
     plain, shared = results.read(path)
     assert (plain["method"], plain["tensor_peak_over_plain"], plain["note"]) == ("plain", "1.000", "")
-    ratio = float(shared["step_s_median"]) / float(plain["step_s_median"])
-    assert float(shared["time_over_plain_median"]) == pytest.approx(ratio, abs=0.05 * ratio)
     assert 0 < float(shared["tensor_peak_over_plain"]) < 1
     assert float(shared["process_peak_mib"]) > 0
+    ratio = float(shared["step_s_median"]) / float(plain["step_s_median"])
+    assert float(shared["time_over_plain_median"]) == pytest.approx(ratio, rel=0.05)
+    measured = f"Measured on {plain['device_name']} with PyTorch {torch.__version__.partition('+')[0]}, {plain['date']}"
+    shown = table.render([str(path)])
+    assert f"{measured}, commit {plain['commit'].removesuffix('+')}" in shown
+    page = f"<!-- python benchmarks/table.py {path} -->\n{shown}\n\nText | that is no table\n"
+    assert table.outdated(page) == []
+    assert table.outdated(page.replace("`shared`", "`plain`")) == [str(path)]
+    plot.save(path, tmp_path)
+    assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
 
 
-def test_a_task_counts_gradients_where_a_step_makes_them():
-    task = worker.Task("shared", TINY)
-    answer = task.prepare()
-    gradients = 4 * sum(parameter.numel() for parameter in task.model.parameters())
-    assert gradients < answer["tensor_peak"] < answer["step_peak"] <= answer["tensor_peak"] + gradients < 10 * MIB
-    assert answer["first_step_s"] > 0
-    assert 0 < task.time_step()["host_seconds"] <= task.last_seconds
-    task.step()
-    first = task.model.classifier.weight.grad.clone()
-    task.step()
-    torch.testing.assert_close(task.model.classifier.weight.grad, first)
-    task._accumulate()
-    torch.testing.assert_close(task.model.classifier.weight.grad, 2 * first)
-
-
-def test_a_worker_reports_errors():
-    too_small = replace(TINY, image_size=1, layout="channels_last")
-    with comparison.WorkerProcess("plain", too_small, timeout=60) as process:
-        assert process.receive() == {}
-        assert process.request("free")["free"] > MIB
+def test_a_method_that_fails_has_a_note_and_the_others_have_times():
+    with comparison.WorkerProcess("plain", replace(TINY, image_size=1, layout="channels_last"), timeout=60) as process:
+        process.receive()
         with pytest.raises(comparison.MethodError, match=r"ValueError: found \w+ of 1×1"):
             process.request("prepare")
-        process.timeout = 0.1
-        with pytest.raises(comparison.MethodError, match=r"no answer within 0\.1 s"):
-            process.receive()
-        process.timeout = 60
         process.process.kill()
         with pytest.raises(comparison.MethodError, match="out of memory"):
             process.request("free")
+    plain = comparison.Measurement(tensor_peak=4 << 20, times=[1.0], ratios=[1.0])
+    failed = comparison.Measurement(note=comparison.OUT_OF_MEMORY)
+    rows = results.make(TINY, {"plain": plain, "shared": failed})
+    assert [(row["note"], row["tensor_peak_mib"]) for row in rows] == [("", "4.0"), ("out of memory", "")]
 
 
-@pytest.mark.parametrize(("precision", "layout"), [("bf16", "contiguous"), ("fp16", "channels_last")])
-def test_a_task_has_the_precision_and_layout(precision, layout):
-    task = worker.Task("plain", replace(TINY, precision=precision, layout=layout))
-    outputs: list[torch.Tensor] = []
-    task.model.classifier.register_forward_hook(lambda module, args, output: outputs.append(output))
-    task.step()
-    assert outputs[0].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert task.images.is_contiguous(memory_format=worker.LAYOUTS[layout])
-    task = worker.Task("plain_channels_last", TINY)
-    assert task.images.is_contiguous(memory_format=torch.channels_last)
+def test_checks_and_profiles(monkeypatch, tmp_path):
+    errors = iter((1e-3, float("nan")))
+    monkeypatch.setattr(benchmark, "ask", lambda *_, **__: worker.check("shared", TINY) | {"error": next(errors)})
+    with pytest.raises(ValueError, match="by more than rounding: shared in float32, checkpoint in float32"):
+        benchmark.run(**TINY_OPTIONS, what="check", methods="shared,checkpoint")
+    assert worker.check("shared", TINY)["error"] < 1e-5
 
-
-def test_a_row_names_the_kernels_that_the_shared_engine_runs(monkeypatch):
-    assert worker.Task("plain", TINY).prepare()["kernels"] == ""
-    with_numba = kernels.numba_supports(torch.empty(1))
-    assert worker.Task("shared", TINY).prepare()["kernels"] == ("Numba" if with_numba else "portable")
-    monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
-    assert worker.Task("torchvision_converted", TINY).prepare()["kernels"] == "portable"
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if name.startswith(("torchvision", "timm"))])
-@pytest.mark.parametrize("small_inputs", [True, False])
-def test_other_libraries_densenets_compute_the_same(method, small_inputs):
-    pytest.importorskip(METHODS[method].package)
-    arguments = architecture("densenet_bc_16_4") | {"small_inputs": small_inputs}
-    theirs, ours = METHODS[method].build(arguments).double(), DenseNet(**arguments, efficient="plain").double()
-    values = iter(ours.state_dict().values())
-    theirs.load_state_dict({name: next(values) for name in theirs.state_dict()})
-    assert next(values, None) is None
-    images = torch.randn(2, 3, 32, 32, dtype=torch.double)
-    torch.testing.assert_close(theirs(images), ours(images))
-
-
-# Checks and profiles
-
-
-def test_methods_are_checked(monkeypatch, capsys, tmp_path):
-    answers = iter(
-        {"error": error, "error_of_plain": 1e-3, "truth": "float64"} for error in (1e-3, 2.2e-3, float("nan"))
-    )
-    monkeypatch.setattr(benchmark, "ask", lambda *_, **__: next(answers))
-    with pytest.raises(ValueError, match="by more than rounding: checkpoint in float32, official in float32"):
-        benchmark.run(**TINY_OPTIONS, what="check", methods="shared,checkpoint,official")
-    assert "shared: error 1.00e-03, plain's 1.00e-03, beside plain in float64" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_an_error_is_relative_to_plain_in_float64(inference, monkeypatch):
-    setting = replace(TINY, inference=inference)
-    answer = worker.check("shared", setting)
-    assert answer["truth"] == "float64"
-    assert 0 < answer["error"] < 1e-5
-    assert 0 < answer["error_of_plain"] < 1e-5
-    truth = [torch.tensor([3.0]), torch.tensor([0.0, 4.0])]
-    assert worker._distance([torch.tensor([3.0]), torch.tensor([0.0, 4.5])], truth) == pytest.approx(0.1)
-    monkeypatch.setattr(worker, "_distance", lambda found, truth: [len(found), len(truth)])
-    counts = worker.check("shared", setting)
-    num_gradients = len(list(worker.Task("plain", setting).model.parameters()))
-    assert counts["error"] == ([1, 1] if inference else [num_gradients] * 2)
-
-
-def test_a_profile_lists_what_takes_longest(monkeypatch, tmp_path):
     def ask(method, setting, command, **_):
         task = worker.Task(method, setting)
         return task.prepare() | {command: task.profile()}
@@ -227,40 +91,17 @@ def test_a_profile_lists_what_takes_longest(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "ask", ask)  # in this process
     benchmark.run(**TINY_OPTIONS, what="profile", methods="plain", folder=str(tmp_path))
     (path,) = tmp_path.glob("profile_cpu_*_plain.txt")
-    heading, times, _, total, *lines = path.read_text().splitlines()
-    assert "densenet_bc_10_4, batch 2, float32" in heading
-    assert re.fullmatch(r"a step: [\d.]+ ms, of which the host takes [\d.]+ ms until .*", times)
-    assert re.fullmatch(r"\d+ operations a step, together [\d.]+ ms:", total)
-    shares = [float(re.search(r"([\d.]+)%", line)[1]) for line in lines]
-    assert shares == sorted(shares, reverse=True)
+    assert re.search(r"\na step: [\d.]+ ms, of which the host takes [\d.]+ ms until .*\n", path.read_text())
 
 
-# Options
-
-
-def test_methods_that_cannot_run_are_left_out_with_a_reason(monkeypatch, capsys):
-    large = replace(TINY, model="densenet121")
-    assert choose(["timm", "shared"], replace(TINY, model="densenet_40_12")) == ["plain", "shared"]
-    assert "timm left out: timm" in capsys.readouterr().out
-    assert choose(["graph_shared"], large) == ["plain"]
-    assert "graph_shared left out: CUDA graphs need a GPU, and the device is cpu" in capsys.readouterr().out
-    assert choose(["graph_shared"], replace(large, device="cuda:0")) == ["plain", "graph_shared"]
-    assert choose(["graph_shared"], replace(large, device="cuda:0", inference=True)) == ["plain"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert unavailable_reason("torchvision", large) == "torchvision is not installed"
-    with pytest.raises(ValueError, match="unknown method 'share': there are plain, shared"):
-        choose(["share"], large)
-
-
-def test_expand_returns_all_combinations():
-    settings = expand("densenet_bc_40_12,densenet121", (8, 64), precision="float32,bf16", layout="channels_last")
-    assert len(settings) == 8
-    assert {setting.image_size for setting in settings if setting.model == "densenet121"} == {224}
-    assert (settings[0].batch_size, settings[0].image_size, settings[0].threads) == (8, 32, torch.get_num_threads())
-    assert Setting(**asdict(settings[0])) == settings[0]
-    assert as_list("a, b") == ["a", "b"]
-    assert as_list(8) == [8]
-    assert architecture("densenet_bc_250_12") == architecture("densenet_bc_100_12") | {"block_config": (41,) * 3}
+@pytest.mark.parametrize("method", [name for name in METHODS if name.startswith(("torchvision", "timm"))])
+def test_other_libraries_densenets_compute_the_same(method):
+    pytest.importorskip(METHODS[method].package)
+    arguments = architecture("densenet_bc_16_4")
+    theirs, ours = METHODS[method].build(arguments).double(), DenseNet(**arguments, efficient="plain").double()
+    theirs.load_state_dict(dict(zip(theirs.state_dict(), ours.state_dict().values(), strict=True)))
+    images = torch.randn(2, 3, 32, 32, dtype=torch.double)
+    torch.testing.assert_close(theirs(images), ours(images))
 
 
 @pytest.mark.parametrize(
@@ -268,36 +109,100 @@ def test_expand_returns_all_combinations():
     [
         ({"model": "densenet_bc_101_12"}, "unknown model 'densenet_bc_101_12': .* depth of 6n"),
         ({"precision": "tf32", "device": "cpu"}, "'tf32' needs a CUDA device, found 'cpu'"),
-        ({"precision": "int8"}, "unknown precision 'int8': there are float32"),
-        ({"device": "cuda"}, "no CUDA device for --device cuda: run it on a machine with one"),
-        ({"layout": "NHWC"}, "unknown layout 'NHWC': there are contiguous, channels_last"),
         ({"sweep": "width"}, "unknown sweep 'width': there are depth, batch"),
-        ({"what": "speed"}, "unknown measurement 'speed': there are time, check, profile"),
         ({"allocator": "nonesuch"}, "no libnonesuch.*install it"),
-        ({"allocator": "/nowhere/libtcmalloc.so"}, "no file at /nowhere"),
+        ({"methods": "share", "device": "cpu"}, "unknown method 'share': there are plain, shared"),
     ],
 )
-def test_invalid_options_are_errors(arguments, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_invalid_options_are_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         benchmark.run(**arguments)
 
 
-def test_options_are_parsed(monkeypatch, capsys):
+def test_options_are_parsed_and_methods_that_cannot_run_are_left_out(capsys):
     words = ["--batch_size", "8,64", "--model=densenet121", "--rounds", "3", "--inference"]
     positional, parsed = options.parse_arguments(benchmark.run, words)
     expected = {"batch_size": (8, 64), "model": "densenet121", "rounds": 3, "device": "", "inference": True}
     assert (positional, parsed | expected) == ([], parsed)
-    assert options.parse_arguments(table.table, ["a.csv", "b.csv"])[0] == ["a.csv", "b.csv"]
-    monkeypatch.setattr(sys, "argv", ["run.py", "--sweep", "width"])
-    with pytest.raises(SystemExit, match="error: unknown sweep 'width'"):
-        options.run_command(benchmark.run)
+    assert len(expand("densenet_bc_40_12,densenet121", (8, 64), precision="float32,bf16")) == 8
+    assert choose(["graph_shared"], TINY) == ["plain"]
+    assert "graph_shared left out: CUDA graphs need a GPU, and the device is cpu" in capsys.readouterr().out
 
 
-# The script for a GPU
+def test_the_small_commands(capsys, tmp_path, monkeypatch):
+    replicas.overlap(TINY.model, batch_size=2, rounds=1)
+    printed = capsys.readouterr().out
+    assert re.search(r"\nshared: [\d.]+ s in threads, [\d.]+ s in sequence: [\d.]+\n$", printed)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    checkpointing.measure("costs", rounds=2)
+    (path,) = tmp_path.glob("checkpointing_costs_torch*.csv")
+    with path.open() as file:
+        rows = {row["implementation"]: row for row in csv.DictReader(file)}
+    assert 0.9 < float(rows["ours"]["peak_over_torch"]) < 1.1 < float(rows["plain"]["peak_over_torch"])
 
 
-def _run_on_gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+# Without a GPU
+
+
+def test_counts_of_a_step_on_a_gpu(capsys):
+    pytest.importorskip("triton", reason="needs Triton")
+    gpu_counts.count("densenet_bc_40_12", 64)
+    plain, shared = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
+    ratios = [float(re.search(r"\((.*)×\)", cell)[1]) for cell in shared[4:]]
+    assert (plain[3], ratios[0] < 0.45, ratios[1] < 0.2) == ("0", True, True)
+
+
+def test_a_step_on_the_meta_device_launches_what_one_that_runs_does():
+    pytest.importorskip("triton", reason="needs Triton")
+    setting = Setting("densenet_bc_16_4", 2, 8, "float32", "channels_last", "cuda", 1)
+    network = DenseNet(**architecture(setting.model), efficient="shared")
+    network.to(DEVICE, memory_format=LAYOUTS[setting.layout])
+    images = torch.randn(2, 3, 8, 8, device=DEVICE).contiguous(memory_format=LAYOUTS[setting.layout])
+    launched = gpu_counts.trace_step(network, images, run_kernels=True).launches
+    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
+    assert gpu_counts.trace(setting, "shared").launches == launched
+    assert len(launched) > 20
+
+
+def test_the_host_s_time_of_a_step_on_a_gpu(capsys):
+    pytest.importorskip("triton", reason="needs Triton")
+    import gpu_host
+
+    before = torch.Tensor.get_device, gpu_host.launch._remember
+    gpu_host.measure(TINY.model, batch_size=2, image_size=8, rounds=2)
+    launches = len(gpu_counts.trace(replace(TINY, precision="tf32", device="cuda"), "shared").launches)
+    assert capsys.readouterr().out.startswith(f"{TINY.model}, {launches} launches of Triton")
+    assert (torch.Tensor.get_device, gpu_host.launch._remember) == before
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes to compile")
+def test_every_candidate_of_the_tiles_runs(monkeypatch):
+    pytest.importorskip("triton", reason="needs Triton")
+    import gpu_tiles
+
+    monkeypatch.setattr(gpu_tiles, "CONV3X3", {"a model": (20, 20, [(1, 3, 5)])})
+    monkeypatch.setattr(gpu_tiles, "CONV1X1", {"a model": (20, [((1, 4, 4), 9)])})
+    monkeypatch.setattr(gpu_tiles, "microseconds", lambda function: float(function() is None))
+    for convolution in gpu_tiles.convolutions(torch.float32, "cpu"):
+        found = list(gpu_tiles.measure(convolution))
+        assert len(found) > 10
+        assert all(time < 2 for time, _ in found), found
+        assert sum(described.endswith("*") for _, described in found) == 1
+
+
+@pytest.mark.parametrize("wrapping", communication.WRAPPINGS)
+def test_the_shared_engine_exchanges_no_more_than_plain(wrapping):
+    with communication._processes(64):
+        counts = [communication.count("densenet_bc_16_4", wrapping, engine, 8) for engine in ("shared", "plain")]
+    assert 0 < counts[0].collectives <= counts[1].collectives
+    assert 0 < counts[0].bytes <= counts[1].bytes
+    if wrapping == "DDP":  # a ring reduces and gathers each gradient
+        gradients = sum(parameter.nbytes for parameter in DenseNet(**architecture("densenet_bc_16_4")).parameters())
+        assert counts[0].bytes == pytest.approx(2 * 63 / 64 * gradients)
+
+
+def _on_gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     script = ["bash", str(ROOT / "benchmarks" / "on_gpu.sh"), *arguments]
     environment = os.environ | {"PYTHON": sys.executable} | environment
     return subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
@@ -305,49 +210,27 @@ def _run_on_gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedP
 
 @pytest.mark.exhaustive
 def test_a_dry_run_of_the_gpu_script(tmp_path):
-    done = _run_on_gpu_sh("--dry-run", OUT=str(tmp_path))
+    done = _on_gpu_sh("--dry-run", OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["on_gpu.tar.gz", "summary.txt"]
     parts = (tmp_path / "summary.txt").read_text().splitlines()
-    assert len(parts) == 8
     assert all(": done in " in part or " passed, 0 lines of failures; " in part for part in parts), parts
-    unpacked = tmp_path / "unpacked"
-    shutil.unpack_archive(tmp_path / "on_gpu.tar.gz", unpacked, filter="data")
-    path = unpacked / f"cpu_torch{torch.__version__.split('+')[0]}_{TINY.model}_2.csv"
+    shutil.unpack_archive(tmp_path / "on_gpu.tar.gz", tmp_path, filter="data")
+    path = tmp_path / f"cpu_torch{torch.__version__.split('+')[0]}_{TINY.model}_2.csv"
     assert [row["layout"] for row in results.read(path)] == ["contiguous", "contiguous", "channels_last"]
-    assert len(list(unpacked.glob("profile_cpu_*.txt"))) == 2
-    assert len(list((unpacked / "on_gpu").iterdir())) == 9  # what each part has printed, and the summary
 
 
-def test_the_gpu_script_says_what_a_killed_part_had_finished(tmp_path):
+def test_the_gpu_script_names_what_exists_and_says_what_it_needs():
     script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
-    functions = script[: script.index("measure() {")].replace('cd "$(dirname "$0")/.."', f"cd {tmp_path}")
-    part = 'part "a part" 1 bash -c "echo first; sleep 60"\npart another 5 bash -c "exit 4"\nmv "$logs" out'
-    (tmp_path / "script").write_text(f"{functions}\n{part}")
-    done = subprocess.run(["bash", "script"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "a part: killed after 1 s; its last line: first\n" in done.stdout
-    assert "another: failed with status 4" in done.stdout
-    assert (tmp_path / "out" / "1_a_part.txt").read_text() == "first\n"
-
-
-def test_the_gpu_script_needs_a_gpu(tmp_path):
-    """And an interpreter: the one named in PYTHON, or python3 or python."""
-    assert _run_on_gpu_sh("--dry").returncode == 2
-    for tool in ("bash", "dirname", "env"):
-        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
-    done = _run_on_gpu_sh("--dry-run", PATH=str(tmp_path), PYTHON="")
-    assert (done.returncode, "found neither python3 nor python" in done.stderr) == (1, True)
-    (tmp_path / "python3").write_text("#!/bin/sh\nexit 7\n")
-    (tmp_path / "python3").chmod(0o755)
-    done = _run_on_gpu_sh(PATH=str(tmp_path), PYTHON="")
-    assert done.returncode == 1
-    assert "error: no CUDA device that" in done.stderr
-    assert "--dry-run" in done.stderr
-
-
-def test_the_gpu_script_names_tests_methods_and_options_that_exist():
-    script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
-    assert all((ROOT / path).exists() for path in re.findall(r"tests/test_\w+\.py", script))
+    assert all((ROOT / path).exists() for path in re.findall(r"(?:tests/test|benchmarks/)\w+\.py", script))
     lists = re.findall(r"(?:^(?:graphs|compiled|others)=|--methods )([\w,]+)", script, re.MULTILINE)
-    assert len(lists) > 5
     assert {name for names in lists for name in names.split(",") if name} <= METHODS.keys()
+    assert _on_gpu_sh("--dry").returncode == 2
+    if DEVICE == "cpu":
+        assert "error: no CUDA device that" in _on_gpu_sh().stderr
+
+
+def test_every_committed_figure_is_drawn_from_its_committed_files():
+    for figure in plot.FIGURES.glob("*.svg"):
+        runs = results.RESULTS / figure.stem
+        files = list(runs.glob("*.csv")) or [runs.parent / f"{figure.stem}.csv"]
+        assert all(plot.fingerprint(path) in figure.read_text() for path in files)

@@ -1,21 +1,17 @@
 """Decoding, streaming, augmenting and normalizing images."""
 
-import multiprocessing
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forks import forked_demo
 from PIL import Image
-from samples import DEMOS, TINY, demo, refused, write_folder
+from samples import TINY, demo, refused, write_folder
 from training.data import Images, load
 from training.data.augment import Transform, generator_for, transform_for
 from training.data.folder import decode
-from training.run import _workers_named
 
 
 def test_streamed_images_equal_those_in_memory_in_any_number_of_processes(tmp_path):
@@ -145,48 +141,27 @@ def test_normalized_images_have_mean_zero_and_std_one():
     assert transform_for(flat, horizontal_flip=False).normalize(flat.images).abs().max() == 0
 
 
-def test_a_killed_worker_is_reported_in_a_sentence(tmp_path):
-    batches = load(str(write_folder(tmp_path)), stream=True).train.fetch(torch.arange(24).split(1))
-
-    def kill_and_go_on() -> None:
-        next(batches)
-        for each in multiprocessing.active_children():
-            each.kill()
-        list(batches)
-        time.sleep(10)  # PyTorch's handler of SIGCHLD may be what raises
-
-    with pytest.raises(ChildProcessError, match="a process that decodes images ended"), _workers_named():
-        kill_and_go_on()
-
-
-DECODING = """
-import multiprocessing, sys, time
+KILLING = """
+import multiprocessing
 import torch
+from training import command
 from training.data import load
-batches = load(sys.argv[1], stream=True).train.fetch(torch.arange(24).split(2))
-next(batches)
-print(*(each.pid for each in multiprocessing.active_children()), flush=True)
-time.sleep(60)
+
+def main():
+    batches = load("own", stream=True).train.fetch(torch.arange(24).split(1))
+    next(batches)
+    for each in multiprocessing.active_children():
+        each.kill()
+    list(batches)
+
+command(main)
 """
 
 
-def test_workers_end_with_the_process_that_they_decode_for(tmp_path):
-    words = [sys.executable, "-c", DECODING, str(write_folder(tmp_path))]
-    with subprocess.Popen(words, cwd=DEMOS, stdout=subprocess.PIPE, text=True) as main:
-        workers = [Path(f"/proc/{number}/cmdline") for number in main.stdout.readline().split()]
-        assert [path.read_bytes() != b"" for path in workers] == [True, True]
-        main.kill()
-    deadline = time.monotonic() + 20
-    while any(_runs(path) for path in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def _runs(command_line: Path) -> bool:
-    try:
-        return command_line.read_bytes() != b""  # empty in a zombie, until its parent waits for it
-    except OSError:
-        return False
+def test_killed_workers_are_reported_in_one_sentence(tmp_path):
+    write_folder(tmp_path / "own")
+    (tmp_path / "killing.py").write_text(KILLING)
+    refused(forked_demo(tmp_path / "killing.py", cwd=tmp_path), "error: a process that decodes images ended (")
 
 
 def test_what_is_more_than_the_machine_has_is_refused(tmp_path, monkeypatch):

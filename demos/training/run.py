@@ -40,7 +40,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
     """Train, resume or evaluate, as the `given` options say; `efficient_engine` is what `efficient=True` means."""
     given = with_full_path(given)
     options = parse(given, efficient_engine)
-    with init_distributed(options.device) as context, _workers_named():
+    with init_distributed(options.device) as context:
         options = replace(options, seed=context.on_main(lambda: options.seed))  # which may have been drawn
         check_parallel(options, context)
         directory = RunDirectory(run_folder(options))
@@ -60,20 +60,6 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
             if context.is_main_process:
                 check_dependencies(options.tensorboard)
             Run(options, context, directory, state, pretrained).train()
-
-
-@contextlib.contextmanager
-def _workers_named() -> Any:
-    """Raise PyTorch's error about a dead process that decodes images as a sentence, wherever its handler raises it."""
-    try:
-        yield
-    except RuntimeError as exc:
-        if "DataLoader worker" not in str(exc):
-            raise
-        raise ChildProcessError(
-            f"a process that decodes images ended ({' '.join(str(exc).split())[:200]}), perhaps for lack of memory, "
-            "or of shared memory in a container (--shm-size): give fewer --workers, and continue with --resume"
-        ) from exc
 
 
 class Run:

@@ -55,6 +55,10 @@ class ConvertedTransition(VerifiedModule):
             output = choose.run_consumer(self, args[0])
         return super().forward(*args, **kwargs) if output is None else output
 
+    def read_state(self) -> tuple[Any, ...]:
+        """What `consumer_parts` depends on besides the modules inside; the engine compares it at every forward."""
+        return self._state_change(), self._conversion.calls
+
     def consumer_parts(self) -> ConsumerParts | None:
         """The parts for the engine; None if the state has changed since the conversion."""
         if not may_read_converted_modules():
@@ -135,6 +139,7 @@ def _read(module: nn.Module, calls: LayerCalls) -> ConsumerParts:
     steps = [each for each in after if not isinstance(each, _DropoutNd)]
     if layer.drop_rate:
         before_pooling = len(steps) == len(after) or isinstance(after[0], _DropoutNd)
-        steps.insert(0 if before_pooling else 1, lambda x: layer.dropout(x, layer.drop_rate))
+        dropout, drop_rate = layer.dropout, layer.drop_rate  # not `layer`, which refers to the module
+        steps.insert(0 if before_pooling else 1, lambda x: dropout(x, drop_rate))
     halved = len(steps) > 0 and (steps[0] is POOL_FUNCTIONS["avg_pool"] or halves(steps[0]))
     return ConsumerParts(layer.norm1, layer.conv1, halved, layer.activations, composed(*steps[halved:]))

@@ -111,16 +111,12 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     return _finish(sums, input.norm, accumulator)
 
 
-def conv1x1_forward(conv: Conv1x1) -> None:
-    """output = f(scale · values + shift) @ weight.T"""
+def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
+    """output = f(scale · values + shift) @ weight.T, and its statistics."""
     for tile in tiles(conv.input.values, conv.input.dtype):
         _conv1x1_tile(conv, tile)
-
-
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
-    """The convolution and its output's statistics."""
-    conv1x1_forward(conv)
-    batch_statistics(conv.output, statistics)
+    if statistics is not None:
+        batch_statistics(conv.output, statistics)
 
 
 def conv1x1_backward(
@@ -149,25 +145,25 @@ def conv1x1_backward(
     return _finish(sums, input.norm, accumulator)
 
 
-def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
-    """conv(y), (pixels, out_channels); padding = dilation keeps the spatial size. A tile holds whole images."""
+def conv3x3_forward(
+    input: AffineInput,
+    weight: Tensor,
+    shape: torch.Size,
+    dilation: int = 1,
+    statistics: StatisticsOutput | None = None,
+) -> Tensor:
+    """conv(y), (pixels, out_channels), and its statistics; padding = dilation keeps the spatial size. A tile holds
+    whole images."""
     output = weight.new_empty(0)
     for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         part = to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
         if tile is WHOLE:
-            return part
-        if tile.start == 0:
-            output = part.new_empty(len(input.values), part.shape[1])
-        rows(output, tile).copy_(part)
-    return output
-
-
-def conv3x3_forward_with_statistics(
-    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
-) -> Tensor:
-    """The convolution and its output's statistics."""
-    output = conv3x3_forward(input, weight, shape, dilation)
-    batch_statistics(output, statistics)
+            output = part
+        else:
+            output = part.new_empty(len(input.values), part.shape[1]) if tile.start == 0 else output
+            rows(output, tile).copy_(part)
+    if statistics is not None:
+        batch_statistics(output, statistics)
     return output
 
 
@@ -352,7 +348,7 @@ def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
 
 
 def _finish(sums: Sums | None, norm: BatchNormAffine, accumulator: GradAccumulator) -> Gradients:
-    """After the last tile: the gradients of the norm and of the convolution's weight."""
+    """The gradients of the norm and of the convolution's weight, once all tiles are added up."""
     assert sums is not None  # there is a tile
     conv_weight, grad_bias, product_sum = sums
     grad_weight = norm.grad_weight(grad_bias, product_sum)

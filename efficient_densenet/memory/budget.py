@@ -24,7 +24,7 @@ from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, StepMemory, 
 
 MULTIPLICATIONS_A_NUMBER = 64
 """A processor multiplies about as often in the time in which it writes and reads a number: what takes fewer
-multiplications than that is faster to recompute. (Measured on CPUs, by `benchmarks/budgets.py`.)"""
+multiplications than that is faster to recompute. (Measured on CPUs.)"""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Forward:
         arguments = input, self._weight(last), self.shape, layer.dilation
         if not self.spec.frozen and not layer.drop_rate:
             statistics = self.statistics.segment_output(i + 1)
-            output = self.kernels.conv3x3_forward_with_statistics(*arguments, statistics)
+            output = self.kernels.conv3x3_forward(*arguments, statistics)
             return output, statistics, last.conv_bias
         output = self.kernels.conv3x3_forward(*arguments)
         if not layer.drop_rate:
@@ -126,7 +126,7 @@ class Forward:
             self.kernels.conv1x1_forward(conv)
             norm = self.statistics.frozen_norm(second, output, self._running(number + 1), first.conv_bias)
             return AffineInput(conv.output, norm, layer.activation2)
-        self.kernels.conv1x1_forward_with_statistics(conv, output)
+        self.kernels.conv1x1_forward(conv, output)
         self.statistics.synchronize(output)
         return AffineInput(conv.output, self.statistics.own_norm(second, output), layer.activation2)
 

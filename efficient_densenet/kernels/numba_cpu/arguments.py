@@ -280,13 +280,20 @@ class AffineBackwardArguments:
     gradients: NormGradients
 
 
-class Conv1x1ForwardArguments:
-    """`statistics` of the output are optional."""
+class ConvForwardArguments:
+    """`images` are absent for a 1×1 convolution without pooling. `rows` counts the output's rows, `window` the pixels
+    that each of them averages, 1 without pooling. A row of a 3×3 convolution's output also depends on `halo` rows
+    before and after it. `statistics` of the output are optional.
+    """
 
     openmp: OpenMP
     rows: int
     tile: int
     scratch: Scratch
+    images: Images | None
+    dilation: int
+    window: int
+    halo: int
     conv: ConvForward
     statistics: Statistics | None
 
@@ -310,33 +317,6 @@ class ConvBackwardArguments:
     grad_output: ContiguousMatrix | None
     batch_norm: BatchNormBackwardRecord | None
     next_bottleneck: ConvForward | None
-
-
-class Conv3x3ForwardArguments:
-    """A thread's output also depends on `halo` rows before and after its own rows. `statistics` are optional."""
-
-    openmp: OpenMP
-    rows: int
-    tile: int
-    scratch: Scratch
-    images: Images
-    dilation: int
-    halo: int
-    conv: ConvForward
-    statistics: Statistics | None
-
-
-class PooledConv1x1ForwardArguments:
-    """`rows` counts the output's rows; `images` and `window` (the number of pixels in an average) belong to the
-    input."""
-
-    openmp: OpenMP
-    rows: int
-    tile: int
-    scratch: Scratch
-    images: Images
-    window: int
-    conv: ConvForward
 
 
 @functools.lru_cache(maxsize=REMEMBERED_SIZES)

@@ -29,7 +29,7 @@ from ..arguments import Fields
 from ..compiler.compilation import ARITHMETIC, compile_kernel
 from ..compiler.records import absent
 from ..kernels import kernels
-from ..kernels.activations import FORMULAS, subroutine_of
+from ..kernels.formulas import FORMULAS, subroutine_of
 from . import tiling
 from .launch import gemm_address, launch, openmp_functions
 from .products import product_of
@@ -93,29 +93,11 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     return grads
 
 
-def conv1x1_forward(conv: Conv1x1) -> None:
-    if not _supported(conv.input, conv.weight):
-        return portable.conv1x1_forward(conv)
-    return _conv1x1(conv, None)
-
-
-def conv1x1_forward_with_statistics(conv: Conv1x1, statistics: StatisticsOutput) -> None:
+def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
     if _supported(conv.input, conv.weight):
-        _conv1x1(conv, statistics)
+        _conv_forward(*conv, statistics)
     else:
-        portable.conv1x1_forward_with_statistics(conv, statistics)
-
-
-def _conv1x1(conv: Conv1x1, statistics: StatisticsOutput | None) -> None:
-    rows, weight = conv.input.values.shape[0], conv.weight
-    settings = rows, weight.shape, *_itemsizes(weight), statistics is not None
-    tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
-    memory = _scratch(tiles, weight)
-    record = (
-        *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride),
-        *(*_conv(*conv, memory, tiles), *_statistics(statistics, memory, tiles)),
-    )
-    launch(kernels.conv1x1_forward, weight, tiles.threads, record)
+        portable.conv1x1_forward(conv, statistics)
 
 
 def conv1x1_backward(
@@ -130,42 +112,17 @@ def conv1x1_backward(
     return _conv_backward(grad_output, input, weight, accumulator, next_bottleneck=next_bottleneck)
 
 
-def conv3x3_forward(input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int = 1) -> Tensor:
-    if not _supported(input, weight):
-        return portable.conv3x3_forward(input, weight, shape, dilation)
-    return _conv3x3(input, weight, shape, dilation, None)
-
-
-def conv3x3_forward_with_statistics(
-    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput
+def conv3x3_forward(
+    input: AffineInput,
+    weight: Tensor,
+    shape: torch.Size,
+    dilation: int = 1,
+    statistics: StatisticsOutput | None = None,
 ) -> Tensor:
     if not _supported(input, weight):
-        return portable.conv3x3_forward_with_statistics(input, weight, shape, dilation, statistics)
-    return _conv3x3(input, weight, shape, dilation, statistics)
-
-
-def _conv3x3(
-    input: AffineInput, weight: Tensor, shape: torch.Size, dilation: int, statistics: StatisticsOutput | None
-) -> Tensor:
-    rows, halo = input.values.shape[0], tiling.halo(shape, dilation)
-    settings = rows, weight.shape, *_itemsizes(weight), statistics is not None, 1, halo, _is_narrow(weight)
-    tiles, output = tiling.for_forward(*_limits(), *settings), weight.new_empty(rows, weight.shape[0])
-    memory = _scratch(tiles, weight)
-    record = (
-        *(
-            *openmp_functions(),
-            rows,
-            tiles.rows,
-            memory,
-            tiles.thread_stride,
-            *arguments.Images.of(shape),
-            dilation,
-            halo,
-        ),
-        *(*_conv(input, weight, output, memory, tiles), *_statistics(statistics, memory, tiles)),
-    )
-    launch(kernels.conv3x3_forward, weight, tiles.threads, record)
-    return output
+        return portable.conv3x3_forward(input, weight, shape, dilation, statistics)
+    output, halo = weight.new_empty(len(input.values), weight.shape[0]), tiling.halo(shape, dilation)
+    return _conv_forward(input, weight, output, statistics, arguments.Images.of(shape), dilation, halo=halo)
 
 
 def conv3x3_backward(
@@ -184,24 +141,8 @@ def conv3x3_backward(
 def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
     if not _supported(input, weight):
         return portable.pooled_conv1x1_forward(input, weight, shape)
-    rows, pooled_rows, window = input.values.shape[0], halved(shape).numel(), 2 ** (len(shape) - 1)
-    settings = rows, weight.shape, *_itemsizes(weight), False, window
-    tiles = tiling.for_forward(*_limits(), *settings, narrow=_is_narrow(weight))
-    memory, output = _scratch(tiles, weight), weight.new_empty(pooled_rows, weight.shape[0])
-    record = (
-        *(
-            *openmp_functions(),
-            pooled_rows,
-            tiles.rows,
-            memory,
-            tiles.thread_stride,
-            *arguments.Images.of(shape),
-            window,
-        ),
-        *_conv(input, weight, output, memory, tiles),
-    )
-    launch(kernels.pooled_conv1x1_forward, weight, tiles.threads, record)
-    return output
+    output, window = weight.new_empty(halved(shape).numel(), weight.shape[0]), 2 ** (len(shape) - 1)
+    return _conv_forward(input, weight, output, images=arguments.Images.of(shape), window=window)
 
 
 def pooled_conv1x1_backward(
@@ -213,6 +154,29 @@ def pooled_conv1x1_backward(
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
     window = 2 ** (len(shape) - 1)
     return _conv_backward(grad_output, input, weight / window, accumulator, arguments.Images.of(shape), window=window)
+
+
+def _conv_forward(
+    input: AffineInput,
+    weight: Tensor,
+    output: Tensor,
+    statistics: StatisticsOutput | None = None,
+    images: Fields | None = None,
+    dilation: int = 1,
+    window: int = 1,
+    halo: int = 0,
+) -> Tensor:
+    """The forward of any convolution; the arguments are explained in `arguments.ConvForwardArguments`."""
+    settings = weight.shape, *_itemsizes(weight), statistics is not None, window, halo, _is_narrow(weight)
+    tiles = tiling.for_forward(*_limits(), len(input.values), *settings)
+    memory = _scratch(tiles, weight)
+    record = (
+        *(*openmp_functions(), len(output), tiles.rows, memory, tiles.thread_stride),
+        *(*(images or absent(arguments.Images)), dilation, window, halo),
+        *(*_conv(input, weight, output, memory, tiles), *_statistics(statistics, memory, tiles)),
+    )
+    launch(kernels.conv3x3_forward if halo else kernels.conv1x1_forward, weight, tiles.threads, record)
+    return output
 
 
 def _conv_backward(

@@ -4,7 +4,7 @@ the batch norm."""
 from numba import carray
 
 from ..compiler.intrinsics import compiled, inlined, stack_buffer
-from .activations import ROW, apply_formula, normalized_row, row_buffer
+from .formulas import ROW, apply_formula, normalized_row, row_buffer
 from .memory import clear, elements, prefetch_row, row_of
 from .pooling import first_pixel
 from .threads import partition

@@ -1,7 +1,7 @@
 """Affine maps on a tile of rows: a batch norm and its activation before a convolution, and a batch norm's backward."""
 
 from ..compiler.intrinsics import compiled
-from .activations import ROW, apply_formula, normalized_row, row_buffer
+from .formulas import ROW, apply_formula, normalized_row, row_buffer
 from .memory import elements, pad_cells, prefetch_row, row_of, stride_of
 from .threads import partition
 

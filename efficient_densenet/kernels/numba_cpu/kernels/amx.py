@@ -24,12 +24,22 @@ def _call(builder: ir.IRBuilder, name: str, *operands: ir.Value) -> None:
     builder.call(builder.module.declare_intrinsic(f"llvm.x86.{name}", fnty=function), operands)
 
 
-def _byte(number: types.IntegerLiteral) -> ir.Constant:
-    return ir.Constant(ir.IntType(8), number.literal_value)
+def _instruction(name: str):
+    """The code of an instruction whose operands are the literal numbers of tile registers, or one number, an address
+    and a stride."""
 
+    def codegen(context, builder, signature, args):
+        is_number = [isinstance(kind, types.IntegerLiteral) for kind in signature.args]
+        operands = [
+            ir.IntType(8)(kind.literal_value) if literal else value
+            for literal, kind, value in zip(is_number, signature.args, args, strict=True)
+        ]
+        if False in is_number:
+            operands[1] = builder.inttoptr(operands[1], ir.IntType(8).as_pointer())
+        _call(builder, name, *operands)
+        return context.get_dummy_value()
 
-def _at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return builder.inttoptr(address, ir.IntType(8).as_pointer())
+    return codegen
 
 
 def _configuration() -> bytearray:
@@ -60,53 +70,28 @@ def configure(typingctx):
 @intrinsic
 def release(typingctx):
     """Reset this thread's tile registers."""
-
-    def codegen(context, builder, signature, args):
-        _call(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    return types.void(), _instruction("tilerelease")
 
 
 @intrinsic(prefer_literal=True)
 def clear(typingctx, tile):
     """tile = 0."""
-
-    def codegen(context, builder, signature, args):
-        _call(builder, "tilezero", _byte(tile))
-        return context.get_dummy_value()
-
-    return types.void(tile), codegen
+    return types.void(tile), _instruction("tilezero")
 
 
 @intrinsic(prefer_literal=True)
 def load(typingctx, tile, address, stride):
     """tile = the 16 rows at the address, `stride` bytes apart."""
-
-    def codegen(context, builder, signature, args):
-        _call(builder, "tileloadd64", _byte(tile), _at(builder, args[1]), args[2])
-        return context.get_dummy_value()
-
-    return types.void(tile, types.intp, types.intp), codegen
+    return types.void(tile, types.intp, types.intp), _instruction("tileloadd64")
 
 
 @intrinsic(prefer_literal=True)
 def store(typingctx, tile, address, stride):
     """The 16 rows at the address, `stride` bytes apart, = tile."""
-
-    def codegen(context, builder, signature, args):
-        _call(builder, "tilestored64", _byte(tile), _at(builder, args[1]), args[2])
-        return context.get_dummy_value()
-
-    return types.void(tile, types.intp, types.intp), codegen
+    return types.void(tile, types.intp, types.intp), _instruction("tilestored64")
 
 
 @intrinsic(prefer_literal=True)
 def multiply_add(typingctx, sums, a, b):
     """Tile sums (16, 16) += tile a (16, 16 cells) @ tile b (16 rows of cells, 16)."""
-
-    def codegen(context, builder, signature, args):
-        _call(builder, "tdpbf16ps", *map(_byte, (sums, a, b)))
-        return context.get_dummy_value()
-
-    return types.void(sums, a, b), codegen
+    return types.void(sums, a, b), _instruction("tdpbf16ps")

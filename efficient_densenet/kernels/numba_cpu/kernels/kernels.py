@@ -71,11 +71,13 @@ def affine_backward(record):
     reduce_sums(args.gradients, thread, threads, zero)
 
 
-@kernel(arguments.Conv1x1ForwardArguments)
+@kernel(arguments.ConvForwardArguments)
 def conv1x1_forward(record):
-    """output (pixels, out_channels) = f(scale · values + shift) @ weight.T, and optionally its statistics.
+    """output (pixels, out_channels) = y @ weight.T for y = f(scale · values + shift), or the average of y over each
+    pooling window; and optionally the output's statistics.
 
-    The affine map and the activation f are the product's prologue, the statistics its epilogue, a tile at a time.
+    The affine map, the activation f and the pooling are the product's prologue, the statistics its epilogue, a tile at
+    a time.
     """
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
@@ -90,7 +92,7 @@ def conv1x1_forward(record):
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
-        affine_activation(conv.input, start, stop, activation, conv.weight.operand, zero)
+        _fill_activation(args, thread, start, stop, activation)
         conv1x1_product(conv, start, stop, activation, product, zero)
         if args.statistics.channels:
             update_statistics(args.statistics, conv.output, thread, start, stop)
@@ -98,26 +100,7 @@ def conv1x1_forward(record):
         reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, zero)
 
 
-@kernel(arguments.PooledConv1x1ForwardArguments)
-def pooled_conv1x1_forward(record):
-    """output (pooled pixels, out_channels) = average_pool(f(scale · values + shift)) @ weight.T."""
-    args = carray(record, 1)[0]
-    thread, threads = this_thread(args.openmp)
-    first, last = partition(args.rows, thread, threads)
-    conv, zero = args.conv, args.zero
-    activation = offset(args.scratch.data, thread * args.scratch.thread_stride, zero)
-    product = _product_buffer(activation, args.tile, conv.weight)
-    operand, sums = conv.weight.operand, _row_buffer(args.scratch, thread, conv.input.channels, zero)
-    pack_weight(conv.weight, thread, threads, zero)
-    affine_vectors(conv.input, thread, threads, zero)
-    barrier(args.openmp)
-    for start in range(first, last, args.tile):
-        stop = min(start + args.tile, last)
-        pooled_affine_activation(conv.input, args.images, args.window, start, stop, activation, sums, operand, zero)
-        conv1x1_product(conv, start, stop, activation, product, zero)
-
-
-@kernel(arguments.Conv3x3ForwardArguments)
+@kernel(arguments.ConvForwardArguments)
 def conv3x3_forward(record):
     """output (pixels, out_channels) = conv3x3(f(scale · values + shift)), and optionally its statistics.
 
@@ -218,7 +201,7 @@ def _fill_grad(args, start, stop, grad, stride):
 
 @compiled
 def _fill_activation(args, thread, start, stop, activation):
-    """The operands of rows start to stop that the forward multiplies: f(scale · values + shift), pooled or not."""
+    """The operands of output rows start to stop: f(scale · values + shift), pooled or not."""
     input, operand, zero = args.conv.input, args.conv.weight.operand, args.zero
     if args.window > 1:
         sums = _row_buffer(args.scratch, thread, input.channels, zero)
@@ -248,8 +231,5 @@ def _row_buffer(scratch, thread, count, zero):
     return offset(scratch.data, (thread + 1) * scratch.thread_stride - count, zero)
 
 
-ALL = (
-    *(conv_backward, conv1x1_forward, conv3x3_forward),
-    *(batch_statistics, pooled_conv1x1_forward, affine_backward, batch_norm_grad_input),
-)
+ALL = conv_backward, conv1x1_forward, conv3x3_forward, batch_statistics, affine_backward, batch_norm_grad_input
 """All kernels. Those that take the longest to compile come first."""

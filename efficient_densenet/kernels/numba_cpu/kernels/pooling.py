@@ -1,7 +1,7 @@
 """Average pooling of 2×2 pixels (2 or 2×2×2 in other dimensions) on a tile of output rows."""
 
 from ..compiler.intrinsics import compiled
-from .activations import ROW, apply_formula, normalized_row, row_buffer
+from .formulas import ROW, apply_formula, normalized_row, row_buffer
 from .memory import convert, elements, is_narrow, offset, pad_cells, row_of, stride_of
 
 

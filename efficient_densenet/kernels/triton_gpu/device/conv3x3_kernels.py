@@ -20,8 +20,8 @@ compiled for sixteen tile shapes: its operands and accumulators took 200 to 255 
 import triton
 import triton.language as tl
 
-from .activations import activate, grad_before_activation
 from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, store_pair
+from .formulas import activate, grad_before_activation
 from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
 

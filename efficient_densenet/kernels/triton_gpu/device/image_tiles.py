@@ -11,7 +11,7 @@ in 64 bits, offsets within an image in 32.
 import triton
 import triton.language as tl
 
-from .activations import activate
+from .formulas import activate
 
 
 @triton.jit

@@ -23,7 +23,6 @@ stores. Products and sums are in float32.
 import triton
 import triton.language as tl
 
-from .activations import activate, grad_before_activation
 from .device_functions import (
     SIZES,
     VECTORS,
@@ -35,6 +34,7 @@ from .device_functions import (
     store_pair,
     window_pixel,
 )
+from .formulas import activate, grad_before_activation
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)

@@ -11,8 +11,8 @@ may vectorize.
 import triton
 import triton.language as tl
 
-from .activations import grad_before_activation, relu
 from .device_functions import SIZES, VECTORS, divisible, store_pair
+from .formulas import grad_before_activation, relu
 from .image_tiles import (
     by_row,
     gathered_gradient,
