@@ -53,6 +53,7 @@ def test_a_run_of_two_processes_is_written_once_and_resumed_by_one(launch, paral
     assert len((tmp_path / "run" / "results.csv").read_text().splitlines()) == 9
 
 
+@pytest.mark.exhaustive
 def test_the_main_process_alone_locks_the_directory(tmp_path):
     words = [*TINY, "--save", "run", "--n_epochs", "300", "--batch_size", "128", "--device", "cpu"]
     processes = fork_processes(2, DEMOS / "cp_demo.py", *words, cwd=tmp_path)
@@ -124,7 +125,7 @@ class ThreadedReplicas(nn.Module):
         return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("engine", ["official", "checkpoint", "shared"])
+@pytest.mark.parametrize("engine", ["checkpoint", "shared"])
 def test_replicas_in_threads_equal_the_parts_in_sequence(engine):
     """The parts of the batch in sequence are two micro-batches, which have batch statistics of their own as well."""
     images, labels = global_batch()

@@ -147,7 +147,7 @@ class Run:
         dataset = self.dataset
         return {
             "options": asdict(self.options) | {"data": data},
-            "model": self.config.as_dict(),
+            "model": asdict(self.config),
             "data": {
                 "name": dataset.name,
                 "train_images": len(dataset.train),
