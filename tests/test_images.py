@@ -153,7 +153,7 @@ command(main)
 def test_killed_workers_are_reported_in_one_sentence(tmp_path):
     write_folder(tmp_path / "own")
     (tmp_path / "killing.py").write_text(KILLING)
-    refused(forked_demo(tmp_path / "killing.py", cwd=tmp_path), "error: a process that decodes images ended, perhaps for lack of memory")
+    refused(forked_demo(tmp_path / "killing.py", cwd=tmp_path), "a process that decodes images ended, perhaps for")
 
 
 def test_what_is_more_than_the_machine_has_is_refused(tmp_path, monkeypatch):
