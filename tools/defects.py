@@ -1697,9 +1697,9 @@ DEFECTS = [
         "unknown = []",
         "data",
     ),
-    Defect("demos: hidden files are images", 'if os.path.basename(path).startswith(".") or ', "if ", "data"),
+    Defect("demos: hidden files are images", 'not os.path.basename(path).startswith(".") and ', "", "data"),
     Defect("demos: a container's memory is that of its machine", "return min(limits)", "return max(limits)", "images"),
-    Defect("demos: a killed worker ends in a traceback", 'and "DataLoader worker" not in str(exc)', "", "images"),
+    Defect("demos: a killed worker ends in a traceback", "raise ChildProcessError(", "raise RuntimeError(", "images"),
     Defect("demos: every image counts as gray", "MEAN_SATURATION = 8", "MEAN_SATURATION = 300", "predict demos"),
     Defect(
         "demos: weights are downloaded before the images are read",
