@@ -106,17 +106,14 @@ class Fickle:
 
 RUNS: dict[str, Callable] = {
     "a module": checkpoint,
-    "a method": lambda net, x: checkpoint(net.forward, x),
-    "a partial": lambda net, x: checkpoint(functools.partial(net), x),
-    "a closure": lambda net, x: checkpoint(lambda x: net(x), x),
-    "a closure, listed": lambda net, x: checkpoint(lambda x: net(x), x, parameters=net.parameters()),
+    "a partial": lambda net, x: checkpoint(functools.partial(net.forward), x),
+    "a closure": lambda net, x: checkpoint(lambda x: net(x), x, parameters=net.parameters()),
     "a module of other options": lambda net, x: checkpoint(net, x, offload=True, early_stop=False),
     "a sequence": lambda net, x: checkpoint_sequential(net, 3, x),
     "a list": lambda net, x: checkpoint_sequential(list(net), 1, x),
     "a wrapped module": lambda net, x: checkpoint_wrapper(net)(x),
     "nested": lambda net, x: checkpoint(lambda x: net[3:](checkpoint(net[:3], x)), x),
     "CheckpointFunction": lambda net, x: CheckpointFunction.apply(net, 1, x, *net.parameters()),
-    "as in torch's tutorials": lambda net, x: checkpoint(lambda x: net(x), x, use_reentrant=False),
     "torch's keywords": lambda net, x: checkpoint(
         net, x, use_reentrant=False, preserve_rng_state=True, determinism_check="none", early_stop=True, debug=False
     ),

@@ -22,6 +22,7 @@ from checkpoint_outcomes import (
     plain_call,
     tensor,
 )
+from grids import grid
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -40,8 +41,7 @@ from efficient_densenet.checkpoint import (
 from efficient_densenet.memory import saved_bytes
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize(*grid(run=RUNS, needs_grad=[True, False], strength=1))
 def test_every_way_to_call_it_trains_as_plain(run, needs_grad):
     """Outputs, gradients, buffers and random states, of a network with a batch norm and a dropout."""
     assert_network_like_plain(RUNS[run], needs_grad)
@@ -88,9 +88,7 @@ def _called(holder, x):
 REACHED = {
     "an attribute": lambda holder, x: checkpoint(lambda x: holder.inner[0]["net"](x), x),
     "another function": lambda holder, x: checkpoint(lambda x: _called(holder, x), x),
-    "a default": lambda holder, x: checkpoint(lambda x, holder=holder: holder(x), x),
     "an argument": lambda holder, x: checkpoint(lambda n, x: n(x), holder.inner[0]["net"], x),
-    "a method": lambda holder, x: checkpoint(holder.method, x),
     "a callable object": lambda holder, x: checkpoint(holder, x),
     "a sequence": lambda holder, x: checkpoint_sequential([holder, torch.tanh], 2, x),
 }
@@ -101,6 +99,16 @@ def test_indirectly_referenced_norms_update_once(how):
     net = network()
     REACHED[how](Holder(net), tensor(5, 4).requires_grad_()).sum().backward()
     assert net[1].num_batches_tracked == 1
+
+
+def test_modules_in_arguments_of_any_structure_and_in_keyword_only_defaults_update_once():
+    norms = [nn.BatchNorm1d(4) for _ in range(3)]
+
+    def function(x, first, *, named, last=norms[2]):
+        return last(named["norm"](first[0](x)))
+
+    checkpoint(function, torch.randn(5, 4, requires_grad=True), [norms[0]], named={"norm": norms[1]}).sum().backward()
+    assert [norm.num_batches_tracked.item() for norm in norms] == [1, 1, 1]
 
 
 def test_what_only_a_list_of_parameters_names_updates_once():
@@ -133,12 +141,11 @@ def test_checkpoint_function_as_in_the_original_repository():
 
 
 def test_checkpoint_function_says_what_is_wrong_with_its_arguments():
-    x, form = tensor(3).requires_grad_(), r"CheckpointFunction.apply\(function, number_of_inputs, \*inputs"
-    with pytest.raises(TypeError, match=f"found a Tensor as the number of inputs of .*sin: {form}"):
+    x = tensor(3).requires_grad_()
+    with pytest.raises(TypeError, match=r"found a Tensor as the number of inputs of .*sin: CheckpointFunction.apply\("):
         CheckpointFunction.apply(torch.sin, x, x)
-    for number, message in ((3, "found 3 .* followed by 2 tensors"), (-1, "found -1 .* followed by 2 tensors")):
-        with pytest.raises(ValueError, match=f"{message}: {form}"):
-            CheckpointFunction.apply(torch.add, number, x, x)
+    with pytest.raises(ValueError, match=r"found 3 .* followed by 2 tensors: CheckpointFunction.apply\(function"):
+        CheckpointFunction.apply(torch.add, 3, x, x)
     with pytest.raises(TypeError, match=r"found a NoneType among the inputs and parameters of .*add"):
         CheckpointFunction.apply(torch.add, 2, x, None)
 
@@ -166,12 +173,9 @@ def _structures(a, b, c):
 CASES = {
     "structures": _structures,
     "a shared tensor": lambda a, b, c: _shared(a, a, [a, b]) + c,
-    "views of one another": lambda a, b, c: (a * a[:1].expand_as(a), b.t() @ c),
-    "integers and booleans": lambda a, b, c: (a.argmax(), a > 0, (a * (b > 0)).sum(), c.long()),
     "a None among the results": lambda a, b, c: (None, a * b, [None, c.sin()]),
     "an input as a result": lambda a, b, c: (a, a * b, [c, b]),
     "results that are views": lambda a, b, c: (a.view(-1), (b * c)[0], a.t()),
-    "a result without gradient": lambda a, b, c: ((a * b).detach(), c.sin(), a.detach()),
     "in-place operations on its own tensors": lambda a, b, c: (a * b).add_(c).relu_(),
 }
 
@@ -399,7 +403,7 @@ def test_a_functorch_transform_and_disabled_hooks_call_straight_through():
         assert_close(torch.autograd.grad(checkpoint(net, x).square().sum(), x)[0], expected)
 
 
-@pytest.mark.parametrize("run", ["a module", "a wrapped module", "nested", "CheckpointFunction"])
+@pytest.mark.parametrize("run", ["a module", "nested"])
 @pytest.mark.parametrize("kind", ["fake", "meta"])
 def test_fake_and_meta_tensors(run, kind):
     """As tools use them that predict shapes and memory."""
@@ -430,13 +434,3 @@ def test_meta_tensors_are_recomputed_under_the_autocast_of_a_device_that_is_not_
     output.sum().backward()
     assert seen == [(True, torch.bfloat16)] * 2
     assert not torch.is_autocast_enabled("cuda")
-
-
-def test_modules_in_arguments_of_any_structure_and_in_keyword_only_defaults_update_once():
-    norms = [nn.BatchNorm1d(4) for _ in range(3)]
-
-    def function(x, first, *, named, last=norms[2]):
-        return last(named["norm"](first[0](x)))
-
-    checkpoint(function, torch.randn(5, 4, requires_grad=True), [norms[0]], named={"norm": norms[1]}).sum().backward()
-    assert [norm.num_batches_tracked.item() for norm in norms] == [1, 1, 1]

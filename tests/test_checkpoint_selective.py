@@ -36,7 +36,6 @@ def test_a_dispatch_mode_sees_the_operations_of_the_function_and_no_others():
 
 
 CHOICES = {
-    "a list": lambda: saving(aten.addmm.default),
     "nothing": lambda: saving(),
     "several": lambda: saving(aten.addmm.default, aten.tanh.default),
 }
@@ -85,7 +84,7 @@ def test_selective_checkpointing_inside_and_around_checkpoints(chosen_by):
     assert_same_gradients(ours, plain)
 
 
-@pytest.mark.parametrize("operation", [aten.rand_like.default, aten.native_dropout.default, aten.mul.Tensor])
+@pytest.mark.parametrize("operation", [aten.rand_like.default, aten.native_dropout.default])
 def test_random_operations_after_a_saved_one_draw_what_they_drew_in_the_forward(operation):
     generator = torch.Generator()
 
@@ -102,14 +101,6 @@ def test_random_operations_after_a_saved_one_draw_what_they_drew_in_the_forward(
     run = functools.partial(checkpoint, context_fn=saving(operation), generators=[generator])
     actual, expected = (outcome(functools.partial(seeded, call), [x]) for call in (run, lambda f, x: f(x)))
     assert_same_outcome(actual, expected)
-
-
-def test_outer_saved_tensor_hooks_neither_warn_nor_see_what_is_chosen():
-    x = tensor(3).requires_grad_()
-    with torch.autograd.graph.save_on_cpu():
-        output = checkpoint(lambda x: x.sin().exp(), x, context_fn=saving(aten.sin.default))
-    output.sum().backward()
-    assert_close(x.grad, (x.cos() * x.sin().exp()).detach())
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler

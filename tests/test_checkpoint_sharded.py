@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_outcomes import assert_same_tensors, plain_call, tensor
+from grids import grid
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -15,13 +16,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from efficient_densenet.checkpoint import CheckpointFunction, checkpoint, checkpoint_wrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture
-def _single_process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _network() -> nn.Sequential:
@@ -91,14 +85,13 @@ def _compare_with_unchecked(sharding: str, call: str) -> None:
     assert [norm.num_batches_tracked.item() for norm in norms] == [3]
 
 
-@pytest.mark.usefixtures("_single_process_group")
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.usefixtures("process_group_of_one")
+@pytest.mark.parametrize(*grid(sharding=SHARDINGS, call=CALLS, strength=1))
 def test_a_sharded_module_can_be_checkpointed(sharding, call):
     _compare_with_unchecked(sharding, call)
 
 
-@pytest.mark.usefixtures("_single_process_group")
+@pytest.mark.usefixtures("process_group_of_one")
 def test_a_wrapped_module_can_be_sharded():
     for shard in (_fsdp1(True, True), _fsdp1(True, False), _fsdp2(False)):
         plain, ours = _network(), _network()
@@ -112,7 +105,7 @@ class _DropsItsOutput(nn.Linear):
         return nn.functional.dropout(super().forward(x), 0.5, self.training)
 
 
-@pytest.mark.usefixtures("_single_process_group")
+@pytest.mark.usefixtures("process_group_of_one")
 def test_eval_mode_set_before_the_backward_of_a_sharded_module_changes_nothing():
     results = []
     for run in (plain_call, checkpoint):

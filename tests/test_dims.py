@@ -1,26 +1,18 @@
-"""Networks on signals (1d) and volumes (3d) with every engine."""
+"""Networks on signals (1d) and volumes (3d): their structure, dtypes, formats and memory.
 
-import statistics
+`test_matches_plain` has their numbers.
+"""
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from grids import grid
-from helpers import (
-    assert_close,
-    assert_same_buffers,
-    assert_same_step,
-    nodes_of,
-    relative_error,
-    results_of,
-    small_model,
-    with_engine,
-)
-from torch import Tensor, nn
+from helpers import assert_close, assert_same_step, relative_error, small_model, use_kernels, with_engine
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, Transition
-from efficient_densenet.engine import choose
 from efficient_densenet.memory import tensor_peak
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
@@ -29,8 +21,8 @@ def _input(batch: int, size: tuple[int, ...]) -> Tensor:
     return torch.randn(batch, 3, *size, dtype=torch.double)
 
 
-def _small(dims: int, family: str = "bc", **overrides) -> DenseNet:
-    return small_model(family, dims=dims, efficient=False, **overrides)
+def _small(dims: int, **overrides) -> DenseNet:
+    return small_model("bc", dims=dims, efficient=False, **overrides)
 
 
 @pytest.mark.usefixtures("process_group_of_one")
@@ -45,45 +37,15 @@ def test_synchronized_norms(dims, momentum, engine):
     synchronize_norms(efficient, None)
     for batch in (2, 3):
         assert_same_step(efficient, plain, _input(batch, (7, 5, 6)[:dims]))
-    assert_same_buffers(efficient, plain)
+    for name, buffer in efficient.named_buffers():
+        assert_close(buffer, plain.get_buffer(name))
 
 
-@pytest.mark.parametrize("dims", [1, 3])
-def test_one_autograd_node_per_stage(dims):
-    """The shared engine runs and includes the transitions."""
-    model = with_engine(_small(dims), True)
-    x = _input(2, (11, 8, 9)[:dims])
-    names = nodes_of(model.features(x))
-    assert names.count("SharedStage") == 3
-    assert not any("Pool" in name or "BatchNorm" in name for name in names)
-
-
-@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
-def test_memory_format_of_volumes_is_preserved(memory_format, alone):
+def test_memory_format_of_volumes_is_preserved(memory_format):
     plain = _small(3).to(memory_format=memory_format)
-    efficient = with_engine(plain, "shared")
-    module, reference = (m.features.denseblock1 if alone else m for m in (efficient, plain))
-    x = torch.randn(2, 4 if alone else 3, 7, 8, 9, dtype=torch.double).to(memory_format=memory_format)
-    assert_same_step(module, reference, x)
-    if alone:
-        assert module(x).is_contiguous(memory_format=memory_format)
-
-
-@pytest.mark.parametrize("dims", [1, 3])
-def test_autocast_error_is_at_most_twice_that_of_plain(dims):
-    ratios = []
-    for seed in range(15):
-        torch.manual_seed(seed)
-        float64_model = _small(dims)
-        x, errors = _input(4, (16, 10, 12)[:dims]), []
-        expected = results_of(float64_model, x)
-        for engine in ("shared", "plain"):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                found = results_of(with_engine(float64_model, engine).float(), x.float())
-            errors.append(relative_error(found, expected))
-        ratios.append(errors[0] / errors[1])
-    assert statistics.median(ratios) <= 2
+    block, x = with_engine(plain, "shared").features.denseblock1, torch.randn(2, 4, 7, 8, 9, dtype=torch.double)
+    assert block(x.to(memory_format=memory_format)).is_contiguous(memory_format=memory_format)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64])
@@ -97,10 +59,22 @@ def test_features_under_autocast_have_plain_s_dtype(dims, precision):
             assert ours[:stop](x).dtype == plain[:stop](x).dtype
 
 
-@pytest.mark.parametrize(
-    ("dims", "size", "max_ratio"), [(1, (512,), 0.25), (3, (12, 12, 12), 0.25)], ids=["signals", "volumes"]
-)
-def test_memory_of_the_shared_engine(dims, size, max_ratio):
+@pytest.mark.parametrize("bn_size", [0, 2])
+def test_gradients_of_volumes_of_two_slices_in_bfloat16(bn_size, monkeypatch):
+    """oneDNN leaves a weight's gradient unwritten there: plain's own gradients are wrong in PyTorch 2.14."""
+    use_kernels(monkeypatch, "portable", 1 << 22)
+    block, results = DenseBlock(2, 16, 3, bn_size, dims=3, efficient="shared"), []
+    x = torch.randn(4, 16, 2, 5, 6)
+    for dtype in (torch.double, torch.float):
+        copied = copy.deepcopy(block).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float):
+            copied(x.to(dtype)).square().sum().backward()
+        results.append([parameter.grad for parameter in copied.parameters()])
+    assert relative_error(results[1], results[0]) < 0.2
+
+
+@pytest.mark.parametrize(("dims", "size"), [(1, (256,)), (3, (8, 8, 8))])
+def test_memory_of_the_shared_engine(dims, size):
     peaks = []
     for engine in ("shared", "plain"):
         model = DenseNet(12, (14, 10), dims=dims, efficient=engine)
@@ -111,18 +85,7 @@ def test_memory_of_the_shared_engine(dims, size, max_ratio):
 
         step()
         peaks.append(tensor_peak(step))
-    assert peaks[0] <= max_ratio * peaks[1]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(*grid(dims=[1, 3], engine=[True, "plain", "shared"], strength=1))
-def test_export_in_eval_mode(dims, engine):
-    model = with_engine(_small(dims), engine).eval()
-    x = _input(3, (9, 10, 8)[:dims])
-    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", max=64)},)).module()
-    with torch.no_grad():
-        other = _input(2, (9, 10, 8)[:dims])
-        assert_close(exported(other), model(other))
+    assert peaks[0] <= 0.25 * peaks[1]
 
 
 @pytest.mark.parametrize("small_inputs", [True, False])
@@ -137,8 +100,7 @@ def test_parameter_names_and_channels_match_2d(dims, small_inputs):
 
 def test_1d_model_matches_2d_model_on_images_of_one_column():
     """The 1d weight is the middle column of the 2d one, whose other columns only meet padding."""
-    model_1d = _small(1, block_config=(2,))
-    model_2d = small_model("bc", block_config=(2,), efficient=False)
+    model_1d, model_2d = _small(1, block_config=(2,)), small_model("bc", block_config=(2,), efficient=False)
     for name, parameter in model_2d.named_parameters():
         weight_1d = model_1d.get_parameter(name).detach()
         with torch.no_grad():
@@ -173,12 +135,3 @@ def test_unsupported_dims_raise(dims):
 def test_unsuitable_inputs_raise(dims, shape, message):
     with pytest.raises(ValueError, match=message):
         DenseNet(dims=dims)(torch.randn(shape))
-
-
-def test_why_not_names_modules_and_inputs_of_other_dimensions():
-    block = _small(3).features.denseblock1
-    block.denselayer1.conv1 = nn.Conv2d(4, 12, 1, bias=False).double()
-    reason = choose.why_not(choose.Engine.SHARED, block, torch.randn(2, 4, 3, 3, 3, dtype=torch.double))
-    assert reason == "found a Conv2d inside a layer, where the shared engine takes Conv3d"
-    reason = choose.why_not(choose.Engine.SHARED, block, torch.randn(2, 4, 3, 3, 3, 3, dtype=torch.double))
-    assert reason == "found an input of 6 dimensions, where the shared engine takes 3 to 5"

@@ -179,6 +179,12 @@ def check_pip(words: list[str]) -> None:
         assert set(extras.split(",")) <= set(setup["options.extras_require"]), words
 
 
+def options_of_examples(name: str = "*") -> set[str]:
+    """The options of a program, or of all, read from its text: its libraries are not installed everywhere."""
+    files = [*(ROOT / "examples").glob(f"{name}.py"), ROOT / "examples/common.py"]
+    return {option for file in files for option in re.findall(r'^    add\("--(\w+)"', file.read_text(), re.MULTILINE)}
+
+
 def check_script(script: Path, words: list[str]) -> None:
     assert script.is_file(), script
     given = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
@@ -186,6 +192,8 @@ def check_script(script: Path, words: list[str]) -> None:
         _, named = benchmark_options.parse_arguments(BENCHMARKS[script.name], words)
         if script.name == "run.py":
             assert {name for name in str(named["methods"] or "plain").split(",") if name} <= set(METHODS)
+    elif script.parent.name == "examples":
+        assert given <= options_of_examples(script.stem), given
     elif script.parent.name == "demos" and script.name != "predict.py":
         known = {field.name for field in fields(Options)} | {"help"}
         assert all(name in known or name.removeprefix("no") in known for name in given), (script, given)
@@ -229,7 +237,11 @@ def test_what_a_page_names_exists(page):
             assert place.exists(), target
             assert not anchor or anchor in slugs(place), target
     known = {field.name for field in fields(Options)} | {"top", "model", "dry-run", "help", "all-files", "check"}
-    known |= {"warmup"} | {name for each in BENCHMARKS.values() for name in each.__code__.co_varnames}
+    known |= (
+        {"warmup"}
+        | options_of_examples()
+        | {name for each in BENCHMARKS.values() for name in each.__code__.co_varnames}
+    )
     parsers = torchrun_parser(), memory_command.make_parser()
     known |= {name.lstrip("-") for each in parsers for action in each._actions for name in action.option_strings}
     for code in re.findall(r"`([^`]+)`", prose(page)):

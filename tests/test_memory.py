@@ -26,11 +26,6 @@ def test_plain_saves_what_the_well_known_code_saves():
 
 
 @pytest.mark.parametrize("engine", ["official", "checkpoint"])
-def test_recomputation_saves_less_than_half(engine):
-    assert _saved(engine) <= 0.45 * _saved("plain")
-
-
-@pytest.mark.parametrize("engine", ["official", "checkpoint"])
 def test_growth_with_depth_is_linear(engine):
     """A layer saves its k new channels and twice its bottleneck of 4k channels, whatever its number of inputs."""
     sizes = [_saved(engine, block_config=(depth,)) for depth in (8, 16, 24, 32)]
@@ -73,13 +68,6 @@ print(*measure(lambda: torch.ones(10**7).sum()), *measure(lambda: torch.ones(10*
     assert tensor == tensor_again == pytest.approx(4 * 10**7, rel=0.01)
     assert process == pytest.approx(4 * 10**7, rel=0.3)
     assert process_again < 10**7  # the mark was there already
-
-
-def test_the_first_call_is_the_warm_up():
-    held = []
-    peaks = measure(lambda: held or held.append(torch.ones(10**6)))
-    assert peaks.tensor == 0
-    assert peaks == (peaks.tensor, peaks.process)
 
 
 def test_the_high_water_mark_where_there_is_no_proc(monkeypatch):

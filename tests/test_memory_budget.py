@@ -1,12 +1,7 @@
 """Plans for budgets of memory, beside the memory of the steps that follow them."""
 
-import os
-import random
-import subprocess
-import sys
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,14 +16,6 @@ from efficient_densenet.memory.step import MetaModel, default_loss
 from efficient_densenet.models.layers import DenseLayer
 
 MIB = 2**20
-
-
-def _torchvision() -> nn.Module:
-    import torchvision
-
-    model = torchvision.models.densenet121()
-    make_efficient(model)
-    return model
 
 
 class FlatLayer(nn.Sequential):
@@ -50,13 +37,23 @@ def _flat() -> nn.Module:
     return model
 
 
+class Twice(nn.Module):
+    """A network whose blocks run twice in a step, which save more than their part of the model shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = DenseNet(12, (6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) + self.net(x.flip(3))
+
+
 MODELS = {
-    "bc": (partial(DenseNet, 12, (8, 8, 8)), (16, 3, 32, 32)),
-    "densenet121": (densenet121, (2, 3, 128, 128)),
-    "volumes": (partial(DenseNet, 24, (4, 4, 4), dims=3), (2, 3, 24, 24, 24)),
-    "signals": (partial(DenseNet, 24, (4, 4, 4), dims=1), (16, 3, 512)),
-    "torchvision": (_torchvision, (2, 3, 128, 128)),
+    "bc": (partial(DenseNet, 12, (6, 6, 6)), (16, 3, 32, 32)),
     "flat": (_flat, (8, 3, 32, 32)),
+    "twice": (Twice, (8, 3, 32, 32)),
+    "volumes": (partial(DenseNet, 24, (3, 3), dims=3), (2, 3, 24, 24, 24)),
+    "densenet121": (densenet121, (2, 3, 128, 128)),
 }
 
 
@@ -70,72 +67,46 @@ def _measured_peak(model: nn.Module, shape: tuple[int, ...]) -> int:
     return tensor_peak(step)
 
 
-def _held(planner: Planner) -> int:
-    return planner.traced.persistent.total + planner.traced.input_bytes(planner.input_shape)
-
-
-def _check_budgets(name: str, count: int) -> None:
+@pytest.mark.parametrize(
+    "name", ["bc", "flat", "twice", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in [*MODELS][3:])]
+)
+def test_budgets_are_kept(name):
     make, shape = MODELS[name]
     model = make()
     planner = Planner(MetaModel(model), shape)
+    held = planner.traced.persistent.total + planner.traced.input_bytes(shape)
     largest = planner.traced.total(shape, planner.order[-1][1])
-    generator = random.Random(name)
-    budgets = sorted(generator.randint(planner.smallest, largest) for _ in range(count))
-    plans = [planner.plan(budget) for budget in [planner.smallest, *budgets, 2 * largest]]
-    assert plans[0].kept or name == "flat"  # what costs nothing, where there are several stages
-    assert 0.95 * largest < plans[-1].total <= largest
-    measured = {}
+    budgets = [round(planner.smallest + share * (largest - planner.smallest)) for share in (0, 0.3, 0.6)]
+    plans = [planner.plan(budget) for budget in [*budgets, 2 * largest]]
     for plan in plans:
-        kept = tuple(sorted(plan.kept.items()))
-        if kept not in measured:
-            keep(model, plan)
-            measured[kept] = _held(planner) + _measured_peak(model, shape)
-        assert measured[kept] <= plan.total <= plan.budget
-        assert plan.total == pytest.approx(measured[kept], rel=0.02)
+        keep(model, plan)
+        measured = held + _measured_peak(model, shape)
+        assert measured <= plan.total <= plan.budget
+        assert plan.total == pytest.approx(measured, rel=0.02)
     for smaller, larger in pairwise(plans):
         assert larger.recomputed <= smaller.recomputed
         assert all(set(layers) <= set(larger.kept[block]) for block, layers in smaller.kept.items())
+    assert plans[0].kept or name != "bc"  # what costs nothing, where there are several stages
     assert plans[-1].recomputed == 0
     assert sum(map(len, plans[-1].kept.values())) == plans[-1].num_layers > 0
 
 
-@pytest.mark.parametrize("name", ["bc", "volumes", "signals", "flat"])
-def test_budgets_are_kept(name):
-    _check_budgets(name, 3)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MODELS)
-def test_two_hundred_budgets_are_kept(name):
-    _check_budgets(name, 40)
-
-
-@pytest.mark.parametrize(
-    "name", ["bc", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(MODELS)[1:])]
-)
-def test_the_largest_batch_is_right_to_the_image(name):
-    """By bisection over measured steps."""
-    make, (_, _, *sides) = MODELS[name]
+def test_the_largest_batch_is_right_to_the_image():
+    """Beside measured steps."""
+    make, (_, _, *sides) = MODELS["bc"]
     model = make()
     traced = MetaModel(model)
     budget = traced.persistent.total + 5 * traced.training_step((2, 3, *sides)).tensor_peak
     found = largest_batch(model, sides, budget)
-
-    def fits(images: int) -> bool:
-        shape = images, 3, *sides
-        return traced.total(shape, _measured_peak(model, shape)) <= budget
-
-    low, high = 1, 32
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    assert found == low > 4
+    assert found > 4
+    totals = [traced.total((n, 3, *sides), _measured_peak(model, (n, 3, *sides))) for n in (found, found + 1)]
+    assert totals[0] <= budget < totals[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_predicted_is_the_smallest_budget(device):
     """One number for `predict`, `set_memory_budget` and `largest_batch`."""
-    model, shape = DenseNet(12, (4, 4)), (16, 3, 32, 32)
+    model, shape = DenseNet(12, (3, 3)), (16, 3, 32, 32)
     total = predict(model, shape, optimizer="sgd", device=device).total
     assert set_memory_budget(model, total, shape, optimizer="sgd", device=device).budget == total
     with pytest.raises(ValueError, match="found a memory budget of"):
@@ -189,13 +160,15 @@ def test_a_budget_changes_no_number():
 
 
 def test_a_budget_of_a_converted_model():
-    model = _torchvision()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    import torchvision
+
+    model = torchvision.models.DenseNet(24, (3, 3), 24)
+    keys = list(model.state_dict())
+    make_efficient(model)
     plan = set_memory_budget(model, "2GiB", (2, 3, 64, 64))
-    assert sorted(plan.kept) == [f"features.denseblock{i}" for i in (1, 2, 3, 4)]
-    assert sum(map(len, plan.kept.values())) == 57  # all but the first layer, which reads 64 channels
-    assert model.state_dict().keys() == state.keys()
-    model.train()(torch.randn(2, 3, 64, 64)).sum().backward()
+    assert plan.kept == {"features.denseblock1": (2,), "features.denseblock2": (1, 2)}
+    assert list(model.state_dict()) == keys
+    model(torch.randn(2, 3, 64, 64)).sum().backward()
     restore(model)
     make_efficient(model)
     assert not any(layer.keep_bottleneck for layer in model.features.denseblock1.dense_parts().layers)  # pyright: ignore
@@ -254,34 +227,11 @@ def test_a_budget_where_a_forward_is_not_a_training_step():
         run(model)
         assert model.memory_budget is not None
         assert model.memory_budget.plan is None
-
-
-def test_a_budget_inside_a_checkpoint_and_inside_hooks_of_saved_tensors():
-    x = torch.randn(2, 3, 8, 8)
     model = DenseNet(4, (2, 2), memory_budget="1GiB")
     torch_checkpoint(model, x, use_reentrant=False).sum().backward()
     model = DenseNet(4, (2, 2), memory_budget="1GiB")
     with torch.autograd.graph.save_on_cpu():
         model(x).sum().backward()
-
-
-def test_a_block_that_runs_twice_stays_in_its_budget():
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = DenseNet(12, (6, 6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.net(x) + self.net(x.flip(3))
-
-    model, shape = Twice(), (8, 3, 32, 32)
-    planner = Planner(MetaModel(model), shape)
-    largest = planner.traced.total(shape, planner.order[-1][1])
-    for share in (0, 0.3, 0.6, 0.9):
-        plan = planner.plan(round(planner.smallest + share * (largest - planner.smallest)))
-        keep(model, plan)
-        assert _held(planner) + _measured_peak(model, shape) <= plan.total <= plan.budget
-        assert plan.num_layers == 6  # those that read more than 64 channels
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
@@ -309,8 +259,9 @@ def test_an_impossible_budget_says_what_is_possible(precision):
             ValueError, match=r"image_size is .*, but must be a whole number of at least 1, or 2 of them"
         ):
             largest_batch(model, image_size, "1GiB")
-    with pytest.raises(ValueError, match=r"but a step of one image needs \d+ MiB: give at least that much"):
-        largest_batch(model, 32, "1MiB")
+    for each, image_size in ((model, 32), (DenseNet(4, (2, 2)), 2)):  # whose last norm sees a single value
+        with pytest.raises(ValueError, match=r"but a step of one image needs \d+ .iB: give at least that much"):
+            largest_batch(each, image_size, "1KiB")
 
 
 def test_sizes():
@@ -328,16 +279,3 @@ def test_sizes():
 def test_a_malformed_budget_is_one_sentence(text):
     with pytest.raises(ValueError, match=r"^budget is .*, but must be a number of bytes above 0, such as '6GiB'$"):
         set_memory_budget(DenseNet(4, (2,)), text, (2, 3, 8, 8))
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS limits the address space on Linux")
-def test_the_largest_batch_trains_where_memory_is_limited():
-    """A process whose address space may grow by a budget trains at the batch that fits it, and not at 1.3 times it."""
-    script = Path(__file__).parent / "limited_memory.py"
-    # Freed memory goes back to the system at once: glibc would keep it in the address space for smaller tensors.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    fits, beyond = done.stdout.split("\n")[:2]
-    assert fits.startswith("trained at ")
-    assert beyond.startswith("out of memory at ")

@@ -6,25 +6,27 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from grids import pairwise
+from grids import sampled
 from helpers import (
+    MEMORY_EFFICIENT,
     add_conv_biases,
     assert_all_close,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
     assert_same_step,
+    assert_same_values,
     nodes_of,
+    plan_stage,
     use_kernels,
 )
 from torch import Tensor, nn
 
-from efficient_densenet import convert_batchnorm
+from efficient_densenet import DenseBlock, convert_batchnorm
 from efficient_densenet._mixins import add_mixin
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import run as shared
 
 GROWTH = 3
 
@@ -59,12 +61,28 @@ class Layer(nn.Module):
 
 
 class Block(nn.Sequential):
-    def __init__(self, bottleneck: bool = True, newest_first: bool = True, drop_rate: float = 0.0) -> None:
+    """Three layers; with `new_features_only` the output lacks the channels of the input."""
+
+    def __init__(
+        self,
+        bottleneck: bool = True,
+        newest_first: bool = True,
+        drop_rate: float = 0.0,
+        new_features_only: bool = False,
+    ) -> None:
         super().__init__(*(Layer(4 + i * GROWTH, bottleneck, newest_first, drop_rate) for i in range(3)))
+        self.new_features_only = new_features_only
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, new = super().forward(x), 3 * GROWTH
+        if not self.new_features_only:
+            return output
+        return output[:, :new] if self[0].newest_first else output[:, -new:]
 
 
 def _block_parts(block: Block) -> BlockParts:
-    return BlockParts(tuple(map(_layer_parts, block)), newest_first=any(layer.newest_first for layer in block))
+    newest_first = any(layer.newest_first for layer in block)
+    return BlockParts(tuple(map(_layer_parts, block)), newest_first, block.new_features_only)
 
 
 def _layer_parts(layer: Layer) -> LayerParts:
@@ -104,7 +122,8 @@ parts.register_block(Block, _block_parts)
 parts.register_consumer(Consumer, _consumer_parts)
 
 
-def _randomized(*modules: nn.Module | None) -> list[nn.Module | None]:
+def randomized(*modules: nn.Module | None) -> list[nn.Module | None]:
+    """The modules in float64, with random norms."""
     for module in modules:
         for name, tensor in [] if module is None else module.double().state_dict().items():
             if tensor.dim() == 1:
@@ -117,57 +136,71 @@ def _plain(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tens
     return [features] if consumer is None else [consumer(features), features]
 
 
-def _shared(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
+def _joined(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
+    return list(plan_stage(block, consumer, x).run(x))
+
+
+def _with_features(block: nn.Module, x: Tensor, consumer: nn.Module) -> list[Tensor]:
     assert choose.why_not(choose.Engine.SHARED, block, x) is None
-    read = parts.parts_of(block)
-    if consumer is None:
-        return [shared.run(read, None, x)]
-    joined = joined_consumer(read, consumer)
-    assert joined is not None
-    return list(shared.run_with_features(read, joined, x))
+    return list(plan_stage(block, consumer, x, return_features=True).run(x))
 
 
-def _assert_same(
-    run,
-    block: nn.Module,
-    consumer: nn.Module | None,
-    weights: tuple[float, ...] = (1, 2),
-    memory_format: torch.memory_format = torch.contiguous_format,
-) -> None:
-    x, results = torch.randn(3, 4, 7, 6, dtype=torch.double).to(memory_format=memory_format), []
-    models = [(copy.deepcopy(block), copy.deepcopy(consumer), run_model) for run_model in (run, _plain)]
-    for model, after, run_model in models:
-        torch.manual_seed(1)
-        leaf = x.clone().requires_grad_()
-        outputs = run_model(model, leaf, after)
-        pairs = zip(weights, outputs, strict=False)
-        sum(weight * output.square().sum() for weight, output in pairs if weight).backward()
-        results.append([output.detach() for output in outputs[: len(weights)]] + [leaf.grad])
-    assert_all_close(*results)
-    for module, plain_module in zip(models[0][:2], models[1][:2], strict=True):
-        if module is not None:
-            assert_same_gradients(module, plain_module)
-            assert_same_buffers(module, plain_module)
+def _apart(block: nn.Module, x: Tensor, consumer: nn.Module) -> list[Tensor]:
+    return [choose.run_consumer(consumer, plan_stage(block, None, x).run(x)[0])]
+
+
+RUNS = {"alone": _joined, "joined": _joined, "with the features": _with_features, "apart": _apart}
+LOSSES = {"alone": [(1,)], "joined": [(1,)], "with the features": [(1, 2), (1, 0), (0, 1)], "apart": [(1,)]}
+"""The weights of the outputs in the loss: of an output outside of it, what is behind it gets no gradient."""
+
+
+def _valid(consumer, run, frozen, new_features_only, loss, **_):
+    alike = frozen in (None, "all", "inside")  # the norms of a stage normalize alike
+    return (
+        (consumer == "none") == (run == "alone")
+        and (alike or run in ("alone", "apart"))
+        and not (new_features_only and run != "alone")
+        and loss < len(LOSSES[run])
+    )
 
 
 @pytest.mark.parametrize(
-    *pairwise(
-        lambda consumer, run, **_: (consumer == "none") == (run == "alone"),
+    *sampled(
+        _valid,
+        count=2000,
         newest_first=[True, False],
+        new_features_only=[False, True],
         bottleneck=[True, False],
         frozen=[None, "all", "inside", "block", "consumer"],
-        consumer=CONSUMERS,
-        run=["alone", "with the features", "joined", "apart"],
+        drop_rate=[0.0, 0.3],
+        consumer=list(CONSUMERS),
+        run=list(RUNS),
+        loss=[0, 1, 2],
         biases=[False, True],
+        trainable=["all", "last layer", "consumer"],
         memory_format=[torch.contiguous_format, torch.channels_last],
         kernels=[("portable", 1), ("portable", 1 << 22), ("compiled", 7)],
+        penalty=[False, True],
     )
 )
-def test_either_order_of_channels_with_every_consumer(
-    newest_first, bottleneck, frozen, consumer, run, biases, memory_format, kernels, monkeypatch
+def test_blocks_of_either_order_with_every_consumer(
+    newest_first,
+    new_features_only,
+    bottleneck,
+    frozen,
+    drop_rate,
+    consumer,
+    run,
+    loss,
+    biases,
+    trainable,
+    memory_format,
+    kernels,
+    penalty,
+    monkeypatch,
 ):
     use_kernels(monkeypatch, *kernels)
-    block, after = _randomized(Block(bottleneck, newest_first, drop_rate=0.3), CONSUMERS[consumer]())
+    block, after = randomized(Block(bottleneck, newest_first, drop_rate, new_features_only), CONSUMERS[consumer]())
     if biases:
         add_conv_biases(block), after is None or add_conv_biases(after)
     block.train(frozen not in ("all", "block"))
@@ -176,59 +209,70 @@ def test_either_order_of_channels_with_every_consumer(
         layer.second[0].eval()
     if frozen == "inside" and not bottleneck:
         after is None or after.eval()  # these are the norms that share their statistics with the consumer's
-    alike = after is None or frozen in (None, "all", "inside")
-    run = run if alike or run == "alone" else "apart"  # the norms of a stage normalize alike
-    _assert_same(RUNS[run], block, after, (1, 2) if run == "with the features" else (1,), memory_format)
-
-
-def _joined(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
-    read = parts.parts_of(block)
-    return [shared.run(read, None if consumer is None else joined_consumer(read, consumer), x)]
-
-
-def _apart(block: nn.Module, x: Tensor, consumer: nn.Module) -> list[Tensor]:
-    output = choose.run_consumer(consumer, shared.run(parts.parts_of(block), None, x))
-    assert output is not None
-    return [output]
-
-
-RUNS = {"alone": _joined, "joined": _joined, "with the features": _shared, "apart": _apart}
-
-
-def test_frozen_layers_with_the_newest_features_first():
-    block, after = _randomized(Block(), CONSUMERS["transition"]())
-    for layer in list(block)[:2]:
+    for layer in list(block)[: {"all": 0, "last layer": 2, "consumer": 3}[trainable]]:
         layer.requires_grad_(False)
-    _assert_same(_shared, block, after)
+    x, results = torch.randn(3, 4, 7, 6, dtype=torch.double).to(memory_format=memory_format), []
+    weights = LOSSES[run][loss]
+    models = [(copy.deepcopy(block), copy.deepcopy(after), run_model) for run_model in (RUNS[run], _plain)]
+    for model, consumer_, run_model in models:
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        outputs = run_model(model, leaf, consumer_)[: len(weights)]
+        value = sum(weight * output.square().sum() for weight, output in zip(weights, outputs, strict=True) if weight)
+        if penalty:
+            (grad,) = torch.autograd.grad(value, leaf, create_graph=True)
+            value = value.sin() + grad.square().sum()
+        value.backward()
+        results.append([*(output.detach() for output in outputs), leaf.grad])
+    if not penalty:
+        assert results[0][0].is_contiguous(memory_format=memory_format)
+    assert_all_close(*results, 1e-9 if penalty else 1e-10)
+    for module, plain_module in zip(models[0][:2], models[1][:2], strict=True):
+        if module is not None:
+            assert_same_gradients(module, plain_module, 1e-9 if penalty else 1e-10)
+            assert_same_buffers(module, plain_module)
 
 
-@pytest.mark.parametrize("weights", [(1, 0), (0, 1)])
-def test_a_loss_of_the_consumer_or_of_the_block_alone(weights):
-    """Whose parameters have no part in the loss get no gradient."""
-    _assert_same(_shared, *_randomized(Block(), CONSUMERS["transition"]()), weights)
+def test_what_the_shared_engine_does_not_know():
+    class UnknownBlock(nn.Sequential):
+        engine = choose.Engine.SHARED
+
+    x, unknown = torch.randn(2, 4, 5, 5, requires_grad=True), UnknownBlock(Layer(4, True, True, 0.0))
+    assert choose.why_not(choose.Engine.SHARED, unknown, x).startswith("found a block of class UnknownBlock")
+    with pytest.raises(RuntimeError, match=r"cannot run here: found a block of class UnknownBlock.*use another engine"):
+        choose.plan_block(unknown, x)
+    empty = Block()
+    del empty[:]
+    assert choose.why_not(choose.Engine.SHARED, empty, x) == "found a block without layers"
+    assert joined_consumer(parts.parts_of(Block()), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(13))) is None
+    assert joined_consumer(parts.parts_of(Block(new_features_only=True)), CONSUMERS["norm"]()) is None
+    assert parts.consumer_parts(nn.BatchNorm2d(13)) is not None
+    assert parts.consumer_parts(NormAct(13)) is None
 
 
-def test_a_norm_with_an_activation_under_the_exactly_once_rule(monkeypatch):
-    monkeypatch.setattr(parts, "NORMS", (*parts.NORMS, NormAct))
+@pytest.mark.parametrize("bn_size", [0, 2])
+@pytest.mark.parametrize("engine", [*MEMORY_EFFICIENT, True])
+def test_a_dense_block_of_this_package_that_returns_its_new_features(engine, bn_size):
+    settings = {"drop_rate": 0.2, "efficient": False}
+    plain = DenseBlock(3, 5, 4, bn_size, new_features_only=True, **settings).double()
+    whole = DenseBlock(3, 5, 4, bn_size, **settings).double()
+    whole.load_state_dict(plain.state_dict())
+    assert (plain.num_output_features, whole.num_output_features) == (12, 17)
+    efficient = copy.deepcopy(plain)
+    efficient.engine = choose.parse(engine)
+    x = torch.randn(2, 5, 6, 7, dtype=torch.double)
+    assert_same_step(efficient, plain, x)
+    assert_same_buffers(efficient, plain)
+    assert_same_values(plain, lambda x: whole(x)[:, -12:], x)
 
-    class Fused(Layer):
-        def __init__(self, channels: int) -> None:
-            super().__init__(channels, bottleneck=True, newest_first=False, drop_rate=0.0)
-            self.first[0], self.second[0] = NormAct(self.first[0].num_features), NormAct(self.second[0].num_features)
 
-    class FusedBlock(Block):
-        def __init__(self) -> None:
-            nn.Sequential.__init__(self, Fused(4), Fused(7))
-
-        def dense_parts(self) -> BlockParts:
-            layers = ((layer, *layer.first, *layer.second) for layer in self)
-            return BlockParts(tuple(LayerParts(*each, activations=(each[1].act, each[3].act)) for each in layers))
-
-    (block,) = _randomized(convert_batchnorm(FusedBlock()))
-    _assert_same(_shared, block, None)
-    block[1].first[0].act = nn.Tanh()
-    reason = choose.why_not(choose.Engine.SHARED, block, torch.randn(2, 4, 5, 5, dtype=torch.double))
-    assert reason == "found a Tanh inside a layer, which is no activation of the shared engine"
+def test_a_norm_of_new_features_alone_is_called_after_their_block():
+    block, norm = DenseBlock(2, 5, 3, efficient="shared", new_features_only=True).double(), nn.BatchNorm2d(6).double()
+    x = torch.randn(2, 5, 6, 7, dtype=torch.double)
+    assert choose.join(block, norm, x) is None
+    normalized, features = choose.run_stage_with_features(block, norm, x)
+    assert_close(features, block(x))
+    assert normalized.shape == features.shape
 
 
 class RunByEngines:
@@ -246,53 +290,46 @@ class RunByEngines:
         return _block_parts(self)
 
 
-def _run_by_engines() -> Block:
-    (block,) = _randomized(Block(drop_rate=0.2))
-    add_mixin(block, RunByEngines)
-    return block
-
-
 @pytest.mark.parametrize("copier", [lambda block: block, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
 def test_a_block_with_a_mixin_and_its_copies(copier):
-    block = _run_by_engines()
-    copied = copier(block)
+    (block,) = randomized(Block(drop_rate=0.2))
     plain = copy.deepcopy(block)
-    plain.__class__ = Block
+    add_mixin(block, RunByEngines)
+    copied = copier(block)
     x = torch.randn(3, 4, 6, 5, dtype=torch.double)
     assert_same_step(copied, plain, x)
     assert_same_buffers(copied, plain)
     assert copied is block or all(p.grad is None for p in block.parameters())
+    with torch.no_grad():
+        assert_close(copied.eval()(x), plain.eval()(x))
     assert "SharedStage" in nodes_of(copied(x.requires_grad_()))
 
 
-def test_a_block_with_a_mixin_has_its_own_values_without_gradients():
-    block = _run_by_engines()
-    plain = copy.deepcopy(block)
-    plain.__class__ = Block
-    x = torch.randn(3, 4, 6, 5, dtype=torch.double)
-    with torch.no_grad():
-        assert_close(block.eval()(x), plain.eval()(x))
+def test_a_norm_with_an_activation_under_the_exactly_once_rule(monkeypatch):
+    monkeypatch.setattr(parts, "NORMS", (*parts.NORMS, NormAct))
 
+    class Fused(Layer):
+        def __init__(self, channels: int) -> None:
+            super().__init__(channels, bottleneck=True, newest_first=False, drop_rate=0.0)
+            self.first[0], self.second[0] = NormAct(self.first[0].num_features), NormAct(self.second[0].num_features)
 
-class UnknownBlock(nn.Sequential):
-    """A block without a registered reader."""
+    class FusedBlock(Block):
+        def __init__(self) -> None:
+            nn.Sequential.__init__(self, Fused(4), Fused(7))
+            self.new_features_only = False
 
-    engine = choose.Engine.SHARED
+        def dense_parts(self) -> BlockParts:
+            layers = ((layer, *layer.first, *layer.second) for layer in self)
+            return BlockParts(tuple(LayerParts(*each, activations=(each[1].act, each[3].act)) for each in layers))
 
-
-def test_unknown_blocks_and_consumers_are_not_eligible():
-    x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    assert choose.why_not(choose.Engine.SHARED, UnknownBlock(Layer(4, True, True, 0.0)), x).startswith(
-        "found a block of class UnknownBlock"
-    )
-    empty = Block()
-    del empty[:]
-    assert choose.why_not(choose.Engine.SHARED, empty, x) == "found a block without layers"
-    with pytest.raises(RuntimeError, match=r"cannot run here: found a block of class UnknownBlock.*use another engine"):
-        choose.plan_block(UnknownBlock(Layer(4, True, True, 0.0)), x)
-    assert joined_consumer(parts.parts_of(Block()), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(13))) is None
-    assert parts.consumer_parts(nn.BatchNorm2d(13)) is not None
-    assert parts.consumer_parts(NormAct(13)) is None
+    (plain,) = randomized(convert_batchnorm(FusedBlock()))
+    block, x = copy.deepcopy(plain), torch.randn(2, 4, 5, 5, dtype=torch.double)
+    assert_same_values(lambda x: _joined(block, x, None)[0], plain, x)
+    assert_same_gradients(block, plain)
+    assert_same_buffers(block, plain)
+    block[1].first[0].act = nn.Tanh()
+    reason = choose.why_not(choose.Engine.SHARED, block, x)
+    assert reason == "found a Tanh inside a layer, which is no activation of the shared engine"
 
 
 @pytest.mark.parametrize(

@@ -1,121 +1,108 @@
-"""The shared engine in autograd: no modified arguments, autograd's modes, errors and unusual structures."""
+"""The shared engine's contract with autograd, for all that it runs as one node: arguments that are left alone, any
+gradients, autograd's modes, changes in place, errors, and nothing that outlives the graph."""
 
+import contextlib
 import copy
 import gc
+import itertools
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from grids import grid
 from helpers import (
+    add_conv_biases,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
     assert_same_step,
     backward,
+    freeze_norms,
+    live_tensors,
     random_images,
     small_model,
-    use_kernels,
     with_engine,
 )
+from subjects import KINDS, Subject
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import DenseBlock, kernels
-from efficient_densenet.engine import choose
-from efficient_densenet.engine.stage import backward as backward_module
-from efficient_densenet.engine.stage import forward
+from efficient_densenet import kernels
+from efficient_densenet.engine.stage import backward as stage_backward
+from efficient_densenet.engine.stage import forward as stage_forward
 from efficient_densenet.kernels import scratch
 
 MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last]
-CONSUMERS = ["block", "transition1", "norm5"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def _plain(efficient: nn.Sequential) -> nn.Sequential:
-    """A copy whose block runs by plain modules."""
-    plain = copy.deepcopy(efficient)
-    for block in (module for module in plain if isinstance(module, DenseBlock)):
-        block.engine = choose.Engine.PLAIN
-    return plain
-
-
-def _stage(consumer: str, engine: str = "shared", training: bool = True) -> nn.Sequential:
-    """The features of a small model, reduced to a block and its consumer."""
-    model = small_model("bc", efficient=engine).train(training)
-    features = model.features
-    names = {"block": ["denseblock1"], "transition1": ["denseblock1", "transition1"], "norm5": ["denseblock3", "norm5"]}
-    for name in list(features._modules):
-        if name not in names[consumer]:
-            del features._modules[name]
-    return features
-
-
-def _input(stage: nn.Sequential, batch: int = 2) -> Tensor:
-    channels = next(m for m in stage.modules() if isinstance(m, nn.BatchNorm2d)).num_features
-    return torch.randn(batch, channels, 5, 6, dtype=torch.double)
-
-
-@pytest.mark.parametrize(*grid(consumer=CONSUMERS, memory_format=MEMORY_FORMATS, training=[True, False]))
-def test_arguments_are_neither_modified_nor_returned(consumer, memory_format, training):
-    stage = _stage(consumer, training=training)
-    x = _input(stage).to(memory_format=memory_format).requires_grad_()
-    y = stage(x)
+@pytest.mark.parametrize(*grid(kind=KINDS, memory_format=MEMORY_FORMATS, frozen=[True, False]))
+def test_arguments_are_neither_modified_nor_returned(kind, memory_format, frozen):
+    subject = Subject(kind)
+    if frozen:
+        freeze_norms(subject)
+    x = subject.input().to(memory_format=memory_format).requires_grad_()
+    y = subject(x)
     grad = torch.randn_like(y)
-    arguments = [x, grad, *stage.parameters()]
+    arguments = [x, grad, *subject.parameters()]
     originals = [tensor.detach().clone() for tensor in arguments]
     y.backward(grad, retain_graph=True)
-    grads = [x.grad, *(parameter.grad for parameter in stage.parameters())]
+    grads = [x.grad, *(parameter.grad for parameter in subject.parameters())]
     expected = [tensor.clone() for tensor in grads]
-    assert all(torch.equal(tensor, old) for tensor, old in zip(arguments, originals, strict=True))
+    assert all(map(torch.equal, arguments, originals))
     storages = [tensor.untyped_storage().data_ptr() for tensor in (*arguments, y, *grads)]
     assert len(set(storages)) == len(storages)
-    for tensor in (*grads, grad):  # overwritten gradients must not affect a second backward
+    for tensor in (*grads, grad, y.detach()):  # overwritten gradients must not affect a second backward
         tensor.fill_(torch.nan)
-    y.detach().fill_(torch.nan)
     x.grad = None
-    stage.zero_grad()
+    subject.zero_grad()
     y.backward(originals[1])
-    for tensor, old in zip((x.grad, *(parameter.grad for parameter in stage.parameters())), expected, strict=True):
-        assert torch.equal(tensor, old)
+    assert all(map(torch.equal, (x.grad, *(parameter.grad for parameter in subject.parameters())), expected))
 
 
-@pytest.mark.parametrize(
-    *grid(
-        consumer=CONSUMERS,
-        memory_format=MEMORY_FORMATS,
-        grad=["expanded", "transposed", "narrowed"],
-    )
-)
-def test_output_gradients_of_any_strides(consumer, memory_format, grad):
-    efficient = _stage(consumer)
-    plain = _plain(efficient)
-    x, results = _input(efficient).to(memory_format=memory_format), []
-    for stage in (efficient, plain):
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda y: torch.randn(y.shape[1], *[1] * (y.dim() - 2), dtype=y.dtype).expand_as(y),
+    "transposed": lambda y: torch.randn(y.transpose(0, -1).shape, dtype=y.dtype).transpose(0, -1),
+    "narrowed": lambda y: torch.randn(*y.shape[:-1], 2 * y.shape[-1], dtype=y.dtype)[..., ::2],
+}
+
+
+@pytest.mark.parametrize(*grid(kind=KINDS, memory_format=MEMORY_FORMATS, grad=GRADIENTS))
+def test_gradients_of_any_strides_and_the_strides_of_the_input_s(kind, memory_format, grad):
+    subject, results = Subject(kind), []
+    plain, x = subject.plain(), subject.input(3).to(memory_format=memory_format)
+    for each in (subject, plain):
         torch.manual_seed(1)
         leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
-        y = stage(leaf)
-        grad_output = {
-            "expanded": lambda y: torch.randn(y.shape[1], 1, 1, dtype=y.dtype).expand_as(y),
-            "transposed": lambda y: torch.randn(y.transpose(0, 3).shape, dtype=y.dtype).transpose(0, 3),
-            "narrowed": lambda y: torch.randn(*y.shape[:-1], 2 * y.shape[-1], dtype=y.dtype)[..., ::2],
-        }[grad](y)
-        y.backward(grad_output)
+        y = each(leaf)
+        y.backward(GRADIENTS[grad](y))
         results += [y, leaf.grad]
         assert leaf.grad.stride() == leaf.stride()
+    assert results[0].stride() == results[2].stride()
     assert_close(results[0], results[2])
     assert_close(results[1], results[3])
-    assert_same_gradients(efficient, plain)
+    assert_same_gradients(subject, plain)
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 1, 7), (3, 4, 1, 1), (1, 4, 6, 1)])
-def test_sides_of_one_pixel_and_expanded_inputs(shape):
-    efficient = _stage("block")
-    plain = _plain(efficient)
-    x = torch.randn(shape, dtype=torch.double)
-    for leaf in (x, x.to(memory_format=torch.channels_last)):
-        assert_same_step(efficient, plain, leaf)
-    base = torch.randn(4, 4, 1, dtype=torch.double)
-    assert_same_step(efficient, plain, base.expand(3, 4, 4, 5))
-    assert_same_buffers(efficient, plain)
+@every_kind
+def test_sides_of_one_pixel_and_expanded_inputs(kind):
+    subject = Subject(kind)
+    plain, smallest = subject.plain(), 2 if subject.kind in ("transition", "features too", "consumer", "apart") else 1
+    for size in ((smallest, 7), (6, smallest)):
+        for memory_format in MEMORY_FORMATS:
+            assert_same_step(subject, plain, subject.input(1, size).to(memory_format=memory_format))
+    assert_same_step(subject, plain, subject.input(1, (4, 1)).expand(3, -1, 4, 5))
+    assert_same_buffers(subject, plain)
+
+
+@contextlib.contextmanager
+def _new_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 MODES = {
@@ -124,184 +111,204 @@ MODES = {
     "saved tensors copied": lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone),
     "one thread": lambda: torch.autograd.set_multithreading_enabled(False),
     "mutation allowed": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    "new memory is NaN": _new_memory_is_nan,
 }
 
 
-MUTATION_XFAIL = pytest.mark.xfail(
-    not kernels.numba_supports(torch.empty(1)),
-    strict=True,
-    raises=KeyError,
-    reason="torch looks for an output argument named out, but that of the pooling's gradient has another name",
-)
-# PyTorch 2.6 looks for the memory of every argument that an operator changes, and finds a list of running statistics.
-MUTATION_SKIP = pytest.mark.skipif(torch.__version__ < "2.7", reason="needs operators that may change lists")
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[MUTATION_XFAIL, MUTATION_SKIP] if "mutation" in mode else ()) for mode in MODES]
-)
-def test_autograd_modes(mode):
-    plain = small_model("bc", efficient=False, drop_rate=0.1)
-    efficient = with_engine(plain, "shared")
-    with MODES[mode]():
-        assert_same_step(efficient, plain, random_images("bc"))
-    assert_same_buffers(efficient, plain)
+@pytest.mark.parametrize(*grid(mode=MODES, kind=KINDS))
+def test_autograd_modes(mode, kind):
+    if mode == "mutation allowed":
+        if torch.__version__ < "2.7":
+            pytest.skip("PyTorch 2.6 looks for the memory of every argument that an operator changes, and finds a list")
+        if not kernels.numba_supports(torch.empty(1)):
+            pytest.skip("torch looks for an output argument named out, but that of a pooling's gradient has another")
+    subject = Subject(kind, drop_rate=0.1)
+    plain = subject.plain()
+    for frozen in (False, True):
+        subject.train(not frozen), plain.train(not frozen)
+        with MODES[mode]():
+            assert_same_step(subject, plain, subject.input())
+    assert_same_buffers(subject, plain)
 
 
-def test_uninitialized_memory_is_never_read():
-    """Deterministic mode fills new memory with NaN."""
-    plain = small_model("bc", efficient=False, drop_rate=0.1)
-    efficient = with_engine(plain, "shared")
-    torch.use_deterministic_algorithms(True)
-    try:
-        for frozen in (False, True):
-            efficient.train(not frozen), plain.train(not frozen)
-            assert_same_step(efficient, plain, random_images("bc"))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert_same_buffers(efficient, plain)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@every_kind
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_torch_checkpoint_around_the_features(use_reentrant):
-    plain = small_model("bc", efficient=False, drop_rate=0.2)
-    efficient = with_engine(plain, "shared")
-    x = random_images("bc")
-    for model in (efficient, plain):
+def test_torch_checkpoint_around(use_reentrant, kind):
+    subject = Subject(kind, drop_rate=0.2)
+    plain, x = subject.plain(), subject.input()
+    for each in (subject, plain):
         torch.manual_seed(1)
-        leaf = x.clone().requires_grad_()
-        features = torch_checkpoint(model.features, leaf, use_reentrant=use_reentrant)
-        model.classifier(features.mean((2, 3))).square().sum().backward()
-    assert_same_gradients(efficient, plain)
-    assert_same_buffers(efficient, plain)
+        torch_checkpoint(each, x.clone().requires_grad_(), use_reentrant=use_reentrant).square().sum().backward()
+    assert_same_gradients(subject, plain)
+    assert_same_buffers(subject, plain)
 
 
-def test_input_created_in_inference_mode():
-    plain = _stage("block", engine="plain")
-    efficient = copy.deepcopy(plain)
-    efficient.denseblock1.engine = choose.Engine.SHARED
+@pytest.mark.parametrize("kind", ["block", "transition", "norm", "features too", "apart"])  # others save the input
+def test_input_created_in_inference_mode(kind):
+    subject = Subject(kind)
+    plain = subject.plain()
     with torch.inference_mode():
-        x = _input(plain)
-        assert_close(efficient(x).clone(), plain(x).clone())
-    for stage in (efficient, plain):
-        stage(x).square().sum().backward()
-    assert_same_gradients(efficient, plain)
-    assert_same_buffers(efficient, plain)
+        x = subject.input()
+    for each in (subject, plain):
+        each(x).square().sum().backward()
+    assert_same_gradients(subject, plain)
 
 
-@pytest.mark.parametrize("memory_format", MEMORY_FORMATS)
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_inputs_and_outputs_may_be_modified_in_place_as_in_plain(consumer, memory_format):
-    efficient = _stage(consumer)
-    plain = _plain(efficient)
-    x = _input(efficient)
-    for stage in (efficient, plain):
-        copied = x.to(memory_format=memory_format, copy=True)
-        y = stage(copied)
-        copied.zero_()
-        (y.mul_(2) + 1).square().sum().backward()
-    assert_same_gradients(efficient, plain)
-
-
-@pytest.mark.parametrize(
-    "name", ["denseblock1.denselayer1.norm1.weight", "denseblock1.denselayer2.conv2.weight", "transition1.conv.weight"]
-)
-def test_parameter_modified_in_place_raises_autograd_error_as_in_plain(name):
-    for engine in ("shared", "plain"):
-        stage = _stage("transition1", engine)
-        loss = stage(_input(stage).requires_grad_()).square().sum()
-        with torch.no_grad():
-            stage.get_parameter(name).mul_(1.5)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-BACKWARD_KERNELS = ["conv1x1_backward", "conv3x3_backward", "pooled_conv1x1_backward"]
-
-
-@pytest.mark.parametrize(
-    *grid(
-        lambda trainable, bn_size, **_: not (trainable == "conv2" and bn_size == 0),
-        trainable=["norms", "conv1", "conv2", "transition"],
-        bn_size=[0, 2],
-        backend=[("portable", 1 << 22), ("compiled", 256)],
-    )
-)
-def test_gradients_of_frozen_weights_are_not_computed(backend, bn_size, trainable, monkeypatch):
-    use_kernels(monkeypatch, *backend)
-    plain = small_model("bc", bn_size=bn_size, efficient=False)
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_("norm" in name if trainable == "norms" else trainable in name and "norm" not in name)
-    model, computed = with_engine(plain, "shared"), []
-    backend_kernels = kernels.kernels_for(random_images("bc"))
-    for name in BACKWARD_KERNELS:
-        monkeypatch.setattr(backend_kernels, name, _recording(getattr(backend_kernels, name), name, computed))
-    assert_same_step(model, plain, random_images("bc"))
-    expected = {
-        "norms": set(),
-        "conv1": {"conv1x1_backward" if bn_size else "conv3x3_backward"},
-        "conv2": {"conv3x3_backward"} if bn_size else set(),
-        "transition": {"pooled_conv1x1_backward"},
-    }
-    assert set(computed) == expected[trainable]
-
-
-def _recording(function, name, computed):
-    def recording(*args):
-        gradients = function(*args)
-        if gradients.conv_weight is not None:
-            computed.append(name)
-        return gradients
-
-    return recording
-
-
-def test_running_statistics_updated_before_the_backward_do_not_affect_it():
-    """In plain this holds in training mode; for frozen norms the shared engine keeps a copy."""
-    plain = small_model("bc", efficient=False)
-    efficient = with_engine(plain, "shared")
-    x = random_images("bc")
-    for model in (efficient, plain):
-        loss = model(x).square().sum()
-        model(x + 1)  # a second forward moves the running statistics
+@pytest.mark.parametrize(*grid(kind=KINDS, changed=["input", "first parameter", "last parameter", "buffers"]))
+def test_what_changes_in_place_before_the_backward_is_not_read_or_raises(kind, changed):
+    """Never does the backward compute with the new values."""
+    subject = Subject(kind)
+    plain, x = subject.plain(), subject.input()
+    freeze_norms(subject), plain.load_state_dict(subject.state_dict()), plain.eval()
+    plain(x).square().sum().backward()
+    leaf = x.clone()
+    loss = subject(leaf).square().sum()
+    names = [name for name, _ in subject.named_parameters()]
+    tensors = {"input": [leaf], "buffers": [each for each in subject.buffers() if each.is_floating_point()]}
+    name = names[0 if changed == "first parameter" else -1]
+    with torch.no_grad():
+        for tensor in tensors.get(changed, [subject.get_parameter(name)]):
+            tensor.mul_(1.5)
+    try:
         loss.backward()
-    assert_same_gradients(efficient, plain)
+        error = ""
+    except RuntimeError as raised:
+        error = str(raised)
+    if error:
+        assert "modified by an inplace operation" in error
+        assert changed != "buffers"
+    else:
+        assert_same_gradients(subject, plain)
 
 
-def test_exceptions_in_forward_or_backward_leave_no_state_behind(monkeypatch):
-    stage = _stage("transition1")
-    x = _input(stage)
-    expected = [tensor.clone() for tensor in backward(copy.deepcopy(stage), x)]
-    original = forward.bottleneck_conv
-    for failing in ("forward", "backward"):
-        broken = copy.deepcopy(stage)
-        loss = broken(x).sum() if failing == "backward" else None
-        for module in (forward, backward_module):
-            monkeypatch.setattr(module, "bottleneck_conv", _raise)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward() if loss is not None else broken(x)
-        for module in (forward, backward_module):
-            monkeypatch.setattr(module, "bottleneck_conv", original)
-        assert getattr(scratch._local, "held", None) is None
-        assert torch.is_grad_enabled()
-        assert not torch.is_autocast_enabled("cpu")
-    for actual, value in zip(backward(stage, x), expected, strict=True):
-        assert torch.equal(actual, value)
+@every_kind
+def test_outputs_may_be_modified_in_place_as_in_plain(kind):
+    subject = Subject(kind)
+    plain, x = subject.plain(), subject.input()
+    for each in (subject, plain):
+        (each(x).mul_(2) + 1).square().sum().backward()
+    assert_same_gradients(subject, plain)
 
 
-def _raise(*_):
+@pytest.mark.parametrize(*grid(kind=KINDS, alone=[True, False], frozen=[False, True], bn_size=[0, 2]))
+def test_each_parameter_alone_requires_a_gradient_or_is_alone_frozen(kind, alone, frozen, bn_size):
+    """With biases, whose gradients are not zero where norms are frozen."""
+    subject = add_conv_biases(Subject(kind, bn_size=bn_size))
+    if frozen:
+        freeze_norms(subject)
+    plain = subject.plain()
+    for needs_grad_input in (False, True):
+        x = subject.input().requires_grad_(needs_grad_input)
+        for name, _ in subject.named_parameters():
+            grads = []
+            for each in (subject, plain):
+                each.zero_grad()
+                for other, parameter in each.named_parameters():
+                    parameter.requires_grad_((other == name) is alone)
+                loss = each(x).square().sum()
+                grads += torch.autograd.grad(loss, x, retain_graph=True) if needs_grad_input else ()
+                loss.backward()
+            assert_same_gradients(subject, plain)
+            if needs_grad_input:
+                assert_close(*grads)
+
+
+TINY = {"growth_rate": 1, "num_init_features": 2, "compression": 0.4}
+
+
+@pytest.mark.parametrize(*grid(kind=KINDS, bn_size=[0, 1], frozen=[False, True], dims=[1, 2], strength=1))
+def test_gradcheck_and_gradgradcheck(kind, bn_size, frozen, dims):
+    subject = Subject(kind, bn_size=bn_size, dims=dims, **TINY).train(not frozen)
+    names = [name for name, _ in subject.named_parameters()]
+
+    def apply(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(subject, dict(zip(names, parameters, strict=True)), (x,))
+
+    size = (5, 4)[:dims] if kind == "stem" else (2, 3)[:dims]
+    arguments = (
+        subject.input(3, size, requires_grad=True),
+        *(each.detach().requires_grad_() for each in subject.parameters()),
+    )
+    assert torch.autograd.gradcheck(apply, arguments)
+    assert torch.autograd.gradgradcheck(apply, arguments)
+
+
+@every_kind
+def test_several_gradients_at_once_are_refused(kind):
+    subject = Subject(kind)
+    x = subject.input(requires_grad=True)
+    y = subject(x)
+    with pytest.raises(RuntimeError, match=r"several gradients at once .*: give them one by one, or"):
+        torch.autograd.grad(y, x, torch.stack([torch.ones_like(y)] * 2), is_grads_batched=True)
+
+
+def _raise(*_) -> None:
     raise ZeroDivisionError
 
 
-# Non-finite values and empty batches
+@pytest.mark.parametrize("failing", ["forward", "backward"])
+def test_exceptions_leave_no_state_behind(failing, monkeypatch):
+    subject = Subject("transition")
+    x = subject.input()
+    expected = [tensor.clone() for tensor in backward(copy.deepcopy(subject), x)]
+    broken = copy.deepcopy(subject)
+    loss = broken(x).sum() if failing == "backward" else None
+    with monkeypatch.context() as patch:
+        for module in (stage_forward, stage_backward):
+            patch.setattr(module, "bottleneck_conv", _raise)
+        with pytest.raises(ZeroDivisionError):
+            broken(x) if loss is None else loss.backward()
+    assert getattr(scratch._local, "held", None) is None
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert all(map(torch.equal, backward(subject, x), expected))
 
 
-def _outputs_gradients_and_buffers(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    output, grad = backward(model, x)
-    result = {"output": output, "input": grad, **{name: p.grad for name, p in model.named_parameters()}}
-    return result | dict(model.named_buffers())
+def _tensors_that_stay(run: Callable[[], None]) -> int:
+    """How many tensors a second run leaves behind, without garbage collection: reference cycles count too."""
+    run()
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_tensors()
+        run()
+        return live_tensors() - before
+    finally:
+        gc.enable()
+
+
+def test_nothing_outlives_the_graph():
+    subjects = list(map(Subject, KINDS))
+
+    def run() -> None:
+        for subject, create_graph in itertools.product(subjects, (False, True)):
+            parameters = list(subject.parameters())
+            for batch in (2, 3):
+                loss = subject(subject.input(batch, requires_grad=True)).square().sum()
+                if batch == 3:  # some forwards are never followed by a backward
+                    grads = torch.autograd.grad(loss, parameters, create_graph=create_graph)
+                    if create_graph:
+                        torch.autograd.grad(sum(grad.square().sum() for grad in grads), parameters)
+
+    assert _tensors_that_stay(run) <= 0
+
+
+def test_a_failed_backward_leaves_nothing_in_the_graph():
+    subject = Subject("transition")
+    loss = subject(subject.input()).square().sum()
+    handle = subject.modules_in_turn.denseblock1.denselayer2.conv1.weight.register_hook(_raise)
+
+    def fail() -> None:
+        with pytest.raises(ZeroDivisionError):
+            loss.backward(retain_graph=True)
+
+    assert _tensors_that_stay(fail) <= 0
+    handle.remove()
+    loss.backward()
+
+
+# Whole networks
 
 
 @pytest.mark.parametrize(
@@ -317,14 +324,15 @@ def test_non_finite_values_propagate_as_in_plain(location, training, value):
     plain.train(training)
     x = random_images("bc")
     with torch.no_grad():
-        tensor = x if location == "input" else plain.get_parameter(location)
-        tensor.view(-1)[0] = value
-    efficient = with_engine(plain, "shared")
-    expected = _outputs_gradients_and_buffers(plain, x)
-    for name, actual in _outputs_gradients_and_buffers(efficient, x).items():
-        assert torch.equal(actual.isfinite(), expected[name].isfinite()), name
-        finite = actual.isfinite()
-        assert_close(actual[finite].nan_to_num(), expected[name][finite].nan_to_num()) if finite.any() else None
+        (x if location == "input" else plain.get_parameter(location)).view(-1)[0] = value
+    results = []
+    for model in (with_engine(plain, "shared"), plain):
+        output, grad = backward(model, x)
+        results.append([output, grad, *(each.grad for each in model.parameters()), *model.buffers()])
+    for found, expected in zip(*results, strict=True):
+        finite = found.isfinite()
+        assert torch.equal(finite, expected.isfinite())
+        assert_close(found[finite], expected[finite]) if finite.any() else None
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -339,90 +347,84 @@ def test_empty_batch_matches_plain(training):
     assert_same_buffers(efficient, plain)
 
 
-# Structures that the shared engine does not support
+def _accumulates(model: nn.Module) -> None:
+    for batch in (4, 1, 3):
+        (model(random_images("bc", batch)).square().sum() / 8).backward()
 
 
-def _assert_raises_as_plain(stage: nn.Module, x: Tensor, message: str) -> None:
-    block = stage.denseblock1
-    for engine in (choose.Engine.PLAIN, None):
-        block.engine = engine
-        with pytest.raises((RuntimeError, ValueError)) as raised:
-            stage(x)
-        assert "engine" not in str(raised.value)
-    block.engine = choose.Engine.SHARED
-    with pytest.raises(RuntimeError, match=f"engine 'shared' cannot run here: {message}"):
-        stage(x)
+def _called_twice(model: nn.Module) -> None:
+    x = random_images("bc", 2)
+    output = model(x)
+    model(x * output.mean() + 1).add(output).square().sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:falling back")
-@pytest.mark.parametrize("shape", [(2, 3, 5, 5), (2, 6, 5, 5), (4, 5, 5)])
-def test_input_with_wrong_channels_or_dimensions_raises(shape):
-    _assert_raises_as_plain(_stage("block"), torch.randn(shape, dtype=torch.double), "found (a layer|an input)")
+def _forward_between(model: nn.Module) -> None:
+    loss = model(random_images("bc")).square().sum()
+    model(random_images("bc"))  # moves the running statistics
+    loss.backward()
 
 
-@pytest.mark.filterwarnings("ignore:falling back")
-def test_inconsistent_layers_raise():
-    stage = _stage("block")
-    stage.denseblock1.denselayer2.norm1 = nn.BatchNorm2d(5).double()
-    _assert_raises_as_plain(stage, _input(stage), "found a layer from 5 channels")
-    stage = _stage("block")
-    stage.denseblock1.denselayer2.norm2 = nn.BatchNorm2d(5).double()
-    _assert_raises_as_plain(stage, _input(stage), "found a norm of 5 channels")
+def _several_backwards(model: nn.Module) -> None:
+    losses = [model(random_images("bc")).square().sum() for _ in range(3)]
+    torch.stack(losses).sum().backward(retain_graph=True)
+    losses[0].backward(retain_graph=True)
+    losses[0].backward()
 
 
-@pytest.mark.filterwarnings("ignore:falling back")
-def test_single_value_per_channel_in_an_inner_norm_raises_as_in_plain():
-    stage = _stage("block")
-    for layer in stage.denseblock1.children():
-        layer.norm1.eval()
-    x = torch.randn(1, 4, 1, 1, dtype=torch.double)
-    _assert_raises_as_plain(stage, x, "found a single value per channel")
+def _eval_before_the_backward(model: nn.Module) -> None:
+    loss = model(random_images("bc")).square().sum()
+    model.eval()
+    loss.backward()
 
 
-class Doubling(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
+USES = [_accumulates, _called_twice, _forward_between, _several_backwards, _eval_before_the_backward]
 
 
-class DoublingBlock(DenseBlock):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-UNUSUAL = {
-    "unnamed transition": lambda features: setattr(
-        features, "transition1", nn.Sequential(*features.transition1.children())
-    ),
-    "wrapped norm": lambda features: setattr(features, "norm5", nn.Sequential(features.norm5)),
-    "no norm": lambda features: setattr(features, "norm5", nn.Sequential()),
-    "doubled norm": lambda features: setattr(features, "norm5", Doubling(features.norm5)),
-    "doubled block": lambda features: setattr(features.denseblock1, "__class__", DoublingBlock),
-    "extra module": lambda features: features.transition1.add_module("dropout", nn.Dropout(0.5)),
-    "norm inside the norm": lambda features: features.norm5.add_module("norm", nn.Identity()),
-}
-
-
-@pytest.mark.parametrize("change", UNUSUAL)
-def test_unusual_consumers_and_blocks_match_plain(change):
-    plain = small_model("bc", efficient=False)
-    UNUSUAL[change](plain.features)
-    efficient = with_engine(plain, "shared")
-    assert_same_step(efficient, plain, random_images("bc"))
+@pytest.mark.parametrize(
+    *grid(
+        # torch.utils.checkpoint recomputes in the mode of the backward
+        lambda use, engine, **_: not (use is _eval_before_the_backward and engine == "official"),
+        use=USES,
+        engine=["shared", "checkpoint", "official"],
+        tied=[False, True],
+    )
+)
+def test_uses_of_a_network(use, engine, tied):
+    plain = small_model("bc", efficient=False, drop_rate=0.2)
+    if tied:
+        first, second = plain.features.denseblock1.children()
+        second.norm2, second.conv2 = first.norm2, first.conv2
+    efficient = with_engine(plain, engine)
+    for model in (efficient, plain):
+        torch.manual_seed(5)
+        use(model)
+    assert_same_gradients(efficient, plain)
     assert_same_buffers(efficient, plain)
 
 
-def _live_backwards() -> int:
-    return sum(type(thing) is backward_module.Backward for thing in gc.get_objects())
+def test_concurrent_training_steps_in_threads():
+    """Each thread runs forward and backward of its own model and sizes."""
+    plain_models = [small_model("bc", efficient=False) for _ in range(4)]
+    models = [with_engine(plain, "shared") for plain in plain_models]
+    inputs = [[torch.randn(2 + i, 3, 5 + i + step, 9 - i).double() for step in range(4)] for i in range(4)]
+    start, failures = threading.Barrier(4), []
 
+    def train(i: int) -> None:
+        try:
+            start.wait()
+            for x in inputs[i]:
+                models[i](x).square().sum().backward()
+        except BaseException as failure:
+            failures.append(failure)
 
-def test_a_failed_backward_leaves_nothing_in_the_graph():
-    model = small_model("bc", efficient="shared", block_config=(3, 2))
-    loss = model(random_images("bc")).square().sum()
-    handle = model.features.denseblock1.denselayer2.conv1.weight.register_hook(_raise)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            loss.backward(retain_graph=True)
-    gc.collect()
-    assert _live_backwards() == 0
-    handle.remove()
-    loss.backward()
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for efficient, plain, batches in zip(models, plain_models, inputs, strict=True):
+        for x in batches:
+            plain(x).square().sum().backward()
+        assert_same_gradients(efficient, plain)
+        assert_same_buffers(efficient, plain)

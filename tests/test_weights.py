@@ -4,16 +4,14 @@ import copy
 import os
 import sys
 
-import numpy as np
 import pytest
 import torch
 import torchvision
-from grids import grid
 from helpers import assert_close, random_images, small_model
 from keras_layout import as_keras
 from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, create_model, densenet121, load_weights
+from efficient_densenet import DenseNet, create_model, load_weights
 
 
 def _renamed(*pairs):
@@ -38,16 +36,12 @@ LAYOUTS = {
     ),
     "gpleiss": _renamed(("norm5", "norm_final")),
     "DataParallel": lambda state: {f"module.{k}": v for k, v in state.items()},
-    "compiled DataParallel": lambda state: {f"_orig_mod.module.{k}": v for k, v in state.items()},
     "a compiled block": _renamed(("denseblock1.", "denseblock1._orig_mod.")),
     "Lightning": lambda state: {"state_dict": {f"model.{k}": v for k, v in state.items()}, "epoch": 3},
     "state_dict": lambda state: {"state_dict": state, "loss": torch.ones(())},
-    "model": lambda state: {"model": state, "optimizer": {"state": {0: torch.ones(3)}}},
-    "model_state": lambda state: {"model_state": state},
     "a run of the demos": lambda state: {"model": {"depth": 3}, "state": {"model": state, "optimizer": {}}},
     "Keras": lambda state: as_keras(state, "/"),
     "Keras with dots and torch's tensors": lambda state: as_keras(state, ".", torch_s=True),
-    "Keras with underscores": lambda state: as_keras(state, "_"),
     "Keras 2": lambda state: {
         k.replace("conv1_conv/", "conv1/conv/").replace("conv1_bn/", "conv1/bn/").replace("predictions", "fc1000"): v
         for k, v in as_keras(state, "/", ":0").items()
@@ -123,41 +117,22 @@ def test_weights_of_other_libraries_models_both_ways(library):
     assert set(report.renamed.values()) == set(theirs.state_dict()) - set(ours.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_weights_of_keras_s_model(monkeypatch):
-    monkeypatch.setitem(os.environ, "KERAS_BACKEND", "torch")
-    keras = pytest.importorskip("keras")
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    theirs = keras.applications.DenseNet121(
-        weights=None, input_shape=(64, 64, 3), classes=5, classifier_activation=None
-    )
-    rng = np.random.default_rng(0)
-    for v in theirs.weights:
-        spread = 2 / np.prod(v.shape[:-1]) ** 0.5
-        v.assign(rng.uniform(-spread, spread, v.shape) if v.ndim > 1 else rng.uniform(0.5, 1.5, v.shape))
-    ours = densenet121(num_classes=5).double().eval()
-    report = load_weights(ours, {v.path: v.numpy() for v in theirs.weights})
-    assert len(report.used) == len(theirs.weights)
-    x = random_images("imagenet", batch=2)[:, :, :64, :64]
-    expected = torch.as_tensor(np.asarray(theirs.predict(x.permute(0, 2, 3, 1).numpy(), verbose=0)))
-    assert_close(ours(x).detach(), expected.double(), 1e-5)  # some of Keras's operations stay in float32
-
-
 # Files
 
 
-def test_files_of_torch_save_and_safetensors(tmp_path):
+def test_files_of_torch_save_and_safetensors(tmp_path, monkeypatch):
     save_file = pytest.importorskip("safetensors.torch").save_file
     source = _trained("bc").state_dict()
     torch.save({"state_dict": source}, tmp_path / "weights.pth")
+    torch.save(source, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     save_file(source, tmp_path / "weights.safetensors")
-    for name in ("weights.pth", "weights.safetensors"):
-        for path in (tmp_path / name, str(tmp_path / name)):
-            ours = small_model("bc")
-            load_weights(ours, path)
-            for key, tensor in ours.state_dict().items():
-                assert torch.equal(tensor, source[key])
+    for path in (tmp_path / "weights.pth", str(tmp_path / "old.pth"), tmp_path / "weights.safetensors"):
+        ours = small_model("bc")
+        load_weights(ours, path)
+        assert all(torch.equal(tensor, source[key]) for key, tensor in ours.state_dict().items())
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r"safetensors is not.*pip install 'efficient_densenet\[weights\]'"):
+        load_weights(small_model("bc"), tmp_path / "weights.safetensors")
 
 
 class _Code:
@@ -167,12 +142,10 @@ class _Code:
 
 BAD_FILES = {
     "nothing": lambda path: None,
-    "a folder": lambda path: path.mkdir(),
-    "empty": lambda path: path.write_bytes(b""),
     "a page": lambda path: path.write_text("<html>Not found</html>"),
     "truncated": lambda path: path.write_bytes(_saved(small_model("bc").state_dict(), path)[:5000]),
     "code": lambda path: torch.save({"weight": _Code()}, path),
-    "a module": lambda path: torch.save(small_model("bc"), path),
+    "code in an old file": lambda path: torch.save({"weight": _Code()}, path, _use_new_zipfile_serialization=False),
 }
 
 
@@ -181,29 +154,19 @@ def _saved(value, path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_a_bad_file_is_an_error_of_one_sentence(kind, suffix, tmp_path):
-    pytest.importorskip("safetensors")
-    path = tmp_path / f"weights{suffix}"
+def test_a_bad_file_is_an_error_of_one_sentence(kind, tmp_path):
+    path = tmp_path / "weights.pth"
     BAD_FILES[kind](path)
     message = r"is no file|is truncated, damaged or contains more than tensors"
     assert str(path) in _refuses(message, small_model("bc"), path)
 
 
-@pytest.mark.parametrize("content", [{}, {"epoch": 3}, {"state_dict": {"a": 1}}, [1, 2], torch.ones(3)])
-def test_a_file_without_a_state_dict_is_an_error(content, tmp_path):
-    torch.save(content, tmp_path / "weights.pth")
-    message = r"weights.pth holds no tensors by name.*give a model's state dict"
-    _refuses(message, small_model("bc"), tmp_path / "weights.pth")
-
-
-def test_without_safetensors_the_message_names_the_extra(tmp_path, monkeypatch):
-    path = tmp_path / "weights.safetensors"
-    path.write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ModuleNotFoundError, match=r"safetensors is not.*pip install 'efficient_densenet\[weights\]'"):
-        load_weights(small_model("bc"), path)
+def test_a_file_without_a_state_dict_is_an_error(tmp_path):
+    for content in ({"epoch": 3}, {"state_dict": {"a": 1}}, torch.ones(3)):
+        torch.save(content, tmp_path / "weights.pth")
+        message = r"weights.pth holds no tensors by name.*give a model's state dict"
+        _refuses(message, small_model("bc"), tmp_path / "weights.pth")
 
 
 # Errors
@@ -237,29 +200,13 @@ def test_one_missing_one_extra_and_one_misshapen_tensor_are_listed_together():
     assert "of another shape: module.classifier.bias (8, and the model's is 5)." in message
 
 
-def test_a_long_list_of_names_is_truncated():
-    model, message = small_model("bc", block_config=(9,)), r"missing: .* and \d+ more; not in the model: x\. "
-    assert len(_refuses(message, model, {"x": torch.ones(1)})) < 2500
-
-
-def test_values_that_are_no_tensors_are_listed():
-    state = _trained("bc").state_dict() | {"classifier.bias": "none", "epoch": 3}
-    _refuses(r"not in the model: epoch; of another shape: classifier.bias \(str, and", small_model("bc"), state)
-
-
 def test_two_names_for_one_tensor_are_an_error():
     state = _trained("bc").state_dict()
     state["features.norm_final.weight"] = state["features.norm5.weight"]
     _refuses(r"both 'features.norm5.weight' and 'features.norm_final.weight'", small_model("bc"), state)
 
 
-@pytest.mark.parametrize(
-    *grid(
-        num_classes=[0, 5, 7],
-        skip=["classifier", ("classifier",), ("classifier.weight", "classifier.bias")],
-        strength=1,
-    )
-)
+@pytest.mark.parametrize(("num_classes", "skip"), [(0, "classifier"), (7, ("classifier.weight", "classifier.bias"))])
 def test_another_number_of_classes(num_classes, skip):
     model, source = small_model("bc", num_classes=num_classes), _trained("bc")
     before = copy.deepcopy(model.classifier.state_dict())
@@ -295,17 +242,10 @@ def test_dtype_and_wrapper_of_the_model_stay():
 # Input channels
 
 
-@pytest.mark.parametrize(
-    *grid(
-        layout=["ours", "Keras"],
-        channels__how=[(1, "sum"), (2, "sum"), (1, "repeat"), (4, "repeat"), (6, "repeat")],
-        strength=1,
-    )
-)
-def test_other_input_channels(channels, how, layout):
-    source = _trained("imagenet")
-    model = small_model("imagenet", in_channels=channels)
-    state = LAYOUTS[layout](source.state_dict())
+@pytest.mark.parametrize(("channels", "how"), [(1, "sum"), (2, "sum"), (1, "repeat"), (4, "repeat"), (6, "repeat")])
+def test_other_input_channels(channels, how):
+    source, model = _trained("imagenet"), small_model("imagenet", in_channels=channels)
+    state = LAYOUTS["Keras"](source.state_dict())
     _refuses(r"of another shape: .* \(6×3×7×7, and the model's is .*adapt_input", model, state)
     report = load_weights(model, state, adapt_input=how)
     assert report.adapted == ["features.conv0.weight"]
@@ -314,9 +254,8 @@ def test_other_input_channels(channels, how, layout):
     if how == "sum" or channels % 3 == 0:
         assert_close(actual, expected)
     old, new = source.features.conv0.weight, model.features.conv0.weight
-    if how == "repeat":
-        for i in range(channels):
-            assert_close(new[:, i], old[:, i % 3] * 3 / channels)
+    for i in range(channels) if how == "repeat" else ():
+        assert_close(new[:, i], old[:, i % 3] * 3 / channels)
 
 
 def test_three_channels_are_not_adapted():
@@ -327,15 +266,8 @@ def test_three_channels_are_not_adapted():
     _refuses(message, model, source.state_dict(), adapt_input="mean")
 
 
-@pytest.mark.filterwarnings("ignore")  # of kinds of tensors that PyTorch gives up
 @pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("sparse", lambda tensor: tensor.to_sparse()),
-        ("without data", lambda tensor: tensor.to("meta")),
-        ("complex", lambda tensor: tensor.to(torch.complex128)),
-        ("quantized", lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8)),
-    ],
+    ("kind", "change"), [("sparse", torch.Tensor.to_sparse), ("without data", lambda tensor: tensor.to("meta"))]
 )
 def test_a_tensor_of_another_kind_leaves_the_model_unchanged(kind, change):
     state = _trained("bc").state_dict()
@@ -348,5 +280,3 @@ def test_a_name_to_skip_that_is_no_beginning_of_one_is_an_error():
     _refuses(
         r"skip has 'clasifier', with which no name begins: did you mean 'classifier'\?", model, state, skip="clasifier"
     )
-    wrong = ("classifier", "features.norm9")
-    _refuses(r"skip has 'features.norm9', with which no name begins", model, state, skip=wrong)

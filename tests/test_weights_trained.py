@@ -1,14 +1,13 @@
 """Weights by name that were trained here: from the repository's checkpoints/, without a network."""
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from samples import DEMOS, demo
+from samples import DEMOS
 from training.data import load
 from training.data.augment import Transform
 from training.data.folder import decode
@@ -65,11 +64,6 @@ def test_its_transforms_classify_as_the_demos_do():
         assert (model(images).argmax(1) != test.labels).sum() == 8  # of checkpoints/README.md
 
 
-def test_the_demos_evaluate_them_by_name(tmp_path):
-    output = demo("cp_demo.py", "--evaluate", "digits", cwd=tmp_path).stdout
-    assert "test error 2.23%" in output  # of checkpoints/README.md
-
-
 def test_images_of_other_shapes_and_channels():
     transforms = ImageTransform(8, (100.0, 110.0, 120.0), (50.0, 60.0, 70.0))
     gray = torch.randint(256, (1, 8, 8), dtype=torch.uint8)
@@ -120,13 +114,14 @@ def test_wrong_names():
         densenet121(weights="digits")
     with pytest.raises(ValueError, match=rf"weights is 'DEFAULT', but must be 'digits' for {MODEL}"):
         create_model(MODEL, weights="DEFAULT")
-    with pytest.raises(ValueError, match=r"torchvision has no weights for 'densenet_bc_190_40'"):
-        create_model("densenet_bc_190_40", weights="nothing")
 
 
 def test_weights_that_are_absent_or_damaged(digits, tmp_path, monkeypatch):
     monkeypatch.setattr(trained, "CHECKPOINTS", tmp_path)
-    with pytest.raises(ValueError, match=r"config.json cannot be read \(No such file.*clone it and install"):
+    with pytest.raises(
+        ValueError,
+        match=r"^\S+config.json cannot be read \(No such file.* only a clone of the",
+    ):
         create_model(MODEL, weights="digits")
     shutil.copytree(CHECKPOINTS / "digits", tmp_path / "digits")
     (tmp_path / "digits" / "model.pt").unlink()
@@ -137,14 +132,4 @@ def test_weights_that_are_absent_or_damaged(digits, tmp_path, monkeypatch):
     (tmp_path / "digits" / "model.pt").write_bytes(content)
     found = hashlib.sha256(content).hexdigest()
     with pytest.raises(ValueError, match=rf"model.pt has the sha256 {found}, but needs {SHA256}: restore it"):
-        create_model(MODEL, weights="digits")
-    (tmp_path / "digits" / "config.json").write_text(json.dumps({"options": {}}))
-    with pytest.raises(ValueError, match=r"config.json is damaged \(KeyError\('model'\)\)"):
-        weights_classes(MODEL, "digits")
-
-
-def test_without_a_clone_a_sentence_says_what_is_missing(tmp_path, monkeypatch):
-    """And not that it is damaged."""
-    monkeypatch.setattr(trained, "CHECKPOINTS", tmp_path)
-    with pytest.raises(ValueError, match=r"^\S+config.json cannot be read .* only a clone of the repository has it"):
         create_model(MODEL, weights="digits")

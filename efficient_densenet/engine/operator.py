@@ -325,9 +325,11 @@ def _differentiable_gradients(
     # Views, since one input may have been computed from another: the path between them is not part of `function`.
     inputs = [each.view_as(each) if each is not None and each.requires_grad else each for each in inputs]
     outputs = function(*inputs)
-    pairs = [(output, grad) for output, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
+    pairs = zip(outputs, grad_outputs, strict=True)
+    # A block's features need no gradient where the parameters after them alone are trained.
+    pairs = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
     needed = [each for each in inputs if each is not None and each.requires_grad]
-    outputs, grad_outputs = zip(*pairs, strict=True)
+    outputs, grad_outputs = ([pair[i] for pair in pairs] for i in range(2))
     grads = iter(torch.autograd.grad(outputs, needed, grad_outputs, create_graph=True, allow_unused=True))
     return [next(grads) if each is not None and each.requires_grad else None for each in inputs]
 

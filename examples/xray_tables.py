@@ -1,0 +1,74 @@
+"""The CSVs of NIH ChestX-ray14 and CheXpert as one table: pictures, patients, labels, and the split by patient."""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from common import split_by_patient, stop
+
+NIH = {"Image Index", "Finding Labels", "Patient ID"}
+NOT_LABELS = ["Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", "patient"]
+"""Columns of CheXpert that are no labels, and "patient", which a table of one's own in its layout may have."""
+
+
+def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], str]:
+    """Return a row a picture, the labels, and the data set's name.
+
+    The columns are image (its name), file, patient, split, and the labels: 1, 0, or NaN where it is not known.
+    """
+    table = pd.read_csv(options.data)
+    if options.views == "frontal" and "Frontal/Lateral" in table:
+        table = table[table["Frontal/Lateral"] == "Frontal"]
+    if set(table) >= NIH:
+        name = "generated X-rays" if Path(options.data).parent.name == "generated" else "NIH ChestX-ray14"
+        labels = table["Finding Labels"].str.get_dummies("|").drop(columns="No Finding", errors="ignore")
+        images, patients = table["Image Index"], table["Patient ID"]
+    elif "Path" in table:  # where CheXpert leaves a label blank, the report does not mention it
+        name = "CheXpert"
+        labels = table.drop(columns=NOT_LABELS, errors="ignore").fillna(0)
+        images = table["Path"]
+        patients = table["patient"] if "patient" in table else images.str.extract(r"(patient\d+)", expand=False)
+    else:
+        stop(f"{options.data} has the columns {', '.join(table)}, but needs {', '.join(sorted(NIH))} (NIH) or Path and "
+             "a column a label (CheXpert)")  # fmt: skip
+    chosen = options.labels or list(labels)
+    if missing := [label for label in chosen if label not in labels]:
+        stop(f"{options.data} lacks the label {missing[0]}: it has {', '.join(labels)}")
+    numbers = labels[chosen].apply(pd.to_numeric, errors="coerce").astype(float)
+    for label in chosen:
+        if (wrong := ~numbers[label].isin([-1, 0, 1])).any():
+            row = wrong.idxmax()
+            stop(f"{options.data}, line {row + 2}: {label} is {labels[label][row]}, but must be 1, 0, -1 or blank")
+    if patients.isna().any():
+        stop(f"{options.data}, line {patients.isna().idxmax() + 2}: no patient is named, by whom the data is split")
+    numbers = numbers.replace(-1, {"ignore": np.nan, "ones": 1, "zeros": 0}[options.uncertain])
+    numbers.insert(0, "image", images)
+    numbers.insert(1, "file", _find_images(list(images), Path(options.images or Path(options.data).parent)))
+    numbers.insert(2, "patient", patients)
+    numbers.insert(3, "split", _split(numbers, options))
+    if empty := {"train", "valid", "test"} - set(numbers["split"]):
+        stop(f"{options.data} has {patients.nunique()} patients, too few to split: none is left for {empty.pop()}")
+    return numbers, chosen, name
+
+
+def _find_images(names: list[str], folder: Path) -> list[str]:
+    by_name = {path.name: path for path in folder.rglob("*.png")}  # NIH's are spread over twelve folders
+    found = list[str]()
+    missing = list[str]()
+    for name in names:
+        places = folder / name, folder.parent / name, by_name.get(name, folder / name)
+        path = next((path for path in places if path.is_file()), None)
+        (found if path else missing).append(str(path or name))
+    if missing:
+        stop(f"{len(missing)} of {len(names)} pictures are not in {folder}, such as {missing[0]}: give their --images")
+    return found
+
+
+def _split(table: pd.DataFrame, options: argparse.Namespace) -> np.ndarray:
+    if options.test_list is None:
+        return split_by_patient(table["patient"], options.seed)
+    is_test = table["image"].map(lambda path: Path(path).name).isin(Path(options.test_list).read_text().split())
+    if both := set(table["patient"][is_test]) & set(table["patient"][~is_test]):
+        stop(f"{options.test_list} has some pictures of patient {both.pop()} but not all: a patient is on one side")
+    return np.where(is_test, "test", split_by_patient(table["patient"], options.seed, valid=0.125, test=0))

@@ -1,0 +1,334 @@
+"""The programs of examples/ on small generated data: what they write, engines that agree, resuming, and bad input.
+
+Their libraries are an extra of their own, which the first tier does without.
+"""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("default")]
+
+
+class Program(NamedTuple):
+    """Options beside --data and --out; the files of a run; the table, its columns of numbers, and the predictions."""
+
+    words: tuple[str, ...]
+    files: tuple[str, ...]
+    table: str
+    scores: tuple[str, ...]
+
+
+PROGRAMS = {
+    "chest_xray": Program(
+        ("--image_size", "64", "--epochs", "2", "--batch_size", "8", "--resamples", "20"),
+        ("predictions.csv", "roc.png", "gradcam/Effusion.png", "gradcam/Nodule.png"),
+        "auroc.csv",
+        ("auroc", "low", "high"),
+    ),
+    "segmentation": Program(
+        ("--model", "fc_densenet56", "--crop", "64", "--epochs", "1", "--whole_epochs", "1", "--overlays", "1"),
+        ("confusion.png", "overlays/0000.png"),
+        "iou.csv",
+        ("iou", "accuracy"),
+    ),
+    "volumes": Program(
+        ("--patch", "32", "32", "32", "--epochs", "2", "--accumulate", "2", "--maps", "1", "--resamples", "20"),
+        ("predictions.csv", "confusion.png", "maps/*.nii.gz", "maps/*.png"),
+        "results.csv",
+        ("sensitivity", "auroc", "low", "high"),
+    ),
+}
+
+
+@pytest.fixture
+def _examples_are_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def load(name: str) -> ModuleType:
+    for needed in ("pandas", "torchmetrics", "pytorch_grad_cam", "nibabel", "monai"):
+        pytest.importorskip(needed)
+    return importlib.import_module(name)
+
+
+def write_data(name: str, folder: Path) -> Path:
+    generated = load("generated")
+    if name == "segmentation":
+        return generated.streets(folder / "streets", {"train": 4, "val": 2, "test": 2})
+    if name == "volumes":
+        return generated.volumes(folder / "volumes", patients=20, size=34)
+    return generated.xrays(folder / "xrays", patients=24, size=64)
+
+
+def run(monkeypatch, name: str, data: Path, out: Path, *words: str):
+    """The table of a run, without the seconds that planning for a card takes."""
+    program, signature = load(name), inspect.signature(load("common").print_what_fits)
+    monkeypatch.setattr(program, "print_what_fits", lambda *given: signature.bind(*given))
+    return program.main(["--data", str(data), "--out", str(out), *PROGRAMS[name].words, *words])
+
+
+def refuse(monkeypatch, name: str, data: Path, out: Path, *words: str) -> str:
+    """The sentence with which a program refuses its input, before anything is built."""
+    program = load(name)
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "create_model", None)
+        with pytest.raises(SystemExit) as stopped:
+            program.main(["--data", str(data), "--out", str(out), *words])
+    return str(stopped.value)
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_path, monkeypatch, capsys):
+    program, data = PROGRAMS[name], write_data(name, tmp_path)
+    import pandas as pd
+
+    whole = run(monkeypatch, name, data, tmp_path / "whole")
+    for pattern in program.files:
+        (file,) = (tmp_path / "whole").glob(pattern)
+        assert file.stat().st_size > 100, file
+        if file.suffix == ".png":
+            assert np.asarray(Image.open(file)).std() > 10, file  # not blank
+    written = pd.read_csv(tmp_path / "whole" / program.table)
+    assert list(written) == list(whole)
+    assert whole.iloc[:, 0].astype(str).tolist()[-1] in capsys.readouterr().out.splitlines()[-1]
+
+    common, save = load("common"), load("common").Run.save
+
+    def save_and_stop(*args) -> None:
+        save(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(common.Run, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(patched, name, data, tmp_path / "parts", "--engine", "plain")
+    with pytest.raises(SystemExit, match="add --resume"):
+        run(monkeypatch, name, data, tmp_path / "parts")
+    with pytest.raises(SystemExit, match=r"--learning_rate is 0.5, but the run in .* began with"):
+        run(monkeypatch, name, data, tmp_path / "parts", "--resume", "--learning_rate", "0.5")
+    parts = run(monkeypatch, name, data, tmp_path / "parts", "--resume", "--engine", "plain")
+    print(whole.to_string(), parts.to_string())
+    for column in program.scores:
+        np.testing.assert_allclose(whole[column], parts[column], atol=0.01)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_what_fits_is_printed_before_anything_runs(tmp_path, monkeypatch, capsys):
+    program, data = load("segmentation"), write_data("segmentation", tmp_path)
+
+    def stop(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "Run", stop)
+    words = "--model", "fc_densenet56", "--crop", "64", "--out", str(tmp_path / "out"), "--card", "2GB"
+    with pytest.raises(KeyboardInterrupt):
+        program.main(["--data", str(data), *words])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("plain", "shared"))]
+    assert [row[0] for row in rows] == ["plain", "shared"] * 2  # of crops, and of whole pictures
+    for plain, shared in (rows[:2], rows[2:]):
+        assert float(shared[1]) < float(plain[1])
+        assert int(shared[-1].replace(",", "")) > 2 * int(plain[-1].replace(",", ""))
+    with pytest.raises(SystemExit, match="--card is 'big', but must be a number of bytes"):
+        program.main(["--data", str(data), *words[:-1], "big"])
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_explains_each_option(name, capsys):
+    with pytest.raises(SystemExit):
+        load(name).main(["--help"])
+    text = capsys.readouterr().out
+    assert "None" not in text
+    assert all(option in text for option in ("--resume", "--data", "generated", "--engine"))
+
+
+def table_of(folder: Path, columns: str, *rows: str) -> Path:
+    path = folder / "table.csv"
+    path.write_text("\n".join([columns, *rows]) + "\n")
+    return path
+
+
+CHEXPERT = "Path,Sex,Age,Frontal/Lateral,AP/PA,No Finding,Edema"
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize(
+    ("columns", "rows", "sentence"),
+    [
+        ("Image Index,Finding Labels", ["a.png,Mass"], "has the columns Image Index, Finding Labels, but needs"),
+        (CHEXPERT, ["patient01/a.png,F,60,Frontal,AP,,maybe"], "line 2: Edema is maybe, but must be 1, 0, -1 or"),
+        (CHEXPERT, ["patient01/a.png,F,60,Frontal,AP,,2"], "line 2: Edema is 2, but must be"),
+        (CHEXPERT, ["a.png,F,60,Frontal,AP,,1"], "line 2: no patient is named"),
+        (CHEXPERT, ["patient01/a.png,F,60,Frontal,AP,,1"], "1 of 1 pictures are not in .*, such as patient01/a.png"),
+        (CHEXPERT, ["patient01/b.png,F,60,Frontal,AP,,1"], "has 1 patients, too few to split"),
+    ],
+)
+def test_chest_xray_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch):
+    (tmp_path / "patient01").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "patient01" / "b.png")
+    data = table_of(tmp_path, columns, *rows)
+    assert sentence.split(".*")[0] in (found := refuse(monkeypatch, "chest_xray", data, tmp_path / "out")), found
+    assert sentence.split(".*")[-1] in found
+    missing = refuse(monkeypatch, "chest_xray", data, tmp_path / "out", "--labels", "Hernia")
+    assert "lacks the label Hernia" in missing or "needs" in missing
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_chexpert_s_labels_uncertain_ones_and_the_split_by_patient(tmp_path):
+    tables, chest_xray = load("xray_tables"), load("chest_xray")
+    rows = []
+    for i in range(20):
+        (tmp_path / f"patient{i:02}").mkdir()
+        for view in ("a", "b"):
+            Image.new("L", (8, 8)).save(tmp_path / f"patient{i:02}" / f"{view}.png")
+            rows.append(f"patient{i:02}/{view}.png,F,60,Frontal,AP,,{['1.0', '0.0', '-1.0', ''][i % 4]}")
+    data = table_of(tmp_path, CHEXPERT, *rows)
+    for uncertain, value in (("ignore", np.nan), ("ones", 1), ("zeros", 0)):
+        words = ["--data", str(data), "--out", str(tmp_path / "out"), "--uncertain", uncertain]
+        table, labels, name = tables.read_table(chest_xray.parse(words))
+        assert (labels, name) == (["No Finding", "Edema"], "CheXpert")
+        np.testing.assert_equal(table["Edema"].to_numpy()[::2], [1, 0, value, 0] * 5)
+        assert (table.groupby("patient")["split"].nunique() == 1).all()
+        assert table["split"].value_counts().to_dict() == {"train": 28, "valid": 4, "test": 8}
+    (tmp_path / "test.txt").write_text("a.png\n")
+    with pytest.raises(SystemExit, match=r"has some pictures of patient patient\d\d but not all"):
+        tables.read_table(chest_xray.parse([*words, "--test_list", str(tmp_path / "test.txt")]))
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_segmentation_refuses_folders_and_masks(tmp_path, monkeypatch):
+    data = write_data("segmentation", tmp_path)
+
+    def refused(*words: str) -> str:
+        return refuse(monkeypatch, "segmentation", data, tmp_path / "out", *words)
+
+    mask, classes = data / "val_labels" / "0001_L.png", data / "classes.csv"
+    right, text = mask.read_bytes(), classes.read_text()
+    Image.open(mask).crop((0, 0, 90, 64)).save(mask)
+    assert "has 96 × 64 pixels, but its mask 0001_L.png 90 × 64" in refused()
+    mask.unlink()
+    assert "has no mask 0001.png or 0001_L.png" in refused()
+    Image.new("RGB", (96, 64), (1, 2, 3)).save(mask)
+    assert "has pixels of [1, 2, 3], which no line of classes.csv is" in refused()
+    mask.write_bytes(right)
+    assert "has no class Fog" in refused("--ignore", "Fog")
+    classes.write_text(text.replace("name,r", "name,red"))
+    assert "lacks the column r" in refused()
+    classes.write_text(text.replace("64,0,128", "64,x,128"))
+    assert "line 5: r, g and b must be whole numbers" in refused()
+    classes.unlink()
+    assert "has no classes.csv" in refused()
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_masks_of_numbers_and_rows_of_one_name(tmp_path):
+    masks = load("masks")
+    (tmp_path / "classes.csv").write_text("name,r,g,b\nCar,1,0,0\nTruck,2,0,0\nCar,3,0,0\nVoid,0,0,0\n")
+    classes = masks.Classes(tmp_path, ["Void"])
+    assert classes.names == ["Car", "Truck"]
+    Image.fromarray(np.array([[0, 1, 2, 3, 255]], np.uint8)).save(tmp_path / "a.png")
+    assert classes.read(tmp_path / "a.png").tolist() == [[0, 1, 0, 255, 255]]
+    Image.fromarray(np.array([[(1, 0, 0), (2, 0, 0), (3, 0, 0), (0, 0, 0)]], np.uint8)).save(tmp_path / "b.png")
+    assert classes.read(tmp_path / "b.png").tolist() == [[0, 1, 0, 255]]
+    weights = masks.median_frequency_weights(np.array([[10, 30, 0], [20, 0, 0]]))
+    np.testing.assert_allclose(weights, [0.675 / 0.5 * 1, 0.625 / 0.75, 0], atol=0.3)
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize(
+    ("columns", "rows", "sentence"),
+    [
+        ("volume,class", ["a.nii.gz,1"], "lacks the column label: it has volume, class"),
+        ("volume,label", ["a.nii.gz,1", "a.nii.gz,"], "line 3: the label is blank"),
+        ("volume,label", ["b.nii.gz,1"], "b.nii.gz is missing"),
+        ("volume,label", ["flat.nii.gz,1"], "flat.nii.gz has the shape 4 × 4, but must have three dimensions"),
+        ("volume,label", ["a.nii.gz,1"], "no volume of 1 is in "),
+    ],
+)
+def test_volumes_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch):
+    nibabel = pytest.importorskip("nibabel")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / "a.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), tmp_path / "flat.nii.gz")
+    assert sentence in refuse(monkeypatch, "volumes", table_of(tmp_path, columns, *rows), tmp_path / "out")
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize(
+    ("name", "words"), [("chest_xray", ("--model", "torchxrayvision")), ("volumes", ("--model", "monai"))]
+)
+def test_models_of_other_libraries_are_converted(name, words, capsys):
+    program = load(name)
+    import torch
+
+    model = program.build(program.parse(["--data", "x", "--out", "x", *words]), 3).eval()
+    assert "4 dense blocks changed" in capsys.readouterr().out
+    assert model(torch.rand(1, 1, *[32] * (2 if name == "chest_xray" else 3))).shape == (1, 3)
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_weights_of_a_file_three_channels_low_precision_and_workers(tmp_path, monkeypatch):
+    program, data = load("chest_xray"), write_data("chest_xray", tmp_path)
+    import torch
+    import torchvision
+
+    theirs = torchvision.models.densenet121(num_classes=7)
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    words = ["--data", "x", "--out", "x", "--weights", str(tmp_path / "theirs.pth"), "--channels"]
+    for channels in (1, 3):
+        model = program.build(program.parse([*words, str(channels)]), 3)
+        first, expected = model.features.conv0.weight, theirs.features.conv0.weight
+        torch.testing.assert_close(first, expected if channels == 3 else expected.sum(1, keepdim=True))
+    words = "--channels", "3", "--precision", "bf16", "--workers", "1", "--epochs", "1", "--labels", "Effusion"
+    table = run(monkeypatch, "chest_xray", data, tmp_path / "out", *words)
+    assert table["label"].tolist() == ["Effusion"]
+    with pytest.raises(SystemExit, match="torchvision has no weights for 'densenet264'"):
+        run(monkeypatch, "chest_xray", data, tmp_path / "264", "--weights", "DEFAULT", "--model", "densenet264")
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize("loss", ["cross_entropy", "dice", "focal", "lovasz", "tversky"])
+def test_losses_do_not_see_ignored_pixels(loss, tmp_path):
+    segmentation = load("segmentation")
+    import torch
+
+    options = segmentation.parse(["--data", "x", "--out", "x", "--loss", loss])
+    loss_of = segmentation.make_loss(options, torch.ones(3))
+    logits, masks = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randint(3, (2, 8, 8))
+    masks[:, :2] = segmentation.IGNORE
+    loss_of(logits, masks).backward()
+    assert logits.grad[:, :, 2:].abs().max() > 0
+    assert logits.grad[:, :, :2].abs().max() == 0
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_the_interval_of_an_auroc(tmp_path):
+    common = load("common")
+    import torch
+
+    options = common.make_parser("", epochs=1).parse_args(["--out", str(tmp_path)])
+    options.resamples = 200
+    targets = torch.arange(40) % 2
+    scores = targets + torch.randn(40)
+    low, high = common.auroc_interval(scores, targets, np.arange(40), options)
+    assert low < common.auroc(scores, targets) < high
+    wider = common.auroc_interval(scores, targets, np.arange(40) // 8, options)
+    same = common.auroc_interval(scores, torch.zeros(40, dtype=torch.int), np.arange(40), options)
+    assert np.isnan(same).all()
+    assert wider != (low, high)
+
+
+def test_each_program_is_short_enough_to_read():
+    programs = [EXAMPLES / f"{name}.py" for name in PROGRAMS]
+    assert all(len(path.read_text().splitlines()) <= 200 for path in programs)
+    assert "examples" not in sys.modules
