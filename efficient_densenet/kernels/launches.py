@@ -27,7 +27,7 @@ class Argument(Protocol):
 
 
 class Run(Protocol):
-    """One run of a recorded program: its memories' addresses (int64) and first tensors, by their numbers."""
+    """One run of a recorded program: its memories' addresses (an array of int64) and first tensors, by their numbers."""
 
     addresses: Any
     values: Sequence[Any]

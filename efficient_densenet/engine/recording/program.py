@@ -6,10 +6,10 @@ its tensors and an array of their addresses, so any number of threads may replay
 
 import itertools
 import operator
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +99,7 @@ class Program:
         addresses = None
         if self._needs_addresses:
             tensors = values[: self._num_memories]
-            addresses = np.array([0 if each is None else each.data_ptr() for each in tensors], np.int64)
+            addresses = array("q", [0 if each is None else each.data_ptr() for each in tensors])
         run = Run(values, addresses)
         for step in self._steps:
             step(run)

@@ -51,7 +51,7 @@ class Launches(launches.Launches):
 
     def __call__(self, run: launches.Run) -> None:
         records = self._records.copy()
-        records[self._fields] = run.addresses[self._memories] + self._offsets
+        records[self._fields] = np.frombuffer(run.addresses, np.int64)[self._memories] + self._offsets
         start = records.ctypes.data
         for kernel, offset, threads in self._regions:
             openmp.run(kernel, threads, start + offset)

@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -121,15 +120,14 @@ class Launches(launches.Launches):
 
     def __init__(self, recorded: Sequence[tuple[Launch, Sequence[Any]]]) -> None:
         self._recorded = recorded
-        places = [each for _, arguments in recorded for each in arguments if each is not None]
-        self._memories = np.array([each.memory for each in places], np.int64)
-        self._offsets = np.array([each.offset for each in places], np.int64)
+        places = (each for _, arguments in recorded for each in arguments if each is not None)
+        self._places = [(each.memory, each.offset) for each in places]
         self._by_launchers: list[tuple[Any, ...]] = []
 
     def __call__(self, run: launches.Run) -> None:
-        device = run.values[self._memories[0]].get_device()
+        device = run.values[self._places[0][0]].get_device()
         if device >= 0 and not _has_launch_hooks() and device == torch.cuda.current_device():
-            addresses = (run.addresses[self._memories] + self._offsets).tolist()
+            addresses = [run.addresses[memory] + offset for memory, offset in self._places]
             self._by_launchers = self._by_launchers or self._found_launchers(device, addresses)
             if self._by_launchers:
                 self._by_addresses(addresses, self._by_launchers[0][0].get_current_stream(device))
