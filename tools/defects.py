@@ -201,7 +201,7 @@ DEFECTS = [
         "choice of engine: sharded layers are run without their hooks",
         "why_sharded(module) or hooked",
         "None if why_sharded(module) else hooked",
-        "sharded_engines",
+        "processes",
     ),
     # The stage's and the stem's arithmetic, what they read and what they keep
     Defect(
@@ -453,25 +453,25 @@ DEFECTS = [
         "synchronized norms: the variance between processes is lost",
         "(counts * (variances + (means - mean).square()))",
         "(counts * variances)",
-        "synchronized_norms distributed",
+        "processes distributed",
     ),
     Defect(
         "synchronized norms: a process without images spoils the mean",
         "if count == 0:  # an empty",
         "if False:  # an empty",
-        "synchronized_norms",
+        "processes",
     ),
     Defect(
         "synchronized norms: a running variance is biased",
         "running_var.lerp_((var * (count / (count - 1))).to",
         "running_var.lerp_(var.to",
-        "dims synchronized_norms",
+        "processes dims",
     ),
     Defect(
         "synchronized norms: their backward lacks the product term",
         " - normalized * _per_channel(mean_product, x)",
         "",
-        "dims synchronized_norms",
+        "processes dims",
     ),
     Defect(
         "frozen norms: an eps that is a constant of the class is not found",
@@ -1537,13 +1537,13 @@ DEFECTS = [
         "synchronized norms: the means of processes do not differ",
         "(variances + (means - mean).square())",
         "variances",
-        "synchronized_norms distributed",
+        "processes distributed",
     ),
     Defect(
         "synchronized norms: a biased running variance",
         "var * (count / (count - 1))",
         "var",
-        "synchronized_norms distributed",
+        "processes distributed",
     ),
     Defect(
         "norms: a lazy norm is converted before it has channels",
