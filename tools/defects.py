@@ -311,7 +311,7 @@ DEFECTS = [
         "second derivatives: features that need no gradient are differentiated",
         "if grad is not None and output.requires_grad]",
         "if grad is not None]",
-        "matches_plain parts",
+        "second_order",
     ),
     Defect(
         "operators: several gradients at once are computed as one",
