@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class _ThreadState(threading.local):
@@ -28,14 +28,9 @@ def is_recomputing() -> bool:
     return _state.recomputation_depth > 0
 
 
-@contextmanager
-def disable_checkpointing() -> Iterator[None]:
+def disable_checkpointing() -> AbstractContextManager:
     """Make `checkpoint` and wrapped modules call their functions without checkpointing, in this thread."""
-    _state.disable_depth += 1
-    try:
-        yield
-    finally:
-        _state.disable_depth -= 1
+    return _Inside("disable_depth")
 
 
 def is_checkpointing_disabled() -> bool:
@@ -43,14 +38,9 @@ def is_checkpointing_disabled() -> bool:
     return _state.disable_depth > 0
 
 
-@contextmanager
-def checkpointed_forward() -> Iterator[None]:
+def checkpointed_forward() -> AbstractContextManager:
     """Mark the forward of a checkpointed function."""
-    _state.forward_depth += 1
-    try:
-        yield
-    finally:
-        _state.forward_depth -= 1
+    return _Inside("forward_depth")
 
 
 @contextmanager
@@ -59,22 +49,29 @@ def recomputing() -> Iterator[None]:
     # The recomputation must checkpoint what the forward checkpointed, even if the backward is called inside
     # `disable_checkpointing()`.
     disable_depth, _state.disable_depth = _state.disable_depth, 0
-    _state.recomputation_depth += 1
     try:
-        yield
+        with _Inside("recomputation_depth"):
+            yield
     finally:
-        _state.recomputation_depth -= 1
         _state.disable_depth = disable_depth
 
 
-@contextmanager
-def in_user_context() -> Iterator[None]:
+def in_user_context() -> AbstractContextManager:
     """Mark code that runs in a context of a `context_fn`, whose dispatch mode may count operations."""
-    _state.user_context_depth += 1
-    try:
-        yield
-    finally:
-        _state.user_context_depth -= 1
+    return _Inside("user_context_depth")
+
+
+class _Inside:
+    """A context in which one of the depths is larger by one."""
+
+    def __init__(self, depth: str) -> None:
+        self.depth = depth
+
+    def __enter__(self) -> None:
+        setattr(_state, self.depth, getattr(_state, self.depth) + 1)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(_state, self.depth, getattr(_state, self.depth) - 1)
 
 
 def is_in_user_context() -> bool:

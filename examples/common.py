@@ -1,4 +1,4 @@
-"""Parts that the programs share: options, what fits the card, steps and checkpoints, and AUROC with an interval."""
+"""Parts that the programs share: options, what fits the card, checkpoints, splits, and AUROC with an interval."""
 
 import argparse
 import copy
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
@@ -131,8 +132,8 @@ class Run:
         return state["epoch"]
 
     def save(self, epochs_done: int, score: float) -> None:
-        """Write the checkpoint after an epoch, and the best model first if its score is the highest so far."""
-        if not score <= self.best_score:  # also where validation gives no number
+        """Write the checkpoint after an epoch, and the best model first if no score was higher."""
+        if not score < self.best_score:  # also where validation gives no number
             self.best_score = score
             self._write("best.pt", self.model.state_dict())
         states = {name: part.state_dict() for name, part in self.parts.items()}
@@ -146,6 +147,13 @@ class Run:
         temporary = self.folder / f"{name}.tmp"
         torch.save(content, temporary)
         os.replace(temporary, self.folder / name)
+
+
+def split_by_patient(patients: pd.Series, seed: int, valid: float = 0.1, test: float = 0.2) -> np.ndarray:
+    """The names train, valid and test, so that all samples of a patient have the same."""
+    order = np.random.default_rng(seed).permutation(patients.unique())
+    place = patients.map({patient: i / len(order) for i, patient in enumerate(order)})
+    return np.select([place < 1 - valid - test, place < 1 - test], ["train", "valid"], "test")
 
 
 def auroc(scores: Tensor, targets: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pandas as pd
 from PIL import Image
@@ -60,3 +61,18 @@ def streets(folder: Path, counts: dict[str, int] | None = None, height: int = 64
             Image.fromarray((image.clip(0, 1) * 255).astype(np.uint8)).save(folder / part / f"{i:04}.png")
             Image.fromarray(colors[mask]).save(folder / f"{part}_labels" / f"{i:04}_L.png")
     return folder
+
+
+def volumes(folder: Path, patients: int = 30, size: int = 40) -> Path:
+    """A NIfTI volume a patient, a ball with a few or with many bright spots, and a CSV. Return the CSV."""
+    rng, (x, y, z), rows = np.random.default_rng(0), _grid(size, size, size), []
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(patients):
+        label = ("few spots", "many spots")[i % 2]
+        volume = 400.0 * (x**2 + y**2 + z**2 < 0.8) + rng.normal(0, 40, x.shape)
+        for center in rng.uniform(-0.6, 0.6, (8 if label == "few spots" else 40, 3)):
+            volume[(x - center[0]) ** 2 + (y - center[1]) ** 2 + (z - center[2]) ** 2 < 0.015] += 500
+        nibabel.save(nibabel.Nifti1Image(volume.astype(np.float32), np.diag([2, 2, 3, 1])), folder / f"{i:03}.nii.gz")
+        rows.append((f"{i:03}.nii.gz", label, i))
+    pd.DataFrame(rows, columns=["volume", "label", "patient"]).to_csv(folder / "volumes.csv", index=False)
+    return folder / "volumes.csv"

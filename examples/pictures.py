@@ -13,7 +13,7 @@ from torchmetrics.functional.classification import binary_roc
 
 BLUE, GRAY = "#0072B2", "0.6"
 CLASSES = ["#56B4E9", "#D55E00", "#999999", "#0072B2", "#F0E442", "#009E73", "#CC79A7", "#E69F00", "#332288", "#882255",
-           "#DDDDDD", "#661100", "#44AA99", "#000000", "#AA4499", "#6699CC"]  # fmt: skip
+           "#000000", "#44AA99", "#661100", "#DDDDDD", "#AA4499", "#6699CC"]  # fmt: skip
 """Colors for classes: those of Okabe and Ito first, then some of Paul Tol's. Past their number they come again."""
 
 
@@ -31,11 +31,11 @@ def grid(
     return figure, axes[:num]
 
 
-def show(axes: Axes, image: np.ndarray, title: str = "", heat: np.ndarray | None = None) -> None:
-    """A gray picture, and a map from 0 to 1 over it that is clear where it is 0."""
-    axes.imshow(image, cmap="gray")
+def show(axes: Axes, image: np.ndarray, title: str = "", heat: np.ndarray | None = None, aspect: float = 1) -> None:
+    """A gray picture, and a map from 0 to 1 over it, clear where it is 0; a pixel is `aspect` times as high as wide."""
+    axes.imshow(image, cmap="gray", aspect=aspect)
     if heat is not None:
-        axes.imshow(heat, cmap="plasma", alpha=0.65 * heat.clip(0, 1), vmin=0, vmax=1)
+        axes.imshow(heat, cmap="plasma", alpha=0.65 * heat.clip(0, 1), vmin=0, vmax=1, aspect=aspect)
     axes.set_title(title, fontsize="small")
     axes.set_axis_off()
 
@@ -60,8 +60,8 @@ def roc(path: Path, name: str, scores: list[Tensor], targets: list[Tensor], tabl
     figure.savefig(path)
 
 
-def confusion(path: Path, name: str, matrix: np.ndarray, classes: list[str]) -> None:
-    """For each class (a row) what part of its pixels, in percent, is given which class."""
+def confusion(path: Path, name: str, matrix: np.ndarray, classes: list[str], unit: str) -> None:
+    """For each class (a row) what part of its pixels or volumes, in percent, is given which class."""
     percent = 100 * matrix / matrix.sum(1, keepdims=True).clip(1)
     size = 0.55 * len(classes) + 2.5
     figure = Figure((size + 0.6, size), layout="constrained", dpi=120)
@@ -71,8 +71,8 @@ def confusion(path: Path, name: str, matrix: np.ndarray, classes: list[str]) -> 
         axes.text(column, row, f"{value:.0f}", ha="center", va="center", color="black" if value > 55 else "white")
     axes.set_xticks(range(len(classes)), classes, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(classes)), classes)
-    axes.set(xlabel="predicted", ylabel="mask", title=f"Confusion matrix, {name}")
-    figure.colorbar(shown, label="% of the class's pixels", shrink=0.8, ticks=range(0, 101, 25))
+    axes.set(xlabel="predicted", ylabel="truth", title=f"Confusion matrix, {name}")
+    figure.colorbar(shown, label=f"% of the class's {unit}", shrink=0.8, ticks=range(0, 101, 25))
     figure.savefig(path)
 
 
@@ -91,4 +91,17 @@ def overlays(path: Path, title: str, image: np.ndarray, maps: dict[str, np.ndarr
         each.set_axis_off()
     handles = [Patch(color=color, label=label) for color, label in zip(colors, classes, strict=True)]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(classes), 6), frameon=False)
+    figure.savefig(path)
+
+
+def planes(path: Path, title: str, volume: np.ndarray, heat: np.ndarray, spacing: list[float]) -> None:
+    """The middle slices of a volume whose axes go to the right, to the front and up, as radiologists see them; below,
+    a map over them."""
+    figure, axes = grid(title, 6, 3, size=3)
+    for i, (text, axis, left) in enumerate((("axial", 2, "R"), ("coronal", 1, "R"), ("sagittal", 0, "A"))):
+        across, up = (j for j in range(3) if j != axis)
+        image, over = (np.rot90(np.take(each, each.shape[axis] // 2, axis))[:, ::-1] for each in (volume, heat))
+        show(axes[i], image, text, aspect=spacing[up] / spacing[across])
+        axes[i].text(0.02, 0.5, left, color="white", va="center", transform=axes[i].transAxes)
+        show(axes[3 + i], image, heat=over, aspect=spacing[up] / spacing[across])
     figure.savefig(path)

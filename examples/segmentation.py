@@ -171,7 +171,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     matrix = confusion(run, test, "test")
     table = iou_table(matrix, classes.names)
     table.to_csv(options.out / "iou.csv", index=False)
-    pictures.confusion(options.out / "confusion.png", name, matrix, classes.names)
+    pictures.confusion(options.out / "confusion.png", name, matrix, classes.names, "pixels")
     draw_overlays(run, test, name)
     print(f"\n{name}, test pictures, the best epoch's model\n{table.to_string(index=False, float_format='%.3f')}")
     return table

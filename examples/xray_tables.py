@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from common import stop
+from common import split_by_patient, stop
 
 NIH = {"Image Index", "Finding Labels", "Patient ID"}
 NOT_LABELS = ["Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", "patient"]
@@ -18,6 +18,8 @@ def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], st
     The columns are image (its name), file, patient, split, and the labels: 1, 0, or NaN where it is not known.
     """
     table = pd.read_csv(options.data)
+    if options.views == "frontal" and "Frontal/Lateral" in table:
+        table = table[table["Frontal/Lateral"] == "Frontal"]
     if set(table) >= NIH:
         name = "generated X-rays" if Path(options.data).parent.name == "generated" else "NIH ChestX-ray14"
         labels = table["Finding Labels"].str.get_dummies("|").drop(columns="No Finding", errors="ignore")
@@ -64,12 +66,9 @@ def _find_images(names: list[str], folder: Path) -> list[str]:
 
 
 def _split(table: pd.DataFrame, options: argparse.Namespace) -> np.ndarray:
-    """By patient 70, 10 and 20 % are train, valid and test; where the test pictures are listed, 7 to 1 of the rest."""
-    patients = np.random.default_rng(options.seed).permutation(table["patient"].unique())
-    place = table["patient"].map({patient: i / len(patients) for i, patient in enumerate(patients)})
     if options.test_list is None:
-        return np.select([place < 0.7, place < 0.8], ["train", "valid"], "test")
+        return split_by_patient(table["patient"], options.seed)
     is_test = table["image"].map(lambda path: Path(path).name).isin(Path(options.test_list).read_text().split())
     if both := set(table["patient"][is_test]) & set(table["patient"][~is_test]):
         stop(f"{options.test_list} has some pictures of patient {both.pop()} but not all: a patient is on one side")
-    return np.select([is_test, place < 0.125], ["test", "valid"], "train")
+    return np.where(is_test, "test", split_by_patient(table["patient"], options.seed, valid=0.125, test=0))

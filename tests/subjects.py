@@ -54,7 +54,7 @@ class Subject(nn.Module):
             outputs = [x := module(x) for module in modules]
             return _joined(outputs[1], outputs[0]) if self.kind == "features too" else x
         if self.kind == "stem":
-            return choose.run_stem([*modules, *self.block], self.block[0], x)[0]
+            return choose.run_stem([*modules, *self.block], self.block[0], x)
         if self.kind == "consumer":
             return choose.run_consumer(first, x)
         if self.kind == "apart":

@@ -4,6 +4,7 @@ Their libraries are an extra of their own, which the first tier does without.
 """
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,12 @@ PROGRAMS = {
         "iou.csv",
         ("iou", "accuracy"),
     ),
+    "volumes": Program(
+        ("--patch", "32", "32", "32", "--epochs", "2", "--accumulate", "2", "--maps", "1", "--resamples", "20"),
+        ("predictions.csv", "confusion.png", "maps/*.nii.gz", "maps/*.png"),
+        "results.csv",
+        ("sensitivity", "auroc", "low", "high"),
+    ),
 }
 
 
@@ -48,7 +55,7 @@ def _examples_are_importable(monkeypatch):
 
 
 def load(name: str) -> ModuleType:
-    for needed in ("pandas", "torchmetrics", "pytorch_grad_cam"):
+    for needed in ("pandas", "torchmetrics", "pytorch_grad_cam", "nibabel", "monai"):
         pytest.importorskip(needed)
     return importlib.import_module(name)
 
@@ -57,13 +64,15 @@ def write_data(name: str, folder: Path) -> Path:
     generated = load("generated")
     if name == "segmentation":
         return generated.streets(folder / "streets", {"train": 4, "val": 2, "test": 2})
+    if name == "volumes":
+        return generated.volumes(folder / "volumes", patients=20, size=34)
     return generated.xrays(folder / "xrays", patients=24, size=64)
 
 
 def run(monkeypatch, name: str, data: Path, out: Path, *words: str):
-    """The table of a run, without the minutes that planning for a card takes."""
-    program = load(name)
-    monkeypatch.setattr(program, "print_what_fits", lambda *_: None)
+    """The table of a run, without the seconds that planning for a card takes."""
+    program, signature = load(name), inspect.signature(load("common").print_what_fits)
+    monkeypatch.setattr(program, "print_what_fits", lambda *given: signature.bind(*given))
     return program.main(["--data", str(data), "--out", str(out), *PROGRAMS[name].words, *words])
 
 
@@ -84,10 +93,11 @@ def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_pa
     import pandas as pd
 
     whole = run(monkeypatch, name, data, tmp_path / "whole")
-    for file in program.files:
-        assert (tmp_path / "whole" / file).stat().st_size > 100, file
-        if file.endswith(".png"):
-            assert np.asarray(Image.open(tmp_path / "whole" / file)).std() > 10, file  # not blank
+    for pattern in program.files:
+        (file,) = (tmp_path / "whole").glob(pattern)
+        assert file.stat().st_size > 100, file
+        if file.suffix == ".png":
+            assert np.asarray(Image.open(file)).std() > 10, file  # not blank
     written = pd.read_csv(tmp_path / "whole" / program.table)
     assert list(written) == list(whole)
     assert whole.iloc[:, 0].astype(str).tolist()[-1] in capsys.readouterr().out.splitlines()[-1]
@@ -114,25 +124,32 @@ def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_pa
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_fits_is_printed_first_and_help_explains_each_option(name, tmp_path, monkeypatch, capsys):
-    program, data = load(name), write_data(name, tmp_path)
+def test_what_fits_is_printed_before_anything_runs(tmp_path, monkeypatch, capsys):
+    program, data = load("segmentation"), write_data("segmentation", tmp_path)
 
     def stop(*_) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(program, "Run", stop)
+    words = "--model", "fc_densenet56", "--crop", "64", "--out", str(tmp_path / "out"), "--card", "2GB"
     with pytest.raises(KeyboardInterrupt):
-        program.main(["--data", str(data), "--out", str(tmp_path), "--card", "2GB", *PROGRAMS[name].words])
-    lines = capsys.readouterr().out.splitlines()
-    (plain,), (shared,) = [
-        [line.split() for line in lines if line.startswith(each)][:1] for each in ("plain", "shared")
-    ]
-    assert float(shared[1]) < float(plain[1])
-    assert int(shared[-1].replace(",", "")) > 2 * int(plain[-1].replace(",", ""))
+        program.main(["--data", str(data), *words])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("plain", "shared"))]
+    assert [row[0] for row in rows] == ["plain", "shared"] * 2  # of crops, and of whole pictures
+    for plain, shared in (rows[:2], rows[2:]):
+        assert float(shared[1]) < float(plain[1])
+        assert int(shared[-1].replace(",", "")) > 2 * int(plain[-1].replace(",", ""))
+    with pytest.raises(SystemExit, match="--card is 'big', but must be a number of bytes"):
+        program.main(["--data", str(data), *words[:-1], "big"])
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_explains_each_option(name, capsys):
     with pytest.raises(SystemExit):
-        program.main(["--help"])
-    assert "(default: None)" not in (text := capsys.readouterr().out)
+        load(name).main(["--help"])
+    text = capsys.readouterr().out
+    assert "None" not in text
     assert all(option in text for option in ("--resume", "--data", "generated", "--engine"))
 
 
@@ -226,6 +243,72 @@ def test_masks_of_numbers_and_rows_of_one_name(tmp_path):
     assert classes.read(tmp_path / "b.png").tolist() == [[0, 1, 0, 255]]
     weights = masks.median_frequency_weights(np.array([[10, 30, 0], [20, 0, 0]]))
     np.testing.assert_allclose(weights, [0.675 / 0.5 * 1, 0.625 / 0.75, 0], atol=0.3)
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize(
+    ("columns", "rows", "sentence"),
+    [
+        ("volume,class", ["a.nii.gz,1"], "lacks the column label: it has volume, class"),
+        ("volume,label", ["a.nii.gz,1", "a.nii.gz,"], "line 3: the label is blank"),
+        ("volume,label", ["b.nii.gz,1"], "b.nii.gz is missing"),
+        ("volume,label", ["flat.nii.gz,1"], "flat.nii.gz has the shape 4 × 4, but must have three dimensions"),
+        ("volume,label", ["a.nii.gz,1"], "no volume of 1 is in "),
+    ],
+)
+def test_volumes_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch):
+    nibabel = pytest.importorskip("nibabel")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / "a.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), tmp_path / "flat.nii.gz")
+    assert sentence in refuse(monkeypatch, "volumes", table_of(tmp_path, columns, *rows), tmp_path / "out")
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize(
+    ("name", "words"), [("chest_xray", ("--model", "torchxrayvision")), ("volumes", ("--model", "monai"))]
+)
+def test_models_of_other_libraries_are_converted(name, words, capsys):
+    program = load(name)
+    import torch
+
+    model = program.build(program.parse(["--data", "x", "--out", "x", *words]), 3).eval()
+    assert "4 dense blocks changed" in capsys.readouterr().out
+    assert model(torch.rand(1, 1, *[32] * (2 if name == "chest_xray" else 3))).shape == (1, 3)
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_weights_of_a_file_three_channels_low_precision_and_workers(tmp_path, monkeypatch):
+    program, data = load("chest_xray"), write_data("chest_xray", tmp_path)
+    import torch
+    import torchvision
+
+    theirs = torchvision.models.densenet121(num_classes=7)
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    words = ["--data", "x", "--out", "x", "--weights", str(tmp_path / "theirs.pth"), "--channels"]
+    for channels in (1, 3):
+        model = program.build(program.parse([*words, str(channels)]), 3)
+        first, expected = model.features.conv0.weight, theirs.features.conv0.weight
+        torch.testing.assert_close(first, expected if channels == 3 else expected.sum(1, keepdim=True))
+    words = "--channels", "3", "--precision", "bf16", "--workers", "1", "--epochs", "1", "--labels", "Effusion"
+    table = run(monkeypatch, "chest_xray", data, tmp_path / "out", *words)
+    assert table["label"].tolist() == ["Effusion"]
+    with pytest.raises(SystemExit, match="torchvision has no weights for 'densenet264'"):
+        run(monkeypatch, "chest_xray", data, tmp_path / "264", "--weights", "DEFAULT", "--model", "densenet264")
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize("loss", ["cross_entropy", "dice", "focal", "lovasz", "tversky"])
+def test_losses_do_not_see_ignored_pixels(loss, tmp_path):
+    segmentation = load("segmentation")
+    import torch
+
+    options = segmentation.parse(["--data", "x", "--out", "x", "--loss", loss])
+    loss_of = segmentation.make_loss(options, torch.ones(3))
+    logits, masks = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randint(3, (2, 8, 8))
+    masks[:, :2] = segmentation.IGNORE
+    loss_of(logits, masks).backward()
+    assert logits.grad[:, :, 2:].abs().max() > 0
+    assert logits.grad[:, :, :2].abs().max() == 0
 
 
 @pytest.mark.usefixtures("_examples_are_importable")

@@ -64,7 +64,7 @@ def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
     """The stem's output and all its gradients, for a fixed gradient of the output."""
     x = x.detach().requires_grad_()
     result = choose.run_stem(list(model.features), model.features.denseblock1, x)
-    output = model.features[:4](x) if result is None else result[0]
+    output = model.features[:4](x) if result is None else result
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output)
     return [output.detach(), *torch.autograd.grad(output, [x, *model.features[:4].parameters()], grad)]
 

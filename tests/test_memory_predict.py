@@ -3,7 +3,6 @@
 import warnings
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from efficient_densenet import DenseNet, create_model, densenet121, fc_densenet5
 from efficient_densenet._tensors import meta_stands_for
 from efficient_densenet.engine import choose
 from efficient_densenet.memory import __main__ as command
-from efficient_densenet.memory import picture, predict, tensor_peak, trace
+from efficient_densenet.memory import predict, tensor_peak
 from efficient_densenet.memory.optimizer_state import OPTIMIZERS
 from efficient_densenet.memory.step import MetaModel, autocast_dtype, default_loss
 from efficient_densenet.models import zoo
@@ -124,7 +123,6 @@ def test_an_estimate_in_parts():
     assert estimate.inference < estimate.tensor_peak < estimate.by_engine["checkpoint"].tensor_peak
     text = str(estimate)
     assert "training on 8×3×32×32, on cpu, engine best" in text
-    assert "\nP parameters, G gradients, O optimizer's state, B batch, F features, S scratch, L libraries\n" in text
     assert predict(model.eval(), (8, 3, 32, 32), optimizer="adam", device="cpu") == estimate
 
 
@@ -178,18 +176,6 @@ def test_a_trace_is_as_long_for_any_batch(device, dtype):
     for batch in (10**15, 10**30):
         with pytest.raises(ValueError, match=r"found a tensor of 2\^63 bytes or more: give a smaller batch or"):
             traced.training_step((batch, 3, 64, 64))
-
-
-def test_the_results_of_a_convolution_s_backward_are_in_the_device_s_format():
-    """PyTorch 2.9 returns contiguous ones on the meta device, which shared would have to copy."""
-    images, weight = (torch.empty(2, 8, 4, 4, device="meta").to(memory_format=torch.channels_last) for _ in range(2))
-    contiguous = torch.empty(2, 8, 4, 4, device="meta")
-    for operation, operands, results in (
-        (trace._aten.convolution, (images, weight), contiguous),
-        (trace._aten.convolution_backward, (images, images, weight), (contiguous, contiguous, None)),
-    ):
-        found = trace._in_device_format(operation, operands, results)
-        assert all(each.is_contiguous(memory_format=torch.channels_last) for each in trace.tensors_of(found))
 
 
 # The optimizer, the caller's contexts, the model
@@ -329,23 +315,3 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     ):
         with pytest.raises(SystemExit, match=f"error: {message}"):
             command.main([*words[:4], size, "--device", "cpu"])
-
-
-def test_predicted_and_measured_curves_have_the_same_parts(monkeypatch):
-    """So the picture aligns them: each part's run has the peak that was predicted."""
-    model, shape = DenseNet(12, (4, 4), small_inputs=False), (16, 3, 64, 64)
-    predicted = predict(model, shape, device="cpu")
-    options = command.make_parser().parse_args(["densenet121", "--picture", "step.png"])
-    monkeypatch.setattr(command, "create_model", lambda *_, **__: model)
-    _, measured = command._measure(options, shape, "cpu", None)
-    curves = [picture.visits_of(moments) for moments in (predicted.step.trace.moments, measured)]
-    assert list(curves[0]) == list(curves[1])
-    assert len(curves[0]) == 8  # four parts, forward and backward
-    for visit, moments in curves[0].items():
-        peak = max(moment.bytes for moment in moments)
-        assert max(moment.bytes for moment in curves[1][visit]) == pytest.approx(peak, rel=0.02)
-    order = list(curves[0])
-    (xs, ys), measured_curve = (picture._curve(visits, order, 0) for visits in curves)
-    grid = np.linspace(0, len(order), 200)
-    distance = np.abs(np.interp(grid, xs, ys) - np.interp(grid, *measured_curve))
-    assert distance.mean() < 0.025 * max(ys)  # 0.035 where curves are stretched

@@ -17,6 +17,7 @@ from helpers import (
     assert_same_step,
     assert_same_values,
     nodes_of,
+    plan_stage,
     use_kernels,
 )
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ from efficient_densenet._mixins import add_mixin
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage import run as shared
 
 GROWTH = 3
 
@@ -137,18 +137,16 @@ def _plain(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tens
 
 
 def _joined(block: nn.Module, x: Tensor, consumer: nn.Module | None) -> list[Tensor]:
-    read = parts.parts_of(block)
-    return [shared.run(read, None if consumer is None else joined_consumer(read, consumer), x)]
+    return list(plan_stage(block, consumer, x).run(x))
 
 
 def _with_features(block: nn.Module, x: Tensor, consumer: nn.Module) -> list[Tensor]:
     assert choose.why_not(choose.Engine.SHARED, block, x) is None
-    read = parts.parts_of(block)
-    return list(shared.run_with_features(read, joined_consumer(read, consumer), x))
+    return list(plan_stage(block, consumer, x, return_features=True).run(x))
 
 
 def _apart(block: nn.Module, x: Tensor, consumer: nn.Module) -> list[Tensor]:
-    return [choose.run_consumer(consumer, shared.run(parts.parts_of(block), None, x))]
+    return [choose.run_consumer(consumer, plan_stage(block, None, x).run(x)[0])]
 
 
 RUNS = {"alone": _joined, "joined": _joined, "with the features": _with_features, "apart": _apart}

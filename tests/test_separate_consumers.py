@@ -5,21 +5,20 @@ import gc
 
 import pytest
 import torch
-from helpers import assert_all_close, assert_same_buffers, assert_same_gradients, assert_same_values
+from helpers import assert_all_close, assert_same_buffers, assert_same_gradients, assert_same_values, plan_stage
 from test_parts import CONSUMERS, Block, randomized
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engine import choose, parts
-from efficient_densenet.engine.stage import run as shared
+from efficient_densenet.engine import choose
 from efficient_densenet.memory import tensor_peak
 
 SIZE = (3, 4, 7, 6)
 
 
 def _run_block(block: nn.Module, x: Tensor) -> Tensor:
-    return shared.run(parts.parts_of(block), None, x)
+    return plan_stage(block, None, x).run(x)[0]
 
 
 def _run_consumer(consumer: nn.Module, x: Tensor) -> Tensor:

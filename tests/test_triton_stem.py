@@ -95,12 +95,17 @@ class Case:
 @pytest.mark.parametrize(
     *grid(
         pool=POOLS.values(),
-        shape=[(2, 4, 9, 14), (1, 3, 23, 17), (3, 6, 5, 4)],
+        shape=[(2, 4, 9, 14), (1, 3, 17, 13), (3, 6, 5, 4)],
         dtype=[torch.float32, torch.bfloat16, torch.float16],
         memory_format=FORMATS,
+        instances=[1, 3, 2048],
+        frozen=[False, True],
     )
 )
-def test_the_pooling_and_its_indices_are_pytorch_s(pool, shape, dtype, memory_format):
+def test_the_pooling_its_indices_and_its_gradients_are_pytorch_s(
+    pool, shape, dtype, memory_format, instances, frozen, monkeypatch
+):
+    monkeypatch.setattr(triton_stem, "MAX_PROGRAM_INSTANCES", instances)
     case = Case(pool, shape, dtype, memory_format)
     maxima, expected = case.maxima()
     output = triton_stem.norm_activation_max_pool(case.values, case.norm, case.activation, case.pool, dtype)
@@ -108,11 +113,20 @@ def test_the_pooling_and_its_indices_are_pytorch_s(pool, shape, dtype, memory_fo
     assert output.is_contiguous(memory_format=memory_format)
     places, grad_weight, grad_bias = case.norm_gradients()
     assert torch.equal(case.indices_in_image(places), expected.masked_fill(maxima <= 0, -1))
-    grad = case.grad_output.double().masked_fill(maxima <= 0, 0)
-    values = case.values.double().flatten(2).gather(2, expected.flatten(2)).view_as(grad)
-    centered = values - case.norm.mean.view(-1, 1, 1)
+    grad, values = case.grad_output.double().masked_fill(maxima <= 0, 0), case.values.double()
+    weight, _, mean, inv_std = case.by_channel
+    centered = values.flatten(2).gather(2, expected.flatten(2)).view_as(grad) - mean
     assert torch.equal(grad_bias.double(), grad.sum((0, 2, 3)))
     assert torch.equal(grad_weight.double(), (grad * centered).sum((0, 2, 3)) * case.norm.inv_std)
+    grad = pool.backward(grad, expected, values)
+    if not frozen:
+        grad_sum, product_sum = (vector.double().view(-1, 1, 1) for vector in (grad_bias, grad_weight))
+        grad = grad - (grad_sum + (values - mean) * inv_std * product_sum) * 0.125
+    norm, sums = case.norm._replace(frozen=frozen), Gradients(grad_weight, grad_bias)
+    settings = norm, case.activation, case.pool, sums, 8
+    triton_stem.norm_activation_max_pool_backward(case.grad_output, places, case.values, *settings)
+    rtol = torch.finfo(dtype).eps * (8 if dtype is torch.float32 else 1)
+    torch.testing.assert_close(case.values.double(), weight * inv_std * grad, rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
@@ -150,29 +164,6 @@ def test_non_finite_values(pool, memory_format):
 
 @pytest.mark.parametrize(
     *grid(
-        pool=POOLS.values(),
-        shape=[(2, 4, 9, 14), (1, 6, 13, 17)],
-        memory_format=FORMATS,
-        frozen=[False, True],
-    )
-)
-def test_the_gradient_of_the_values_is_gathered_from_the_windows(pool, shape, memory_format, frozen):
-    case = Case(pool, shape, memory_format=memory_format)
-    indices, grad_weight, grad_bias = case.norm_gradients()
-    (maxima, expected), values = case.maxima(), case.values.double()
-    grad = pool.backward(case.grad_output.double().masked_fill(maxima <= 0, 0), expected, values)
-    weight, _, mean, inv_std = case.by_channel
-    if not frozen:
-        grad_sum, product_sum = (vector.double().view(-1, 1, 1) for vector in (grad_bias, grad_weight))
-        grad = grad - (grad_sum + (values - mean) * inv_std * product_sum) * 0.125
-    norm, sums = case.norm._replace(frozen=frozen), Gradients(grad_weight, grad_bias)
-    settings = norm, case.activation, case.pool, sums, 8
-    triton_stem.norm_activation_max_pool_backward(case.grad_output, indices, case.values, *settings)
-    torch.testing.assert_close(case.values.double(), weight * inv_std * grad, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    *grid(
         strength=1,
         activation=[name for name in TABLE if name != "relu"],
         pool=POOLS.values(),
@@ -206,7 +197,7 @@ def test_every_activation(activation, pool, dtype, memory_format, frozen):
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("shape", [(1, 3, 1, 2), (3, 5, 9, 14), (2, 33, 31, 37)])
+@pytest.mark.parametrize("shape", [(1, 3, 1, 2), (3, 5, 9, 14), (2, 33, 13, 11)])
 def test_statistics_of_values_far_from_zero(shape, memory_format):
     values = (1000 + torch.randn(shape)).contiguous(memory_format=memory_format).to(DEVICE)
     statistics = torch.empty(3, shape[1], device=DEVICE)
@@ -215,13 +206,3 @@ def test_statistics_of_values_far_from_zero(shape, memory_format):
     expected = torch.stack([mean, variance, torch.rsqrt(variance + 1e-5)])
     torch.testing.assert_close(statistics.double(), expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(statistics[0].double(), mean, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("instances", [1, 3])
-def test_program_instances_that_loop(instances, monkeypatch):
-    case = Case(POOLS["3x3"], (3, 4, 31, 33))
-    _, *expected = case.norm_gradients()
-    monkeypatch.setattr(triton_stem, "MAX_PROGRAM_INSTANCES", instances)
-    _, *found = case.norm_gradients()
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)

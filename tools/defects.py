@@ -17,6 +17,53 @@ class Defect(NamedTuple):
 
 
 DEFECTS = [
+    # Plans that are kept: a change that is not noticed
+    Defect(
+        "a kept plan: another class of a module",
+        "list(map(type, modules)) == self.classes",
+        "True",
+        "plans",
+    ),
+    Defect("a kept plan: an attribute that was added", "list(map(len, attributes)) == self.sizes", "True", "plans"),
+    Defect("a kept plan: hooks", "not any(chain.from_iterable(map(_hooks, called)))", "True", "plans"),
+    Defect(
+        "a kept plan: another module",
+        "_are_same(chain.from_iterable(map(dict.values, map(_children, attributes))), self.children)",
+        "True",
+        "plans",
+    ),
+    Defect(
+        "a kept plan: another dict of parameters",
+        "_are_same(chain.from_iterable(map(_tensors, attributes)), self.dicts)",
+        "True",
+        "plans",
+    ),
+    Defect("a kept plan: settings", "self._settings(attributes) == self.settings", "True", "plans"),
+    Defect(
+        "a kept plan: an attribute that is no plain value",
+        "_are_same([_reference(attributes[i][name]) for i, name in self.objects], self.references)",
+        "True",
+        "plans",
+    ),
+    Defect("a kept plan: dtypes and sizes of tensors", "_kinds(self.plan) == self.tensors", "True", "plans"),
+    Defect("a kept plan: memory formats", "(block is None, formats, return_features)", "(block is None,)", "plans"),
+    Defect(
+        "a kept plan: the state of a converted block", "*request, *states, *precision", "*request, *precision", "plans"
+    ),
+    Defect("a kept plan: autocast", "*states, *precision, x.dim()", "*states, x.dim()", "plans"),
+    Defect("a kept plan: a single pixel", "x.shape[1], has_one_pixel)", "x.shape[1])", "plans"),
+    Defect(
+        "a kept plan: a hook on all modules, or a patched class",
+        "    reason = why_not_global_changes()",
+        "    reason = None",
+        "plans",
+    ),
+    Defect(
+        "a kept plan: it keeps tensors alive",
+        "return list(map(type, tensors)), list(map(_dtype, present)), list(map(Tensor.numel, present))",
+        "return list(map(type, tensors)), list(map(_dtype, present)), present",
+        "plans",
+    ),
     # The shared engine
     Defect(
         "running statistics: the momentum the wrong way round",
@@ -131,13 +178,13 @@ DEFECTS = [
     ),
     Defect(
         "dropout: masks drawn in another memory format than plain's",
-        "memory_format = self._output_memory_format(layer, x)",
+        "memory_format = self._output_memory_format(tensors[position], x)",
         "memory_format = torch.contiguous_format",
         "engines",
     ),
     Defect(
         "memory format: the network's output stays in channels_last",
-        "any(self.is_block(m) for _, m in following)",
+        "any(self.is_block(module) for _, module in following)",
         "True",
         "handed_on",
     ),
@@ -285,14 +332,14 @@ DEFECTS = [
     ),
     Defect(
         "running statistics: norms that track none are updated",
-        "if not norm.track_running_stats:",
-        "if False:",
+        "if norm.track_running_stats:",
+        "if True:",
         "shared",
     ),
     Defect(
         "running statistics: a norm without a count has a cumulative average",
-        "lacks_count = momentum is None and count is None",
-        "lacks_count = False",
+        "mean is None or variance is None or (momentum is None and count is None)",
+        "mean is None or variance is None",
         "shared",
     ),
     Defect(
@@ -342,8 +389,8 @@ DEFECTS = [
     ),
     Defect(
         "memory format: a map stays in channels_last",
-        "keeps_channels_last=consumer_name not in self.taps and any(",
-        "keeps_channels_last=any(",
+        "handed_on = not (taps_block or is_tapped) and any(",
+        "handed_on = any(",
         "handed_on",
     ),
     Defect("maps: a transition with hooks is not called", "if must_be_called(transition):", "if False:", "features"),
@@ -628,7 +675,7 @@ DEFECTS = [
         "Numba: bfloat16 rounds ties up",
         "builder.add(builder.add(bits, odd), _WHOLE(0x7FFF))",
         "builder.add(bits, _WHOLE(0x8000))",
-        "bfloat16_kernels",
+        "numba_kernels",
     ),
     Defect(
         "AMX: rows past the last one of B are multiplied", "if start + TILE_ROWS <= k:", "if True:", "bfloat16_products"
@@ -649,19 +696,19 @@ DEFECTS = [
         "Triton: a 3×3 convolution's neighbor of another image",
         "(y + dy >= 0) & (y + dy < height) & ",
         "(y + dy >= 0) & ",
-        "triton_conv3x3",
+        "triton_kernels",
     ),
     Defect(
         "Triton: taps not mirrored in the gradient of a 3×3 convolution's input",
         "offsets(row - dy * width - dx, ",
         "offsets(row + dy * width + dx, ",
-        "triton_conv3x3",
+        "triton_kernels",
     ),
     Defect(
         "Triton: TF32 truncated instead of rounded",
         "(bits + 0x1000) & 0xFFFFE000",
         "bits & 0xFFFFE000",
-        "triton_conv1x1 triton_conv3x3",
+        "triton_kernels",
     ),
     Defect(
         "Triton: the last of equal maxima gets the stem's gradient",
@@ -767,9 +814,9 @@ DEFECTS = [
         "kernel_cache",
     ),
     Defect(
-        "kernel cache: files that others may write are read",
-        "and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
-        "",
+        "kernel cache: a directory that others may write is used",
+        "if is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):",
+        "if is_own:",
         "kernel_cache",
     ),
     Defect(
@@ -799,6 +846,230 @@ DEFECTS = [
         "number == 1, number % 16 == 0",
         "triton_launch",
     ),
+    # Every kernel set: sums, tails, borders, rounding, what it refuses
+    Defect("portable: the sums of the first tile alone", "total.add_(partial)", "pass", "portable_kernels"),
+    Defect(
+        "portable: the variance of a matrix of several tiles is a sum",
+        "variance.div_(values.shape[0])",
+        "pass",
+        "portable_kernels",
+    ),
+    Defect(
+        "portable: im2col whatever the dilation",
+        "(dilation, images.dim(), images.dtype) == (1, 4, torch.float32)",
+        "(images.dim(), images.dtype) == (4, torch.float32)",
+        "portable_kernels",
+    ),
+    Defect(
+        "portable: odd sides are pooled with the next image",
+        "slice(tile.start // pixels * pooled_pixels, tile.stop // pixels * pooled_pixels)",
+        "slice(tile.start // 4, tile.stop // 4)",
+        "portable_kernels",
+    ),
+    Defect(
+        "Numba: the last rows of the last thread are lost",
+        "return count * thread // threads, count * (thread + 1) // threads",
+        "return count // threads * thread, count // threads * (thread + 1)",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: a product writes whole panels",
+        "columns = min(3 * width, n - left)",
+        "columns = 3 * width",
+        "bfloat16_products",
+    ),
+    Defect(
+        "Numba: NaN becomes zero in a ReLU",
+        "output[j] = x if not x <= zero else zero  # NaN stays NaN",
+        "output[j] = x if x > zero else zero",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: statistics without eps", "1 / math.sqrt(variance + eps)", "1 / math.sqrt(variance)", "numba_kernels"
+    ),
+    Defect(
+        "Numba: the statistics' gradient without the norm's weight",
+        "grad_sum[j] += weight[j] * grad_bias[j]",
+        "grad_sum[j] += grad_bias[j]",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the last of an odd number of rows is paired with itself",
+        "pairs[2 * j + 1] = 0.0",
+        "pairs[2 * j + 1] = first[j]",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: volumes are pooled in one plane of two",
+        "layer % depth * 2)",
+        "layer % depth)",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: pixels in no pooling window keep old gradients",
+        "accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window",
+        "pass",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: an activation's constants are zeros",
+        "_numbers(activation[1:], input.dtype)[0]",
+        "_numbers((0.0, 0.0), input.dtype)[0]",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: columns that are not contiguous are read as if they were",
+        "if channel_stride == 1 or tensor.shape[1] == 1:\n            return tensor, row_stride\n        tensor",
+        "if True:\n            return tensor, row_stride\n        tensor",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: a frozen norm's gradient is scaled by its weight alone",
+        "grad_scale = scale if norm.frozen else ",
+        "grad_scale = ",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: mixed dtypes run in its kernels",
+        "one_dtype = weight.dtype == input.values.dtype and _has_arithmetic(input, weight.dtype)",
+        "one_dtype = True",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: the bound of exp is the one of float16",
+        "x = 89.0 if x > 89.0 else x",
+        "x = 11.0 if x > 11.0 else x",
+        "numba_kernels",
+    ),
+    Defect(
+        "Numba: scratch ends a row early",
+        "tiles = threads * thread_stride + TILE_MULTIPLE",
+        "tiles = (threads - 1) * thread_stride",
+        "numba_kernels",
+    ),
+    Defect(
+        "processor: features that the user disables are used",
+        'return not _left_out() & {feature, "avx512"} and is_found(feature)',
+        "return is_found(feature)",
+        "bfloat16_products",
+    ),
+    Defect("AMX: used without Linux's permission", "if not permitted():", "if False:", "bfloat16_products"),
+    Defect("AMX: its first product is not compared", "if not _is_right():", "if False:", "bfloat16_products"),
+    Defect(
+        "AMX: a tile of sums is not cleared",
+        'return types.void(tile), _instruction("tilezero")',
+        'return types.void(tile), _instruction("tilerelease")',
+        "bfloat16_products",
+    ),
+    Defect(
+        "kernel cache: threads compile the same kernel",
+        "    with lock:\n        return load_or_compile(",
+        "    if True:\n        return load_or_compile(",
+        "kernel_cache",
+    ),
+    Defect(
+        "kernel cache: files stay for ever",
+        "for file in (*by_use[FILES_PER_KERNEL:], *abandoned):",
+        "for file in ():",
+        "kernel_cache",
+    ),
+    Defect(
+        "kernel cache: another user's directory is used",
+        "stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()",
+        "stat.S_ISDIR(status.st_mode)",
+        "kernel_cache",
+    ),
+    Defect(
+        "Triton: a 3×3 convolution's right neighbor is the next row's first pixel",
+        "x < width - dilation, BLOCK_ROWS",
+        "x <= width - dilation, BLOCK_ROWS",
+        "triton_kernels",
+    ),
+    Defect(
+        "Triton: tiles of a 3×3 convolution leave out rows",
+        "tile, tile_rows = tl.program_id(0), BLOCK_ROWS - 2 * overlap",
+        "tile, tile_rows = tl.program_id(0), BLOCK_ROWS - overlap",
+        "triton_kernels",
+    ),
+    Defect(
+        "Triton: the second slice of the output channels overwrites the first's gradients",
+        '"OVERWRITE": accumulator.overwrite and out.start == 0',
+        '"OVERWRITE": accumulator.overwrite',
+        "triton_kernels",
+    ),
+    Defect(
+        "Triton: cuDNN's weight gradient of the last tile alone",
+        "grad_weight.add_(grad_weight_tile)",
+        "grad_weight = grad_weight_tile.float()",
+        "triton_kernels",
+    ),
+    Defect(
+        "Triton: pixels in no pooling window keep old gradients",
+        "grad_accum.zero_()  # pixels at the edge of an odd size are in no window",
+        "pass  # pixels at the edge of an odd size are in no window",
+        "triton_kernels",
+    ),
+    Defect(
+        "Triton: a frozen norm's gradient is scaled by its weight alone",
+        "accum_scale = scale if FROZEN else load_vector",
+        "accum_scale = load_vector",
+        "triton_kernels",
+    ),
+    Defect(
+        "Triton: an activation's derivative is left out",
+        "grad *= silu_derivative(z, A, B)",
+        "grad *= 1.0",
+        "triton_kernels",
+    ),
+    Defect(
+        "Triton: TF32 where the device has none",
+        'precision() == "tf32" and tiles.device_limits(weight.device).has_tf32',
+        'precision() == "tf32"',
+        "triton_kernels",
+    ),
+    Defect(
+        "Triton: the last pixels of the stem's images have no gradient",
+        "return cdiv(size + padding, stride)",
+        "return (size + padding) // stride",
+        "triton_stem",
+    ),
+    Defect(
+        "Triton: a tile that does not fit the device is taken",
+        "fitting = [each for each in candidates if each[1] <= limits.shared_memory_of_a_block]",
+        "fitting = candidates",
+        "triton_tiles",
+    ),
+    Defect(
+        "Triton: a split of the rows is empty",
+        "splits = -(-row_tiles // tiles_of_each)",
+        "splits = most",
+        "triton_tiles",
+    ),
+    Defect(
+        "first contact: a verdict on another device counts",
+        "parts = [\n        torch.cuda.get_device_name(index),",
+        "parts: list = [",
+        "first_contact",
+    ),
+    Defect(
+        "first contact: a crash before the comparison counts",
+        "STARTED in done.stdout and done.returncode in _CRASHES",
+        "done.returncode in _CRASHES",
+        "first_contact",
+    ),
+    Defect(
+        "first contact: only a ReLU's kernels are compared",
+        'if activation == "relu" or not values.is_cuda:',
+        "if True:",
+        "first_contact",
+    ),
+    Defect("first contact: the user's choice is passed over", 'if chosen != "check":', "if False:", "first_contact"),
+    Defect(
+        "first contact: memory that is lacking is a fault of a kernel",
+        "or any(each in message for each in _LACKS)",
+        "",
+        "first_contact",
+    ),
     # Checkpointing, several processes
     Defect(
         "checkpoint: other random numbers in the recomputation",
@@ -814,20 +1085,20 @@ DEFECTS = [
     ),
     Defect(
         "checkpoint: training mode not restored",
-        "module.training = self.training",
+        "module.training = snapshot.training",
         "pass",
         "checkpoint_state checkpoint_sharded",
     ),
     Defect(
         "checkpoint: attributes not restored",
-        "vars(module).update(self.attributes)",
+        "vars(module).update(snapshot.attributes)",
         "pass",
         "checkpoint_state",
     ),
     Defect(
         "checkpoint: calls are counted twice",
-        "self.attributes = attributes | numbers",
-        "self.attributes = attributes",
+        "_replace(attributes=attributes | numbers)",
+        "_replace(attributes=attributes)",
         "checkpoint_state",
     ),
     Defect(
@@ -1080,8 +1351,68 @@ DEFECTS = [
     ),
     Defect(
         "conversion: attributes of global modules are not watched",
-        "isinstance(value, (*_COMPARED_WHOLE, nn.Module))",
-        "isinstance(value, _COMPARED_WHOLE)",
+        "inside = {name: each for name, each in inside.items() if name not in OF_EVERY_MODULE} | value._modules",
+        "inside = value._modules",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: numbers in objects of unknown contents are believed",
+        "is_watched = is_python_s and bool(slots or cls.__dictoffset__ or cls is object)",
+        "is_watched = True",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: numbers that are too deep to be watched are believed",
+        "    if not depth:\n        return _identity(value, kind=Unwatched)\n    if isinstance",
+        "    if not depth:\n        return _identity(value)\n    if isinstance",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: global variables of functions are not watched",
+        "held += [(name, value) for (_, name), value in values_read_by(function)]",
+        "held += []",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: modules imported in a forward are not watched",
+        'for name in _loaded_by(code, "IMPORT_NAME"):',
+        "for name in ():",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: variables read by globals() are believed",
+        "READ_ANYTHING = (globals, eval",
+        "READ_ANYTHING = (eval",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: private slots are not watched",
+        "            inside[slot.__name__] = slot.__get__(value)",
+        "            inside[slot.__name__] = getattr(value, slot.__name__)",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: methods that are called without their names are not watched",
+        'return name.startswith("__") and isinstance(attribute, FunctionType)',
+        "return False",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: unwatched numbers of a block's own forward are believed",
+        "    if why_not_watched([block]) is not None and not",
+        "    if False and not",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: unwatched numbers of a norm are believed",
+        "unwatched = why_not_watched([norm])",
+        "unwatched = None",
+        "adapt_calls",
+    ),
+    Defect(
+        "conversion: unwatched numbers of a transition are believed",
+        "if why_not_watched([*module.modules()]) is not None:",
+        "if False:",
         "adapt_calls",
     ),
     Defect(
@@ -1185,7 +1516,7 @@ DEFECTS = [
     # Memory
     Defect(
         "memory: a stage's features belong to the part of the model before it",
-        "self.see(args)  # a stage allocates its features before it uses a parameter",
+        "self._see(args)  # a stage allocates its features before it uses a parameter",
         "pass  # a stage allocates its features before it uses a parameter",
         "memory_predict",
     ),
@@ -1232,15 +1563,9 @@ DEFECTS = [
         "memory_predict",
     ),
     Defect(
-        "memory: curves are stretched to their numbers of allocations",
-        "x += moment.allocated / total",
-        "x += 1 / len(visits[visit])",
-        "memory_predict",
-    ),
-    Defect(
         "memory: frees are not measured",
-        "found.append((size, total, marked))",
-        "found.append((size, sum(each[0] for each in found) + size, marked))",
+        '(event["args"]["Bytes"] for event in memory)',
+        '(abs(event["args"]["Bytes"]) for event in memory)',
         "memory",
     ),
     Defect(
@@ -1372,9 +1697,15 @@ DEFECTS = [
         "unknown = []",
         "data",
     ),
-    Defect("demos: hidden files are images", 'if os.path.basename(path).startswith(".") or ', "if ", "data"),
+    Defect("demos: hidden files are images", 'not os.path.basename(path).startswith(".") and ', "", "data"),
     Defect("demos: a container's memory is that of its machine", "return min(limits)", "return max(limits)", "images"),
-    Defect("demos: a killed worker ends in a traceback", 'and "DataLoader worker" not in str(exc)', "", "images"),
+    Defect(
+        "demos: the workers of a damaged image wait for the garbage collector",
+        "exc.__traceback__ = decoded = None  # the last",
+        "pass  # the last",
+        "data",
+    ),
+    Defect("demos: a killed worker ends in a traceback", "raise ChildProcessError(", "raise RuntimeError(", "images"),
     Defect("demos: every image counts as gray", "MEAN_SATURATION = 8", "MEAN_SATURATION = 300", "predict demos"),
     Defect(
         "demos: weights are downloaded before the images are read",
@@ -1402,28 +1733,10 @@ DEFECTS = [
         "memory_predict",
     ),
     Defect(
-        "memory: oneDNN's reordered operands are forgotten",
-        "blocked = _in_blocks(images) + _in_blocks(grad_output)",
-        "blocked = 0",
-        "memory_predict",
-    ),
-    Defect(
         "memory: a model in eval mode is predicted without training",
         "else copied.train()",
         "else copied",
         "memory_predict",
-    ),
-    Defect(
-        "memory: a converted weight counts at each use",
-        "self.conversions[id(value)] = value.to(dtype)",
-        "return value.to(dtype)",
-        "memory_predict",
-    ),
-    Defect(
-        "memory: a block that runs twice exceeds its budget",
-        "count -= 1",
-        "break",
-        "memory_budget",
     ),
     Defect(
         "memory: a plan counts what it saves as what is left",
@@ -1444,9 +1757,9 @@ DEFECTS = [
         "memory",
     ),
     Defect(
-        "memory: a small batch is left out where one image has no statistics",
-        "peak = 2 * two - three",
-        "peak = two",
+        "memory: what one image needs is not known where it leaves a norm one value",
+        "        if count > 1:\n            raise\n",
+        "        raise\n",
         "memory_budget",
     ),
     Defect(

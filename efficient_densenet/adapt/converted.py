@@ -116,6 +116,11 @@ class ConvertedBlock(VerifiedModule):
             return next(filter(None, map(why_sharded, [*self.modules()][1:])), again)
         return self._conversion.reason if self._conversion.pattern is None else None
 
+    def read_state(self) -> tuple[Any, ...]:
+        """What `dense_parts` depends on besides the modules inside; the engine compares it at every forward."""
+        conversion = self._conversion
+        return self._state_change(), conversion.pattern, conversion.reason, conversion.kept_bottlenecks
+
     def dense_parts(self) -> BlockParts:
         pattern, reason = self._conversion.pattern, self.why_not_recompute() or self._conversion.reason
         if reason is not None or pattern is None:

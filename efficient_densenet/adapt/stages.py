@@ -23,6 +23,7 @@ class BlocksInARow(nn.Sequential):
     """Consecutive converted blocks, each of which continues the concatenation of the previous block, as one block."""
 
     can_join_stage = True
+    lives_for_one_forward = True
 
     def __init__(self, blocks: Sequence[ConvertedBlock], parts: BlockParts) -> None:
         super().__init__(*blocks)
@@ -40,6 +41,12 @@ class BlocksInARow(nn.Sequential):
         return next(filter(None, (cast(ConvertedBlock, block).why_not_recompute() for block in self)), None)
 
 
+class _ModulesInARow(nn.Sequential):
+    """The modules of a transition as one module."""
+
+    lives_for_one_forward = True
+
+
 def is_block(module: nn.Module) -> TypeGuard[ConvertedBlock | BlocksInARow]:
     return isinstance(module, (ConvertedBlock, BlocksInARow))
 
@@ -55,7 +62,7 @@ def stages(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
             group, together = _blocks_in_a_row(module, [each for _, each in rest[1:]])
         elif grouped and is_block(grouped[-1][1]):
             group = _transition([each for _, each in rest])
-            together = module if len(group) == 1 else nn.Sequential(*group)
+            together = module if len(group) == 1 else _ModulesInARow(*group)
         grouped.append((name, together))
         rest = rest[len(group) :]
     return grouped

@@ -18,7 +18,7 @@ from .._compilers import may_read_converted_modules
 from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, activations_of, composed, halves, is_activation, is_norm
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, why_not_watched
 from .layer_parts import (
     POOL_FUNCTIONS,
     TRANSITION,
@@ -54,6 +54,10 @@ class ConvertedTransition(VerifiedModule):
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             output = choose.run_consumer(self, args[0])
         return super().forward(*args, **kwargs) if output is None else output
+
+    def read_state(self) -> tuple[Any, ...]:
+        """What `consumer_parts` depends on besides the modules inside; the engine compares it at every forward."""
+        return self._state_change(), self._conversion.calls
 
     def consumer_parts(self) -> ConsumerParts | None:
         """The parts for the engine; None if the state has changed since the conversion."""
@@ -92,6 +96,8 @@ def _find_calls(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Layer
     """What `forward` calls; None if `module` is no transition."""
     width = transition_width(module)
     if width is None or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
+        return None
+    if why_not_watched([*module.modules()]) is not None:
         return None
     try:
         with trial(module, Sample(width, TRIAL_SIZE)) as run:
@@ -133,6 +139,7 @@ def _read(module: nn.Module, calls: LayerCalls) -> ConsumerParts:
     steps = [each for each in after if not isinstance(each, _DropoutNd)]
     if layer.drop_rate:
         before_pooling = len(steps) == len(after) or isinstance(after[0], _DropoutNd)
-        steps.insert(0 if before_pooling else 1, lambda x: layer.dropout(x, layer.drop_rate))
+        dropout, drop_rate = layer.dropout, layer.drop_rate  # not `layer`, which refers to the module
+        steps.insert(0 if before_pooling else 1, lambda x: dropout(x, drop_rate))
     halved = len(steps) > 0 and (steps[0] is POOL_FUNCTIONS["avg_pool"] or halves(steps[0]))
     return ConsumerParts(layer.norm1, layer.conv1, halved, layer.activations, composed(*steps[halved:]))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,67 +14,72 @@ from ..norms.batch_norm import UpdatesOnce
 from .parameters import function_name
 
 
+class _Snapshot(NamedTuple):
+    """What a recomputation restores of a module. `hooks` are as in `hook_dicts`, or empty where it has none."""
+
+    training: bool
+    attributes: dict[str, Any]
+    requires_grad: dict[str, bool]
+    hooks: list[dict[int, Any]]
+
+
 class ModuleState:
-    """The training mode, attributes and forward hooks of a module, and which of its parameters require a gradient.
+    """The state of a module at a forward, which a recomputation repeats on copies of the buffers.
 
     Parameters that FSDP manages are left alone: it replaces them by gathered ones of equal values.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.training = module, module.training
+        self.module = module
         self.is_lazy, self.is_sharded = isinstance(module, LazyModuleMixin), is_managed_by_fsdp(module)
         self.is_managed = self.is_lazy or self.is_sharded or is_distributed_wrapper(module)
-        self.attributes = self.current_attributes()
-        parameters = {} if self.is_sharded else module._parameters
-        self.requires_grad = {name: p.requires_grad for name, p in parameters.items() if p is not None}
-        self.hooks = [dict(hooks) for hooks in hook_dicts(module)] if _has_hooks(module) else []
+        self.at_forward = self.snapshot()
+        self.parameters: dict[str, Any] = {}
+        self.buffers = {name: _copied(buffer) for name, buffer in self._current_buffers().items()}
 
-    def current_attributes(self) -> dict[str, Any]:
-        """Return the attributes that are numbers, flags, strings or functions, and none of a managed module."""
+    def snapshot(self) -> _Snapshot:
+        """The present state, but for the buffers."""
+        module, parameters = self.module, {} if self.is_sharded else self.module._parameters
+        requires_grad = {name: p.requires_grad for name, p in parameters.items() if p is not None}
+        hooks = [dict(hooks) for hooks in hook_dicts(module)] if _has_hooks(module) else []
+        return _Snapshot(module.training, self._attributes(), requires_grad, hooks)
+
+    def _attributes(self) -> dict[str, Any]:
+        """The attributes that are numbers, flags, strings or functions, and none of a managed module."""
         if self.is_managed:
             return {}
         return {name: value for name, value in self.module.__dict__.items() if type(value) in _ATTRIBUTE_TYPES}
 
-    def restore(self, attributes: dict[str, Any]) -> None:
-        """Restore this state, but for the parameters themselves. `attributes` are those that the module has now."""
+    def restore(self, snapshot: _Snapshot) -> None:
+        """Restore a state, but for the parameters themselves."""
         module = self.module
-        if attributes != self.attributes:
-            vars(module).update(self.attributes)
-        if module.training is not self.training:
-            module.training = self.training
-        if not self.is_lazy and (self.hooks or _has_hooks(module)):  # a lazy module removes its own hook
+        vars(module).update(snapshot.attributes)
+        if module.training is not snapshot.training:
+            module.training = snapshot.training
+        if not self.is_lazy and (snapshot.hooks or _has_hooks(module)):  # a lazy module removes its own hook
             for i, hooks in enumerate(hook_dicts(module)):
-                saved = self.hooks[i] if self.hooks else {}
+                saved = snapshot.hooks[i] if snapshot.hooks else {}
                 if hooks != saved:
                     hooks.clear()
                     hooks.update(saved)
-        for name, required in self.requires_grad.items():
+        for name, required in snapshot.requires_grad.items():
             parameter = module._parameters.get(name)
             if parameter is not None and parameter.requires_grad is not required:
                 parameter.requires_grad_(required)
 
-
-class ForwardState(ModuleState):
-    """The state of a module at a forward, which a recomputation repeats on copies of the buffers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.parameters: dict[str, Any] = {}
-        self.buffers = {name: _copied(buffer) for name, buffer in self._current_buffers().items()}
-
     def has_hooks(self) -> bool:
-        """Return True if the module has forward hooks or parametrizations."""
-        return bool(self.hooks) or "parametrizations" in self.module._modules
+        """Return True if the module had forward hooks, or has parametrizations."""
+        return bool(self.at_forward.hooks) or "parametrizations" in self.module._modules
 
     def update_after_forward(self) -> None:
         """Save the parameters, and attributes that the forward has set, such as a flag that says "initialized".
 
         A number keeps the value from before the forward: it may be a counter, and the recomputation counts again.
         """
-        attributes = self.current_attributes()
-        if attributes != self.attributes:
-            numbers = {name: value for name, value in self.attributes.items() if type(value) in (int, float)}
-            self.attributes = attributes | numbers
+        before, attributes = self.at_forward.attributes, self._attributes()
+        if attributes != before:
+            numbers = {name: value for name, value in before.items() if type(value) in (int, float)}
+            self.at_forward = self.at_forward._replace(attributes=attributes | numbers)
         self.parameters = {} if self.is_sharded else self.module._parameters.copy()
 
     def check_parameters(self, function: Callable) -> None:
@@ -114,19 +119,19 @@ class ForwardState(ModuleState):
 
 
 @contextmanager
-def modules_restored(states: Sequence[ForwardState]) -> Iterator[None]:
+def modules_restored(states: Sequence[ModuleState]) -> Iterator[None]:
     """Restore the state of each module in this context."""
-    before = [ModuleState(state.module) for state in states]
+    before = [state.snapshot() for state in states]
     buffers = [(state.module, state.module._buffers.copy()) for state in states if state.buffers]
     try:
         with without_dispatch_modes():  # selective checkpointing counts the operations of the function
-            for state, now in zip(states, before, strict=True):
-                state.restore(now.attributes)
+            for state in states:
+                state.restore(state.at_forward)
                 state.lend_buffers()
         yield
     finally:
-        for state in before:
-            state.restore(state.current_attributes())
+        for state, snapshot in zip(states, before, strict=True):
+            state.restore(snapshot)
         for module, originals in buffers:
             module._buffers.update(originals)
 

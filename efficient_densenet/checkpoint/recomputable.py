@@ -19,7 +19,7 @@ from .._recompute_mode import checkpointed_forward, in_user_context, recomputing
 from .._torch_private import is_part_of_leaf, tensor_hooks, top_saved_tensors_hooks
 from ..norms.batch_norm import TORCH_CLASSES, update_once
 from .hooks import fire_once
-from .module_state import ForwardState, modules_restored
+from .module_state import ModuleState, modules_restored
 from .states import AutocastOnMeta, DefaultDevice, GeneratorStates, default_generators, host_generators
 
 ContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
@@ -72,7 +72,7 @@ class RecomputableCall:
     ) -> None:
         self.function, self.spec, self.options, self.is_forward = function, spec, options, True
         self.error: BaseException | None = None
-        self.states = [ForwardState(module) for module in modules]
+        self.states = [ModuleState(module) for module in modules]
         hosts = host_generators() if any(state.has_hooks() for state in self.states) else ()
         generators = [*default_generators(leaves), *options.generators, *hosts] if options.preserve_rng_state else ()
         self.generators = GeneratorStates(generators)

@@ -92,15 +92,19 @@ def is_same_state(state: Any, other: Any) -> bool:
     return torch.equal(state, other) if isinstance(state, Tensor) else pickle.dumps(state) == pickle.dumps(other)
 
 
+_TORCH_RESTORES_DEVICE = torch.__version__ >= "2.10"
+"""Whether `torch.utils.checkpoint` restores the default device."""
+
+
 class DefaultDevice:
     """The device on which tensors are created, as set by `torch.device(...)` contexts and `set_default_device`."""
 
     def __init__(self) -> None:
-        self.device = _default_device()
+        self.device = None if _TORCH_RESTORES_DEVICE else _default_device()
 
     def restored(self) -> AbstractContextManager:
-        """Return a context in which tensors are created on this device. PyTorch 2.9 and earlier need it."""
-        return nullcontext() if _default_device() == self.device else self.device
+        """Return a context in which tensors are created on this device."""
+        return nullcontext() if self.device is None or _default_device() == self.device else self.device
 
 
 def _default_device() -> torch.device:

@@ -2,6 +2,7 @@
 hooks, methods set on a module, patches of torch's classes, parametrizations."""
 
 from collections.abc import Collection
+from itertools import starmap
 from typing import Any
 
 from torch import nn
@@ -12,10 +13,12 @@ from .._torch_private import has_global_module_hooks, why_not_shared
 from ..kernels.activations import NAMES
 from .sharded import why_sharded
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+METHODS = "forward", "_conv_forward", "_check_input_dim"
 _KNOWN_CLASSES = (
     *NAMES,
     *(each for name in ("Conv", "BatchNorm", "AvgPool", "MaxPool") for each in classes(name)),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
 
 
@@ -24,26 +27,14 @@ def _torch_method(method: Any) -> Any:
     return method if getattr(method, "__globals__", {}).get("__name__", "").startswith("torch.nn.modules.") else None
 
 
-_METHODS = [
-    (cls, name, _torch_method(getattr(cls, name)))
-    for cls in _KNOWN_CLASSES
-    for name in ("forward", "_conv_forward", "_check_input_dim")
-    if hasattr(cls, name)
-]
+_METHODS = [(cls, name) for cls in _KNOWN_CLASSES for name in METHODS if hasattr(cls, name)]
+_TORCHS = [_torch_method(getattr(cls, name)) for cls, name in _METHODS]
 
 
 def must_be_called(module: nn.Module) -> bool:
     """Whether `module` has hooks, or methods set on the instance, that run only if it is called."""
     attributes = module.__dict__
-    return bool(
-        "forward" in attributes
-        or "_conv_forward" in attributes
-        or "_check_input_dim" in attributes
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return any(name in attributes for name in METHODS) or any(attributes[name] for name in HOOKS)
 
 
 def why_not_module(module: nn.Module, sharded: Collection[nn.Module] = ()) -> str | None:
@@ -61,15 +52,6 @@ def why_not_parametrized(module: nn.Module) -> str | None:
     return f"found a parametrization of a {name} inside a layer" if "parametrizations" in module._modules else None
 
 
-def modules_inside(module: nn.Module) -> list[nn.Module]:
-    """Like `module.modules()`, but several times as fast."""
-    modules, children = [module], list(module._modules.values())
-    while children:
-        modules += children
-        children = [inner for child in children if child is not None for inner in child._modules.values()]
-    return [each for each in modules if each is not None]
-
-
 def why_not_global_changes() -> str | None:
     """A hook on all modules, or a patch of one of torch's classes, that the shared engine would not call; or what this
     PyTorch lacks."""
@@ -85,4 +67,6 @@ def why_not_global_changes() -> str | None:
 def patched_method() -> str | None:
     """The name of a method that other code has replaced in a class of torch, such as "Conv2d._conv_forward"; None if
     there is none."""
-    return next((f"{cls.__name__}.{name}" for cls, name, torchs in _METHODS if getattr(cls, name) is not torchs), None)
+    now = list(starmap(getattr, _METHODS))
+    changed = () if now == _TORCHS else zip(_METHODS, now, _TORCHS, strict=True)
+    return next((f"{cls.__name__}.{name}" for (cls, name), method, torchs in changed if method is not torchs), None)

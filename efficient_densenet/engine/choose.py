@@ -2,15 +2,13 @@
 
 `efficient=True` leaves the choice to this module, which may fall back: it warns once per reason. An engine requested
 by name runs or raises. In tracing and export every engine runs the plain modules. Without gradients there is no memory
-to save, and every engine runs the plain modules too, unless the shared engine's kernels are faster. A block's parts
-are read once in each forward: the plan made here passes them to the engine.
+to save, and every engine runs the plain modules too, unless the shared engine's kernels are faster.
 """
 
 import contextlib
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -28,10 +26,10 @@ from ..norms.sync_batch_norm import sync_group
 from . import layerwise, stem
 from .changed_modules import must_be_called
 from .layerwise import RunFirstHalf
-from .parts import BlockParts, ConsumerParts, is_engine_block
-from .refuse import joined_consumer, separate_consumer, shared_parts
+from .parts import is_engine_block
+from .read import read_stage, read_stem
 from .sharded import can_run_inside
-from .stage import run as shared
+from .stage.run import FORMATS_OF_X, StageFormats, StagePlan
 
 
 class Engine(str, Enum):
@@ -71,10 +69,22 @@ class EngineBlock(Protocol):
 
 
 class BlockPlan(NamedTuple):
-    """The engine that runs a block on one input, and the block's parts if that is the shared engine."""
+    """The engine that runs a block on one input, and the plan of its stage if that is the shared engine."""
 
     engine: Engine
-    parts: BlockParts | None = None
+    stage: StagePlan | None = None
+
+
+class StageRequest(NamedTuple):
+    """What a stage is asked for besides the block's output: the output of `consumer`, where it can join the block's
+    stage; the formats of its outputs; and the block's output too."""
+
+    consumer: nn.Module | None = None
+    formats: StageFormats = FORMATS_OF_X
+    return_features: bool = False
+
+
+_ALONE = StageRequest()
 
 
 RUN_FIRST_HALF = {
@@ -125,18 +135,18 @@ def may_run_engines(module: nn.Module, x: Tensor) -> bool:
     return torch.is_grad_enabled() or _has_faster_forward(x)
 
 
-def plan_block(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> BlockPlan:
-    """How to run `block` on `x` now; `parts` are the block's, if they have been read already."""
+def plan_block(block: nn.Module, x: Tensor, request: StageRequest = _ALONE) -> BlockPlan:
+    """How to run `block` on `x` now."""
     if _is_tracing(block, x) or _is_left_alone(x, block):
         return BlockPlan(Engine.PLAIN)
     if not _needs_grad(x, block):
-        return _plan_without_gradients(block, x, parts)
+        return _plan_without_gradients(block, x, request)
     engine = as_engine_block(block).engine
     if engine is None:
-        return _best_plan(block, x, parts)
+        return _best_plan(block, x, request)
     if torch.compiler.is_compiling():
         engine = _compiled_engine(engine)
-    plan, reason = _plan_by(engine, block, x, parts)
+    plan, reason = _plan_by(engine, block, x, request)
     if plan is None:
         raise RuntimeError(
             f"engine {engine.value!r} cannot run here: {reason}; use another engine, or efficient=True, which finds one"
@@ -156,50 +166,47 @@ def describe_plan(block: nn.Module, x: Tensor, compiled: bool = False) -> str:
 
 def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
     """The output of a dense block."""
-    if plan.parts is not None:
-        return shared.run(plan.parts, None, x)
+    if plan.stage is not None:
+        return plan.stage.run(x)[0]
     return as_engine_block(block).run_layers(x, RUN_FIRST_HALF[plan.engine])
 
 
 def join(
-    block: nn.Module, consumer: nn.Module, x: Tensor, parts: BlockParts | None = None
-) -> tuple[BlockParts, ConsumerParts] | None:
-    """The parts of `block` and of `consumer` where the shared engine runs them as one stage on `x`, else None."""
-    sharded = tuple(module for module in (block, consumer) if can_run_inside(module, x))
-    plan = plan_block(block, x, parts) if block in sharded or not must_be_called(block) else None
-    if plan is None or plan.parts is None:
+    block: nn.Module,
+    consumer: nn.Module,
+    x: Tensor,
+    formats: StageFormats = FORMATS_OF_X,
+    return_features: bool = False,
+) -> StagePlan | None:
+    """The plan with which the shared engine runs `block` and `consumer` as one stage on `x`, or None."""
+    if must_be_called(block) and not can_run_inside(block, x):
         return None
-    joined = joined_consumer(plan.parts, consumer, sharded)
-    read = replace(plan.parts, sharded=(*sharded, *plan.parts.sharded)) if sharded else plan.parts
-    return None if joined is None else (read, joined)
+    stage = plan_block(block, x, StageRequest(consumer, formats, return_features)).stage
+    return None if stage is None or stage.spec.consumer is None else stage
 
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on the output of `block`, and the output of `block`."""
-    joined = join(block, consumer, x)
-    if joined is not None:
-        return shared.run_with_features(*joined, x)
+    stage = join(block, consumer, x, return_features=True)
+    if stage is not None:
+        output, features = stage.run(x)
+        return output, features
     features = block(x)
     return consumer(features), features
 
 
-def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> tuple[Tensor, BlockParts] | None:
-    """The output of the first four of `modules` as one node, and the parts of `block` after them.
+def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> Tensor | None:
+    """The output of the first four of `modules` as one node.
 
-    None where these modules are no stem that can run as one node, or where another engine must run `block`.
+    None where these modules are no stem that can run as one node, or where another engine must run `block` after them.
     """
-    if not may_run_engines(block, x):
+    if not may_run_engines(block, x) or as_engine_block(block).engine not in (None, Engine.SHARED):
         return None
-    modules_of_stem = stem.stem_at_the_start(modules, x)
-    if modules_of_stem is None or not _needs_grad(x, *modules_of_stem):
+    plan = read_stem(modules, x)
+    if plan is None or not _needs_grad(x, *modules[:4]):
         return None
-    if as_engine_block(block).engine not in (None, Engine.SHARED):
-        return None
-    output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(
-        x.shape[0], modules_of_stem.conv.out_channels, *x.shape[2:]
-    )
-    parts, _ = shared_parts(block, output_like)
-    return None if parts is None else (stem.run(modules_of_stem, x), parts)
+    output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(x.shape[0], plan.num_channels, *x.shape[2:])
+    return None if isinstance(read_stage(block, None, output_like), str) else plan.run(x)
 
 
 def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
@@ -207,22 +214,20 @@ def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
 
     None where the shared engine cannot run `consumer`, or would save no memory: the caller must then call `consumer`.
     """
-    if not may_run_engines(consumer, x):
+    if not may_run_engines(consumer, x) or not _needs_grad(x, consumer):
         return None
-    if not _needs_grad(x, consumer):
-        return None
-    parts = separate_consumer(consumer, x)
-    return None if parts is None else shared.run_consumer(parts, x)
+    plan = read_stage(None, consumer, x)
+    return None if isinstance(plan, str) else plan.run(x)[0]
 
 
 def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
     """Why `engine` cannot run `block` on `x`, or None where it can."""
-    return _plan_by(engine, block, x)[1]
+    return _plan_by(engine, block, x, _ALONE)[1]
 
 
-def _plan_without_gradients(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:
+def _plan_without_gradients(block: nn.Module, x: Tensor, request: StageRequest) -> BlockPlan:
     if as_engine_block(block).engine in (None, Engine.SHARED) and _has_faster_forward(x):
-        plan, _ = _plan_by(Engine.SHARED, block, x, parts)
+        plan, _ = _plan_by(Engine.SHARED, block, x, request)
         if plan is not None:
             return plan
     return BlockPlan(Engine.PLAIN)
@@ -246,22 +251,20 @@ def _compiled_engine(engine: Engine) -> Engine:
     return Engine.OFFICIAL if CHECKPOINTS_UPDATE_ONCE else Engine.PLAIN
 
 
-def _best_plan(block: nn.Module, x: Tensor, parts: BlockParts | None) -> BlockPlan:
+def _best_plan(block: nn.Module, x: Tensor, request: StageRequest) -> BlockPlan:
     best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
-    plan, reason = _plan_by(best, block, x, parts)
+    plan, reason = _plan_by(best, block, x, request)
     if plan is not None:
         return plan
     if torch.compiler.is_compiling():
         may_recompute = as_engine_block(block).why_not_recompute() is None
         return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
-    plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
+    plan = next(plan for plan, _ in (_plan_by(engine, block, x, request) for engine in others) if plan is not None)
     warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan
 
 
-def _plan_by(
-    engine: Engine, block: nn.Module, x: Tensor, parts: BlockParts | None = None
-) -> tuple[BlockPlan | None, str | None]:
+def _plan_by(engine: Engine, block: nn.Module, x: Tensor, request: StageRequest) -> tuple[BlockPlan | None, str | None]:
     """How `engine` runs `block` on `x`, or why it cannot."""
     if engine is Engine.PLAIN:
         return BlockPlan(engine), None
@@ -269,10 +272,10 @@ def _plan_by(
     if reason is not None:
         return None, reason
     if engine is Engine.SHARED:
-        parts, reason = shared_parts(block, x, parts)
-    else:
-        parts, reason = None, as_engine_block(block).why_not_recompute() or layerwise.why_not_recompute(block)
-    return (BlockPlan(engine, parts), None) if reason is None else (None, reason)
+        stage = read_stage(block, request.consumer, x, request.formats, request.return_features)
+        return (None, stage) if isinstance(stage, str) else (BlockPlan(engine, stage), None)
+    reason = as_engine_block(block).why_not_recompute() or layerwise.why_not_recompute(block)
+    return (BlockPlan(engine), None) if reason is None else (None, reason)
 
 
 def warn_once(message: str) -> None:

@@ -16,8 +16,6 @@ from torch.fx import Proxy
 from .._tensors import formatted, memory_format_of
 from . import choose
 from .changed_modules import must_be_called
-from .parts import BlockParts
-from .stage import run as shared
 from .stage.run import StageFormats
 
 NamedModules = Sequence[tuple[str, nn.Module]]
@@ -56,15 +54,14 @@ class _Walk:
         self.plain_format: torch.memory_format | None = None
         blocks = [module for _, module in modules if is_block(module)]
         self.first_block = blocks[0] if blocks else None
-        self.first_parts: BlockParts | None = None
 
     def run_stem(self) -> None:
         tapped = any(name in self.taps for name, _ in self.modules[: STEM_LENGTH - 1])
         if self.first_block is None or tapped or not isinstance(self.x, Tensor):
             return
-        result = choose.run_stem([module for _, module in self.modules], self.first_block, self.x)
-        if result is not None:
-            (self.x, self.first_parts), self.position = result, STEM_LENGTH
+        output = choose.run_stem([module for _, module in self.modules[:STEM_LENGTH]], self.first_block, self.x)
+        if output is not None:
+            self.x, self.position = output, STEM_LENGTH
 
     def is_at_stage(self) -> bool:
         """Whether the next module is a block that may run with the module after it."""
@@ -76,24 +73,25 @@ class _Walk:
         """Run a block with its consumer. The consumer's output is computed in channels_last, and keeps this format if
         only another block reads it."""
         (name, block), (consumer_name, consumer), *following = self.modules[self.position : self.position + 3]
-        parts, relu = self.first_parts if block is self.first_block else None, f"{consumer_name}.relu"
-        joined = None if relu in self.taps else choose.join(block, consumer, self.x, parts)
+        relu = f"{consumer_name}.relu"
         if relu in self.taps:
             self._use_plain_format()
-            self.x, self.outputs[relu] = _run_with_rectified(block, consumer, self.x, parts)
-        elif joined is None:
-            self.call_next()
-            return
-        elif name in self.taps:
-            self._use_plain_format()
-            self.x, self.outputs[name] = shared.run_with_features(*joined, self.x)
+            self.x, self.outputs[relu] = _run_with_rectified(block, consumer, self.x)
         else:
-            formats = StageFormats(
-                plain=self.plain_format or memory_format_of(self.x),
-                keeps_channels_last=consumer_name not in self.taps and any(self.is_block(m) for _, m in following),
-            )
-            self.x = shared.run(*joined, self.x, formats)
-            self.plain_format = formats.plain if formats.keeps_channels_last else None
+            taps_block, is_tapped = name in self.taps, consumer_name in self.taps
+            handed_on = not (taps_block or is_tapped) and any(self.is_block(module) for _, module in following)
+            formats = StageFormats(self.plain_format, handed_on)
+            stage = choose.join(block, consumer, self.x, formats, taps_block)
+            if stage is None:
+                self.call_next()
+                return
+            if taps_block:
+                self._use_plain_format()
+            plain_format = self.plain_format or memory_format_of(self.x)
+            self.x, *features = stage.run(self.x)
+            if taps_block:
+                (self.outputs[name],) = features
+            self.plain_format = plain_format if handed_on else None
         self.position += 2
         if consumer_name in self.taps:
             self.outputs[consumer_name] = self.x
@@ -110,16 +108,14 @@ class _Walk:
         self.x, self.plain_format = formatted(self.x, self.plain_format), None
 
 
-def _run_with_rectified(
-    block: nn.Module, transition: Any, x: Tensor, parts: BlockParts | None
-) -> tuple[Tensor, Tensor]:
+def _run_with_rectified(block: nn.Module, transition: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The output of `transition` on the output of `block`, and the output of the transition's ReLU."""
     if must_be_called(transition):
         return _call_with_rectified(transition, block(x))
-    joined = choose.join(block, transition.norm, x, parts)
-    x = rectified = transition.relu(transition.norm(block(x)) if joined is None else shared.run(*joined, x))
+    stage = choose.join(block, transition.norm, x)
+    x = rectified = transition.relu(transition.norm(block(x)) if stage is None else stage.run(x)[0])
     rest = list(transition)[2:]
-    if joined is not None and not any(map(must_be_called, rest)):
+    if stage is not None and not any(map(must_be_called, rest)):
         rest.reverse()  # average pooling commutes with the 1×1 convolution, and leaves it a quarter of the pixels
     for module in rest:
         x = module(x)

@@ -1,12 +1,13 @@
 """The parts of a dense block, of this package or any other: all that the shared engine knows about modules.
 
-Parts are read at every forward and never stored on a module, so that copies and replicas of a model use their own.
+Parts are never stored on a module, so that copies and replicas of a model use their own. They are read when a block is
+first seen, and again when anything inside it has changed.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -151,7 +152,8 @@ def register_block(cls: type[nn.Module], reader: BlockReader) -> None:
 
     Args:
         cls: the class of dense blocks.
-        reader: called with a block at every forward; it returns the parts or raises `NoPartsError`.
+        reader: returns the parts of a block, or raises `NoPartsError`. It is called when a block is first seen, and
+            again when a module inside, or an attribute that is no list or dict, has changed.
     """
     _BLOCKS[cls] = reader
 
@@ -256,18 +258,17 @@ def _class(module: nn.Module) -> type[nn.Module]:
     return class_before_fully_shard(original_class(module, UpdatesOnce))
 
 
-def weight_and_bias(module: Any) -> tuple[Any, Any]:
-    """`module.weight` and `module.bias`. Looking for parameters first is faster than `nn.Module.__getattr__`."""
-    parameters = module._parameters
-    if "weight" in parameters and "bias" in parameters:
-        return parameters["weight"], parameters["bias"]
-    return module.weight, module.bias
+class Place(NamedTuple):
+    """Where a module holds a tensor, which may be another one in each forward: in a dict, by its name."""
+
+    values: dict[str, Any]
+    name: str
 
 
-def buffer_of(module: Any, name: str) -> Any:
-    """`getattr(module, name)`. Looking for a buffer first is faster than `nn.Module.__getattr__`."""
-    buffers = module._buffers
-    return buffers[name] if name in buffers else getattr(module, name)
+def place_of(module: Any, name: str) -> Place:
+    """The place of `module.<name>`, a parameter or a buffer; in a replica of nn.DataParallel, a plain attribute."""
+    dicts = module._parameters, module._buffers, module.__dict__
+    return Place(next((values for values in dicts if name in values), module._parameters), name)
 
 
 def halves(pool: Any) -> bool:

@@ -14,7 +14,7 @@ from .._torch_private import has_torch_dispatch
 from ..norms.batch_norm import torch_class
 from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
-from .changed_modules import modules_inside, must_be_called, why_not_global_changes, why_not_module
+from .changed_modules import must_be_called, why_not_module
 from .parts import (
     BlockParts,
     ConsumerParts,
@@ -25,7 +25,6 @@ from .parts import (
     is_activation,
     is_norm,
     parts_of,
-    weight_and_bias,
 )
 from .sharded import can_run_inside, casts_parameters, why_sharded
 
@@ -39,13 +38,10 @@ class PartsOrReason(NamedTuple):
     reason: str | None
 
 
-def shared_parts(block: nn.Module, x: Tensor, parts: BlockParts | None = None) -> PartsOrReason:
-    """The parts with which the shared engine can run `block` on `x`; `parts` if they have been read already."""
-    reason = why_not_global_changes()
-    if reason is not None:
-        return PartsOrReason(None, reason)
+def shared_parts(block: nn.Module, x: Tensor) -> PartsOrReason:
+    """The parts with which the shared engine can run `block` on `x`."""
     try:
-        parts = parts or parts_of(block)
+        parts = parts_of(block)
     except NoPartsError as reason:
         return PartsOrReason(None, str(*reason.args))  # PyTorch 2.11 does not compile str(reason)
     hooked = [layer.module for layer in parts.layers if layer.module._forward_pre_hooks]
@@ -76,7 +72,7 @@ def _why_not_layers(
 
 
 def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module]) -> str | None:
-    for module in modules_inside(layer.module):
+    for module in layer.module.modules():
         reason = why_not_module(module, sharded)
         if reason is not None:
             return reason
@@ -178,7 +174,7 @@ def why_not_precision(
     for norms, convs in units:
         for modules, allowed in ((norms, of_norms), (convs, of_convolutions)):
             for module in modules:
-                weight, bias = weight_and_bias(module)
+                weight, bias = module.weight, module.bias
                 if casts and has_torch_dispatch(type(weight)):
                     continue  # sharded, and of the dtype of x when it is gathered
                 if weight.dtype not in allowed or not (bias is None or bias.dtype in allowed):
@@ -220,7 +216,7 @@ def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
     dims, parts = x.dim() - 2, consumer_parts(consumer)
     if parts is None or dims not in DIMENSIONS or not _can_share_consumer(parts, dims):
         return None
-    if why_not_global_changes() is not None or any(map(must_be_called, consumer.modules())):
+    if any(map(must_be_called, consumer.modules())):
         return None
     norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
     if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
@@ -301,7 +297,7 @@ def _unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
 
 def _tensors(module: Any) -> list[Tensor]:
     """The weight and the bias of a norm or a convolution, without None."""
-    weight, bias = weight_and_bias(module)
+    weight, bias = module.weight, module.bias
     return [weight] if bias is None else [bias] if weight is None else [weight, bias]
 
 
@@ -322,7 +318,7 @@ def _is_norm_of(norm: Norm, dims: int) -> bool:
 
 def _missing_tensors(norm: Norm) -> str | None:
     """A tensor that a norm lacks and the shared engine reads, as a reason; or None."""
-    weight, bias = weight_and_bias(norm)
+    weight, bias = norm.weight, norm.bias
     if weight is None or bias is None:
         return f"found a {torch_class(norm).__name__} without weight and bias, which the shared engine needs"
     if uses_running_statistics(norm) and norm.running_mean is None:

@@ -125,13 +125,6 @@ def has_triton(device: torch.device) -> bool:
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or capability < (8, 0) or not _imports_triton():
         return False
-    try:
-        driver, version = (
-            importlib.import_module("triton.runtime").driver,
-            importlib.import_module("triton").__version__,
-        )
-    except ImportError:
-        return False
     version = importlib.import_module("triton").__version__
     first = _FIRST_TRITON.get(capability[0], (0, 0))
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < first:
@@ -142,7 +135,8 @@ def has_triton(device: torch.device) -> bool:
         )
         return False
     try:
-        driver.active.get_current_device()  # the first use may compile the launcher, with the system's C compiler
+        # The first use may compile the launcher, with the system's C compiler.
+        importlib.import_module("triton.runtime").driver.active.get_current_device()
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         warnings.warn(
             f"Triton cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",

@@ -45,13 +45,16 @@ def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 class _Arguments:
     device: torch.device | str
+    dtype: torch.dtype
 
     def in_float64(self: AnyCase) -> AnyCase:
-        """The same arguments in float64."""
-        return self._mapped(Tensor.double)
+        """A copy of the arguments in float64."""
+        case = self._mapped(Tensor.double)
+        case.dtype = torch.float64
+        return case
 
     def on(self: AnyCase, device: torch.device | str) -> AnyCase:
-        """The same arguments on another device, where each tensor has the same strides and the same alignment."""
+        """A copy of the arguments on another device, where each tensor has the same strides and the same alignment."""
         case = self._mapped(lambda tensor: _moved(tensor, device))
         case.device = device
         return case
@@ -167,11 +170,7 @@ class Case(_Arguments):
     def grad_bottleneck(self, values: Tensor) -> BatchNormBackward:
         return self.batch_norm_backward(values, self.grad_output, values.shape[1], self.centered_bottleneck)
 
-    def next_bottleneck(self, kernels: Any, conv: Conv1x1) -> None:
-        grad_output, accumulator = self.grad_bottleneck(self.grad_output), self.accumulator(self.grad_accum.clone())
-        kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
-
-    def next_bottleneck_in_place(self, kernels: Any) -> Results:
+    def next_bottleneck(self, kernels: Any) -> Results:
         """A call as the engine's, with fewer channels and in place of the values behind grad_output."""
         fewer, output = max(1, self.values.shape[1] - 2), self.grad_output.clone(memory_format=torch.contiguous_format)
         input = AffineInput(self.values[:, :fewer], self.norm(fewer), self.activation)
@@ -200,8 +199,7 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
     "conv1x1_forward": lambda k, c: [c.conv1x1(k.conv1x1_forward)],
     "conv1x1_forward_with_statistics": lambda k, c: c.conv1x1_with_statistics(k),
     "conv1x1_backward": lambda k, c: c.backward(k.conv1x1_backward, c.grad_bottleneck(c.grad_output), c.weight1x1),
-    "conv1x1_next_bottleneck": lambda k, c: [c.conv1x1(lambda conv: c.next_bottleneck(k, conv))],
-    "conv1x1_next_bottleneck_in_place": lambda k, c: c.next_bottleneck_in_place(k),
+    "conv1x1_next_bottleneck": lambda k, c: c.next_bottleneck(k),
     "conv3x3_forward": lambda k, c: [k.conv3x3_forward(c.input, c.weight3x3, c.shape, c.dilation)],
     "conv3x3_forward_with_statistics": lambda k, c: c.conv3x3_with_statistics(k),
     "conv3x3_backward": lambda k, c: c.backward(k.conv3x3_backward, c.grad_output, c.weight3x3, c.shape, c.dilation),

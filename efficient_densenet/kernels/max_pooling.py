@@ -44,7 +44,8 @@ class MaxPool(NamedTuple):
 
 
 def _pooled_side(side: int, kernel_size: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """With `ceil_mode` the last window may end outside the image, but must begin inside it or in the left padding."""
+    """The size of a pooled side. With `ceil_mode` the last window may end outside the image, but must begin inside
+    it or in the left padding."""
     beyond_first = side + 2 * padding - dilation * (kernel_size - 1) - 1
     if not ceil_mode:
         return beyond_first // stride + 1

@@ -14,12 +14,11 @@ from ..engine.choose import Engine
 from ..models.zoo import FC_VARIANTS, VARIANTS, create_model
 from .budget import BudgetPlan, Planner, batch_that_fits, keep
 from .optimizer_state import OPTIMIZERS
-from .peaks import allocations, mark, tensor_peak
+from .peaks import tensor_peak
 from .picture import draw
 from .predict import predict
 from .sizes import format_bytes, parse_bytes
-from .step import PRECISIONS, MetaModel, autocast_dtype, default_loss, logger, parts_of_model
-from .trace import Moment, PartsMode
+from .step import PRECISIONS, MetaModel, autocast_dtype, default_loss, logger
 
 
 def main(words: list[str] | None = None) -> None:
@@ -53,19 +52,16 @@ def _report(options: argparse.Namespace) -> None:
         keep(model, plan)
     estimate = predict(model, shape, **settings)
     print(estimate)
-    measured: list[Moment] = []
     if options.measure:
-        peak, measured = _measure(options, shape, estimate.device_type, plan)
+        peak = _measured_peak(options, shape, estimate.device_type, plan)
         print(f"{'tensor peak, measured':48}{format_bytes(peak):>12}{peak / estimate.tensor_peak:>11.3f}× predicted")
     if options.picture is not None:
-        draw(estimate, options.picture, plan and plan.budget, measured)
+        draw(estimate, options.picture, plan and plan.budget)
         print(f"\npicture: {options.picture}")
 
 
-def _measure(
-    options: argparse.Namespace, shape: tuple[int, ...], device: str, plan: BudgetPlan | None
-) -> tuple[int, list[Moment]]:
-    """The tensor peak of a real step and, on a CPU, the moments of another."""
+def _measured_peak(options: argparse.Namespace, shape: tuple[int, ...], device: str, plan: BudgetPlan | None) -> int:
+    """The tensor peak of a real step."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("found --measure without a GPU: add --device cpu")
     model = create_model(options.model, efficient=options.engine).to(device)
@@ -73,34 +69,13 @@ def _measure(
         keep(model, plan)
     x, dtype = torch.randn(shape, device=device), autocast_dtype(options.precision)
 
-    def step(parts: PartsMode | None = None) -> None:
+    def step() -> None:
         with torch.autocast(device, dtype, enabled=dtype is not None):
             loss = default_loss(model(x))
-        if parts is not None:
-            parts.start_backward()
         loss.backward()
 
-    def marked_step() -> None:
-        with _Marks(dict(parts_of_model(model))) as parts:
-            step(parts)
-
     step()
-    peak = tensor_peak(step, device)
-    if device == "cuda" or options.picture is None:
-        return peak, []
-    return peak, [Moment(size, total, text[1:], text[0] == "1") for size, total, text in allocations(marked_step)]
-
-
-class _Marks(PartsMode):
-    """Marks the parts of the model for `allocations`."""
-
-    def enter(self, part: str, is_backward: bool) -> None:
-        super().enter(part, is_backward)
-        mark(f"{is_backward:d}{part}")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.see(args)
-        return func(*args, **kwargs or {})
+    return tensor_peak(step, device)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -115,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", default="sgd", choices=list(OPTIMIZERS))
     parser.add_argument("--precision", default="float32", choices=list(PRECISIONS), help="autocast's dtype")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU, if there is one")
-    parser.add_argument("--measure", action="store_true", help="run a step, and show its memory beside the predicted")
+    parser.add_argument("--measure", action="store_true", help="run a step, and print its peak beside the predicted")
     parser.add_argument("--picture", metavar="FILE", help="draw the memory over the step")
     return parser
 

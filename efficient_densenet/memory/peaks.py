@@ -4,13 +4,12 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-_MARK = "mark: "
 
 
 class Peaks(NamedTuple):
@@ -94,12 +93,6 @@ def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu")
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    return max((total for _, total, _ in allocations(function)), default=0)
-
-
-def allocations(function: Callable[[], Any]) -> list[tuple[int, int, str]]:
-    """Return the bytes of each tensor that is allocated on the CPU while `function` runs, the bytes of all tensors
-    after it, minus those from before, and the last `mark` until then."""
     # There is only one profiling cycle, so acc_events only avoids a warning of PyTorch 2.11.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
@@ -108,19 +101,6 @@ def allocations(function: Callable[[], Any]) -> list[tuple[int, int, str]]:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    found, total, marked = list[tuple[int, int, str]](), 0, ""
-    for event in sorted((event for event in events if "ts" in event), key=lambda event: event["ts"]):
-        if event["name"].startswith(_MARK):
-            marked = event["name"].removeprefix(_MARK)
-        elif event["name"] == "[memory]" and event["args"]["Device Id"] == -1:
-            size = event["args"]["Bytes"]
-            total += size
-            if size > 0:
-                found.append((size, total, marked))
-    return found
-
-
-def mark(text: str) -> None:
-    """Mark the allocations from here on in `allocations`."""
-    with torch.profiler.record_function(_MARK + text):
-        pass
+    memory = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Id"] == -1]
+    memory.sort(key=lambda event: event["ts"])
+    return max(accumulate((event["args"]["Bytes"] for event in memory), initial=0))

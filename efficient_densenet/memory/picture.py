@@ -14,14 +14,9 @@ Visit = tuple[str, bool, int]
 """A part's name, whether it runs in the backward, and how many times it ran there before."""
 
 
-def draw(
-    estimate: MemoryEstimate, path: str | Path, budget: int | None = None, measured: Sequence[Moment] = ()
-) -> None:
+def draw(estimate: MemoryEstimate, path: str | Path, budget: int | None = None) -> None:
     """Write the memory of all tensors during a step to an image file: below by parts of the model, above beside
-    `plain`. `measured` are the moments of a real step.
-
-    Each visit of a part of the model is as wide as any other, in every curve. In it, x grows with the bytes that are
-    allocated.
+    `plain`. Each visit of a part of the model is as wide as any other, in both curves.
     """
     need("matplotlib", extra="demos")
     from matplotlib.figure import Figure
@@ -46,8 +41,6 @@ def draw(
         curve, top = _curve({visit: moments}, order, held)
         below.fill_between(curve, held, top, step="pre", color=f"C{names.index(visit[0]) % 10}", linewidth=0)
     below.plot(xs[ys.index(peak)], peak, "v", color="black", label=f"peak, {peak:,.0f} MiB")
-    if measured:
-        below.step(*_curve(visits_of(measured), order, held), color="black", linewidth=0.7, label="measured")
     labels = [part.replace("features.", "") for part, _, _ in order]
     below.set_xticks([i + 0.5 for i in range(len(order))], labels, rotation=30, ha="right", fontsize="small")
     below.set(xlim=(0, len(order)), ylim=(0, 1.15 * peak))
@@ -61,21 +54,17 @@ def visits_of(moments: Sequence[Moment]) -> dict[Visit, list[Moment]]:
     """The moments from one change of the part that runs to the next."""
     visits, before = dict[Visit, list[Moment]](), Counter[tuple[str, bool]]()
     for _, group in groupby(moments, key=lambda moment: (moment.part, moment.is_backward)):
-        _, _, part, is_backward = (found := list(group))[0]
+        _, part, is_backward = (found := list(group))[0]
         visits[part, is_backward, before[part, is_backward]] = found
         before[part, is_backward] += 1
     return visits
 
 
 def _curve(visits: dict[Visit, list[Moment]], order: list[Visit], held: float) -> tuple[list[float], list[float]]:
-    """The MiB of all tensors at each moment of the visits, at their places in `order`."""
+    """The MiB of all tensors at each moment of the visits, evenly spaced at their places in `order`."""
     xs, ys = list[float](), list[float]()
     for visit in filter(visits.__contains__, order):
-        x, total = float(order.index(visit)), sum(moment.allocated for moment in visits[visit])
-        xs.append(x)
-        ys.append(ys[-1] if ys else held)
-        for moment in visits[visit]:
-            x += moment.allocated / total
-            xs.append(x)
-            ys.append(held + moment.bytes / _MIB)
+        start, moments = order.index(visit), visits[visit]
+        xs += [start, *(start + (i + 1) / len(moments) for i in range(len(moments)))]
+        ys += [ys[-1] if ys else held, *(held + moment.bytes / _MIB for moment in moments)]
     return xs, ys

@@ -1,4 +1,4 @@
-"""How much memory a training step takes, in numbers, as a table and as a bar."""
+"""How much memory a training step takes, in numbers and as a table."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from .step import (
 )
 
 ENGINES = Engine.PLAIN, Engine.CHECKPOINT, Engine.SHARED
-_BAR = 60  # characters
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,6 @@ def _lines(estimate: MemoryEstimate) -> Iterator[str]:
     for name, size in (*rows.items(), ("peak", estimate.total)):
         yield f"{name:48}{format_bytes(size):>12}"
     yield ""
-    yield from _bar(rows)
-    yield ""
     yield f"{'part of the model':48}{'saved':>12}{'peak while it runs':>20}"
     for stage in step.stages:
         yield f"{stage.name:48}{format_bytes(stage.saved):>12}{format_bytes(stage.peak):>20}"
@@ -149,13 +146,3 @@ def _lines(estimate: MemoryEstimate) -> Iterator[str]:
     for engine, reason in estimate.refused.items():
         yield f"engine {engine} cannot run it: {reason}"
     yield f"{'tensor peak of inference':48}{format_bytes(estimate.inference):>12}"
-
-
-def _bar(rows: dict[str, int]) -> Iterator[str]:
-    """One letter for each sixtieth of the peak, in the order of the table, and what the letters mean."""
-    letters, total, end, bar = "PGOBFSL", max(sum(rows.values()), 1), 0, ""
-    for letter, size in zip(letters, rows.values(), strict=True):
-        end += size
-        bar += letter * (round(_BAR * end / total) - len(bar))
-    yield f"[{bar}]"
-    yield ", ".join(f"{letter} {name.split(',')[0]}" for letter, name in zip(letters, rows, strict=True))

@@ -31,10 +31,9 @@ _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward}
 
 
 class Moment(NamedTuple):
-    """An allocation, and the bytes that tensors held from it to the next one, above those from before the step, while a
-    part of the model ran."""
+    """The bytes that tensors hold from one allocation to the next, above those from before the step, while a part of
+    the model runs."""
 
-    allocated: int
     bytes: int
     part: str
     is_backward: bool
@@ -54,35 +53,9 @@ class MemoryTrace:
         return max((moment.bytes for moment in self.moments), default=0)
 
 
-class PartsMode(TorchDispatchMode):
-    """Knows which part of the model runs: the one whose parameter an operation has had last.
-
-    Args:
-        parts: the name of the part of the model for each parameter.
-    """
-
-    def __init__(self, parts: Mapping[Tensor, str]) -> None:
-        super().__init__()
-        self.parts = {memory_key(tensor): part for tensor, part in parts.items()}
-        self.enter(next(iter(parts.values()), ""), False)
-
-    def enter(self, part: str, is_backward: bool) -> None:
-        """Called when a part starts to run."""
-        self.part, self.is_backward = part, is_backward
-
-    def see(self, args: Iterable[Any]) -> None:
-        """Called with the arguments of each operation."""
-        part = next(filter(None, (self.parts.get(memory_key(tensor)) for tensor in tensors_of(args))), self.part)
-        if part != self.part:
-            self.enter(part, self.is_backward)
-
-    def start_backward(self) -> None:
-        self.enter(self.part, True)
-
-
-class MemoryMode(PartsMode):
+class MemoryMode(TorchDispatchMode):
     """Traces all operations. An operator of this package runs its implementation rather than its fake one, so that the
-    trace sees what is in it.
+    trace sees what is in it. The part of the model that runs is the one whose parameter an operation has had last.
 
     Args:
         device_type: the device for which the meta device stands, "cpu" or "cuda".
@@ -91,10 +64,12 @@ class MemoryMode(PartsMode):
     """
 
     def __init__(self, device_type: str, held: Iterable[Tensor], parts: Mapping[Tensor, str]) -> None:
-        super().__init__(parts)
-        self.trace, self.device_type = self.new_trace(), device_type
+        super().__init__()
+        self.trace, self.device_type, self.is_backward = self.new_trace(), device_type, False
         self.held = list(held)  # keeps their storages alive, so that no other gets their addresses
         self.known = {memory_key(tensor) for tensor in self.held}
+        self.parts = {memory_key(tensor): part for tensor, part in parts.items()}
+        self.part = next(iter(parts.values()), "")
         self.saved_by_part = dict.fromkeys(parts.values(), 0)
         self.current = 0
 
@@ -105,13 +80,15 @@ class MemoryMode(PartsMode):
         """Called after each operation of PyTorch, for what else a subclass traces."""
 
     def start_backward(self) -> None:
-        super().start_backward()
-        self.trace.saved = self.current
+        self.is_backward, self.trace.saved = True, self.current
+
+    def _see(self, args: Iterable[Any]) -> None:
+        self.part = next(filter(None, (self.parts.get(memory_key(tensor)) for tensor in tensors_of(args))), self.part)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "efficient_densenet":
-            self.see(args)  # a stage allocates its features before it uses a parameter
+            self._see(args)  # a stage allocates its features before it uses a parameter
             if func.overloadpacket.__name__ == "stage" and not self.is_backward:
                 pixels = args[0].numel() // args[0].shape[1]
                 self.trace.pixels.update({memory_key(tensor): pixels for tensor in tensors_of(args[1])})
@@ -122,7 +99,7 @@ class MemoryMode(PartsMode):
         if output is not NotImplemented:
             return output
         output = func(*args, **kwargs)
-        self.see(args)
+        self._see(args)
         output = _in_device_format(func.overloadpacket, args, output)
         self.has_run(func, args, kwargs, output)
         for tensor in tensors_of(output):
@@ -154,7 +131,7 @@ class MemoryMode(PartsMode):
 
     def _allocate(self, size: int) -> None:
         self.current += size
-        self.trace.moments.append(Moment(size, self.current, self.part, self.is_backward))
+        self.trace.moments.append(Moment(self.current, self.part, self.is_backward))
 
     def _add_temporary(self, size: int) -> None:
         """Count what an operation allocates and frees itself."""

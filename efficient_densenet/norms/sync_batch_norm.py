@@ -128,6 +128,11 @@ def sync_group(norm: nn.Module) -> SyncGroup | None:
     return SyncGroup(norm.process_group) if isinstance(norm, _SyncedBatchNorm) else None
 
 
+def is_synchronized(module: nn.Module) -> bool:
+    """Whether `module` is a norm whose `sync_group` is not None, or not None once there are processes."""
+    return isinstance(module, (nn.SyncBatchNorm, _SyncedBatchNorm))
+
+
 class _LocalStatistics(_BatchNorm if TYPE_CHECKING else object):
     """Mixin for nn.SyncBatchNorm: the statistics of this process's batch alone."""
 

@@ -1,8 +1,7 @@
-"""Runs a stage: reads its specification from the modules of a block and its consumer, and updates their running
-statistics."""
+"""The plan of a stage, from the modules of a block and its consumer: its specification, and where its tensors are."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,61 +9,39 @@ from torch import Tensor
 from ..._compilers import specialized
 from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, device_type, memory_format_of
 from ...kernels.average_pooling import average_pool_dtype
-from ...norms.frozen import eps_of, uses_running_statistics
+from ...norms.frozen import eps_of, num_channels, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..operator import run_operator
-from ..parts import BlockParts, ConsumerParts, LayerParts, activation_spec, weight_and_bias
+from ..parts import BlockParts, ConsumerParts, LayerParts, Place, activation_spec, place_of
 from ..sharded import run_inside
 from .block_features import remember_features, stored_features
 from .forward import StageInputs
 from .operator import STAGE
-from .running_statistics import NormUpdate, update_running_statistics
-from .spec import ConsumerSpec, LayerSpec, StageSpec, shared_spec
+from .running_statistics import NormUpdate, RunningStatistics
+from .spec import ConsumerSpec, LayerSpec, StageSpec
 
 
 class StageFormats(NamedTuple):
-    """The memory format that x and the outputs have in the plain network, and whether the consumer's output stays in
-    channels_last, in which it is computed, since only another stage reads it."""
+    """The memory format that x and the outputs have in the plain network, None if that is x's own, and whether the
+    consumer's output stays in channels_last, in which it is computed, since only another stage reads it."""
 
-    plain: torch.memory_format
+    plain: torch.memory_format | None = None
     keeps_channels_last: bool = False
 
 
-def run(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, formats: StageFormats | None = None) -> Tensor:
-    """The output of a block, or of `consumer` (a transition or a norm) on the block's output."""
-
-    def output(x: Tensor) -> Tensor:
-        plan = StagePlan(block, consumer, x, formats=formats)
-        return plan.finish(plan.apply(x, *plan.tensors)[0])
-
-    return run_inside(block.sharded, output, x)
-
-
-def run_with_features(block: BlockParts, consumer: ConsumerParts, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of `consumer` on the output of a block, and the block's output."""
-
-    def outputs(x: Tensor) -> tuple[Tensor, Tensor]:
-        plan = StagePlan(block, consumer, x, return_features=True)
-        output, features = plan.apply(x, *plan.tensors)
-        return plan.finish(output), features
-
-    return run_inside(block.sharded, outputs, x)
-
-
-def run_consumer(consumer: ConsumerParts, x: Tensor) -> Tensor:
-    """The output of `consumer` on x, which may be any tensor. A block's output is not stored again."""
-    plan = StagePlan(BlockParts(()), consumer, x)
-    return plan.finish(plan.apply(x, *plan.tensors, stored=stored_features(x, plan.spec))[0])
+FORMATS_OF_X = StageFormats()
+_NO_TENSOR = Place({"": None}, "")
 
 
 class StagePlan:
-    """The modules of a stage, layers or a consumer or both, on one input.
+    """The modules of a stage, layers or a consumer or both, as they are run on inputs like `x`.
 
     Attributes:
         spec: the settings of the modules.
-        tensors: the parameters of the modules, four for each norm, as in `NormConv`.
-        running_statistics: running_mean and running_var of each frozen norm.
-        updates: the norms with batch statistics.
+        places: where the parameters of the modules are, four for each norm, as in `NormConv`, then running_mean and
+            running_var of each frozen norm.
+        sharded: the modules that the stage runs inside of.
+        dropouts: the function, the rate and the position of the weight before it, for each layer with dropout.
     """
 
     def __init__(
@@ -73,70 +50,88 @@ class StagePlan:
         consumer: ConsumerParts | None,
         x: Tensor,
         return_features: bool = False,
-        formats: StageFormats | None = None,
+        formats: StageFormats = FORMATS_OF_X,
     ) -> None:
-        self.layers, self.consumer = block.layers, consumer
-        self.spec = _read_spec(block, consumer, x, return_features, formats or StageFormats(memory_format_of(x)))
-        self.tensors: list[Tensor | None] = []
-        self.running_statistics: list[Tensor] = []
-        self.updates: list[NormUpdate] = []
-        units = [unit for layer in self.layers for unit in zip(layer.norms, layer.convolutions, strict=True)]
+        self.spec = _read_spec(block, consumer, x, return_features, formats)
+        self.sharded, self.after = block.sharded, None if consumer is None else consumer.after
+        units = [unit for layer in block.layers for unit in zip(layer.norms, layer.convolutions, strict=True)]
         units += [] if consumer is None else [(consumer.norm, consumer.conv)]
-        bias = None
+        self.places: list[Place] = []
+        running: list[Place] = []
+        updates, bias = [], None
         for (norm, conv), columns, frozen in zip(units, self.spec.norm_columns, self.spec.norms_frozen, strict=True):
-            weight, norm_bias = weight_and_bias(norm)
             if frozen:
-                self.running_statistics += [norm.running_mean, norm.running_var]
+                running += [place_of(norm, "running_mean"), place_of(norm, "running_var")]
             elif columns is None:
-                self.updates.append(NormUpdate(norm, self.spec.order.slice(0, weight.shape[0])))
+                updates.append(NormUpdate(norm, self.spec.order.slice(0, num_channels(norm))))
             else:
-                self.updates.append(NormUpdate(norm, columns, bias))
-            conv_weight, bias = (None, None) if conv is None else weight_and_bias(conv)
-            self.tensors += [weight, norm_bias, conv_weight, bias]
+                updates.append(NormUpdate(norm, columns, bias))
+            self.places += [place_of(norm, "weight"), place_of(norm, "bias")]
+            self.places += [_NO_TENSOR] * 2 if conv is None else [place_of(conv, "weight"), place_of(conv, "bias")]
+            bias = len(self.places) - 1
+        self.num_parameters = len(self.places)
+        self.places += running
+        self.statistics = RunningStatistics(updates)
+        self.dropouts = [
+            (layer.dropout, layer.drop_rate, self.spec.layer_tensors(i).stop - 2)
+            for i, layer in enumerate(block.layers)
+            if layer.drop_rate
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """The parameters as they are now."""
+        return [values[name] for values, name in self.places[: self.num_parameters]]
+
+    def run(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The consumer's output, the block's output, or both: the only way into the operator."""
+        return run_inside(self.sharded, self._run, x)
+
+    def _run(self, x: Tensor) -> tuple[Tensor, ...]:
+        stored = () if self.spec.layers else stored_features(x, self.spec)
+        output, *features = self.apply(x, *self.tensors, stored=stored)
+        return (self._finished(output), *features)
 
     def apply(self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """The consumer's output, the block's output, or both, with `tensors` as the plan's parameters.
+        """The outputs before the operations after the consumer's convolution, with `tensors` as the parameters.
 
         `stored` are features that a block has stored already, and their statistics.
         """
-        inputs = StageInputs(x, tensors, self.running_statistics, self.dropout_masks(x), stored)
+        running = [values[name] for values, name in self.places[self.num_parameters :]]
+        inputs = StageInputs(x, tensors, running, self._dropout_masks(x, tensors), stored)
         results = run_operator(STAGE, self.spec, inputs)
         count = self.spec.num_outputs
         features, statistics, *_ = *stored, *results[count:]
         if not torch.compiler.is_compiling():
             remember_features(self.spec, results[0], features, statistics)
-        if self.updates:
-            update_running_statistics(self.updates, statistics)
+        self.statistics.update(statistics, tensors)
         return tuple(results[:count])
 
-    def dropout_masks(self, x: Tensor) -> list[Tensor]:
+    def _dropout_masks(self, x: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """For each layer with dropout, a mask of the kept values. It is drawn by dropout of ones, in the shape and the
         memory format of the plain layer's output, so that the random numbers are the plain layer's."""
         size = x.shape[0], self.spec.growth_rate, *x.shape[2:]
         masks = []
         with torch.no_grad():
-            for layer in self.layers:
-                if layer.drop_rate:
-                    memory_format = self._output_memory_format(layer, x)
-                    ones = torch.empty(size, dtype=self.spec.torch_dtype, device=x.device, memory_format=memory_format)
-                    masks.append(layer.dropout(ones.fill_(1), layer.drop_rate) != 0)
+            for dropout, drop_rate, position in self.dropouts:
+                memory_format = self._output_memory_format(tensors[position], x)
+                ones = torch.empty(size, dtype=self.spec.torch_dtype, device=x.device, memory_format=memory_format)
+                masks.append(dropout(ones.fill_(1), drop_rate) != 0)
         return masks
 
-    def _output_memory_format(self, layer: LayerParts, x: Tensor) -> torch.memory_format:
+    def _output_memory_format(self, weight: Any, x: Tensor) -> torch.memory_format:
         """The format of the plain layer's output: channels_last if the input or the weight of its convolution is, but
         for volumes in float64 on a CPU, which oneDNN does not convolve."""
         if x.dim() == 5 and self.spec.torch_dtype is torch.float64 and device_type(x) == "cpu":
             return torch.contiguous_format
-        weight_is_channels_last = x.dim() in CHANNELS_LAST and layer.last_conv.weight.stride(1) == 1
+        weight_is_channels_last = x.dim() in CHANNELS_LAST and weight.stride(1) == 1
         return CHANNELS_LAST[x.dim()] if weight_is_channels_last else self.spec.memory_format(x)
 
-    def finish(self, output: Tensor) -> Tensor:
+    def _finished(self, output: Tensor) -> Tensor:
         """Apply the operations after the consumer's convolution, such as another pooling, with ordinary autograd."""
-        if self.consumer is None:
-            return output
-        if self.consumer.pools:
+        if self.spec.consumer is not None and self.spec.consumer.pools:
             output = as_dtype(output, average_pool_dtype(output))
-        return output if self.consumer.after is None else self.consumer.after(output)
+        return output if self.after is None else self.after(output)
 
 
 def _read_spec(
@@ -149,9 +144,9 @@ def _read_spec(
     norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
     group, has_format = sync_group(norm), x.dim() in CHANNELS_LAST
     keeps_channels_last = formats.keeps_channels_last and has_format and consumer is not None and consumer.after is None
-    return shared_spec(
+    return StageSpec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
-        channels_last=formats.plain is not torch.contiguous_format,
+        channels_last=(formats.plain or memory_format_of(x)) is not torch.contiguous_format,
         keeps_channels_last=keeps_channels_last,
         in_channels=norm.weight.shape[0],
         growth_rate=int(block.layers[0].last_conv.out_channels) if block.layers else 0,

@@ -15,7 +15,7 @@ from ..._tensors import as_dtype
 from ..._torch_private import foreach_add_, foreach_lerp_
 from ...norms.batch_norm import is_first_forward
 from ..operator import LIBRARY, implement
-from ..parts import Norm, buffer_of
+from ..parts import Norm
 
 LIBRARY.define(
     "update_running_statistics(Tensor(a!)[] running, Tensor(b!)[] num_batches_tracked, Tensor statistics, "
@@ -24,52 +24,50 @@ LIBRARY.define(
 
 
 class NormUpdate(NamedTuple):
-    """A norm with batch statistics, its columns in the matrix of statistics, and the bias of the convolution before it,
-    which the means in the matrix do not include."""
+    """A norm with batch statistics, its columns in the matrix of statistics, and the position among the parameters of
+    the bias of the convolution before it, which the means in the matrix do not include; None without a bias."""
 
     norm: Norm
     columns: slice
-    bias: Tensor | None = None
+    bias: int | None = None
 
 
-def update_running_statistics(updates: Sequence[NormUpdate], statistics: Tensor) -> None:
-    """Update running statistics from rows of batch means and unbiased variances, in a forward that is no recomputation.
+class RunningStatistics:
+    """The running statistics of norms that a forward updates, which are read anew in each."""
 
-    An outer checkpoint recomputes this forward while autograd executes a backward: the recomputation updates nothing.
-    """
-    if not is_first_forward():
-        return
-    by_momentum: dict[float | None, _Tensors] = {}
-    with torch.no_grad():
+    def __init__(self, updates: Sequence[NormUpdate]) -> None:
+        self.by_momentum: dict[float | None, list[tuple[dict[str, Any], tuple[int, int], int | None]]] = {}
         for norm, columns, bias in updates:
-            if not norm.track_running_stats:
-                continue
-            momentum, count = norm.momentum, buffer_of(norm, "num_batches_tracked")
-            running_mean, running_var = buffer_of(norm, "running_mean"), buffer_of(norm, "running_var")
-            lacks_count = momentum is None and count is None
-            if running_mean is None or running_var is None or lacks_count:  # any buffer may have been set to None
-                if count is not None:
-                    count.add_(1)
-                continue
-            if momentum not in by_momentum:
-                by_momentum[momentum] = _Tensors([], [], [], [])
-            tensors = by_momentum[momentum]
-            tensors.running.extend((running_mean, running_var))
-            tensors.num_batches_tracked.extend(() if count is None else (count,))
-            tensors.columns.extend((columns.start, columns.stop))
-            tensors.biases.append(bias)
-        for momentum, (running, counts, columns, biases) in by_momentum.items():
-            arguments = running, counts, statistics, columns, biases, momentum
-            torch.ops.efficient_densenet.update_running_statistics.default(*arguments)
+            if norm.track_running_stats:
+                if norm.momentum not in self.by_momentum:
+                    self.by_momentum[norm.momentum] = []
+                self.by_momentum[norm.momentum].append((norm._buffers, (columns.start, columns.stop), bias))
 
+    def update(self, statistics: Tensor, parameters: Sequence[Tensor | None]) -> None:
+        """Update them from rows of batch means and unbiased variances, in a forward that is no recomputation.
 
-class _Tensors(NamedTuple):
-    """The tensors of all norms with the same momentum, as the operator takes them."""
-
-    running: list[Tensor]
-    num_batches_tracked: list[Tensor]
-    columns: list[int]
-    biases: list[Tensor | None]
+        An outer checkpoint recomputes this forward while autograd executes a backward: the recomputation updates
+        nothing.
+        """
+        if not self.by_momentum or not is_first_forward():
+            return
+        with torch.no_grad():
+            for momentum, norms in self.by_momentum.items():
+                running, counts, columns, biases = [], [], [], []
+                for buffers, (start, stop), bias in norms:
+                    mean, variance = buffers.get("running_mean"), buffers.get("running_var")
+                    count = buffers.get("num_batches_tracked")
+                    if mean is None or variance is None or (momentum is None and count is None):
+                        if count is not None:  # any buffer may have been set to None
+                            count.add_(1)
+                        continue
+                    running += [mean, variance]
+                    counts += [] if count is None else [count]
+                    columns += [start, stop]
+                    biases.append(None if bias is None else parameters[bias])
+                if running:
+                    arguments = running, counts, statistics, columns, biases, momentum
+                    torch.ops.efficient_densenet.update_running_statistics.default(*arguments)
 
 
 @implement("update_running_statistics")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._compilers import cached_in_eager_mode, constant_to_compilers
+from ..._compilers import constant_to_compilers
 from ..._tensors import CHANNELS_LAST
 from ...kernels.activations import ActivationSpec
 
@@ -240,12 +240,6 @@ _FIELDS = tuple(field.name for field in fields(StageSpec))
 def encode(*settings: Any) -> str:
     """Plain data as the string that an operator takes."""
     return json.dumps(settings)
-
-
-@cached_in_eager_mode
-def shared_spec(**settings: Any) -> StageSpec:
-    """The specification with these fields. Its callers share it, so none may change it."""
-    return StageSpec(**settings)
 
 
 @lru_cache(maxsize=4096)

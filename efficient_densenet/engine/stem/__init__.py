@@ -27,31 +27,41 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..operator import run_operator
-from ..parts import weight_and_bias
+from ..parts import place_of
 from ..refuse import can_share_stem
-from ..stage.running_statistics import NormUpdate, update_running_statistics
+from ..stage.running_statistics import NormUpdate, RunningStatistics
 from .operator import STEM, StemInputs
-from .spec import Stem, StemSpec, output_dtype, read_spec
+from .spec import Stem, output_dtype, read_spec
 
-__all__ = ["Stem", "output_dtype", "run", "stem_at_the_start"]
-
-
-def stem_at_the_start(modules: Sequence[nn.Module], x: Tensor) -> Stem | None:
-    """The first four of `modules`, where they are a stem that can run as one node on `x`."""
-    stem = Stem(*cast("Sequence[Any]", modules[:4])) if len(modules) >= 4 else None
-    return stem if stem is not None and can_share_stem(*stem, x) else None
+__all__ = ["Stem", "StemPlan", "output_dtype", "stem_at_the_start"]
 
 
-def run(stem: Stem, x: Tensor) -> Tensor:
-    """The output of the four modules on `x`."""
-    return run_with_parameters(read_spec(stem, x), stem, x, (*weight_and_bias(stem.norm), *weight_and_bias(stem.conv)))
+class StemPlan:
+    """The four modules of a stem as they are run on inputs like `x`; the attributes are those of a `StagePlan`."""
+
+    def __init__(self, stem: Stem, x: Tensor) -> None:
+        conv, norm, *_ = stem
+        self.spec = read_spec(stem, x)
+        self.num_channels = int(conv.out_channels)
+        names = ("running_mean", "running_var") if self.spec.frozen else ()
+        self.places = [place_of(module, name) for module in (norm, conv) for name in ("weight", "bias")]
+        self.places += [place_of(norm, name) for name in names]
+        updates = () if self.spec.frozen else [NormUpdate(norm, slice(0, self.num_channels))]
+        self.statistics = RunningStatistics(updates)
+
+    def run(self, x: Tensor) -> Tensor:
+        """The output of the four modules on `x`."""
+        return self.apply(x, *(values[name] for values, name in self.places[:4]))
+
+    def apply(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        """The output with these parameters: the weights and biases of the norm and of the convolution."""
+        running = [values[name] for values, name in self.places[4:]]
+        output, statistics, *_ = run_operator(STEM, self.spec, StemInputs(x, parameters, running))
+        self.statistics.update(statistics, parameters)
+        return output
 
 
-def run_with_parameters(spec: StemSpec, stem: Stem, x: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
-    """The output with these parameters: the weights and biases of the norm and of the convolution."""
-    norm = stem.norm
-    running = (norm.running_mean, norm.running_var) if spec.frozen else ()
-    output, statistics, *_ = run_operator(STEM, spec, StemInputs(x, parameters, running))
-    if not spec.frozen:
-        update_running_statistics([NormUpdate(norm, slice(0, statistics.shape[1]))], statistics)
-    return output
+def stem_at_the_start(modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
+    """The plan of the first four of `modules`, where they are a stem that can run as one node on `x`."""
+    stem = Stem(*cast("Sequence[Any]", modules[:4]))
+    return StemPlan(stem, x) if can_share_stem(*stem, x) else None

@@ -1,0 +1,195 @@
+"""What a stage or a stem is made of: read and checked when it is first seen, and kept for later forwards.
+
+A forward with a kept plan looks only at what can change: the modules inside and their classes, hooks, attributes that
+were added (a new forward), every plain attribute (training flags, eps, drop rates, …), and the type, dtype and size of
+each tensor. Any change reads and checks again. The plans belong to a block, not to its attributes: copies, replicas and
+pickles of a model have none.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from .._tensors import autocast_enabled, compute_dtype, device_type, memory_format_of
+from ..norms.sync_batch_norm import is_synchronized
+from .changed_modules import HOOKS, why_not_global_changes
+from .parts import BlockParts
+from .refuse import joined_consumer, separate_consumer, shared_parts
+from .sharded import can_run_inside
+from .stage.run import FORMATS_OF_X, StageFormats, StagePlan
+from .stem import StemPlan, stem_at_the_start
+
+Plan = TypeVar("Plan", StagePlan, StemPlan)
+
+_kept: weakref.WeakKeyDictionary[nn.Module, dict[tuple, "_Kept"]] = weakref.WeakKeyDictionary()
+"""The plans that begin with a module, by all that a plan depends on besides the state of the modules."""
+_MOST_PLANS = 32
+"""Of one module: for other dtypes, numbers of dimensions, memory formats, precisions and consumers."""
+
+
+def read_stage(
+    block: nn.Module | None,
+    consumer: nn.Module | None,
+    x: Tensor,
+    formats: StageFormats = FORMATS_OF_X,
+    return_features: bool = False,
+) -> StagePlan | str:
+    """How the shared engine runs `block` on x, together with `consumer` where it can; or the reason why it cannot run
+    the block. Without a block it is the plan of the consumer alone."""
+    reason = why_not_global_changes()
+    if reason is not None:
+        return reason
+    formats = formats if formats.plain else formats._replace(plain=memory_format_of(x))
+
+    def read() -> StagePlan | str:
+        return _read(block, consumer, x, formats, return_features)
+
+    if block is not None and block._forward_pre_hooks:  # of fully_shard, which may gather and cast parameters
+        return read()
+    roots = [module for module in (block, consumer) if module is not None]
+    return _keep(roots, (block is None, formats, return_features), x, read)
+
+
+def read_stem(modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
+    """How the shared engine runs the first four of `modules` on x as one node, or None where it cannot."""
+    if len(modules) < 4:
+        return None
+    plan = _keep(modules[:4], ("stem", len(x) == 1, tuple(x.shape[2:])), x, lambda: stem_at_the_start(modules, x) or "")
+    return None if isinstance(plan, str) else plan
+
+
+def _read(
+    block: nn.Module | None, consumer: nn.Module | None, x: Tensor, formats: StageFormats, return_features: bool
+) -> StagePlan | str:
+    if block is None:
+        parts = separate_consumer(cast(nn.Module, consumer), x)
+        return "found no consumer" if parts is None else StagePlan(BlockParts(()), parts, x, False, formats)
+    read, reason = shared_parts(block, x)
+    if read is None:
+        return cast(str, reason)
+    if consumer is not None:
+        sharded = tuple(module for module in (block, consumer) if can_run_inside(module, x))
+        joined = joined_consumer(read, consumer, sharded)
+        if joined is not None:
+            read = replace(read, sharded=(*sharded, *read.sharded)) if sharded else read
+            return StagePlan(read, joined, x, return_features, formats)
+    return StagePlan(read, None, x, False, formats)
+
+
+def _keep(roots: Sequence[nn.Module], request: tuple, x: Tensor, read: Callable[[], Plan | str]) -> Plan | str:
+    """The kept plan of the modules `roots` on x, or what `read` returns, which is kept if it is a plan."""
+    if torch.compiler.is_compiling() or any(hasattr(type(root), "lives_for_one_forward") for root in roots):
+        return read()
+    first, *others = roots
+    states = [cast(Any, root).read_state() for root in roots if hasattr(type(root), "read_state")]
+    precision = x.dtype, compute_dtype(x), autocast_enabled(x), device_type(x)
+    has_one_pixel = x.shape[0] * x.shape[2:].numel() == 1  # with which no norm can train
+    key = (*map(weakref.ref, others), *request, *states, *precision, x.dim(), x.shape[1], has_one_pixel)
+    plans = _kept.get(first)
+    kept = None if plans is None else plans.get(key)
+    if kept is not None and kept.is_current(roots):
+        return cast(Any, kept.plan)
+    plan = read()
+    if not isinstance(plan, str):
+        kept = None if any(map(_must_be_read, roots)) else _Kept(roots, plan, first_may_have_hooks=request[0] is False)
+        if kept is not None and kept.is_current(roots):  # not with hooks inside
+            rest = {} if plans is None or len(plans) >= _MOST_PLANS else plans
+            _kept[first] = rest | {key: kept}  # a new dict: other threads may read the old one
+    return plan
+
+
+def _must_be_read(root: nn.Module) -> bool:
+    """Whether there is a module inside that depends on more than its attributes: on processes, or compiled code."""
+    return any(is_synchronized(module) or isinstance(module, torch.jit.ScriptModule) for module in root.modules())
+
+
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = bool, int, float, str, type(None), torch.dtype, torch.device
+_hooks, _children, _tensors = itemgetter(*HOOKS), itemgetter("_modules"), itemgetter("_parameters", "_buffers")
+
+
+class _Kept:
+    """A plan, and the state of the modules for which it was made.
+
+    It refers to no module of `roots`, so that these are freed as if it did not exist; modules inside live as long as
+    they do. Tensors are not kept either: a forward reads them anew.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], plan: StagePlan | StemPlan, first_may_have_hooks: bool) -> None:
+        self.plan, self.first_checked = plan, int(first_may_have_hooks)
+        inside = [module for root in roots for module in root.modules()]
+        self.inside = [module for module in inside if not any(module is root for root in roots)]
+        modules = [*roots, *self.inside]
+        attributes = list(map(vars, modules))
+        self.classes, self.sizes = list(map(type, modules)), list(map(len, attributes))
+        self.children = list(chain.from_iterable(map(dict.values, map(_children, attributes))))
+        self.dicts = list(chain.from_iterable(map(_tensors, attributes)))
+        self.settings_of = [itemgetter(*(k for k, v in each.items() if _is_setting(k, v))) for each in attributes]
+        self.settings = self._settings(attributes)
+        self.objects = [(i, k) for i, each in enumerate(attributes) for k, v in each.items() if _is_object(k, v)]
+        self.references = [_reference(attributes[i][name]) for i, name in self.objects]
+        self.tensors = _kinds(plan)
+
+    def is_current(self, roots: Sequence[nn.Module]) -> bool:
+        """Whether a plan that was made now would be the same."""
+        modules = [*roots, *self.inside]
+        attributes = list(map(vars, modules))
+        called = attributes[self.first_checked :]
+        try:
+            return (
+                list(map(type, modules)) == self.classes
+                and list(map(len, attributes)) == self.sizes
+                and not any(chain.from_iterable(map(_hooks, called)))
+                and _are_same(chain.from_iterable(map(dict.values, map(_children, attributes))), self.children)
+                and _are_same(chain.from_iterable(map(_tensors, attributes)), self.dicts)
+                and self._settings(attributes) == self.settings
+                and _are_same([_reference(attributes[i][name]) for i, name in self.objects], self.references)
+                and _kinds(self.plan) == self.tensors
+            )
+        except KeyError:  # of an attribute or a tensor that was removed
+            return False
+
+    def _settings(self, attributes: Sequence[dict[str, Any]]) -> list[Any]:
+        return [settings_of(each) for settings_of, each in zip(self.settings_of, attributes, strict=True)]
+
+
+def _are_same(values: Iterable[Any], known: list[Any]) -> bool:
+    """Whether these are the very same objects in the same order."""
+    values = list(values)
+    return len(values) == len(known) and all(map(is_, values, known))
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Whether an attribute is compared by its value."""
+    return name not in _INTERNAL and (
+        isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
+    )
+
+
+def _is_object(name: str, value: Any) -> bool:
+    """Whether an attribute is compared by identity; lists and dicts are not compared."""
+    return name not in _INTERNAL and not _is_setting(name, value) and not isinstance(value, (dict, list, set))
+
+
+def _reference(value: Any) -> Any:
+    """A weak reference, the same one as long as `value` lives, or `value` itself if it allows none."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return value
+
+
+def _kinds(plan: StagePlan | StemPlan) -> tuple[list, list, list]:
+    """What a plan takes for granted about its tensors, which may be others in each forward."""
+    tensors = [values[name] for values, name in plan.places]
+    present = [tensor for tensor in tensors if tensor is not None]
+    return list(map(type, tensors)), list(map(_dtype, present)), list(map(Tensor.numel, present))
+
+
+_dtype = attrgetter("dtype")

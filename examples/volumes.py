@@ -1,0 +1,188 @@
+"""Train a 3D DenseNet to classify volumes (CT, MR) from patches of them; predict whole ones by a sliding window.
+
+pip install -e '.[examples]'
+python examples/volumes.py --data generated --out runs/first
+python examples/volumes.py --data volumes.csv --out runs/ct --patch 96 96 96 --spacing 1 1 1 --window -1000 400
+
+The CSV has the columns volume (a NIfTI file) and label, and may have patient and split (train, valid or test).
+Into --out it writes results.csv, predictions.csv, confusion.png, maps (NIfTI and PNG), checkpoint.pt and best.pt.
+"""
+
+import argparse
+from pathlib import Path
+
+import generated
+import nibabel
+import numpy as np
+import pandas as pd
+import pictures
+import torch
+from common import DEVICE, Run, auroc, auroc_interval, autocast, make_parser, print_what_fits
+from monai import transforms
+from monai.data import CacheDataset, DataLoader
+from monai.inferers import sliding_window_inference
+from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_confusion_matrix
+from tqdm import tqdm
+from volume_tables import read_table
+
+from efficient_densenet import create_model, list_models, make_efficient
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__, epochs=50, batch_size=2, learning_rate=1e-4)
+    add = parser.add_argument
+    add("--data", required=True, help="a CSV of volumes and labels, or the word generated")
+    add("--images", type=Path, help="folder of the volumes; by default that of the CSV")
+    models = [*list_models("densenet*"), "monai"]
+    add("--model", metavar="NAME", default="densenet121", choices=models, help="a model of the zoo, or monai")
+    patch = "size of a patch; generated volumes have 32 a side"
+    add("--patch", type=int, nargs=3, metavar="VOXELS", default=[96, 96, 96], help=patch)
+    add("--patches", type=int, default=2, help="patches drawn from a volume: a step has batch_size times as many")
+    add("--accumulate", type=int, default=1, help="steps whose gradients are added before the weights change")
+    add("--spacing", type=float, nargs=3, metavar="MM", help="resample to voxels of this size first")
+    window = "intensities that become 0 and 1, such as Hounsfield units; by default the 1st and 99th percentile"
+    add("--window", type=float, nargs=2, metavar=("LOW", "HIGH"), help=window)
+    add("--cache", type=float, default=0.0, help="share of the volumes that are kept in memory")
+    add("--overlap", type=float, default=0.5, help="share by which windows overlap in inference")
+    add("--maps", type=int, default=4, help="how many test volumes get a map")
+    add("--resamples", type=int, default=1000, help="bootstrap samples for the 95 %% intervals")
+    return parser.parse_args(words)
+
+
+def make_transform(options: argparse.Namespace, *augmentation: transforms.Transform) -> transforms.Compose:
+    """From a file to intensities from 0 to 1 on axes that go to the right, to the front and up."""
+    keys = "image"
+    steps = [transforms.LoadImaged(keys, ensure_channel_first=True), transforms.Orientationd(keys, "RAS", labels=None)]
+    if options.spacing:
+        steps.append(transforms.Spacingd(keys, options.spacing))
+    if options.window:
+        steps.append(transforms.ScaleIntensityRanged(keys, *options.window, 0, 1, clip=True))
+    else:
+        steps.append(transforms.ScaleIntensityRangePercentilesd(keys, 1, 99, 0, 1, clip=True))
+    return transforms.Compose([*steps, transforms.SpatialPadd(keys, options.patch), *augmentation])
+
+
+def build(options: argparse.Namespace, num_classes: int) -> nn.Module:
+    if options.model == "monai":
+        from monai.networks.nets import DenseNet121
+
+        model = DenseNet121(spatial_dims=3, in_channels=1, out_channels=num_classes)
+        print(make_efficient(model, options.engine == "shared"))
+        return model
+    settings = {"num_classes": num_classes, "in_channels": 1, "dims": 3}
+    return create_model(options.model, efficient=options.engine == "shared", **settings)
+
+
+def train(run: Run, loader: DataLoader, loss_of: nn.Module, title: str) -> None:
+    run.model.train()
+    accumulate = run.options.accumulate
+    for i, batch in enumerate(bar := tqdm(loader, title, leave=False), start=1):
+        patches, targets = batch["image"].as_tensor().to(DEVICE), batch["target"].to(DEVICE)
+        with autocast(run.options):
+            logits = run.model(patches)
+        loss = loss_of(logits.float(), targets)
+        run.step(loss / accumulate, update=i % accumulate == 0 or i == len(loader))
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+
+
+@torch.no_grad()
+def predict_map(run: Run, volume: Tensor) -> Tensor:
+    """Probabilities at each voxel, (classes, x, y, z): a window's, averaged where windows overlap."""
+
+    def spread(patches: Tensor) -> Tensor:
+        with autocast(run.options):
+            probabilities = run.model(patches).float().softmax(1)
+        return probabilities[:, :, None, None, None].repeat(1, 1, *patches.shape[2:])
+
+    run.model.eval()
+    options, inputs = run.options, volume[None].to(DEVICE)
+    maps = sliding_window_inference(
+        inputs, options.patch, options.batch_size, spread, options.overlap, "gaussian", device="cpu"
+    )
+    return maps[0]
+
+
+def predict(run: Run, data: CacheDataset) -> Tensor:
+    """A row of probabilities a volume: the mean of its map."""
+    volumes = tqdm(DataLoader(data, num_workers=run.options.workers), "predicting", leave=False)
+    return torch.stack([predict_map(run, each["image"].as_tensor()[0]).mean((1, 2, 3)) for each in volumes])
+
+
+def report(scores: Tensor, test: pd.DataFrame, classes: list[str], name: str, options) -> pd.DataFrame:
+    """Write predictions, the confusion matrix, and of each class sensitivity and AUROC with an interval."""
+    targets, found = torch.tensor(test["target"].to_numpy()), scores.argmax(1)
+    predictions = test[["volume", "patient", "label"]].assign(predicted=[classes[i] for i in found])
+    predictions = predictions.join(pd.DataFrame(scores.numpy(), test.index, classes).round(4).add_prefix("p "))
+    predictions.to_csv(options.out / "predictions.csv", index=False)
+    matrix = multiclass_confusion_matrix(found, targets, len(classes)).numpy()
+    pictures.confusion(options.out / "confusion.png", name, matrix, classes, "volumes")
+    rows = []
+    for i, label in enumerate(classes):
+        pair = scores[:, i], (targets == i).int()
+        interval = auroc_interval(*pair, test["patient"].to_numpy(), options)
+        rows.append((label, int(pair[1].sum()), matrix[i, i] / matrix[i].sum(), auroc(*pair), *interval))
+    table = pd.DataFrame(rows, columns=["class", "volumes", "sensitivity", "auroc", "low", "high"])
+    table.to_csv(options.out / "results.csv", index=False)
+    return table
+
+
+def write_maps(run: Run, data: CacheDataset, test: pd.DataFrame, classes: list[str], name: str) -> None:
+    """The probability of the likeliest class at each voxel, as NIfTI and over three slices."""
+    folder = run.folder / "maps"
+    folder.mkdir(exist_ok=True)
+    for i in range(min(run.options.maps, len(data))):
+        volume, row = data[i]["image"], test.iloc[i]
+        maps = predict_map(run, volume.as_tensor())
+        found = int(maps.mean((1, 2, 3)).argmax())
+        stem = row["volume"].replace("/", "_").split(".nii")[0]
+        nibabel.save(nibabel.Nifti1Image(maps[found].numpy(), volume.affine.numpy()), folder / f"{stem}.nii.gz")
+        above_chance = ((maps[found] - 1 / len(classes)) / (1 - 1 / len(classes))).clamp(min=0)
+        title = f"{name}, {stem}: {row['label']}, predicted {classes[found]}"
+        spacing = volume.pixdim.tolist()
+        pictures.planes(folder / f"{stem}.png", title, volume[0].numpy(), above_chance.numpy(), spacing)
+
+
+def main(words: list[str] | None = None) -> pd.DataFrame:
+    options = parse(words)
+    name = "generated volumes" if options.data == "generated" else Path(options.data).stem
+    if options.data == "generated":
+        options.data, options.patch = str(generated.volumes(options.out / "generated")), [32, 32, 32]
+    table, classes = read_table(options)
+    tables = {part: table[table["split"] == part] for part in ("train", "valid", "test")}
+    print(f"{name}: classes {', '.join(classes)}; volumes: {', '.join(f'{len(tables[p]):,} {p}' for p in tables)}")
+
+    torch.manual_seed(options.seed)
+    model = build(options, len(classes))
+    print_what_fits(model, options.batch_size * options.patches, (1, *options.patch), "adamw", options)
+    crop = transforms.RandSpatialCropSamplesd("image", options.patch, options.patches, random_size=False)
+    flips = [transforms.RandFlipd("image", 0.5, axis) for axis in range(3)]
+    data = {}
+    for part, rows in tables.items():
+        transform = make_transform(options, *([crop, *flips] if part == "train" else []))
+        data[part] = CacheDataset(rows[["image", "target"]].to_dict("records"), transform, cache_rate=options.cache)
+
+    model.to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate)
+    run = Run(options, model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs))
+    counts = torch.tensor([(tables["train"]["target"] == i).sum() for i in range(len(classes))])
+    loss = nn.CrossEntropyLoss(counts.sum() / (len(classes) * counts.to(DEVICE)))  # rare classes weigh more
+    for epoch in range(run.resume(), options.epochs):
+        torch.manual_seed(options.seed + epoch)  # so that a run that was interrupted draws the same patches
+        loader = DataLoader(data["train"], batch_size=options.batch_size, shuffle=True, num_workers=options.workers)
+        train(run, loader, loss, f"epoch {epoch + 1} of {options.epochs}")
+        run.scheduler.step()
+        scores, targets = predict(run, data["valid"]), torch.tensor(tables["valid"]["target"].to_numpy())
+        score = float(np.mean([auroc(scores[:, i], (targets == i).int()) for i in range(len(classes))]))
+        print(f"epoch {epoch + 1}: mean AUROC of the validation volumes {score:.3f}", flush=True)
+        run.save(epoch + 1, score)
+
+    run.load_best()
+    result = report(predict(run, data["test"]), tables["test"], classes, name, options)
+    write_maps(run, data["test"], tables["test"], classes, name)
+    print(f"\n{name}, test volumes, the best epoch's model\n{result.to_string(index=False, float_format='%.3f')}")
+    return result
+
+
+if __name__ == "__main__":
+    main()
