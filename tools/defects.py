@@ -248,7 +248,7 @@ DEFECTS = [
         "choice of engine: sharded layers are run without their hooks",
         "why_sharded(module) or hooked",
         "None if why_sharded(module) else hooked",
-        "sharded_engines",
+        "processes",
     ),
     # The stage's and the stem's arithmetic, what they read and what they keep
     Defect(
@@ -358,7 +358,7 @@ DEFECTS = [
         "second derivatives: features that need no gradient are differentiated",
         "if grad is not None and output.requires_grad]",
         "if grad is not None]",
-        "matches_plain parts",
+        "second_order",
     ),
     Defect(
         "operators: several gradients at once are computed as one",
@@ -500,25 +500,25 @@ DEFECTS = [
         "synchronized norms: the variance between processes is lost",
         "(counts * (variances + (means - mean).square()))",
         "(counts * variances)",
-        "synchronized_norms distributed",
+        "processes distributed",
     ),
     Defect(
         "synchronized norms: a process without images spoils the mean",
         "if count == 0:  # an empty",
         "if False:  # an empty",
-        "synchronized_norms",
+        "processes",
     ),
     Defect(
         "synchronized norms: a running variance is biased",
         "running_var.lerp_((var * (count / (count - 1))).to",
         "running_var.lerp_(var.to",
-        "dims synchronized_norms",
+        "processes dims",
     ),
     Defect(
         "synchronized norms: their backward lacks the product term",
         " - normalized * _per_channel(mean_product, x)",
         "",
-        "dims synchronized_norms",
+        "processes dims",
     ),
     Defect(
         "frozen norms: an eps that is a constant of the class is not found",
@@ -1699,6 +1699,12 @@ DEFECTS = [
     ),
     Defect("demos: hidden files are images", 'not os.path.basename(path).startswith(".") and ', "", "data"),
     Defect("demos: a container's memory is that of its machine", "return min(limits)", "return max(limits)", "images"),
+    Defect(
+        "demos: the workers of a damaged image wait for the garbage collector",
+        "exc.__traceback__ = decoded = None  # the last",
+        "pass  # the last",
+        "data",
+    ),
     Defect("demos: a killed worker ends in a traceback", "raise ChildProcessError(", "raise RuntimeError(", "images"),
     Defect("demos: every image counts as gray", "MEAN_SATURATION = 8", "MEAN_SATURATION = 300", "predict demos"),
     Defect(
@@ -1844,13 +1850,13 @@ DEFECTS = [
         "synchronized norms: the means of processes do not differ",
         "(variances + (means - mean).square())",
         "variances",
-        "synchronized_norms distributed",
+        "processes distributed",
     ),
     Defect(
         "synchronized norms: a biased running variance",
         "var * (count / (count - 1))",
         "var",
-        "synchronized_norms distributed",
+        "processes distributed",
     ),
     Defect(
         "norms: a lazy norm is converted before it has channels",
@@ -1944,20 +1950,20 @@ DEFECTS = [
         "versions: a cache of parametrizations goes unseen",
         "return bool(torch.nn.utils.parametrize._cache_enabled)",
         "return False",
-        "torch_private",
+        "engines",
     ),
-    Defect("versions: transforms go unseen", "return _are_transforms_active()", "return False", "torch_private"),
+    Defect("versions: transforms go unseen", "return _are_transforms_active()", "return False", "second_order"),
     Defect(
         "versions: batched gradients go unseen",
         "return grad is not None and _is_legacy_batchedtensor(grad)",
         "return False",
-        "torch_private",
+        "shared_autograd",
     ),
     Defect(
         "versions: hooks on all modules go unseen",
         "return any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS)",
         "return False",
-        "torch_private",
+        "hooks",
     ),
     Defect("compilers: a changed number becomes a variable", 'float(f"{value}")', "float(value)", "torch_private"),
     Defect(
