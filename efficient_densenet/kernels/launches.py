@@ -27,7 +27,7 @@ class Argument(Protocol):
 
 
 class Run(Protocol):
-    """One run of a program: the addresses (an array of int64) and the first tensors of its memories, by their numbers."""
+    """One run of a program: addresses (an array of int64) and first tensors of its memories, by their numbers."""
 
     addresses: Any
     values: Sequence[Any]
