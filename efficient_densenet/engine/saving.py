@@ -102,7 +102,7 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
     images, *sides = shape
     for block, consumer in stages:
         pixels = images * math.prod(sides)
-        sides = [side // 2 for side in sides] if consumer.pools else sides
+        sides = [side // (1 + consumer.pools) for side in sides]
         features, output = pixels * block.channels, images * math.prod(sides) * consumer.channels
         held += features + pixels * block.saved
         if not peak:  # X, its gradient, the output's gradient and 2¼ bottlenecks
