@@ -106,4 +106,5 @@ def test_a_forward_without_gradients_keeps_none():
     model, x = _ours(keep_bottleneck=True), torch.randn(SIZE)
     recomputing = _recomputing(model)
     with torch.no_grad():
-        assert tensor_peak(lambda: model(x)) == tensor_peak(lambda: recomputing(x))
+        peaks = [tensor_peak(lambda each=each: each(x)) for each in (model, recomputing)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)

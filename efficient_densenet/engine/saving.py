@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from .._tensors import compute_dtype
-from ..norms.frozen import num_channels, uses_running_statistics
+from ..norms.frozen import uses_running_statistics
 from .parts import BlockParts, NoPartsError, consumer_parts, parts_of
 
 SMALLEST_INPUT = 64
@@ -44,10 +45,10 @@ class BlockSizes(NamedTuple):
 
 
 class ConsumerSizes(NamedTuple):
-    """Whether a consumer halves the sides, and the channels of its output."""
+    """Whether a consumer halves the sides, and the channels of its output, None if they are those of its input."""
 
     pools: bool
-    channels: int
+    channels: int | None
 
 
 StageSizes = tuple[BlockSizes, ConsumerSizes]
@@ -57,15 +58,18 @@ _of_consumers: weakref.WeakKeyDictionary[nn.Module, ConsumerSizes] = weakref.Wea
 
 
 def remember_sizes(block: nn.Module, parts: BlockParts) -> None:
-    """Remember the sizes of a block that has been read."""
+    """Remember the sizes of a block that has been read, though perhaps not checked: by its convolutions alone."""
+    convolutions = [conv for layer in parts.layers for conv in layer.convolutions]
+    if not convolutions or not all(isinstance(conv, _ConvNd) for conv in convolutions):
+        raise NoPartsError("found a block without convolutions")
     first, last = parts.layers[0], parts.layers[-1]
     inside = [layer for layer in parts.layers if layer.norm2 is not None]
     _of_blocks[block] = BlockSizes(
-        channels=num_channels(last.norm1) + last.last_conv.out_channels,
-        weights=sum(conv.weight.numel() for layer in parts.layers for conv in layer.convolutions),
+        channels=last.conv1.in_channels + last.last_conv.out_channels,
+        weights=sum(conv.in_channels * conv.out_channels * math.prod(conv.kernel_size) for conv in convolutions),
         saved=sum(layer.conv1.out_channels for layer in inside if layer.keep_bottleneck),
         layers=tuple(
-            (num_channels(each.norm1), each.conv1.out_channels) for each in inside if each.keep_bottleneck is None
+            (each.conv1.in_channels, each.conv1.out_channels) for each in inside if each.keep_bottleneck is None
         ),
         trains=not uses_running_statistics(first.norm1),
     )
@@ -85,7 +89,7 @@ def num_saved(blocks: Sequence[nn.Module], consumers: Sequence[nn.Module], x: Te
                 parts = consumer_parts(consumer)
                 if parts is None:
                     return [0] * len(blocks)
-                channels = num_channels(parts.norm) if parts.conv is None else parts.conv.out_channels
+                channels = None if parts.conv is None else parts.conv.out_channels
                 _of_consumers[consumer] = ConsumerSizes(parts.pools, channels)
     except NoPartsError:
         return [0] * len(blocks)
@@ -103,7 +107,7 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
     for block, consumer in stages:
         pixels = images * math.prod(sides)
         sides = [side // (1 + consumer.pools) for side in sides]
-        features, output = pixels * block.channels, images * math.prod(sides) * consumer.channels
+        features, output = pixels * block.channels, images * math.prod(sides) * (consumer.channels or block.channels)
         held += features + pixels * block.saved
         if not peak:  # X, its gradient, the output's gradient and 2¼ bottlenecks
             peak = held + features + output + pixels * block.width * 9 // 4
