@@ -387,12 +387,6 @@ DEFECTS = [
         "self.plain_format = None",
         "handed_on",
     ),
-    Defect(
-        "memory format: a map stays in channels_last",
-        "handed_on = not (taps_block or is_tapped) and any(",
-        "handed_on = any(",
-        "handed_on",
-    ),
     Defect("maps: a transition with hooks is not called", "if must_be_called(transition):", "if False:", "features"),
     # The choice of an engine, and what the shared engine leaves to others
     Defect(
