@@ -433,12 +433,6 @@ DEFECTS = [
         "engines shared",
     ),
     Defect(
-        "choice of engine: a parametrized weight is read as it is",
-        'if "parametrizations" in module._modules else None',
-        "if False else None",
-        "engines shared",
-    ),
-    Defect(
         "choice of engine: a bias of another precision is taken",
         "if weight.dtype not in allowed or not (bias is None or bias.dtype in allowed):",
         "if weight.dtype not in allowed:",
@@ -448,7 +442,7 @@ DEFECTS = [
         "choice of engine: a single value per channel is normalized",
         "if in_training and count == 1 and (group is None or group.size == 1):",
         "if False:",
-        "shared_autograd",
+        "engines",
     ),
     Defect(
         "choice of engine: another geometry of a convolution is taken",
