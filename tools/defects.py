@@ -1386,9 +1386,9 @@ DEFECTS = [
         "adapt_states",
     ),
     Defect(
-        "conversion: private slots are not watched",
+        "conversion: slots of objects are not watched",
         "            inside[slot.__name__] = slot.__get__(value)",
-        "            inside[slot.__name__] = getattr(value, slot.__name__)",
+        "            pass",
         "adapt_states",
     ),
     Defect(
