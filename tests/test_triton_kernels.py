@@ -89,6 +89,11 @@ def test_wide_bottlenecks(operation, width):
     check(operation, Case((1, 3, 7), 17, width))
 
 
+def test_slices_of_the_output_channels_add_up_and_the_first_alone_overwrites(monkeypatch):
+    monkeypatch.setattr(tiles, "MAX_OUT_CHANNELS", 16)
+    check("conv1x1_backward", Case((1, 5, 7), 9, 45, overwrite=True))
+
+
 def test_a_forward_without_sums_that_are_shifted(monkeypatch):
     """As before Triton 3.3."""
     monkeypatch.setattr(conv3x3, "HAS_GATHER", False)
