@@ -1,8 +1,16 @@
 """What a converted layer consists of is known from its calls; what it does not call is never called for it."""
 
 import copy
+import ctypes
+import functools
+import sys
+import threading
 import warnings
+import weakref
+from array import array
+from collections import deque
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +128,203 @@ def test_a_change_of_one_module_changes_what_calls_it_and_nothing_else(kind):
     for each in (block, plain):
         change(each.denselayer2)
     assert_same_steps(block, plain, 1)
+
+
+class Settings(SimpleNamespace):
+    """An object that holds a number, and methods and properties that return it from elsewhere."""
+
+    def number(self) -> float:
+        return _numbers["number"]
+
+    @property
+    def inner(self) -> float:
+        return self.own["a"][0]
+
+
+class Called:
+    def __call__(self) -> float:
+        return _numbers["number"]
+
+
+class _Dict(dict):
+    number = 0.1
+
+
+class Slotted:
+    __slots__ = ("__number", "number")
+
+    def __call__(self) -> float:
+        return self.__number
+
+    def set(self, number: float) -> None:
+        self.__number = number
+
+
+def _function_of(number: float) -> Callable[[], float]:
+    def function() -> float:
+        return function.number
+
+    function.number = number
+    return function
+
+
+_numbers = {"number": 0.1}
+_namespace = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(number=0.1)))
+_dicts = {"a": {"b": {"c": {"number": 0.1}}}}
+_deep = {"a": {"b": {"c": {"d": {"e": {"number": 0.1}}}}}}
+_helper = ModuleType("helper")
+exec("NUMBER = 0.1\ndef number():\n    return NUMBER", vars(_helper))
+_of_modules: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+_function, _settings, _thread = _function_of(0.1), Settings(own={"a": [0.1]}), threading.local()
+_thread.number = 0.1
+
+
+@functools.lru_cache
+def _cached() -> list[float]:
+    return [0.1]
+
+
+def _imported(layer: nn.Module) -> float:
+    import adapt_calls_helper
+
+    return adapt_calls_helper.NUMBER
+
+
+def _slots(number: float) -> Slotted:
+    slotted = Slotted()
+    slotted.number = number
+    slotted.set(number)
+    return slotted
+
+
+sys.modules["adapt_calls_helper"] = _helper
+
+# Each: where a layer's forward reads a number, the number's change, and what the layer holds at first.
+PLACES = {
+    "a namespace of three levels": (lambda s: _namespace.a.b.number, lambda s, n: setattr(_namespace.a.b, "number", n)),
+    "four dicts": (lambda s: _dicts["a"]["b"]["c"]["number"], lambda s, n: _dicts["a"]["b"]["c"].update(number=n)),
+    "six dicts": (
+        lambda s: _deep["a"]["b"]["c"]["d"]["e"]["number"],
+        lambda s, n: _deep["a"]["b"]["c"]["d"]["e"].update(number=n),
+    ),
+    "a global of a helper module": (lambda s: _helper.number(), lambda s, n: setattr(_helper, "NUMBER", n)),
+    "a module imported in the forward": (_imported, lambda s, n: setattr(_helper, "NUMBER", n)),
+    "a cached function": (lambda s: _cached()[0], lambda s, n: _cached().__setitem__(0, n)),
+    "a function's attribute": (lambda s: _function(), lambda s, n: setattr(_function, "number", n)),
+    "a method's global": (lambda s: _settings.number(), lambda s, n: _numbers.update(number=n)),
+    "a property": (lambda s: _settings.inner, lambda s, n: _settings.own["a"].__setitem__(0, n)),
+    "a thread's values": (lambda s: _thread.number, lambda s, n: setattr(_thread, "number", n)),
+    "all globals": (lambda s: globals()["_numb" + "ers"]["number"], lambda s, n: _numbers.update(number=n)),
+    "a table of modules": (lambda s: _of_modules.get(s, 0.1), lambda s, n: _of_modules.update({s: n})),
+    "a deque": (lambda s: s.held[0], lambda s, n: s.held.__setitem__(0, n), lambda: deque([0.1])),
+    "an array": (lambda s: s.held[0], lambda s, n: s.held.__setitem__(0, n), lambda: array("d", [0.1])),
+    "a number of C": (
+        lambda s: s.held.value,
+        lambda s, n: setattr(s.held, "value", n),
+        lambda: ctypes.c_double(0.1),
+    ),
+    "an attribute of a dict": (lambda s: s.held.number, lambda s, n: setattr(s.held, "number", n), _Dict),
+    "slots": (lambda s: s.held.number, lambda s, n: setattr(s.held, "number", n), lambda: _slots(0.1)),
+    "a function that the layer holds": (
+        lambda s: s.held(),
+        lambda s, n: _numbers.update(number=n),
+        lambda: lambda: _numbers["number"],
+    ),
+    "private slots": (lambda s: s.held(), lambda s, n: s.held.set(n), lambda: _slots(0.1)),
+    "an object that is called": (lambda s: s.held(), lambda s, n: _numbers.update(number=n), Called),
+    "an object's method": (lambda s: s.held.number(), lambda s, n: _numbers.update(number=n), Settings),
+    "the type of an object": (
+        lambda s: s.held.value,
+        lambda s, n: setattr(type(s.held), "value", n),
+        lambda: type("Valued", (), {"value": 0.1})(),
+    ),
+}
+USES = {
+    "a slope": lambda s, x, n: s.conv2(s.relu2(s.norm2(s.conv1(F.leaky_relu(s.norm1(x), n))))),
+    "a limit": lambda s, x, n: s.conv2(F.hardtanh(s.norm2(s.conv1(s.relu1(s.norm1(x)))), -n, n)),
+    "a rate of dropout": lambda s, x, n: F.dropout(Layer.halves(s, x), max(n - 0.1, 0.0), s.training),
+    "a condition": lambda s, x, n: Layer.halves(s, x) * (2.0 if n > 0.5 else 1.0) if n > 0.5 else Layer.halves(s, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("place", "use"),
+    [*((place, "a slope") for place in PLACES), *(("a deque", use) for use in USES if use != "a slope")],
+)
+def test_a_number_changed_after_conversion_counts_wherever_a_forward_reads_it(place, use):
+    read, change, *made = PLACES[place]
+
+    class Reads(Layer):
+        def __init__(self, channels: int) -> None:
+            super().__init__(channels)
+            self.held = made[0]() if made else None
+
+        def halves(self, x: Tensor) -> Tensor:
+            return USES[use](self, x, read(self))
+
+    block, plain, _ = converted(Reads)
+    assert_same_steps(block, plain, 1)
+    try:
+        for each in (block, plain):
+            change(each.denselayer2, 0.7)
+        assert_same_steps(block, plain, 1)
+    finally:
+        change(block.denselayer2, 0.1)
+
+
+_held = deque([2.0])
+
+
+class DropsWhatLayersReturn(FeaturesBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = torch.cat([x, F.dropout(layer(x), _held[0] / 2 - 1, self.training)], 1)
+        return x
+
+
+class NormOfAnyEps(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, _held[0] / 2e5)
+
+
+class PoolsByAnySize(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(super().forward(x), int(_held[0]))
+
+
+def _with_norms_of_any_eps() -> nn.Module:
+    layers = [Layer(START), Layer(START + GROWTH)]
+    for i, layer in enumerate(layers):
+        layer.norm1 = NormOfAnyEps(START + i * GROWTH)
+    return FeaturesBlock(layers)
+
+
+AROUND = {
+    "a rate of a block": lambda: DropsWhatLayersReturn([Layer(START), Layer(START + GROWTH)]),
+    "the eps of a norm": _with_norms_of_any_eps,
+    "the size of a pooling": lambda: PoolsByAnySize(nn.BatchNorm2d(START), nn.ReLU(), nn.Conv2d(START, 4, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", AROUND)
+def test_a_number_of_a_block_a_norm_or_a_transition_counts_too(kind):
+    torch.manual_seed(3)
+    block = AROUND[kind]().double()
+    plain = copy.deepcopy(block)
+    if isinstance(block, PoolsByAnySize):
+        convert_transition(block)
+    make_efficient(block)
+    assert_same_steps(block, plain, 1)
+    _held[0] = 3.0
+    try:
+        assert_same_steps(block, plain, 1)
+    finally:
+        _held[0] = 2.0
 
 
 def test_an_attribute_of_a_module_outside_of_the_model_is_watched():

@@ -26,13 +26,11 @@ class StubGraph:
     def replay(self) -> None:
         graphs, self.num_replays = self.trainer.backward, self.num_replays + 1
         assert isinstance(graphs, CudaGraphBackward)
-        captured = graphs.captured
-        assert captured is not None
-        assert captured.graph is self
+        assert graphs.graph is self
         for parameter in graphs.parameters:
             parameter.grad = None
-        captured.result.copy_(graphs.backward(captured.images, captured.labels, captured.loss_scale))
-        for parameter, grad in zip(graphs.parameters, captured.grads, strict=True):
+        graphs.result.copy_(graphs.backward(graphs.images, graphs.labels, graphs.loss_scale))
+        for parameter, grad in zip(graphs.parameters, graphs.grads, strict=True):
             assert grad is not None
             grad.copy_(parameter.grad)
             parameter.grad = None
