@@ -107,7 +107,7 @@ prepare() { # prepare <seconds at most> <model and batch size>...: compile their
         for each in $(jobs -p); do wait "$each" || status=$?; done; exit ${status:-0}' _ "$python" "$@"
 }
 
-tests=(tests/test_triton_kernels.py tests/test_triton_conv1x1.py tests/test_triton_conv3x3.py tests/test_triton_stem.py)
+tests=(tests/test_triton_kernels.py tests/test_triton_stem.py)
 tests+=(tests/test_fused_stem.py tests/test_triton_launch.py tests/test_cuda_graph.py)
 graphs=plain,shared,graph_plain,graph_shared
 compiled=compile_plain,compile_shared

@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from xray_tables import read_table
 
-from efficient_densenet import create_model, load_weights, make_efficient
+from efficient_densenet import create_model, list_models, load_weights, make_efficient
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -37,7 +37,9 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add("--labels", nargs="+", help="labels to learn; by default all")
     add("--uncertain", choices=["ignore", "ones", "zeros"], default="ignore", help="what a label of -1 counts as")
     add("--test_list", help="file with the names of the test pictures, such as NIH's test_list.txt")
-    add("--model", default="densenet121", help="a model of the zoo, or torchxrayvision")
+    add("--views", choices=["all", "frontal"], default="all", help="the pictures of CheXpert to use")
+    models = [*list_models("densenet*"), "torchxrayvision"]
+    add("--model", metavar="NAME", default="densenet121", choices=models, help="of the zoo, or torchxrayvision")
     add("--weights", help="DEFAULT for torchvision's, a file, or a name of torchxrayvision's")
     add("--image_size", type=int, default=224, help="height and width, 224 to 1024; generated pictures have 64")
     add("--channels", type=int, choices=[1, 3], default=1, help="of the model's input; all weights work with both")
@@ -57,7 +59,7 @@ class XRays(Dataset):
             mean, std = [0.5] * options.channels, [1 / 2048] * options.channels
         steps = [v2.ToImage(), v2.Resize(options.image_size), v2.CenterCrop(options.image_size)]
         if augment:  # without a flip: the heart is on the left
-            steps.append(v2.RandomAffine(5, translate=(0.05, 0.05), scale=(0.9, 1.1)))
+            steps.append(v2.RandomAffine(5, (0.05, 0.05), (0.9, 1.1), interpolation=v2.InterpolationMode.BILINEAR))
         self.transform = v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
 
     def __len__(self) -> int:
@@ -93,8 +95,7 @@ def build(options: argparse.Namespace, num_labels: int) -> nn.Module:
 
 def known_loss(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     """The cross entropy, a mean over the labels that are known."""
-    known = ~targets.isnan()
-    targets = targets.nan_to_num()
+    known, targets = ~targets.isnan(), targets.nan_to_num()
     losses = F.binary_cross_entropy_with_logits(logits.float(), targets, pos_weight=weights, reduction="none")
     return (losses * known).sum() / known.sum().clamp(min=1)
 
@@ -122,8 +123,7 @@ def predict(run: Run, loader: DataLoader) -> Tensor:
 
 def by_label(scores: Tensor, targets: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """For each label the scores and targets of the pictures of which it is known."""
-    known = ~targets.isnan()
-    columns = range(targets.shape[1])
+    known, columns = ~targets.isnan(), range(targets.shape[1])
     return [scores[known[:, i], i] for i in columns], [targets[known[:, i], i].int() for i in columns]
 
 
@@ -172,7 +172,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     torch.manual_seed(options.seed)
     try:
         model = build(options, len(labels))
-    except ValueError as error:  # no such model, or weights that do not fit
+    except ValueError as error:  # weights that do not fit, or are not there
         stop(str(error))
     print_what_fits(model, options.batch_size, tuple(data["test"][0][0].shape), "adamw", options)
     model.to(DEVICE)

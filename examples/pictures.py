@@ -13,7 +13,7 @@ from torchmetrics.functional.classification import binary_roc
 
 BLUE, GRAY = "#0072B2", "0.6"
 CLASSES = ["#56B4E9", "#D55E00", "#999999", "#0072B2", "#F0E442", "#009E73", "#CC79A7", "#E69F00", "#332288", "#882255",
-           "#DDDDDD", "#661100", "#44AA99", "#000000", "#AA4499", "#6699CC"]  # fmt: skip
+           "#000000", "#44AA99", "#661100", "#DDDDDD", "#AA4499", "#6699CC"]  # fmt: skip
 """Colors for classes: those of Okabe and Ito first, then some of Paul Tol's. Past their number they come again."""
 
 

@@ -9,15 +9,16 @@ from common import split_by_patient, stop
 
 
 def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str]]:
-    """Return a row a volume, with a file, a patient, a split and the number of a class; and the classes."""
+    """Return a row a volume, with its file (image), patient, split and the number of its class (target), and the
+    classes."""
     table = pd.read_csv(options.data, dtype={"label": str, "patient": str})
     if lacking := [column for column in ("volume", "label") if column not in table]:
         stop(f"{options.data} lacks the column {lacking[0]}: it has {', '.join(table)}, and needs volume and label")
     if table["label"].isna().any():
         stop(f"{options.data}, line {table['label'].isna().idxmax() + 2}: the label is blank")
     folder = options.images or Path(options.data).parent
-    table["file"] = [str(folder / name) for name in table["volume"]]
-    for file in table["file"]:
+    table["image"] = [str(folder / name) for name in table["volume"]]
+    for file in table["image"]:
         if not Path(file).is_file():
             stop(f"{file} is missing: give the folder of the volumes as --images")
         if len(shape := nibabel.load(file).shape) != 3:  # which reads the header alone

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pictures
 import torch
-from common import DEVICE, Run, auroc, auroc_interval, autocast, make_parser, print_what_fits, stop
+from common import DEVICE, Run, auroc, auroc_interval, autocast, make_parser, print_what_fits
 from monai import transforms
 from monai.data import CacheDataset, DataLoader
 from monai.inferers import sliding_window_inference
@@ -26,7 +26,7 @@ from torchmetrics.functional.classification import multiclass_confusion_matrix
 from tqdm import tqdm
 from volume_tables import read_table
 
-from efficient_densenet import create_model, make_efficient
+from efficient_densenet import create_model, list_models, make_efficient
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -34,12 +34,15 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", required=True, help="a CSV of volumes and labels, or the word generated")
     add("--images", type=Path, help="folder of the volumes; by default that of the CSV")
-    add("--model", default="densenet121", help="a model of the zoo, or monai for MONAI's DenseNet121, converted")
-    add("--patch", type=int, nargs=3, default=[96, 96, 96], help="voxels of a patch; generated volumes have 32 a side")
+    models = [*list_models("densenet*"), "monai"]
+    add("--model", metavar="NAME", default="densenet121", choices=models, help="a model of the zoo, or monai")
+    patch = "size of a patch; generated volumes have 32 a side"
+    add("--patch", type=int, nargs=3, metavar="VOXELS", default=[96, 96, 96], help=patch)
     add("--patches", type=int, default=2, help="patches drawn from a volume: a step has batch_size times as many")
     add("--accumulate", type=int, default=1, help="steps whose gradients are added before the weights change")
-    add("--spacing", type=float, nargs=3, help="resample to voxels of so many millimeters")
-    add("--window", type=float, nargs=2, help="intensities that become 0 and 1, in Hounsfield units for CT; by default the 1st and the 99th percentile")  # fmt: skip # noqa: E501
+    add("--spacing", type=float, nargs=3, metavar="MM", help="resample to voxels of this size first")
+    window = "intensities that become 0 and 1, such as Hounsfield units; by default the 1st and 99th percentile"
+    add("--window", type=float, nargs=2, metavar=("LOW", "HIGH"), help=window)
     add("--cache", type=float, default=0.0, help="share of the volumes that are kept in memory")
     add("--overlap", type=float, default=0.5, help="share by which windows overlap in inference")
     add("--maps", type=int, default=4, help="how many test volumes get a map")
@@ -132,7 +135,7 @@ def write_maps(run: Run, data: CacheDataset, test: pd.DataFrame, classes: list[s
         volume, row = data[i]["image"], test.iloc[i]
         maps = predict_map(run, volume.as_tensor())
         found = int(maps.mean((1, 2, 3)).argmax())
-        stem = Path(row["volume"]).name.split(".")[0]
+        stem = row["volume"].replace("/", "_").split(".nii")[0]
         nibabel.save(nibabel.Nifti1Image(maps[found].numpy(), volume.affine.numpy()), folder / f"{stem}.nii.gz")
         above_chance = ((maps[found] - 1 / len(classes)) / (1 - 1 / len(classes))).clamp(min=0)
         title = f"{name}, {stem}: {row['label']}, predicted {classes[found]}"
@@ -150,21 +153,14 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     print(f"{name}: classes {', '.join(classes)}; volumes: {', '.join(f'{len(tables[p]):,} {p}' for p in tables)}")
 
     torch.manual_seed(options.seed)
-    try:
-        model = build(options, len(classes))
-    except ValueError as error:  # no such model
-        stop(str(error))
+    model = build(options, len(classes))
     print_what_fits(model, options.batch_size * options.patches, (1, *options.patch), "adamw", options)
     crop = transforms.RandSpatialCropSamplesd("image", options.patch, options.patches, random_size=False)
     flips = [transforms.RandFlipd("image", 0.5, axis) for axis in range(3)]
-    steps = {"train": (crop, *flips), "valid": (), "test": ()}
-    data = {
-        part: CacheDataset(
-            [{"image": file, "target": target} for file, target in zip(rows["file"], rows["target"], strict=True)],
-            make_transform(options, *steps[part]), cache_rate=options.cache, num_workers=1,
-        )
-        for part, rows in tables.items()
-    }  # fmt: skip
+    data = {}
+    for part, rows in tables.items():
+        transform = make_transform(options, *([crop, *flips] if part == "train" else []))
+        data[part] = CacheDataset(rows[["image", "target"]].to_dict("records"), transform, cache_rate=options.cache)
 
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate)

@@ -18,6 +18,8 @@ def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], st
     The columns are image (its name), file, patient, split, and the labels: 1, 0, or NaN where it is not known.
     """
     table = pd.read_csv(options.data)
+    if options.views == "frontal" and "Frontal/Lateral" in table:
+        table = table[table["Frontal/Lateral"] == "Frontal"]
     if set(table) >= NIH:
         name = "generated X-rays" if Path(options.data).parent.name == "generated" else "NIH ChestX-ray14"
         labels = table["Finding Labels"].str.get_dummies("|").drop(columns="No Finding", errors="ignore")

@@ -15,9 +15,7 @@ from efficient_densenet.kernels.numba_cpu.host import operations, tiling
 GUARD = 64 * mmap.PAGESIZE
 SMALL_TILES = [((1, 2, 2), 2, 1), ((1, 3, 7), 17, 33), ((2, 5, 9), 48, 12), ((1, 3, 2, 5), 31, 47)]
 ONE_TILE = [
-    ((1, 2, 2 * rows), channels, width)
-    for rows in (1, 12, 20, 36, 98)
-    for channels, width in ((2, 17), (48, 64), (200, 48), (300, 40))
+    ((1, 2, 2 * rows), channels, width) for rows in (1, 20, 98) for channels, width in ((2, 17), (48, 64), (300, 40))
 ]
 
 libc = ctypes.CDLL(None)
@@ -45,7 +43,7 @@ def new_empty(self, *shape, dtype=None):
 
 
 def places(*sizes):
-    """Of the parts of the scratch memory, each followed by a guard. The total tells `buffer` which layout it is."""
+    """The offsets of the scratch memory's parts, each followed by a guard. The total tells `buffer` the layout."""
     stops, end = [], 0
     for size in sizes:
         stops.append(end + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)

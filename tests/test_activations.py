@@ -8,7 +8,7 @@ import torch
 from helpers import assert_close, assert_same_buffers, assert_same_step, random_images, small_model
 from torch import nn
 
-from efficient_densenet import DenseNet, FCDenseNet, memory
+from efficient_densenet import DenseNet, memory
 from efficient_densenet.engine import choose
 from efficient_densenet.kernels.activations import TABLE, ActivationSpec, spec_of
 from efficient_densenet.models.layers import DenseLayer, Transition
@@ -24,8 +24,6 @@ MODULES = {
     "hardtanh": nn.ReLU6,
     "mish": nn.Mish,
 }
-NAMES = ["relu", "relu6", "leaky_relu", "prelu", "elu", "silu", "gelu", "mish"]
-OTHERS = [name for name in MODULES if name != "relu"]
 
 
 @pytest.fixture
@@ -70,20 +68,6 @@ def test_an_activation_with_weights_is_recomputed():
         model.set_engine("shared")(x)
 
 
-def test_an_fc_densenet_s_step_is_plains():
-    plain = FCDenseNet(3, (1, 2, 1), 4, drop_rate=0, num_classes=3, activation="silu", efficient="plain").double()
-    x = torch.randn(2, 3, 9, 7, dtype=torch.double)
-    shared = copy.deepcopy(plain).set_engine("shared")
-    assert_same_step(shared, plain, x)
-    assert_same_buffers(shared, plain)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_second_derivatives(name):
-    plain = small_model("bc", activation=MODULES[name], efficient=False)
-    _assert_same_second_derivatives(plain, copy.deepcopy(plain).set_engine("shared"), "bc")
-
-
 def _assert_same_second_derivatives(plain, shared, family):
     results = []
     for model in (plain, shared):
@@ -99,26 +83,7 @@ def _assert_same_second_derivatives(plain, shared, family):
             assert (expected - actual).abs().max() <= 1e-10 * largest
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_error_is_at_most_twice_plains(name, dtype):
-    exact = small_model("bc", activation=MODULES[name], efficient=False)
-    x = random_images("bc", 8)
-    results = []
-    for model, engine in ((exact, "plain"), (exact, "plain"), (exact, "shared")):
-        model = copy.deepcopy(model).set_engine(engine)
-        in_low_precision = len(results) > 0
-        model, images = (model.float(), x.float()) if in_low_precision else (model, x)
-        with torch.autocast("cpu", dtype, enabled=in_low_precision and dtype is torch.bfloat16):
-            output = model(images)
-        output.double().square().sum().backward()
-        results.append([output.detach().double(), *(each.grad.double() for each in model.parameters())])
-    exact_results, *others = (torch.cat([each.flatten() for each in result]) for result in results)
-    errors = [(each - exact_results).norm() for each in others]
-    assert errors[1] <= 2 * errors[0] + 4 * torch.finfo(torch.float32).eps * exact_results.norm()
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["relu", "prelu", "gelu"])
 def test_state_dicts_are_relus_but_for_the_weights_of_prelus(name):
     keys = DenseNet(block_config=(1, 1), small_inputs=False).state_dict().keys()
     own = DenseNet(block_config=(1, 1), small_inputs=False, activation=name).state_dict().keys()
@@ -151,21 +116,22 @@ def test_an_unknown_activation_is_refused():
 
 
 def _mixed(family: str, **overrides) -> DenseNet:
-    """A model in which no two neighbors have the same activation, nor the same constants."""
+    """A model in which no two neighbors have the same activation, and few the same constants."""
     model = small_model(family, efficient=False, **overrides)
-    others = itertools.cycle([nn.SiLU, lambda: nn.LeakyReLU(-0.3), lambda: nn.Hardtanh(-0.5, 2), lambda: nn.ELU(0.4)])
+    others = [lambda: nn.LeakyReLU(-0.3), lambda: nn.Hardtanh(-0.5, 2), lambda: nn.ELU(0.4)]
+    activations = itertools.cycle([*others, *(make for name, make in MODULES.items() if name != "relu")])
     for module in model.modules():
         if isinstance(module, DenseLayer):
-            module.relu1 = next(others)()
+            module.relu1 = next(activations)()
             if module.has_bottleneck:
-                module.relu2 = next(others)()
+                module.relu2 = next(activations)()
         elif isinstance(module, Transition):
-            module.relu = next(others)()
+            module.relu = next(activations)()
     return model
 
 
 @pytest.mark.parametrize("family", ["basic", "bc", "imagenet"])
-@pytest.mark.parametrize("option", [{}, {"drop_rate": 0.3}, {"keep_bottleneck": True}, {"block_config": (3, 3)}])
+@pytest.mark.parametrize("option", [{"block_config": (3, 3)}, {"drop_rate": 0.3}, {"keep_bottleneck": True}])
 def test_activations_that_differ(family, option):
     plain = _mixed(family, **option)
     shared = copy.deepcopy(plain).set_engine("shared")
@@ -195,11 +161,11 @@ def test_small_norm_weights_lose_no_digits(name):
     assert errors[1] <= 2 * errors[0] + 2e-7
 
 
-@pytest.mark.parametrize("name", ["silu", pytest.param("mish", marks=pytest.mark.exhaustive)])
-def test_the_memory_of_a_step_is_predicted(name):
+@pytest.mark.exhaustive
+def test_the_memory_of_a_step_is_predicted():
     x = torch.randn(16, 3, 32, 32)
     for engine, tolerance in (("shared", 0.01), ("plain", 0.03)):
-        model = DenseNet(12, (6, 6), activation=name, efficient=engine)
+        model = DenseNet(12, (6, 6), activation="silu", efficient=engine)
         model(x).sum().backward()
         peak = memory.tensor_peak(lambda model=model: model(x).sum().backward())
         assert memory.predict(model, x.shape, loss=torch.Tensor.sum).tensor_peak == pytest.approx(peak, rel=tolerance)

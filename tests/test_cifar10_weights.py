@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from samples import DEMOS, demo, refused, write_folder
+from samples import DEMOS, demo, write_folder
 
 from efficient_densenet import densenet_bc_100_12, weights_classes, weights_transforms
 from efficient_densenet.weights.trained import CHECKPOINTS, TRAINED
@@ -46,14 +46,6 @@ def test_the_page_states_what_the_files_say():
     assert f"{min(float(row['valid_error']) for row in rows):.2%}" in page
     assert f"{sum(float(row['seconds']) for row in rows) / 3600:.1f} hours" in page
     assert f"{max(float(row['peak_memory_mib']) for row in rows):,.0f} MiB" in page
-
-
-def test_their_directory_is_not_overwritten(tmp_path):
-    (tmp_path / "link").symlink_to(RUN)
-    for folder in (str(RUN), "link"):
-        done = demo("cp_demo.py", "--save", folder, "--overwrite", cwd=tmp_path)
-        refused(done, "contains weights that have a name, which --overwrite would remove: give another --save")
-    assert (RUN / "model.pt").exists()
 
 
 def test_fine_tuning_begins_with_them(tmp_path):

@@ -15,8 +15,6 @@ from forks import await_file
 from samples import DEMOS, RUN, TINY, demo, read_rows, refused, same_run
 from training.options import CHANGEABLE, PER_CALL, Options, check_option, parse
 
-SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
-
 
 @pytest.fixture
 def typed(monkeypatch, tmp_path):
@@ -58,54 +56,32 @@ def test_what_is_typed_stands_for_options(words, given, typed):
     [
         ("--data --save x", "data is True, but must be a path or a name, or None"),
         ("--depth 23", "depth is 23, but must be 6n + 4, such as 22, 40 or 100, or None"),
-        (
-            "--efficient fast",
-            "efficient is 'fast', but must be one of True, False, or one of 'best', 'plain', 'official'",
-        ),
-        ("--engine fast", "engine is 'fast', but must be one of 'best', 'plain', 'official', 'checkpoint', 'shared'"),
-        ("--growth_rate -1", "growth_rate is -1"),
+        ("--efficient fast", "efficient is 'fast', but must be one of True, False, or one of 'best', 'plain', 'offici"),
         ("--batch_size 0", "batch_size is 0, but must be a whole number of at least 1"),
-        ("--n_epochs 1.5", "n_epochs is 1.5"),
-        ("--lr", "lr is True, but must be a number in (0, "),
-        ("--lr 1e308", "lr is 1e+308, but must be a number in (0, 3.4"),
         ("--lr 1" + "0" * 5000, "lr is "),
         ("--n_epochs None --lr None", "lr is None, but must be a number in (0, "),
         ("--weight_decay 1", "weight_decay is 1, but must be a number in [0, 1)"),
         ("--seed 99999999999999999999", "seed is 99999999999999999999, but must be a whole number of at least 0 and"),
         ("--amp int8", "amp is 'int8', but must be one of 'bf16', 'fp16'"),
-        ("--recipe magic", "recipe is 'magic', but must be one of 'step', 'one_cycle'"),
         ("--memory", "memory is True, but must be bytes such as 6GiB"),
         ("--memory 200KiB --n_epochs 1", "found a memory budget of 200 KiB, but a step of 64 images of 1×32×32 needs"),
-        ("--workers 1000", "workers is 1000, but must be a whole number of at least 0 and at most 256"),
-        (
-            "--image_size 1000000 --data own",
-            "image_size is 1000000, but must be a whole number of at least 1 and at most",
-        ),
-        ("--dataset imagenet", "dataset is 'imagenet', but must be one of 'cifar10'"),
         ("--dataset svhn", "found --dataset svhn without --data: give the directory"),
-        ("--device cuda:77", "device is 'cuda:77', but cannot be used here"),
         ("--device meta", "device is 'meta', but cannot be used here"),
         ("--model densenet12", "unknown model 'densenet12': did you mean 'densenet121'?"),
         (
             "--model fc_densenet56",
-            "model is 'fc_densenet56', but must be the name of a model of the zoo that labels imag",
+            "model is 'fc_densenet56', but must be the name of a model of the zoo that labels",
         ),
         ("--model densenet121 --depth 40", "found --model with --depth or --growth_rate"),
         ("--resume --overwrite", "found --resume and --overwrite"),
-        ("--resume maybe", "resume is 'maybe', but must be one of True, False, or one of 'auto'"),
         ("--accept_changed_data", "found --accept_changed_data without --resume"),
         ("--evaluate nowhere", "nowhere does not exist"),
         ("--valid_size 2000", "valid_size is 2000, but must leave some of the 1438 images to train on"),
-        ("--mirror 3", "mirror is 3, but must be one of True, False"),
         ("--stream", "found --stream, but only an image folder is streamed, and not UCI handwritten digits"),
         ("--image_size 64", "found --image_size 64, but the images of UCI handwritten digits have 32×32"),
-        ("--parallel tp", "parallel is 'tp', but must be one of 'ddp', 'fsdp', 'dp'"),
         ("--parallel fsdp", "found --parallel fsdp, but this is the only process: start several with torchrun"),
         ("--parallel dp --device cpu", "found --parallel dp, but the device is cpu alone, while DataParallel needs"),
-        (
-            "--cuda_graph --device cpu",
-            "found --cuda_graph, but the device is cpu, and CUDA graphs need a GPU: leave --cuda",
-        ),
+        ("--cuda_graph --device cpu", "found --cuda_graph, but the device is cpu, and CUDA graphs need a GPU: leave -"),
         ("--sync_bn", "found --sync_bn, but this is the only process: start several with torchrun"),
     ],
 )
@@ -116,27 +92,18 @@ def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_written(words, m
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("cp_demo.py", "--batchsize 3"),
-        ("cp_demo.py", "cifar model 40"),
-        ("predict.py", "--modle x"),
-        ("memory_tour.py", "x"),
-    ],
-)
+@pytest.mark.parametrize(("script", "words"), [("cp_demo.py", "--batchsize 3"), ("predict.py", "--modle x")])
 def test_fire_refuses_what_is_no_option_before_anything_is_done(script, words, tmp_path):
     done = demo(script, *words.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"Could not consume arg: {words.split()[-1 if 'cifar' in words or words == 'x' else 0]}" in done.stderr
+    assert f"Could not consume arg: {words.split()[0]}" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["resume", "weights", "freeze", "overwrite"])
-def test_a_model_that_is_evaluated_is_not_trained(option):
-    value = {"weights": "cifar10", "freeze": "features"}.get(option, True)
-    with pytest.raises(ValueError, match=f"found --evaluate and --{option}, but a model that is evaluated is not"):
-        parse({"evaluate": True, option: value}, "best")
+def test_a_model_that_is_evaluated_is_not_trained():
+    for option, value in {"resume": True, "overwrite": True, "weights": "cifar10", "freeze": "features"}.items():
+        with pytest.raises(ValueError, match=f"found --evaluate and --{option}, but a model that is evaluated is not"):
+            parse({"evaluate": True, option: value}, "best")
 
 
 @pytest.mark.parametrize(
@@ -208,8 +175,7 @@ for _ in range(6000):
 """
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_ctrl_c_while_modules_are_imported_ends_with_a_line(script, tmp_path):
+def test_ctrl_c_while_modules_are_imported_ends_with_a_line(tmp_path):
     """A module that waits stands in for torch, whose import takes seconds.
 
     It waits in short sleeps: a signal that comes just before a sleep begins is handled only after it.
@@ -217,7 +183,7 @@ def test_ctrl_c_while_modules_are_imported_ends_with_a_line(script, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(WAITING)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, str(DEMOS / script)]
+    command = [sys.executable, str(DEMOS / "cp_demo.py")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
         await_file(tmp_path / "importing", process)
         process.send_signal(signal.SIGINT)

@@ -4,6 +4,7 @@ Their libraries are an extra of their own, which the first tier does without.
 """
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -69,9 +70,9 @@ def write_data(name: str, folder: Path) -> Path:
 
 
 def run(monkeypatch, name: str, data: Path, out: Path, *words: str):
-    """The table of a run, without the minutes that planning for a card takes."""
-    program = load(name)
-    monkeypatch.setattr(program, "print_what_fits", lambda *_: None)
+    """The table of a run, without the seconds that planning for a card takes."""
+    program, signature = load(name), inspect.signature(load("common").print_what_fits)
+    monkeypatch.setattr(program, "print_what_fits", lambda *given: signature.bind(*given))
     return program.main(["--data", str(data), "--out", str(out), *PROGRAMS[name].words, *words])
 
 
@@ -123,25 +124,32 @@ def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_pa
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_fits_is_printed_first_and_help_explains_each_option(name, tmp_path, monkeypatch, capsys):
-    program, data = load(name), write_data(name, tmp_path)
+def test_what_fits_is_printed_before_anything_runs(tmp_path, monkeypatch, capsys):
+    program, data = load("segmentation"), write_data("segmentation", tmp_path)
 
     def stop(*_) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(program, "Run", stop)
+    words = "--model", "fc_densenet56", "--crop", "64", "--out", str(tmp_path / "out"), "--card", "2GB"
     with pytest.raises(KeyboardInterrupt):
-        program.main(["--data", str(data), "--out", str(tmp_path), "--card", "2GB", *PROGRAMS[name].words])
-    lines = capsys.readouterr().out.splitlines()
-    (plain,), (shared,) = [
-        [line.split() for line in lines if line.startswith(each)][:1] for each in ("plain", "shared")
-    ]
-    assert float(shared[1]) < float(plain[1])
-    assert int(shared[-1].replace(",", "")) > 2 * int(plain[-1].replace(",", ""))
+        program.main(["--data", str(data), *words])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("plain", "shared"))]
+    assert [row[0] for row in rows] == ["plain", "shared"] * 2  # of crops, and of whole pictures
+    for plain, shared in (rows[:2], rows[2:]):
+        assert float(shared[1]) < float(plain[1])
+        assert int(shared[-1].replace(",", "")) > 2 * int(plain[-1].replace(",", ""))
+    with pytest.raises(SystemExit, match="--card is 'big', but must be a number of bytes"):
+        program.main(["--data", str(data), *words[:-1], "big"])
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_explains_each_option(name, capsys):
     with pytest.raises(SystemExit):
-        program.main(["--help"])
-    assert "(default: None)" not in (text := capsys.readouterr().out)
+        load(name).main(["--help"])
+    text = capsys.readouterr().out
+    assert "None" not in text
     assert all(option in text for option in ("--resume", "--data", "generated", "--engine"))
 
 
@@ -266,6 +274,41 @@ def test_models_of_other_libraries_are_converted(name, words, capsys):
     model = program.build(program.parse(["--data", "x", "--out", "x", *words]), 3).eval()
     assert "4 dense blocks changed" in capsys.readouterr().out
     assert model(torch.rand(1, 1, *[32] * (2 if name == "chest_xray" else 3))).shape == (1, 3)
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_weights_of_a_file_three_channels_low_precision_and_workers(tmp_path, monkeypatch):
+    program, data = load("chest_xray"), write_data("chest_xray", tmp_path)
+    import torch
+    import torchvision
+
+    theirs = torchvision.models.densenet121(num_classes=7)
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    words = ["--data", "x", "--out", "x", "--weights", str(tmp_path / "theirs.pth"), "--channels"]
+    for channels in (1, 3):
+        model = program.build(program.parse([*words, str(channels)]), 3)
+        first, expected = model.features.conv0.weight, theirs.features.conv0.weight
+        torch.testing.assert_close(first, expected if channels == 3 else expected.sum(1, keepdim=True))
+    words = "--channels", "3", "--precision", "bf16", "--workers", "1", "--epochs", "1", "--labels", "Effusion"
+    table = run(monkeypatch, "chest_xray", data, tmp_path / "out", *words)
+    assert table["label"].tolist() == ["Effusion"]
+    with pytest.raises(SystemExit, match="torchvision has no weights for 'densenet264'"):
+        run(monkeypatch, "chest_xray", data, tmp_path / "264", "--weights", "DEFAULT", "--model", "densenet264")
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize("loss", ["cross_entropy", "dice", "focal", "lovasz", "tversky"])
+def test_losses_do_not_see_ignored_pixels(loss, tmp_path):
+    segmentation = load("segmentation")
+    import torch
+
+    options = segmentation.parse(["--data", "x", "--out", "x", "--loss", loss])
+    loss_of = segmentation.make_loss(options, torch.ones(3))
+    logits, masks = torch.randn(2, 3, 8, 8, requires_grad=True), torch.randint(3, (2, 8, 8))
+    masks[:, :2] = segmentation.IGNORE
+    loss_of(logits, masks).backward()
+    assert logits.grad[:, :, 2:].abs().max() > 0
+    assert logits.grad[:, :, :2].abs().max() == 0
 
 
 @pytest.mark.usefixtures("_examples_are_importable")

@@ -9,8 +9,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,10 +34,8 @@ KERNELS = [
     *("image_statistics", "norm_activation_max_pool_forward", "norm_activation_max_pool_backward_reduce"),
     "norm_activation_max_pool_backward",
 ]
-
-
-def _name(kernel) -> str:
-    return kernel.fn.__name__
+APPLYING = {name for name in KERNELS if name.startswith(("conv", "affine", "norm", "finish"))}
+"""The kernels of operations that apply an activation."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,71 +50,74 @@ def few_sizes(monkeypatch):
     monkeypatch.setattr(check_on_device, "ALIGNED_CONV3X3", [((2, 4, 4), 16, 16)])
 
 
-def _find_fault(dtype: torch.dtype = torch.float32) -> str | None:
-    return check_on_device.find_fault("cpu", dtype, "ieee", num_threads=1)
+def _find_fault(dtype: torch.dtype = torch.float32, activation: str = "relu") -> str | None:
+    return check_on_device.find_fault("cpu", dtype, "ieee", activation, num_threads=1)
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_every_kernel_is_compared(monkeypatch):
+@pytest.mark.parametrize(
+    "activation",
+    [
+        "relu",
+        "elu",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TABLE if name not in ("relu", "elu")),
+    ],
+)
+def test_every_kernel_is_compared_with_every_activation(activation, monkeypatch):
     launched, original = set(), launch.launch
 
     def recording(prepared, *tensors):
-        launched.add(_name(prepared.kernel))
+        assert activation == "relu" or prepared.constants.get("ACTIVATION", activation) == activation
+        launched.add(prepared.kernel.fn.__name__)
         return original(prepared, *tensors)
 
     monkeypatch.setattr(launch, "launch", recording)
-    assert _find_fault() is None
-    assert launched == set(KERNELS)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernels_have_no_fault(dtype):
-    assert _find_fault(dtype) is None
+    assert _find_fault(activation=activation) is None
+    assert launched >= (set(KERNELS) if activation == "relu" else APPLYING)
 
 
 def _plant(monkeypatch, name: str, wrong) -> None:
-    """Let `wrong` change the tensors of the kernel `name` after each launch, or raise before it."""
+    """Let `wrong` change the tensors of the kernel `name` after each launch, or raise."""
     original = launch.launch
 
     def launching(prepared, *tensors):
         original(prepared, *tensors)
-        if _name(prepared.kernel) == name:
+        if prepared.kernel.fn.__name__ == name:
             wrong(tensors)
 
     monkeypatch.setattr(launch, "launch", launching)
 
 
-def _change_last_element(arguments) -> None:
-    output = arguments[0]
+def _raising(error: Exception):
+    def raising(tensors):
+        raise error
+
+    return raising
+
+
+def _change_last_element(tensors) -> None:
+    output = tensors[0]
     last = output[tuple(size - 1 for size in output.shape)]
     last.copy_(last + (1 if output.dtype is torch.int8 else 0.1 * output.abs().max()))
 
 
 @pytest.mark.usefixtures("few_sizes")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "conv1x1_forward",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in KERNELS if name != "conv1x1_forward"),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)])
-def test_one_wrong_element_of_any_kernel_is_found(name, dtype, monkeypatch):
+@pytest.mark.parametrize("name", ["conv1x1_forward", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in KERNELS)])
+def test_one_wrong_element_of_any_kernel_is_found(name, monkeypatch):
     _plant(monkeypatch, name, _change_last_element)
-    fault = _find_fault(dtype)
-    assert fault is not None
-    assert "differs from PyTorch's operations by" in fault
+    assert "differs from PyTorch's operations by" in _find_fault()
 
 
 @pytest.mark.usefixtures("few_sizes")
-@pytest.mark.parametrize("error", ["CompilationError", "Triton Error [CUDA]: invalid argument"])
-def test_a_kernel_that_cannot_be_compiled_or_launched_is_named(error, monkeypatch):
-    def raising(arguments):
-        raise RuntimeError(error)
-
-    _plant(monkeypatch, "conv3x3_grad_input", raising)
-    assert _find_fault() == f"conv3x3_backward raises RuntimeError: {error}"
+def test_a_kernel_that_cannot_be_launched_is_named_unless_memory_is_lacking(monkeypatch):
+    with monkeypatch.context() as patch:
+        _plant(patch, "conv1x1_forward", _raising(RuntimeError("Triton Error [CUDA]: invalid argument")))
+        assert _find_fault() == "conv1x1_forward raises RuntimeError: Triton Error [CUDA]: invalid argument"
+    for error in (torch.OutOfMemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), OSError()):
+        with monkeypatch.context() as patch:
+            _plant(patch, "conv1x1_forward", _raising(error))
+            with pytest.raises(check_on_device.CannotCompareError):
+                _find_fault()
 
 
 @pytest.mark.parametrize("case", [Case((2, 3, 5), 6, 16), StemCase(5, torch.float32)])
@@ -154,6 +153,7 @@ def contact(monkeypatch, tmp_path):
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(first_contact, "_run", run)
+    monkeypatch.setattr(kernels, "_numba_compiles", lambda dtype: True)  # which the empty directory has nothing of
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -162,68 +162,36 @@ def contact(monkeypatch, tmp_path):
     first_contact.verdict.cache_clear()
 
 
-def _in_another_process() -> bool:
+def _in_another_process(*compared) -> bool:
     first_contact.verdict.cache_clear()
-    return first_contact.may_run(GPU, torch.float32)
+    return first_contact.may_run(GPU, *(compared or (torch.float32,)))
 
 
 def test_what_was_compared_is_not_compared_again(contact, caplog):
+    """Each dtype and each activation is compared when it is first used."""
     assert first_contact.may_run(GPU, torch.float32)
     assert "comparing the Triton kernels for float32 with PyTorch's operations on a GPU once" in caplog.text
-    assert first_contact.may_run(torch.device("cuda"), torch.float32)
+    assert first_contact.may_run(torch.device("cuda"), torch.float32, "relu")
     assert _in_another_process()
     assert contact.starts == 1
-    assert first_contact.may_run(GPU, torch.bfloat16)
-    assert contact.starts == 2
-
-
-def test_other_activations_are_compared_when_they_are_first_used(contact):
-    assert first_contact.may_run(GPU, torch.float32)
-    assert first_contact.may_run(GPU, torch.float32, "relu")
-    assert contact.starts == 1
-    for _ in range(2):
-        assert first_contact.may_run(GPU, torch.float32, "silu")
-        assert contact.starts == 2
-        first_contact.verdict.cache_clear()
+    for i, compared in enumerate([(torch.bfloat16,), (torch.float32, "silu"), (torch.bfloat16, "silu")], 2):
+        for _ in range(2):
+            assert _in_another_process(*compared)
+            assert contact.starts == i
     contact.stdout = _verdict("conv1x1_forward differs by 1")
     with pytest.warns(UserWarning, match="the Triton kernels for float32 and mish on a GPU"):
         assert not first_contact.may_run(GPU, torch.float32, "mish")
     assert first_contact.may_run(GPU, torch.float32)
-    assert first_contact.may_run(GPU, torch.float32, "silu")
-    assert contact.starts == 3
 
 
 @pytest.mark.parametrize("activations", [[], ["relu"], ["relu", "mish"]])
 def test_kernels_are_chosen_by_their_activations(activations, monkeypatch):
-    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
     asked = []
     monkeypatch.setattr(first_contact, "may_run", lambda *arguments: asked.append(arguments))
     values = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.float32)
     allowed = all(kernels._triton_applies(each, values) for each in activations)
     assert asked == [(GPU, torch.float32, "mish")] * ("mish" in activations)
     assert allowed is ("mish" not in activations)
-
-
-APPLYING = [name for name in KERNELS if name.startswith(("conv", "affine", "norm", "finish"))]
-
-
-@pytest.mark.usefixtures("few_sizes")
-@pytest.mark.parametrize(
-    "activation",
-    ["elu", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TABLE if name not in ("relu", "elu"))],
-)
-def test_every_kernel_that_applies_an_activation_is_compared(activation, monkeypatch):
-    launched, original = set(), launch.launch
-
-    def recording(prepared, *tensors):
-        if "ACTIVATION" in prepared.constants:
-            assert prepared.constants["ACTIVATION"] == activation
-        launched.add(_name(prepared.kernel))
-        return original(prepared, *tensors)
-
-    monkeypatch.setattr(launch, "launch", recording)
-    assert check_on_device.find_fault("cpu", torch.float32, "ieee", activation, num_threads=1) is None
-    assert launched >= set(APPLYING)
 
 
 @pytest.mark.parametrize(
@@ -241,93 +209,51 @@ def test_another_device_or_version_is_compared_anew(part, contact, monkeypatch):
     assert contact.starts == 2
 
 
-def test_the_driver_s_version_under_wsl2_is_its_library_s(monkeypatch):
-    def library(name):
-        return SimpleNamespace(nvmlInit_v2=int, nvmlShutdown=int, nvmlSystemGetDriverVersion=write)
-
-    def another_library(name):
-        return SimpleNamespace()
-
-    def write(buffer, size):
-        buffer.value = b"555.42"
-
-    def missing(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(Path, "exists", lambda path: False)
-    for load, version in ((library, "555.42"), (missing, ""), (another_library, "")):
-        monkeypatch.setattr(first_contact.ctypes, "CDLL", load)
-        assert first_contact._driver_version.__wrapped__() == version
-
-
-@pytest.mark.parametrize(
-    ("returncode", "stdout", "stderr", "found"),
-    [
-        (0, _verdict("conv3x3_forward differs by 1"), "", "conv3x3_forward differs by 1"),
-        (-6, check_on_device.STARTED, "LLVM ERROR: no\n", "the comparison ended with status -6: LLVM ERROR: no"),
-        (-11, check_on_device.STARTED, "", "the comparison ended with status -11: "),
-    ],
-)
-def test_a_fault_keeps_the_kernels_from_running_and_is_remembered(returncode, stdout, stderr, found, contact):
-    contact.returncode, contact.stdout, contact.stderr = returncode, stdout, stderr
-    message = rf"^PyTorch's operations.* on a GPU, since of what a comparison has found: {found}\. .*Please report"
-    with pytest.warns(UserWarning, match=message):
-        assert not first_contact.may_run(GPU, torch.float32)
-    assert not first_contact.may_run(GPU, torch.float32)  # without a second warning
-    with pytest.warns(UserWarning, match=message):
-        assert not _in_another_process()
-    assert contact.starts == 1
-
-
+STARTED = check_on_device.STARTED
+FAULTS = [
+    (0, _verdict("conv3x3_forward differs by 1"), None, "conv3x3_forward differs by 1"),
+    (-6, STARTED, None, "the comparison ended with status -6: LLVM ERROR: no"),
+    (-11, STARTED, None, "the comparison ended with status -11"),
+]
 UNCERTAIN = [
     (0, _verdict(lacks="CUDA out of memory"), None, "CUDA out of memory"),
-    (
-        0,
-        _verdict(device="another GPU"),
-        None,
-        "finds another GPU in the place of a GPU",
-    ),
+    (0, _verdict(device="another GPU"), None, "finds another GPU in the place of a GPU"),
     (0, "", None, "ended with status 0"),  # as where the parent ignores SIGCHLD
-    (1, "", None, "ended with status 1"),
     (-11, "", None, "ended with status -11"),  # before it has started to compare
-    (-9, check_on_device.STARTED, None, "ended with status -9"),
-    (-15, check_on_device.STARTED, None, "ended with status -15"),
+    (-9, STARTED, None, "ended with status -9"),
     (0, check_on_device.VERDICT + "{", None, "could not be run"),
     (0, "", subprocess.TimeoutExpired("check", 1), "timed out"),
     (0, "", OSError("no such file"), "could not be run"),
-    (0, "", UnicodeDecodeError("utf-8", b"x", 0, 1, "no"), "could not be run"),
 ]
 
 
-@pytest.mark.parametrize(("returncode", "stdout", "error", "found"), UNCERTAIN)
-def test_the_next_process_compares_again_where_nothing_is_known_of_the_kernels(
-    returncode, stdout, error, found, contact
-):
-    contact.returncode, contact.error, contact.stdout = returncode, error, stdout
-    with pytest.warns(UserWarning, match=f"since they could not be compared: .*{found}"):
+@pytest.mark.parametrize(("returncode", "stdout", "error", "found"), [*FAULTS, *UNCERTAIN])
+def test_a_fault_is_remembered_and_what_says_nothing_of_the_kernels_is_not(returncode, stdout, error, found, contact):
+    certain = (returncode, stdout, error, found) in FAULTS
+    contact.returncode, contact.stdout, contact.error, contact.stderr = returncode, stdout, error, "LLVM ERROR: no\n"
+    cause = "of what a comparison has found" if certain else "they could not be compared"
+    with pytest.warns(UserWarning, match=f"^PyTorch's operations.* on a GPU, since {cause}: .*{found}"):
         assert not first_contact.may_run(GPU, torch.float32)
     assert not first_contact.may_run(GPU, torch.float32)  # without a second warning
-    contact.returncode, contact.error, contact.stdout = 0, None, _verdict()
-    assert contact.starts == 1
-    assert _in_another_process()
-    assert contact.starts == 2
-
-
-def test_a_frozen_application_starts_nothing(monkeypatch):
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    verdict = first_contact._compare(0, torch.float32, "ieee", "relu")
-    assert not verdict.certain
-    assert "no Python interpreter to start" in verdict.fault
+    contact.returncode, contact.stdout, contact.error = 0, _verdict(), None
+    if certain:
+        with pytest.warns(UserWarning, match="Please report"):
+            assert not _in_another_process()
+    else:
+        assert _in_another_process()
+    assert contact.starts == (1 if certain else 2)
 
 
 @pytest.mark.parametrize(("mode", "runs"), [("trust", True), ("off", False)])
 def test_the_user_decides(mode, runs, contact, monkeypatch):
     monkeypatch.setenv(first_contact.VARIABLE, mode)
     assert first_contact.may_run(GPU, torch.float32) == runs
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(kernels, "has_triton", lambda device: True)
+    kernels_of_all = "Triton, unchecked" if runs else "PyTorch's operations"
+    assert f"  bfloat16: {kernels_of_all}" in list(doctor.report(compare=True))
     assert contact.starts == 0
-
-
-def test_an_unknown_mode_is_refused(contact, monkeypatch):
     monkeypatch.setenv(first_contact.VARIABLE, "yes")
     with pytest.raises(ValueError, match="EFFICIENT_DENSENET_TRITON is 'yes', but must be one of check, trust, off"):
         first_contact.may_run(GPU, torch.float32)
@@ -352,29 +278,19 @@ def test_the_process_has_the_paths_of_this_one_and_says_what_it_lacks(tmp_path, 
     (tmp_path / "dataclasses.py").write_text("raise SystemExit('imported from the working directory')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    done = first_contact._run(0, torch.float32, "ieee", "relu")
-    verdict = first_contact._verdict_of(done, "a GPU")
+    verdict = first_contact._verdict_of(first_contact._run(0, torch.float32, "ieee", "relu"), "a GPU")
     assert not verdict.certain
-    assert "NVIDIA" in verdict.fault or "CUDA" in verdict.fault, done
+    assert "NVIDIA" in verdict.fault or "CUDA" in verdict.fault, verdict
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert "no Python interpreter to start" in first_contact._compare(0, torch.float32, "ieee", "relu").fault
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), OSError()])
-@pytest.mark.usefixtures("few_sizes")
-def test_lack_of_memory_is_no_fault_of_a_kernel(error, monkeypatch):
-    def raising(arguments):
-        raise error
-
-    _plant(monkeypatch, "conv1x1_forward", raising)
-    with pytest.raises(check_on_device.CannotCompareError):
-        _find_fault()
-
-
-@pytest.mark.parametrize(("seconds", "found"), [(1, "ended with status 1"), (-9, "timed out")])
-def test_a_comparison_that_never_ends_is_ended(seconds, found, monkeypatch):
-    """It ends itself and, where it cannot, is ended ten seconds later."""
+@pytest.mark.parametrize("seconds", [1, -9])
+def test_a_comparison_that_never_ends_is_ended(seconds, monkeypatch):
+    """It ends itself or, where it cannot or has not started yet, is ended ten seconds later."""
 
     def start(module, *arguments, **options):
-        started.append(python_process_start(__name__, *arguments, **options))
+        started.append(python_process_start(Path(__file__).stem, *arguments, **options))
         return started[-1]
 
     started, python_process_start = [], python_process.start
@@ -383,7 +299,7 @@ def test_a_comparison_that_never_ends_is_ended(seconds, found, monkeypatch):
     monkeypatch.setattr(first_contact, "SECONDS", seconds)
     verdict = first_contact._compare(0, torch.float32, "ieee", "relu")
     assert not verdict.certain
-    assert found in verdict.fault
+    assert "timed out" in verdict.fault or (seconds > 0 and "ended with status 1" in verdict.fault)
     assert started[0].poll() is not None
 
 
@@ -394,10 +310,10 @@ def main(*arguments: str) -> None:
     check_on_device.main(*arguments)
 
 
-def _recording(launches: set) -> Callable:
+def _recording(launches: set):
     def launch(prepared, *tensors):
         dtypes = [str(getattr(each, "dtype", None)) for each in tensors]
-        launches.add((_name(prepared.kernel), *dtypes, str(sorted(prepared.constants.items()))))
+        launches.add((prepared.kernel.fn.__name__, *dtypes, str(sorted(prepared.constants.items()))))
 
     return launch
 
@@ -408,9 +324,8 @@ def _recording(launches: set) -> Callable:
 )
 def test_the_kernels_of_a_step_are_compared_with_the_constants_of_that_step(dtype, precision, monkeypatch):
     """Tiles are those of an H100."""
-    limits = tiles.DeviceLimits(132, 228 * 1024, 227 * 1024)
     for module in tiles, conv3x3:
-        monkeypatch.setattr(module, "device_limits", lambda device: limits)
+        monkeypatch.setattr(module, "device_limits", lambda device: tiles.OF_H100)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
     monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
     compared: set = set()
@@ -433,8 +348,7 @@ def test_the_doctor_says_what_runs_on_each_gpu(contact, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(kernels, "has_triton", lambda device: True)
     contact.stdout = _verdict("conv3x3_forward differs by 1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="conv3x3_forward"):
         first_contact.may_run(GPU, torch.bfloat16)
     lines = list(doctor.report())
     assert "GPU 0: a GPU, compute capability 9.0" in lines
@@ -444,16 +358,6 @@ def test_the_doctor_says_what_runs_on_each_gpu(contact, monkeypatch):
     with pytest.warns(UserWarning, match="out of memory"):
         lines = list(doctor.report(compare=True))
     assert any(line.endswith("since the Triton kernels could not be compared: CUDA out of memory") for line in lines)
-
-
-@pytest.mark.parametrize(("mode", "kernels_of_all"), [("trust", "Triton, unchecked"), ("off", "PyTorch's operations")])
-def test_the_doctor_says_what_the_user_has_chosen(mode, kernels_of_all, contact, monkeypatch):
-    monkeypatch.setenv(first_contact.VARIABLE, mode)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(kernels, "has_triton", lambda device: True)
-    assert f"  bfloat16: {kernels_of_all}" in list(doctor.report(compare=True))
-    assert contact.starts == 0
 
 
 def test_the_doctor_runs_without_a_gpu_and_compiles_the_kernels_of_a_model(monkeypatch, capsys):

@@ -50,7 +50,7 @@ def _train(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("freeze", TRAINED)
-@pytest.mark.parametrize("engine", ["plain", "shared", "checkpoint", "official"])
+@pytest.mark.parametrize("engine", ["plain", "shared", "checkpoint"])
 def test_the_steps_are_those_of_a_plain_loop_on_what_is_trained(engine, freeze):
     """Against SGD as a user would write it; what is frozen stays bit for bit, its statistics too."""
     trainer = _trainer(engine, freeze)

@@ -47,24 +47,16 @@ def test_images_come_in_the_channels_of_a_network(tmp_path):
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
 
 
-@pytest.mark.parametrize("script", ["cp_demo.py", "predict.py"])
-def test_a_file_of_another_format_than_its_name_s_starts_no_program(script, tmp_path, monkeypatch):
-    """Pillow gives an EPS to Ghostscript, whatever its file is called."""
+def test_a_file_of_another_format_than_its_name_s_starts_no_program(tmp_path, monkeypatch):
+    """Pillow gives an EPS to Ghostscript, whatever its file is called; a JPEG may be called PNG."""
     started = []
     monkeypatch.setattr(
         "PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: started.append(1) or Image.new("RGB", (9, 9))
     )
-    write_folder(tmp_path / "own", each=2)
-    (tmp_path / "own" / "train" / "cat" / "x.png").write_bytes(EPS)
-    words = [*TINY, "--data", "own", "--workers", "0"] if script == "cp_demo.py" else ["own/train/cat/x.png"]
-    done = demo(script, *words, cwd=tmp_path)
-    refused(
-        done, "own/train/cat/x.png is not an image that can be decoded (it cannot be identified): replace or remove"
-    )
+    (tmp_path / "x.png").write_bytes(EPS)
+    done = demo("predict.py", "x.png", cwd=tmp_path)
+    refused(done, "x.png is not an image that can be decoded (it cannot be identified): replace or remove")
     assert started == []
-
-
-def test_an_image_may_have_the_suffix_of_another_one(tmp_path):
     path, ramp = _ramp(tmp_path)
     ramp.save(path, format="JPEG", quality=100)
     assert (decode(path, 24, channels=1)[0].int() - torch.from_numpy(np.array(ramp)).int()).abs().max() < 5
@@ -161,7 +153,7 @@ command(main)
 def test_killed_workers_are_reported_in_one_sentence(tmp_path):
     write_folder(tmp_path / "own")
     (tmp_path / "killing.py").write_text(KILLING)
-    refused(forked_demo(tmp_path / "killing.py", cwd=tmp_path), "error: a process that decodes images ended (")
+    refused(forked_demo(tmp_path / "killing.py", cwd=tmp_path), "a process that decodes images ended, perhaps for")
 
 
 def test_what_is_more_than_the_machine_has_is_refused(tmp_path, monkeypatch):
@@ -169,18 +161,15 @@ def test_what_is_more_than_the_machine_has_is_refused(tmp_path, monkeypatch):
     limit.write_text(f"{50 * 2**20}\n")
     monkeypatch.setattr("training.machine._CONTAINER_LIMITS", (tmp_path / "absent", limit))
     write_folder(tmp_path / "own", each=5)
-    for words, message in (
+    for size, words, message in (
+        (50, "--image_size 4096 --stream False", "the images of own at 4096×4096 would take 960 MiB, but this machine"),
         (
-            "--image_size 4096 --stream False",
-            "the images of own at 4096×4096 would take 960 MiB, but this machine has 50",
-        ),
-        ("--image_size 512", "a step of 9 images of 512×512 would take"),
-        (
+            6,
             "--image_size 64 --batch_size 1000 --engine plain",
-            "but this machine has 6.0 MiB: give --engine best, --memory",
+            "but this machine has 6.0 MiB: give --engine best, ",
         ),
     ):
-        limit.write_text(f"{(6 if '64' in words else 50) * 2**20}\n")
+        limit.write_text(f"{size * 2**20}\n")
         run = [*TINY, "--data", "own", "--save", "run", "--device", "cpu", "--workers", "0", *words.split()]
         refused(demo("cp_demo.py", *run, cwd=tmp_path), message)
         assert sorted(os.listdir(tmp_path)) == ["memory.max", "own"]

@@ -64,7 +64,6 @@ def test_the_first_use_compiles_in_processes_and_says_so(first_use, started, cap
     assert stored() == set(NAMES)
     (record,) = caplog.records
     assert record.getMessage().startswith("compiling kernels for float32 once")
-    assert record.getMessage().endswith("about 2 s")
     assert record.name == "efficient_densenet"
     assert record.levelno >= logging.lastResort.level  # shown without any configuration
     assert first_use()
@@ -74,11 +73,6 @@ def test_the_first_use_compiles_in_processes_and_says_so(first_use, started, cap
 def test_all_kernels_are_compiled(monkeypatch):
     defined = {name for name, each in vars(numba_kernels).items() if getattr(each, "pack", None)}
     assert {*compile_ahead._requests(torch.float32)} == defined | {"gemm"}
-
-
-def test_a_process_compiles_what_it_is_told(first_use):
-    compile_ahead.main("float32", NAMES[0])
-    assert stored() == {NAMES[0]}
 
 
 def sleeping(*_):
@@ -107,13 +101,7 @@ def test_without_a_cache_no_process_is_started(first_use, started, monkeypatch, 
     monkeypatch.setattr(disk_cache, "directory", lambda: None)
     assert first_use()
     assert started == []
-    assert "in this process, about 4 s" in caplog.text
-
-
-def test_a_frozen_application_compiles_by_itself(first_use, monkeypatch):
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert first_use()
-    assert stored() == set(NAMES)
+    assert "in this process, about" in caplog.text
 
 
 def test_the_doctor_compiles_ahead(monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""The Numba kernels match the portable ones with any number of threads; fallbacks where they cannot run."""
+"""The Numba kernels match the portable ones in float32, float64 and bfloat16, by each product, with any number of
+threads; where they cannot run, the portable ones do."""
 
 import copy
 import functools
@@ -8,86 +9,173 @@ import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from grids import grid
-from helpers import assert_close, assert_same_step, kernel_modules, random_images, small_model, with_engine
+from grids import sampled
+from helpers import kernel_modules
 from kernel_operations import (
+    SIZES,
     check,
     check_is_portable,
     check_non_finite,
     check_variance_far_from_zero,
     fill_scratch_with_nan,
+    is_case,
 )
 
-from efficient_densenet import DenseBlock, kernels
+from efficient_densenet import DenseBlock, DenseNet, kernels
 from efficient_densenet.engine import choose
-from efficient_densenet.kernels import activations, portable
-from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case, is_valid
-from efficient_densenet.kernels.interface import Conv1x1, StatisticsOutput
+from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.activations import TABLE
+from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case
+from efficient_densenet.kernels.interface import Conv1x1
 from efficient_densenet.kernels.numba_cpu.host import openmp
 from efficient_densenet.memory import tensor_peak
 
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, compilation, compile_ahead, numba_kernels, gemm, micro_kernel, memory, vector_math = kernel_modules(
+operations, launch, compile_ahead, memory, vector_math, products, gemm, gemm_amx, processor = kernel_modules(
     "numba_cpu",
-    "operations",
-    "compilation",
-    "compile_ahead",
-    "kernels",
-    "gemm",
-    "micro_kernel",
-    "memory",
-    "vector_math",
+    *("operations", "launch", "compile_ahead", "memory", "vector_math"),
+    *("products", "gemm", "gemm_amx", "processor"),
 )
-check = functools.partial(check, operations)
+import amx_model  # noqa: E402  (it needs Numba)
+
+PRODUCTS = {
+    "widened": products.Product(torch.float32, gemm.gemm),
+    "avx512_bf16": products.Product(torch.bfloat16, gemm.gemm_bfloat16),
+    "amx": products.Product(torch.bfloat16, gemm_amx.gemm_amx),
+}
+ARITHMETIC = ["float32", "float64", *PRODUCTS]
+"""The dtype of matrices, which are bfloat16 with each of the products."""
 
 
-TILES = [5, 256]
+@pytest.fixture
+def arithmetic(request, monkeypatch):
+    """The dtype of matrices. Kernels for bfloat16 multiply by the product of the parameter; where there is no AMX, by
+    a model of its registers."""
+    name, num_threads = request.param, torch.get_num_threads()
+    if name not in PRODUCTS:
+        yield getattr(torch, name)
+        return
+    if name == "avx512_bf16" and not processor.has(name):
+        pytest.skip(f"this processor has no {name}")
+    for module in (operations, launch):
+        monkeypatch.setattr(module, "product_of", lambda dtype: PRODUCTS[name])
+    cached = launch.gemm_address_for, launch.address
+    for each in cached:
+        each.cache_clear()
+    if name == "amx" and not (processor.has("amx") and products.permitted()):
+        monkeypatch.setattr(launch, "gemm_address_for", lambda dtype: _amx_model().address)
+        torch.set_num_threads(1)
+    yield torch.bfloat16
+    torch.set_num_threads(num_threads)
+    for each in cached:
+        each.cache_clear()
+    assert amx_model.faults() == 0
 
 
-@pytest.fixture(params=TILES)
-def tile(request, monkeypatch):
-    monkeypatch.setattr(operations, "TILE", request.param)
+@functools.cache
+def _amx_model():
+    """Not by `compile_kernel`, which would keep the model's address on disk."""
+    model = gemm_amx.make_gemm(amx_model.TILES)
+
+    @numba.cfunc(numba.types.void(*[numba.types.intp] * 11, numba.types.float32))
+    def product(m, n, k, a, a_row, a_column, b, b_row, accumulate, c, c_row, zero):
+        model(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
+
+    return product
 
 
-@pytest.mark.usefixtures("tile")
+@pytest.fixture
+def num_threads():
+    """A function that sets the number of PyTorch's threads."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def _case(size, dtype, **options) -> Case:
+    if dtype is torch.float64:
+        return Case(*size, **options).in_float64()
+    return Case(*size, dtype, **options)
+
+
 @pytest.mark.parametrize(
-    *grid(
-        is_valid,
-        operation=OPERATIONS,
-        shape__channels__width=[
-            *(((1, 1, 1), 1, 20), ((1, 1, 1), 300, 16), ((1, 1, 7), 2, 20), ((5, 2, 2), 5, 48)),
-            *(((1, 9, 7), 1, 20), ((1, 9, 7), 5, 48), ((2, 5, 13), 2, 20), ((2, 5, 13), 300, 16)),
-        ],
-        setting=SETTINGS,
-        tile=TILES,
+    *sampled(
+        lambda operation, arithmetic, **case: (
+            is_case(operation, **case) and (operation, arithmetic) != ("affine_forward", "amx")
+        ),
+        count=1500,
+        operation=list(OPERATIONS),
+        arithmetic=ARITHMETIC[:-1],
+        size=[*SIZES, ((1, 9, 7), 300, 16), ((2, 3, 5), 17, 401), ((17, 6, 5), 6, 8), ((9, 24), 6, 8)],
+        setting=list(SETTINGS),
+        activation=list(TABLE),
+        dilation=[1, 2, 3],
+        padding=[0, 3],
+        tile=[5, 256],
+        threads=[1, 4],
     ),
-    indirect=["tile"],
+    indirect=["arithmetic"],
 )
-def test_operations_match_portable(operation, shape, channels, width, setting):
-    case = Case(shape, channels, width, **SETTINGS[setting])
-    check(operation, case)
-    results, reference = (OPERATIONS[operation](each, case.in_float64()) for each in (operations, portable))
-    for actual, expected in zip(results, reference, strict=True):
-        assert_close(actual, expected, 1e-13)
+def test_every_operation(
+    operation, arithmetic, size, setting, activation, dilation, padding, tile, threads, num_threads, monkeypatch
+):
+    num_threads(threads)
+    monkeypatch.setattr(operations, "TILE", tile)
+    fill_scratch_with_nan(monkeypatch)
+    options = {"activation": activation, "dilation": dilation, "padding": padding, **SETTINGS[setting]}
+    check(operations, operation, _case(size, arithmetic, **options))
 
 
-@pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize("setting", [{}, {"frozen": True}, {"centered": True, "overwrite": True}])
-@pytest.mark.parametrize("activation", [name for name in activations.TABLE if name != "relu"])
-def test_operations_with_other_activations_match_portable(activation, setting):
-    for operation in (name for name in OPERATIONS if name.startswith(("conv", "pooled"))):
-        for shape, channels, width in [((2, 5, 13), 5, 48), ((1, 9, 7), 300, 16)]:
-            case = Case(shape, channels, width, activation=activation, **setting)
-            check(operation, case)
-            results, reference = (OPERATIONS[operation](each, case.in_float64()) for each in (operations, portable))
-            for actual, expected in zip(results, reference, strict=True):
-                assert_close(actual, expected, 1e-12)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arithmetic", ["amx"], indirect=True)
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "conv" in name])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_operation_by_amx(operation, size, arithmetic, monkeypatch):
+    fill_scratch_with_nan(monkeypatch)
+    if is_case(operation, size):
+        check(operations, operation, _case(size, arithmetic))
+
+
+@pytest.mark.parametrize("arithmetic", ["widened"], indirect=True)
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "affine_forward"])
+def test_results_in_bfloat16_are_rounded_once(operation, arithmetic):
+    case = Case((2, 5, 13), 9, 17, arithmetic)
+    exact = OPERATIONS[operation](portable, case.in_float64())
+    for result, reference in zip(OPERATIONS[operation](operations, case), exact, strict=True):
+        if result.dtype is torch.bfloat16:
+            rounding = torch.finfo(torch.bfloat16).eps / 2 * reference.abs()
+            assert ((result - reference).abs() <= rounding + 1e-5 * reference.abs().max()).all()
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "affine_forward"])
+@pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16])
+def test_nothing_in_bfloat16_falls_back_to_portable(operation, norm_dtype, monkeypatch):
+    """Neither under autocast nor in a model in bfloat16, whose norms have parameters in bfloat16."""
+    case = Case((1, 5, 9), 9, 16, torch.bfloat16)  # an odd number of rows
+    case.norm_weight, case.norm_bias = case.norm_weight.to(norm_dtype), case.norm_bias.to(norm_dtype)
+    check(operations, operation, case)
+    for name in dir(kernels.interface.Kernels):
+        if not name.startswith("_"):
+            monkeypatch.setattr(portable, name, None)
+    OPERATIONS[operation](operations, case)
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "widened", "avx512_bf16"], indirect=True)
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
+def test_non_finite_values_propagate_as_in_portable(operation, arithmetic):
+    check_non_finite(operations, operation, Case((1, 8, 8), 6, 16, arithmetic))
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "statistics" in name])
+def test_variance_of_values_far_from_zero(operation):
+    check_variance_far_from_zero(operations, operation, (50, 9, 7))
 
 
 @pytest.mark.parametrize(("function", "units"), [("exp", 2), ("expm1", 3), ("erf", 4), ("sigmoid", 4)])
@@ -95,10 +183,8 @@ def test_operations_with_other_activations_match_portable(activation, setting):
 def test_functions_of_activations(function, units, dtype):
     """Their errors in units of the last place, and their limits."""
     scalar = getattr(vector_math.functions_for(np.dtype(dtype)), function)
-    values = np.concatenate(
-        [np.linspace(-80, 80, 20001), np.linspace(-5, 5, 20001), np.logspace(-9, 0, 99), -np.logspace(-9, 0, 99)]
-    )
-    values = values.astype(dtype)
+    small = np.logspace(-9, 0, 99)
+    values = np.concatenate([np.linspace(-80, 80, 20001), np.linspace(-5, 5, 20001), small, -small]).astype(dtype)
     vectorized = numba.vectorize(lambda x: scalar(x))
 
     def apply(x):
@@ -113,99 +199,44 @@ def test_functions_of_activations(function, units, dtype):
     assert (apply(dtype(-math.inf)), apply(dtype(math.inf))) == (lowest, highest)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize(("channels", "width"), [(9, 17), (16, 3)])
-def test_nothing_is_read_from_scratch_that_was_not_written(operation, channels, width, monkeypatch):
-    fill_scratch_with_nan(monkeypatch)
-    check(operation, Case((2, 5, 7), channels, width))
+def _converter(source: type, destination: type):
+    """`memory.convert` between two dtypes, uint16 being bfloat16's."""
+    source_element, destination_element, convert = source(0), destination(0), memory.convert
+
+    @numba.njit
+    def function(source, target, count):
+        convert(source, source_element, target, destination_element, count)
+
+    return function
 
 
-@pytest.mark.parametrize("avx512", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_gemm_of_any_size_with_and_without_avx512(avx512, dtype):
-    gemm_function = gemm.make_gemm(avx512)
-    product = numba.njit(lambda *arguments: gemm_function(*arguments))
-    rng, panel = np.random.default_rng(0), memory.PANEL_BYTES // dtype().itemsize
-    extra_rows = math.lcm(*micro_kernel.register_blocks(avx512).values())
-    widths = [1, *(panels * panel + extra for panels in range(1, 8) for extra in (-3, 0))]
-    for case, n in enumerate(widths * 2):
-        m, k, transposed, packed, accumulate = (int(rng.integers(high)) for high in (110, 300, 2, 2, 2))
-        m, k, panels = m + 1, k + 1, -(-n // panel)
-        a = rng.standard_normal((m + extra_rows, k)).astype(dtype)
-        b = rng.standard_normal((k, panels * panel)).astype(dtype)
-        c = rng.standard_normal((m + extra_rows, n + 5)).astype(dtype)
-        expected = c.astype(np.float64)
-        expected[:m, :n] *= accumulate
-        expected[:m, :n] += a[:m].astype(np.float64) @ b[:, :n].astype(np.float64)
-        stored_a, stored_b = np.ascontiguousarray(a.T if transposed else a), b
-        if packed:
-            stored_b = np.ascontiguousarray(b.reshape(k, panels, panel).swapaxes(0, 1))
-        a_strides = (1, len(a)) if transposed else (k, 1)
-        b_row_stride = 0 if packed else b.shape[1]
-        addresses = [each.ctypes.data for each in (stored_a, stored_b, c)]
-        product(
-            m,
-            n,
-            k,
-            addresses[0],
-            *a_strides,
-            addresses[1],
-            b_row_stride,
-            bool(accumulate),
-            addresses[2],
-            n + 5,
-            dtype(0),
-        )
-        bound = 4 * np.finfo(dtype).eps * (k + 1) ** 0.5
-        assert np.abs(c - expected).max() <= bound * max(1, np.abs(expected).max()), (case, n)
+def test_bfloat16_is_widened_exactly_and_rounded_to_the_nearest_even():
+    halves = np.arange(1 << 16, dtype=np.uint32) << 16
+    tails = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    numbers = (halves[:, None] | tails).ravel().view(np.float32)
+    rounded, widened = np.empty(len(numbers), np.uint16), np.empty(len(numbers), np.float32)
+    _converter(np.float32, np.uint16)(numbers.ctypes.data, rounded.ctypes.data, len(numbers))
+    _converter(np.uint16, np.float32)(rounded.ctypes.data, widened.ctypes.data, len(numbers))
+    expected = torch.from_numpy(numbers).bfloat16()
+    assert np.array_equal(widened.view(np.uint32), rounded.astype(np.uint32) << 16)
+    actual, is_nan = torch.from_numpy(rounded).view(torch.bfloat16), expected.isnan()
+    assert torch.equal(actual.isnan(), is_nan)
+    assert torch.equal(actual[~is_nan].view(torch.int16), expected[~is_nan].view(torch.int16))
 
 
-@pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize(
-    *grid(
-        operation=["conv3x3_forward", "conv3x3_forward_with_statistics", "conv3x3_backward"],
-        shape=[(2, 9), (3, 2), (2, 5, 13), (2, 4, 3, 5), (1, 7, 2, 3)],
-        dilation=[1, 2, 3],
-        tile=TILES,
-    ),
-    indirect=["tile"],
-)
-def test_convolutions_in_other_dimensions_and_with_dilation(operation, shape, dilation):
-    check(operation, Case(shape, 9, 16, dilation=dilation))
+@pytest.mark.parametrize("left_out", ["", pytest.param("amx,avx512_bf16", marks=pytest.mark.exhaustive)])
+def test_tensors_are_not_accessed_out_of_bounds(left_out):
+    """Protected pages lie beside each tensor that a kernel reads or writes, and each part of the scratch memory."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), processor.VARIABLE: left_out}
+    command = [sys.executable, str(Path(__file__).with_name("guarded_memory.py"))]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
+    assert completed.returncode == 0, (completed.stdout.splitlines()[-1:], completed.stderr)
+    assert completed.stdout.endswith("all\n")
 
 
-@pytest.fixture
-def many_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("many_threads", "tile")
-@pytest.mark.parametrize(
-    *grid(
-        lambda operation, shape, **_: "conv3x3" in operation or shape in ((9, 24), (17, 6, 5)),  # others have no halo
-        operation=OPERATIONS,
-        shape__dilation=[((9, 24), 1), ((17, 6, 5), 1), ((23, 6, 5), 2), ((7, 6, 4, 5), 1), ((13, 5, 4, 5), 2)],
-        tile=TILES,
-    ),
-    indirect=["tile"],
-)
-def test_more_threads_than_images_or_processors(operation, shape, dilation, monkeypatch):
-    thread_counts = []
-    run = openmp.run
-    monkeypatch.setattr(
-        openmp, "run", lambda kernel, threads, record: thread_counts.append(threads) or run(kernel, threads, record)
-    )
-    check(operation, Case(shape, 6, 8, dilation=dilation))
-    if operations.TILE == 5 and "affine" not in operation and "pooled" not in operation:
-        assert max(thread_counts) == 4
-
-
-@pytest.mark.usefixtures("many_threads")
-def test_halos_stay_small():
+def test_halos_stay_small(num_threads):
     """Fewer threads run where a thread's rows would hardly outnumber those of its halo."""
+    num_threads(4)
     case = Case((1, 16, 16, 16), 4, 8)
     columns = case.weight3x3.flatten(1).shape[1] // 4 * 8
     peak = tensor_peak(lambda: operations.conv3x3_forward(case.input, case.weight3x3, case.shape))
@@ -216,13 +247,9 @@ def test_halos_stay_small():
 FEWER_THREADS = """
 import torch
 from helpers import assert_same_step, random_images, small_model, with_engine
-from efficient_densenet.kernels.numba_cpu.host import openmp
 torch.set_num_threads(4)
-requested, run = [], openmp.run
-openmp.run = lambda kernel, threads, record: requested.append(threads) or run(kernel, threads, record)
 plain = small_model("bc", efficient=False)
 assert_same_step(with_engine(plain, "shared"), plain, random_images("bc", 32))
-assert max(requested) == 4
 """
 
 
@@ -252,23 +279,6 @@ def test_an_output_with_other_strides_is_an_error():
         operations.conv1x1_forward(Conv1x1(case.input, case.weight1x1, output))
 
 
-def test_matrices_with_contiguous_columns_are_copied_once():
-    values = torch.randn(64, 5000).t()
-    statistics = StatisticsOutput(torch.empty(3, 64), 1e-5)
-    peak = tensor_peak(lambda: operations.batch_statistics(values, statistics))
-    assert values.nbytes <= peak <= 1.1 * values.nbytes
-
-
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if "statistics" in name])
-def test_variance_of_values_far_from_zero(operation):
-    check_variance_far_from_zero(operations, operation, (50, 9, 7))
-
-
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "batch_statistics"])
-def test_non_finite_values_propagate_as_in_portable(operation):
-    check_non_finite(operations, operation, Case((1, 8, 8), 6, 16))
-
-
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
 @pytest.mark.parametrize("what", ["mixed precision", "float16", "a large weight"])
 def test_what_they_do_not_support_runs_on_portable(operation, what, monkeypatch):
@@ -282,27 +292,27 @@ def test_what_they_do_not_support_runs_on_portable(operation, what, monkeypatch)
 
 
 def test_kernels_for_selects_them_for_their_dtypes():
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is operations
-    for other in (torch.empty(2, 2, dtype=torch.float16), torch.empty(2, 2, device="meta"), _subclass()):
-        assert kernels.kernels_for(other) is portable
-
-
-def _subclass():
     class Wrapped(torch.Tensor):
         pass
 
-    return torch.empty(2, 2).as_subclass(Wrapped)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert kernels.kernels_for(torch.empty(2, 2, dtype=dtype)) is operations
+    others = (
+        torch.empty(2, 2, dtype=torch.float16),
+        torch.empty(2, 2, device="meta"),
+        torch.empty(2).as_subclass(Wrapped),
+    )
+    for other in others:
+        assert kernels.kernels_for(other) is portable
 
 
-def test_without_numba_portable_is_used_without_a_warning(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not kernels._numba_compiles.__wrapped__(torch.float32)
-
-
-def test_without_gnu_openmp_portable_is_used_without_a_warning(monkeypatch):
-    monkeypatch.setattr(openmp, "available", openmp.available.__wrapped__)
-    monkeypatch.setattr(openmp, "functions", lambda: openmp._library().no_such_function)
+@pytest.mark.parametrize("missing", ["Numba", "GNU OpenMP"])
+def test_without_a_part_portable_is_used_without_a_warning(missing, monkeypatch):
+    if missing == "Numba":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(openmp, "available", openmp.available.__wrapped__)
+        monkeypatch.setattr(openmp, "functions", lambda: openmp._library().no_such_function)
     assert not kernels._numba_compiles.__wrapped__(torch.float32)
 
 
@@ -320,37 +330,33 @@ def test_numba_that_compiles_no_bfloat16_runs_the_other_dtypes(monkeypatch):
     assert kernels.kernels_for(torch.empty(4, 4)) is operations
 
 
-def _gradients(block, x):
-    block(x).double().square().sum().backward()
-    return torch.cat([parameter.grad.double().flatten() for parameter in block.parameters()])
+def _results(model, x, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The output and all gradients, under autocast to `dtype`."""
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        output = model(x)
+    output.double().square().sum().backward()
+    grads = [parameter.grad.double().flatten() for parameter in model.parameters()]
+    return torch.cat([output.detach().double().flatten(), *grads])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_features_in_float32_and_convolutions_in_a_lower_precision(dtype):
-    """Under autocast a block's input is float32. The gradients' error is that of plain's."""
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("whole", [True, False])
+def test_low_precision_is_as_exact_as_plain(whole, autocast):
+    """The median error of networks and of blocks, whose input is float32 under autocast; without it, in bfloat16."""
     ratios = []
-    for seed in range(5):
+    for seed in range(6):
         torch.manual_seed(seed)
-        plain, x = DenseBlock(3, 8, 4, efficient=False), torch.randn(4, 8, 9, 7)
-        efficient, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-        efficient.engine = choose.parse("shared")
-        assert kernels.kernels_for(x) is operations
-        expected = _gradients(exact, x.double())
-        with torch.autocast("cpu", dtype):
-            error, plain_error = ((_gradients(block, x) - expected).norm() for block in (efficient, plain))
+        if whole:
+            variant = [{}, {"small_inputs": False}, {"bn_size": 0}][seed % 3]
+            plain = DenseNet(8, (2, 3), num_init_features=12, efficient=False, **variant)
+            x = torch.randn(4, 3, 32, 32)
+        else:
+            plain, x = DenseBlock(3, 8, 4, efficient=False), torch.randn(4, 8, 9, 7)
+        exact, efficient = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+        efficient.set_engine("shared") if whole else setattr(efficient, "engine", choose.parse("shared"))
+        expected = _results(exact, x.double())
+        if autocast is None:
+            plain, efficient, x = plain.bfloat16(), efficient.bfloat16(), x.bfloat16()
+        error, plain_error = ((_results(each, x, autocast) - expected).norm() for each in (efficient, plain))
         ratios.append(error / plain_error)
     assert statistics.median(ratios) <= 1.5
-
-
-def test_saved_tensors_may_be_unpacked_with_contiguous_columns():
-    plain = small_model("bc", efficient=False)
-    efficient = with_engine(plain, "shared")
-
-    def pack(tensor):
-        return tensor.t().contiguous() if tensor.dim() == 2 else tensor
-
-    def unpack(tensor):
-        return tensor.t() if tensor.dim() == 2 else tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        assert_same_step(efficient, plain, random_images("bc"))

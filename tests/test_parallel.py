@@ -15,6 +15,9 @@ from training.distributed import DistributedContext
 SINGLE = DistributedContext(0, 1, torch.device("cpu"))
 FIRST_TIER = [
     {"sync_bn": True, "record": True},
+    {"sync_bn": True, "engine": "plain"},
+    {"sync_bn": True, "engine": "official"},
+    {"sync_bn": True, "engine": "checkpoint"},
     {"micro_batch_size": 3, "channels_last": True, "record": True},
     {"freeze": "1", "keep_bottleneck": True},
     {"dtype": "float32", "amp": "bf16", "engine": "best"},
@@ -73,7 +76,7 @@ def test_fsdp_in_two_processes_is_ddp_bit_for_bit(i, first_tier):
 def test_two_processes_equal_one(first_tier):
     """With synchronized norms, over three steps and an evaluation."""
     expected = parallel_steps.outcome({}, SINGLE)
-    for outcome in first_tier[0]:
+    for outcome in (outcome for outcomes in first_tier[:4] for outcome in outcomes):
         _assert_states_close(outcome["state"], expected["state"])
         for name in ("sums", "evaluated"):
             assert_close(torch.tensor(outcome[name]), torch.tensor(expected[name]), 1e-10)
@@ -81,7 +84,7 @@ def test_two_processes_equal_one(first_tier):
 
 def test_fsdp_reduces_gradients_once_for_an_update_of_micro_batches(first_tier):
     """Once for each group of parameters: two stages and what is left."""
-    assert [fsdp["reductions"] for _, fsdp in first_tier[:2]] == [3, 3]
+    assert [first_tier[case][1]["reductions"] for case in (0, 4)] == [3, 3]
 
 
 def test_fp16_leaves_out_steps_whose_gradients_overflow(first_tier):

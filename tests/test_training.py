@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -56,15 +55,6 @@ def test_same_seed_same_run_exactly():
     assert not torch.equal(losses[0], _losses(_trainer("shared", drop_rate=0.3, double=False, seed=1)))
     for ours, theirs in zip(runs[0].model.state_dict().values(), runs[1].model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_weight_decay_shrinks_the_parameters():
-    def squares(weight_decay: float) -> float:
-        trainer = _trainer(weight_decay=weight_decay)
-        _losses(trainer)
-        return sum(float(parameter.detach().square().sum()) for parameter in trainer.model.parameters())
-
-    assert squares(0.3) < 0.5 * squares(0.0)
 
 
 def test_an_epoch_resumed_in_its_middle_is_the_same_epoch():
@@ -197,16 +187,10 @@ def test_expected_memory_is_near_the_measured():
     assert estimate.peak(48) == pytest.approx(measured, rel=0.1)
 
 
-def test_micro_batches_of_few_images_are_said_to_make_batch_norms_noisy():
-    """Of one image too, with which batch norms take their statistics of its pixels alone."""
+def test_micro_batches_fit_into_the_memory_that_is_given():
     model = DenseNet(8, (2, 2), in_channels=1)
-    for images, words in (
-        (1, "of 1 image at a time, which are noisy: give more --memory"),
-        (16, "of 16 images at a time"),
-    ):
+    for images in (1, 16):
         budget = RunMemory(model, 32, parse({"engine": "best"}, "best")).peak(images) * 1.1
         options = parse({"memory": f"{round(budget / 2**20 + 0.05, 2)}MiB", "batch_size": 64}, "best")
         chosen, said = fit_into_memory(model, 32, options, 64, is_resumed=False)
         assert chosen.micro_batch_size in range(max(1, images // 2), images + 3), said
-        assert re.search("batch norms take their statistics of", said)
-        assert ("which are noisy" in said) == (chosen.micro_batch_size < 8), words

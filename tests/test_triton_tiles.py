@@ -34,13 +34,10 @@ def test_no_more_than_two_waves_and_no_empty_split(overhead):
         assert (splits - 1) * math.ceil(row_tiles / splits) < row_tiles
 
 
-def test_one_full_wave_where_there_are_many_rows():
-    """132 splits would each have 32 row tiles or one less: as many come in 128."""
+def test_the_fewest_splits_of_the_shortest_time():
+    """132 splits would each have 32 row tiles or one less: as many come in 128. One wave of 199 has room for one split
+    of each of 100 channel tiles, three row tiles long: two waves are shorter."""
     assert row_splits(262144, 64, 2, 264, 1.5) == 128
-
-
-def test_two_waves_where_one_would_leave_half_the_device_idle():
-    """One wave of 199 has room for one split of each of the 100 channel tiles, three row tiles long."""
     assert row_splits(3 * 64, 64, 100, 199, 0.1) == 3
 
 

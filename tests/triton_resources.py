@@ -1,11 +1,11 @@
-"""What a Triton kernel needs of a GPU, by compiling it without one: registers, shared memory, spills, occupancy.
+"""Resources of a GPU that a Triton kernel takes, by compiling it without one: shared memory and spills.
 
 The tests run Triton's interpreter, which changes what `triton.jit` makes. Kernels are thus compiled in a process of
 their own, many at a time:
 
     compilation = Compilation.of(kernel, arguments, constants, arch=90)
     [found] = compile_all([compilation])
-    found.registers, found.shared_memory, found.spills, found.blocks, found.occupancy
+    found.shared_memory, found.spills
 """
 
 import importlib
@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from efficient_densenet.kernels.triton_gpu.host.tiles import DeviceLimits
+
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 POINTERS = {
@@ -32,34 +34,15 @@ POINTERS = {
 }
 SCALARS = {int: "i32", float: "fp32"}
 KIB = 1024
-ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-
-
-class Architecture(NamedTuple):
-    """Limits of a multiprocessor, from NVIDIA's "CUDA C++ Programming Guide", section "Compute Capabilities", tables
-    "Technical Specifications per Compute Capability" and "Shared Memory Capacity per Compute Capability"."""
-
-    threads: int
-    blocks: int
-    shared_memory: int
-    shared_memory_of_a_block: int
-    registers: int = 65536
-
-
 LIMITS = {
-    75: Architecture(1024, 16, 64 * KIB, 64 * KIB),
-    80: Architecture(2048, 32, 164 * KIB, 163 * KIB),
-    86: Architecture(1536, 16, 100 * KIB, 99 * KIB),
-    89: Architecture(1536, 24, 100 * KIB, 99 * KIB),
-    90: Architecture(2048, 32, 228 * KIB, 227 * KIB),
-    100: Architecture(2048, 32, 228 * KIB, 227 * KIB),
-    120: Architecture(1536, 24, 100 * KIB, 99 * KIB),
+    80: DeviceLimits(108, 164 * KIB, 163 * KIB),
+    86: DeviceLimits(82, 100 * KIB, 99 * KIB),
+    89: DeviceLimits(128, 100 * KIB, 99 * KIB),
+    90: DeviceLimits(132, 228 * KIB, 227 * KIB),
+    100: DeviceLimits(148, 228 * KIB, 227 * KIB),
+    120: DeviceLimits(170, 100 * KIB, 99 * KIB),
 }
-RESERVED_SHARED_MEMORY = KIB
-"""What the system takes of each block's shared memory since compute capability 8.0 (the same section of the guide)."""
-
-REGISTER_ALLOCATION, WARP_ALLOCATION = 256, 4
-"""Registers are given to a warp in units of 256, and to warps in fours ("CUDA Occupancy Calculator")."""
+"""A large device of each architecture: multiprocessors, and the bytes of shared memory of each and of a block."""
 
 
 class Compilation(NamedTuple):
@@ -105,35 +88,11 @@ class Compilation(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes: registers of a thread, bytes of shared memory of a block, bytes of local memory
-    that a thread's spills take."""
+    """Resources that a compiled kernel takes: bytes of shared memory of a block, and of local memory that a thread's
+    spills take."""
 
-    registers: int
     shared_memory: int
     spills: int
-    num_warps: int
-    arch: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether a device of this architecture can launch it."""
-        return self.shared_memory <= LIMITS[self.arch].shared_memory_of_a_block and self.blocks > 0
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks a multiprocessor holds at a time, without regard to the tensor memory of 10.0."""
-        limits = LIMITS[self.arch]
-        of_a_warp = -(-self.registers * 32 // REGISTER_ALLOCATION) * REGISTER_ALLOCATION
-        warps = limits.registers // of_a_warp // WARP_ALLOCATION * WARP_ALLOCATION
-        reserved = RESERVED_SHARED_MEMORY if self.arch >= 80 else 0
-        by_shared_memory = limits.shared_memory // max(1, self.shared_memory + reserved)
-        by_threads = limits.threads // (32 * self.num_warps)
-        return min(limits.blocks, by_threads, warps // self.num_warps, by_shared_memory)
-
-    @property
-    def occupancy(self) -> float:
-        """The part of a multiprocessor's warps that is resident."""
-        return self.blocks * self.num_warps * 32 / LIMITS[self.arch].threads
 
 
 def compile_all(compilations: Sequence[Compilation], timeout: float = 600) -> list[Resources]:
@@ -155,8 +114,7 @@ def _compile(job: Compilation) -> Resources:
     source = _source(getattr(importlib.import_module(job.module), job.kernel), job)
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages, "maxnreg": job.maxnreg}
     compiled = triton_compile(source, target=GPUTarget("cuda", job.arch, 32), options=options)
-    registers, spills = _usage(compiled.asm["cubin"])
-    return Resources(registers, compiled.metadata.shared, spills, job.num_warps, job.arch)
+    return Resources(compiled.metadata.shared, _spills(compiled.asm["cubin"]))
 
 
 def _source(kernel: Any, job: Compilation) -> Any:
@@ -175,8 +133,8 @@ def _source(kernel: Any, job: Compilation) -> Any:
     return ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread and bytes of its local memory, which has nothing but spills in it."""
+def _spills(cubin: bytes) -> int:
+    """The bytes of a thread's local memory, which has nothing but spills in it."""
     import triton.backends.nvidia as nvidia
 
     cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -184,11 +142,10 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         report = subprocess.check_output([str(cuobjdump), "-res-usage", file.name], text=True, stderr=subprocess.STDOUT)
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", report)
+    found = re.search(r"STACK:(\d+) .*?LOCAL:(\d+)", report)
     if found is None:
         raise RuntimeError(f"cuobjdump does not say what the kernel takes: {report!r}")
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
+    return sum(map(int, found.groups()))
 
 
 if __name__ == "__main__":

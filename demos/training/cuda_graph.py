@@ -55,23 +55,20 @@ class CudaGraphBackward:
         self.num_warm_up_steps = 0
         self.device = self.parameters[0].device
         self.stream = torch.cuda.Stream(self.device)
-        self.captured: _CapturedBackward | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
         self._said = False
 
     def __call__(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
         with torch.cuda.device(self.device):  # whose streams are meant
-            return self._run(images, labels, loss_scale)
-
-    def _run(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
-        if self.num_warm_up_steps < WARM_UP_STEPS:
-            self.num_warm_up_steps += 1
-            return self._on_side_stream(images, labels, loss_scale)
-        if self.captured is None:
-            self.captured = _CapturedBackward(self, images, labels, loss_scale)
-        if not self.captured.fits(images, labels, loss_scale):
+            if self.num_warm_up_steps < WARM_UP_STEPS:
+                self.num_warm_up_steps += 1
+                return self._on_side_stream(images, labels, loss_scale)
+            if self.graph is None:
+                self._capture(images, labels, loss_scale)
+            if self._fits(images, labels, loss_scale):
+                return self._replay(images, labels)
             self._say_once(images)
             return self.backward(images, labels, loss_scale)
-        return self.captured.replay(images, labels)
 
     def _on_side_stream(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
         """The capture is on this stream too: what was set up before belongs to it then."""
@@ -81,23 +78,14 @@ class CudaGraphBackward:
         torch.cuda.current_stream().wait_stream(self.stream)
         return result
 
-    def _say_once(self, images: Tensor) -> None:
-        if not self._said:
-            self._said = True
-            shape = "×".join(map(str, images.shape))
-            say(f"note: a batch of {shape} is not what the CUDA graph was captured for: such batches run without it")
-
-
-class _CapturedBackward:
-    """A CUDA graph with the memory that it reads and writes. Capturing runs nothing: the first replay does."""
-
-    def __init__(self, source: CudaGraphBackward, images: Tensor, labels: Tensor, loss_scale: float) -> None:
+    def _capture(self, images: Tensor, labels: Tensor, loss_scale: float) -> None:
+        """Record the graph and the memory that it reads and writes. Nothing runs before the first replay."""
         self.images, self.labels, self.loss_scale = images.clone(), labels.clone(), loss_scale
-        self.parameters, self.graph = source.parameters, torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may go on, as those do that decode images.
-            with torch.cuda.graph(self.graph, stream=source.stream, capture_error_mode="thread_local"):
-                self.result = source.backward(self.images, self.labels, loss_scale)
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.result = self.backward(self.images, self.labels, loss_scale)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as exc:
@@ -107,13 +95,20 @@ class _CapturedBackward:
             ) from exc
         self.grads = [parameter.grad for parameter in self.parameters]
 
-    def fits(self, images: Tensor, labels: Tensor, loss_scale: float) -> bool:
+    def _fits(self, images: Tensor, labels: Tensor, loss_scale: float) -> bool:
         return (images.shape, labels.shape, loss_scale) == (self.images.shape, self.labels.shape, self.loss_scale)
 
-    def replay(self, images: Tensor, labels: Tensor) -> Tensor:
+    def _replay(self, images: Tensor, labels: Tensor) -> Tensor:
+        assert self.graph is not None
         self.images.copy_(images)
         self.labels.copy_(labels)
         self.graph.replay()
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
         return self.result
+
+    def _say_once(self, images: Tensor) -> None:
+        if not self._said:
+            self._said = True
+            shape = "×".join(map(str, images.shape))
+            say(f"note: a batch of {shape} is not what the CUDA graph was captured for: such batches run without it")

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import secrets
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,17 +36,6 @@ def write_atomic(path: Path, content: bytes) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def check_writable(folder: Path) -> None:
-    """Raise unless `folder`, or its nearest existing parent, accepts files; tried with an unnamed temporary file."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
-    if folder.is_file():
-        raise FileExistsError(f"{folder} is a file, but a run needs a directory: give another --save")
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as exc:
-        raise OSError(f"nothing can be written to {folder} ({exc.strerror}): give another --save") from exc
 
 
 def remove_temporary_files(folder: Path) -> None:

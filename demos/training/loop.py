@@ -117,11 +117,10 @@ class Trainer:
 
     def _backward(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
         """Accumulate gradients; returns the sum of losses and the number of wrong predictions."""
-        with _explain_failures():
-            with self.autocast():
-                logits = self.wrapped_model(images)
-                loss = F.cross_entropy(logits, labels, reduction="sum")
-            self.scaler.scale(loss * loss_scale).backward()
+        with self.autocast():
+            logits = self.wrapped_model(images)
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+        self.scaler.scale(loss * loss_scale).backward()
         return torch.stack([loss.detach(), (logits.argmax(1) != labels).sum()]).double()
 
     @torch.no_grad()
@@ -174,23 +173,6 @@ class Trainer:
         if self.options.amp is None:
             return contextlib.nullcontext()
         return torch.autocast(self.context.device.type, AMP_DTYPES[self.options.amp])
-
-
-@contextlib.contextmanager
-def _explain_failures() -> Iterator[None]:
-    """Replace errors of a step that options have caused by a sentence; any other passes unchanged."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as exc:
-        if "value per channel" in str(exc):
-            raise ValueError(
-                "found a batch of one image, which leaves a batch norm a single value per channel, without a variance: "
-                "give a larger --batch_size or --micro_batch_size, or a larger --image_size"
-            ) from exc
-        if not type(exc).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            raise
-        reason = " ".join(str(exc).split("\n\n")[0].split())
-        raise ValueError(f"torch.compile failed here ({reason}): leave --compile out, or repair its compiler") from exc
 
 
 def batches(num_images: int, batch_size: int, seed: int, epoch: int) -> list[Tensor]:

@@ -12,14 +12,12 @@ from efficient_densenet.memory.step import MetaModel, PersistentMemory
 from efficient_densenet.models.densenet import DenseNet
 
 from .distributed import DistributedContext
-from .machine import total_memory
+from .machine import check_memory
 from .options import RunOptions
 from .report import mib
 
 _SHARE_OF_FREE = 0.8
 """The part of a GPU's free memory to take: cuDNN's workspaces and the gaps between tensors need some."""
-_FEW_IMAGES = 8
-"""Fewer images than this give a batch norm noisy statistics."""
 
 
 class RunMemory:
@@ -71,7 +69,8 @@ def fit_into_memory(
             parts = -(-batch_size // fitting)
             size = -(-batch_size // parts)
             images = (
-                f"{parts} micro-batches of {size} images, as {images} at once do not fit{_word_on_batch_norms(size)}"
+                f"{parts} micro-batches of {size} images, as {images} at once do not fit; batch norms take their "
+                f"statistics of {size} images at a time"
             )
             batch_size = size
             options = replace(options, micro_batch_size=batch_size)
@@ -83,11 +82,6 @@ def fit_into_memory(
         raise MemoryError(str(exc)) from exc
     keep(model, plan)
     return options, f"{source}: {images}; {plan}"
-
-
-def _word_on_batch_norms(images: int) -> str:
-    said = f"; batch norms take their statistics of {images} image{'s' * (images > 1)} at a time"
-    return said + ", which are noisy: give more --memory for larger micro-batches" * (images < _FEW_IMAGES)
 
 
 def _budget(options: RunOptions, device: torch.device) -> tuple[int | None, str]:
@@ -102,9 +96,8 @@ def _budget(options: RunOptions, device: torch.device) -> tuple[int | None, str]
 def describe_expected_memory(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
     """The expected peak; an engine or a batch that cannot run here is an error, before anything is written."""
     peak = RunMemory(model, image_size, options).peak(batch_size)
-    if next(model.parameters()).device.type == "cpu" and peak > total_memory():
-        found = f"found that a step of {batch_size} images of {image_size}×{image_size} would take about {mib(peak)}"
-        raise MemoryError(f"{found}, but this machine has {mib(total_memory())}: {what_to_change(options)}")
+    if next(model.parameters()).device.type == "cpu":
+        check_memory(peak, f"a step of {batch_size} images of {image_size}×{image_size}", what_to_change(options))
     return (
         f"about {mib(peak)} of tensors for {batch_size} images at once on a device (parameters, gradients, momentum "
         "and what a step holds; Python, PyTorch and its kernels come on top)"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,6 @@ class ModelConfig:
         block_config = block_config_for(self.depth)
         return DenseNet(self.growth_rate, block_config, num_init_features=2 * self.growth_rate, **arguments)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def default_image_size(model: str | None) -> int:
     return 224 if model in VARIANTS and not VARIANTS[model]["small_inputs"] else 32
@@ -89,11 +86,17 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return digest([json.dumps(content, sort_keys=True).encode()])
 
 
-def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:
-    """The trained model, in eval mode, of a run's folder or of a file of weights in one."""
+def weights_of(path: Path) -> Path:
+    """The file of weights of a run, which is its folder's or that itself."""
     weights = path / WEIGHTS if path.is_dir() else path
     if not weights.exists():
         raise ValueError(f"{weights} does not exist: give the folder of a run, or a file of weights in one")
+    return weights
+
+
+def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:
+    """The trained model, in eval mode, of a run's folder or of a file of weights in one."""
+    weights = weights_of(path)
     _, config = read_config(weights.parent)
     with files.damage_named(weights.parent / CONFIG):
         model = config.build()

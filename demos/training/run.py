@@ -16,9 +16,8 @@ from efficient_densenet.weights.trained import find_checkpoint
 
 from . import files, models
 from .cuda_graph import check_cuda_graph
-from .data import Dataset, UndecodableImage, load
+from .data import Dataset, load
 from .data.augment import Transform, transform_for
-from .data.folder import check_images
 from .data.sources import check_options_of_folders, download_if_absent
 from .distributed import DistributedContext, check_parallel, init_distributed
 from .evaluate import evaluate
@@ -94,8 +93,6 @@ class Run:
         self.record = self._record()
         self.said = data_changes(state["data"], self.record["data"], options.accept_changed_data) if state else []
         self.said = [f"note: {change}" for change in self.said]
-        for images in (self.valid, self.dataset.test):
-            check_images(images, slice(context.rank, None, context.world_size))
         self.model = self.config.build(options.engine, options.keep_bottleneck).to(context.device)
         if pretrained:
             self.said += pretrained.load_into(self.model, self.dataset.classes)
@@ -122,15 +119,10 @@ class Run:
                 self._finish()
             except TrainingInterrupted as interrupted:
                 self._save_and_exit(interrupted)
-            except UndecodableImage as exc:
-                remedy = f"then continue with --resume --accept_changed_data and --save {self.directory.folder}"
-                raise UndecodableImage(f"{exc}, {remedy}") from exc
             except torch.OutOfMemoryError as exc:
                 step = f"a step of {self.largest_batch} images with engine {self.options.engine}"
-                peak = mib(self._peak_memory())
                 raise MemoryError(
-                    f"out of memory in {step}: tensors had reached {peak}: start over with --overwrite, and "
-                    f"{what_to_change(self.options)}"
+                    f"out of memory in {step}: start over with --overwrite, and {what_to_change(self.options)}"
                 ) from exc
 
     def _load_dataset(self, may_download: bool, channels: int | None) -> Dataset:
@@ -155,7 +147,7 @@ class Run:
         dataset = self.dataset
         return {
             "options": asdict(self.options) | {"data": data},
-            "model": self.config.as_dict(),
+            "model": asdict(self.config),
             "data": {
                 "name": dataset.name,
                 "train_images": len(dataset.train),

@@ -11,7 +11,6 @@ from torch import nn
 
 from efficient_densenet._archive import to_archive
 from efficient_densenet._extras import need
-from efficient_densenet.weights.trained import TRAINED
 
 from . import files
 from .loop import TrainingPosition
@@ -49,18 +48,6 @@ class RunDirectory:
 
         Nothing is written but the file of the lock.
         """
-        files.check_writable(self.folder)
-        for name in WRITTEN:
-            if (self.folder / name).is_dir():
-                raise IsADirectoryError(
-                    f"{self.folder / name} is a directory, but a run writes a file of that name: remove it, or give "
-                    "another --save"
-                )
-        named = [entry.folder.resolve() for entry in TRAINED.values()]
-        if options.overwrite and self.folder.resolve() in named:
-            raise FileExistsError(
-                f"{self.folder} contains weights that have a name, which --overwrite would remove: give another --save"
-            )
         found = [name for name in RUN_FILES if (self.folder / name).exists()]
         if found:
             self._acquire()

@@ -18,7 +18,7 @@ from ..engine.parts import NoPartsError
 from ..kernels.activations import ActivationSpec
 from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
 from .connection_pattern import ALONE, ConnectionPattern
-from .fingerprint import Fingerprint, drop_rates, fingerprint
+from .fingerprint import Fingerprint, drop_rates, fingerprint, why_not_watched
 from .layer_parts import Call
 from .layers import run_layers, run_whole_layers
 from .sample import IMAGES, Sample, dimensions, samples
@@ -100,15 +100,22 @@ def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_l
         by_parts = patterns_by_parts(block)
     except NoPartsError as failure:
         reason = str(failure)
-    if asked and reason is None:
-        by_parts, reason = [], f"found that it {describe_modes(asked)}"
+    if asked:
+        reason = reason or f"found that it {describe_modes(asked)}"
+    reason = reason or why_not_watched([*block.modules()])
+    if reason is not None:
+        by_parts = []
     by_calls = patterns_by_calls(block, may_be_layer)
     if reason is not None and not by_calls:
         raise NoPartsError(reason)
     parametrized = next(filter(None, map(why_not_parametrized, block.modules())), None)
     if parametrized is not None:  # no engine runs by parts there
-        return find_by_trial(block, forward, [*by_calls, *by_parts], reason or parametrized)
-    return find_by_trial(block, forward, [*by_parts, *by_calls], reason)
+        found = find_by_trial(block, forward, [*by_calls, *by_parts], reason or parametrized)
+    else:
+        found = find_by_trial(block, forward, [*by_parts, *by_calls], reason)
+    if why_not_watched([block]) is not None and not cast(ConnectionPattern, found.pattern).is_layer:
+        raise VerificationError(reason)  # its own forward must run
+    return found
 
 
 def find_by_trial(
@@ -217,11 +224,14 @@ def _of_width(
 
 def _check_has_torch_state(norm: nn.Module) -> None:
     """Raise `VerificationError` for a norm with a forward of its own that may read attributes torch's norms do not
-    have."""
+    have, or values that are not watched."""
     tensors = norm._parameters.keys() | norm._buffers.keys() | norm._modules.keys()
     own = (vars(norm).keys() | tensors) - _OF_EVERY_BATCH_NORM
     if own:
         raise VerificationError(f"holds a {type(norm).__name__} with attributes of its own: {', '.join(sorted(own))}")
+    unwatched = why_not_watched([norm])
+    if unwatched is not None:
+        raise VerificationError(unwatched)
 
 
 def update_norms_once(block: nn.Module) -> None:

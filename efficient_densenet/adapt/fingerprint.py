@@ -4,16 +4,10 @@ A trial verifies a block with its current state. An attribute that had no effect
 dropout of rate 0) may be changed later, and change the results of the block's forward. So the state is saved.
 """
 
-import weakref
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cache, partial
-from hashlib import sha256
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -21,7 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from .._mixins import author_class
 from ..norms.batch_norm import TORCH_CLASSES
 from ..norms.frozen import is_frozen_batch_norm
-from .outside import Place, is_known, is_of_a_library, names_in_methods, names_read, places_outside
+from .frozen_values import OF_EVERY_MODULE, as_copy, frozen, unwatched_in
+from .outside import READ_ANY_ATTRIBUTE, is_known, names_in_methods, names_read
 
 Values = tuple[tuple[str, Any], ...]
 
@@ -31,40 +26,6 @@ class State(NamedTuple):
 
     name: str
     values: Values
-
-
-@dataclass(frozen=True, eq=False)
-class Identity:
-    """Represents an object that is compared by identity or, in a copied fingerprint, by its name.
-
-    Attributes:
-        reference: a weak reference, since a new object may get the id of an object that was freed; the id of an object
-            that allows no weak references; None in a copy.
-        name: the name of the object, or of its class.
-        version: the version counter of a tensor, or the length of a long collection.
-    """
-
-    reference: Any
-    name: str
-    version: int = 0
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Identity) or (self.name, self.version) != (other.name, other.version):
-            return False
-        is_id = isinstance(self.reference, int)
-        return self.reference == other.reference if is_id else self.reference is other.reference
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-
-def _identity(value: Any, version: int = 0) -> Identity:
-    named: Any = value if isinstance(value, (type, FunctionType, BuiltinFunctionType)) else type(value)
-    try:
-        reference = weakref.ref(value)  # the same for each call, as long as the object lives
-    except TypeError:
-        reference = id(value)
-    return Identity(reference, f"{getattr(named, '__module__', None)}.{named.__qualname__}", version)
 
 
 class DropRate(NamedTuple):
@@ -97,7 +58,7 @@ class Fingerprint(NamedTuple):
 
     def as_copy(self) -> "Fingerprint":
         """The part of the fingerprint that stays valid in a copy of the block or in another process."""
-        return self._replace(modules=_as_copy(self.modules), classes=_as_copy(self.classes), is_copy=True)
+        return self._replace(modules=_as_copies(self.modules), classes=_as_copies(self.classes), is_copy=True)
 
 
 def fingerprint(block: nn.Module, statistics: frozenset[str] = frozenset(), with_settings: bool = False) -> Fingerprint:
@@ -108,14 +69,33 @@ def fingerprint(block: nn.Module, statistics: frozenset[str] = frozenset(), with
     and the values that they read, large tensors by identity and version.
     """
     modules = list(_modules(block))
-    classes = dict.fromkeys(map(class_as_written, modules))
-    own = dict.fromkeys(each for cls in classes for each in cls.__mro__ if not is_known(each))
-    read = _names_in_methods(tuple(own))
+    own = _authors_classes(modules)
+    read = _names_in_methods(own)
     first: dict[nn.Module, int] = {}
     ties = tuple(first.setdefault(module, i) for i, module in enumerate(modules))
     states = tuple(_state(module, statistics, read, with_settings) for module in modules)
     ties = ties if len(first) < len(ties) else ()
-    return Fingerprint(states, tuple(map(_class_state, own)), ties, statistics, with_settings)
+    return Fingerprint(states, tuple(_class_state(cls, read) for cls in own), ties, statistics, with_settings)
+
+
+def _authors_classes(modules: Iterable[nn.Module]) -> tuple[type, ...]:
+    classes = dict.fromkeys(map(class_as_written, modules))
+    return tuple(dict.fromkeys(each for cls in classes for each in cls.__mro__ if not is_known(each)))
+
+
+def why_not_watched(modules: Sequence[nn.Module]) -> str | None:
+    """Why the forwards of `modules` may read values whose changes no fingerprint shows, or None."""
+    own = _authors_classes(modules)
+    read = _names_in_methods(own) | {"forward"}
+    reads_any_attribute = not read.isdisjoint(READ_ANY_ATTRIBUTE)
+    states = [_state(module, frozenset(), read, False) for module in modules] + [_class_state(cls, read) for cls in own]
+    for state in states:
+        for name, value in state.values:
+            may_be_read = name in read or name.startswith("__") or reads_any_attribute
+            found = next(unwatched_in(value), None) if may_be_read and name != "__init__" else None
+            if found is not None:
+                return f"found that {name} of a {state.name} may read a {found.name}, whose changes go unnoticed"
+    return None
 
 
 @cache
@@ -182,8 +162,20 @@ def _change(old: State, new: State, names_read: frozenset[str] | None) -> str | 
                 return f"{added[0]} of a {old.name} was added"
             continue
         if before != after and not verified_for_any and not unread:
-            return f"{key} of a {old.name} {_difference(before, after)}"
+            name, *values = (key, before, after) if names_read is not None else _innermost(key, before, after)
+            return f"{name} of a {old.name} {_difference(*values)}"
     return None
+
+
+def _innermost(name: str, before: Any, after: Any) -> tuple[str, Any, Any]:
+    """The name and values of the variable by which two forms of a method differ."""
+    if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
+        different = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+        if len(before) == 2 and isinstance(before[0], str) and before[0] == after[0]:
+            return _innermost(before[0], before[1], after[1])
+        if len(different) == 1:
+            return _innermost(name, *different[0])
+    return name, before, after
 
 
 def _difference(old: Any, new: Any) -> str:
@@ -219,7 +211,7 @@ def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str], 
         parameters = module._parameters or attributes.get("_former_parameters", ())
         has_tensors = bool(parameters or module._buffers)
         names = attributes.keys() if with_settings and not has_tensors else read & attributes.keys()
-        settings = _values({name: attributes[name] for name in names}, _OF_EVERY_MODULE)
+        settings = _values({name: attributes[name] for name in names}, read)
         if not has_tensors:
             return State(name, _NO_TENSORS + settings)
         return State(name, (("names of tensors", TensorNames((*parameters, *module._buffers))), *settings))
@@ -229,11 +221,11 @@ def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str], 
         attributes = {name: value for name, value in attributes.items() if name not in replicated}
     absent = (("set of absent tensors", tuple(name for name, value in _tensors(module) if value is None)),)
     buffers = tuple(
-        (name, _frozen(value))
+        (name, frozen(value, read))
         for name, value in buffers_taken_as_given(module)
         if value is not None and name_of_buffer(module, name) not in statistics
     )
-    return State(cls.__name__, _values(attributes, _OF_EVERY_MODULE) + absent + buffers)
+    return State(cls.__name__, _values(attributes, read) + absent + buffers)
 
 
 def buffers_taken_as_given(module: nn.Module) -> list[tuple[str, Tensor | None]]:
@@ -259,118 +251,28 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
     return [*module._parameters.items(), *module._buffers.items()]
 
 
-def _is_small(value: Tensor) -> bool:
-    """Whether `value` has few elements that can be read without waiting for a device, and memory, which FSDP may
-    free."""
-    is_ordinary = value.device.type == "cpu" and value.layout == torch.strided and type(value) is Tensor
-    return is_ordinary and value.numel() <= 16 and value.untyped_storage().size() > 0
+def _class_state(cls: type, read: frozenset[str]) -> State:
+    """The values of a class's own attributes, which are compared exactly. A method consists of the values that it
+    reads."""
+    own = ((name, value) for name, value in sorted(vars(cls).items()) if name not in _OF_EVERY_CLASS)
+    return State(cls.__name__, tuple((name, frozen(value, read)) for name, value in own))
 
 
-def _class_state(cls: type) -> State:
-    """The values of a class's own attributes, which are compared exactly, and the outside values that its methods
-    read."""
-    own = tuple((name, _frozen(value)) for name, value in sorted(vars(cls).items()) if name not in _OF_EVERY_CLASS)
-    return State(
-        cls.__name__, own + tuple((place.name, _outside(place.value(), place)) for place in places_outside(cls))
-    )
+def _as_copies(states: tuple[State, ...]) -> tuple[State, ...]:
+    return tuple(State(state.name, as_copy(state.values)) for state in states)
 
 
-def _outside(value: Any, place: Place, depth: int = 2) -> Any:
-    """A global or closure value as far as it is simple. Of an object or a class, only the attributes that its methods
-    or the function at `place` may read are included."""
-    if isinstance(value, ContextVar):
-        value = value.get(None)
-    if value is None or isinstance(value, (*_COMPARED_WHOLE, nn.Module)):
-        return _frozen(value, 3)
-    if not depth or is_of_a_library(value):
-        return _identity(value)
-    cls = value if isinstance(value, type) else type(value)
-    attributes = _class_attributes(cls) if cls is value else getattr(value, "__dict__", {})
-    names = sorted((names_read(cls).union(place.names) & attributes.keys()) - _OF_EVERY_MODULE)
-    return _identity(cls), tuple((name, _outside(attributes[name], place, depth - 1)) for name in names)
+def _values(attributes: Mapping[str, Any], read: frozenset[str]) -> Values:
+    names = (name for name in sorted(attributes.keys() - OF_EVERY_MODULE) if not name.startswith(_OF_FULLY_SHARD))
+    return tuple((name, _value(name, attributes[name], read)) for name in names)
 
 
-def _class_attributes(cls: type) -> dict[str, Any]:
-    authors = (each for each in reversed(cls.__mro__) if not is_known(each))
-    return {name: value for each in authors for name, value in vars(each).items() if name != "__init__"}
-
-
-def _values(attributes: Mapping[str, Any], ignored: frozenset[str]) -> Values:
-    names = (name for name in sorted(attributes.keys() - ignored) if not name.startswith(_OF_FULLY_SHARD))
-    return tuple((name, _value(name, attributes[name])) for name in names)
-
-
-def _value(name: str, value: Any) -> Any:
-    return DropRate(value) if _is_drop_rate(name, value) else _frozen(value)
+def _value(name: str, value: Any, read: frozenset[str]) -> Any:
+    return DropRate(value) if _is_drop_rate(name, value) else frozen(value, read)
 
 
 def _is_drop_rate(name: str, value: Any) -> bool:
     return type(value) is float and "drop" in name and 0 <= value <= 1
-
-
-def _frozen(value: Any, depth: int = 6) -> Any:
-    """`value` in an immutable form without references to objects. Equal forms mean equivalent values."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Tensor):
-        if _is_small(value):
-            return str(value.dtype), tuple(value.flatten().tolist())
-        return _identity(value, 0 if value.is_inference() else value._version)
-    if isinstance(value, FunctionType):
-        return _frozen_function(value, depth)
-    if not depth or isinstance(value, (type, ModuleType)):
-        return _identity(value)
-    if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MANY:
-        return _identity(value, len(value))
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(each, depth - 1) for each in value)
-    if isinstance(value, (set, frozenset)):
-        return frozenset(_frozen(each, depth - 1) for each in value)
-    if isinstance(value, dict):
-        return tuple((_frozen(key, depth - 1), _frozen(each, depth - 1)) for key, each in value.items())
-    if isinstance(value, (staticmethod, classmethod)):
-        return _frozen(value.__func__, depth)
-    if isinstance(value, MethodType):
-        return _frozen_function(value.__func__, depth), _identity(value.__self__)
-    if isinstance(value, partial):
-        return _frozen((value.func, value.args, value.keywords), depth)
-    if hasattr(value, "__array_interface__") and value.nbytes <= _SMALL_ARRAY:
-        return value.tobytes()
-    slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()) if isinstance(name, str)]
-    inside = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
-    if isinstance(value, nn.Module):
-        inside = {name: each for name, each in inside.items() if name not in _OF_EVERY_MODULE}
-    return _identity(value), *((name, _frozen(each, depth - 1)) for name, each in inside.items())
-
-
-def _frozen_function(function: Any, depth: int) -> Any:
-    """The name and code of a function, and the values that it holds: together they determine its behavior."""
-    if not isinstance(function, FunctionType):
-        return _identity(function)
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
-    held = [function.__defaults__, function.__kwdefaults__, *cells] if depth else []
-    inside = tuple(_frozen(each, depth - 1) for each in held)
-    return function.__module__, function.__qualname__, _digest(function.__code__), inside
-
-
-@cache
-def _digest(code: CodeType) -> str:
-    """A hash of a function's code, which is the same in another process."""
-    constants = [_digest(each) if isinstance(each, CodeType) else each for each in code.co_consts]
-    texts = [sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each) for each in constants]
-    return sha256(repr((code.co_code, code.co_names, texts)).encode()).hexdigest()
-
-
-def _as_copy(value: Any) -> Any:
-    if isinstance(value, Identity):
-        return Identity(None, value.name)
-    if isinstance(value, (DropRate, TensorNames)):
-        return value
-    if isinstance(value, State):
-        return State(value.name, _as_copy(value.values))
-    if isinstance(value, (tuple, frozenset)):
-        return type(value)(map(_as_copy, value))
-    return value
 
 
 _BATCH_NORMS = set(TORCH_CLASSES.values())
@@ -378,17 +280,8 @@ _BATCH_NORMS = set(TORCH_CLASSES.values())
 
 _NO_TENSORS: Values = (("names of tensors", TensorNames()),)
 _MISSING = object()
-_MANY = 10_000
-_EMPTY_CELL = CellType()
-_COMPARED_WHOLE = (bool, int, float, str, list, tuple, set, frozenset, dict, Tensor)
-_COMPARED_WHOLE += (FunctionType, MethodType, staticmethod, classmethod, partial)
 _OF_FULLY_SHARD = "__composable_api_state_key"
-_SMALL_ARRAY = 1 << 12  # bytes: a larger array is compared by identity
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
-    "_conversion",  # added by the conversion itself
-    "keep_bottleneck",  # read at every forward
-    "_is_replica",  # set by nn.DataParallel
-}
 _OF_EVERY_CLASS = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__static_attributes__", "__firstlineno__"}
+    | {"__annotations__", "__annotate_func__", "__annotations_cache__"}
 )

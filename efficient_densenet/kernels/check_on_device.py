@@ -26,7 +26,7 @@ STARTED = "efficient_densenet compares kernels"
 VERDICT = "efficient_densenet has compared kernels: "
 
 TOLERANCES = {"ieee": 2e-5, "tf32": 8e-3, torch.float16: 8e-3, torch.bfloat16: 2e-2}
-"""How far a result may be from the exact one, over the largest value of its tensor. A wrong index, mask or sum makes it
+"""Largest difference from the exact result, over the largest value of its tensor. A wrong index, mask or sum makes it
 about as large as the values."""
 
 UNALIGNED = [((2, 5, 13), 5, 48), ((1, 9, 7), 36, 16), ((3, 8, 8), 32, 128)]
@@ -40,10 +40,10 @@ FEATURES = {"centered": True, "centered_bottleneck": False}
 """Arguments of a case as in a stage whose norms are not frozen: features are stored centered, bottlenecks are not."""
 
 LARGE = [((9, 128, 128), 16, 48), ((2, 96, 96), 16, 128), ((2, 96, 96), 16, 192)]
-"""So many rows that program instances have several tiles of them, or that statistics are of many tiles."""
+"""Sizes at which program instances have several tiles of rows, or statistics are of many tiles."""
 
 _random_numbers = threading.Lock()
-"""Held by the thread that draws from PyTorch's generator, so that each case has the same numbers everywhere."""
+"""Lock of the thread that draws from PyTorch's generator, so that each case has the same numbers everywhere."""
 
 _LACKS = "out of memory", "ALLOC_FAILED", "busy or unavailable"
 """Parts of error messages that mean resources are missing, not a wrong kernel."""

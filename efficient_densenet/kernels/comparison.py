@@ -45,13 +45,16 @@ def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 class _Arguments:
     device: torch.device | str
+    dtype: torch.dtype
 
     def in_float64(self: AnyCase) -> AnyCase:
-        """The same arguments in float64."""
-        return self._mapped(Tensor.double)
+        """A copy of the arguments in float64."""
+        case = self._mapped(Tensor.double)
+        case.dtype = torch.float64
+        return case
 
     def on(self: AnyCase, device: torch.device | str) -> AnyCase:
-        """The same arguments on another device, where each tensor has the same strides and the same alignment."""
+        """A copy of the arguments on another device, where each tensor has the same strides and the same alignment."""
         case = self._mapped(lambda tensor: _moved(tensor, device))
         case.device = device
         return case
@@ -167,11 +170,7 @@ class Case(_Arguments):
     def grad_bottleneck(self, values: Tensor) -> BatchNormBackward:
         return self.batch_norm_backward(values, self.grad_output, values.shape[1], self.centered_bottleneck)
 
-    def next_bottleneck(self, kernels: Any, conv: Conv1x1) -> None:
-        grad_output, accumulator = self.grad_bottleneck(self.grad_output), self.accumulator(self.grad_accum.clone())
-        kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
-
-    def next_bottleneck_in_place(self, kernels: Any) -> Results:
+    def next_bottleneck(self, kernels: Any) -> Results:
         """A call as the engine's, with fewer channels and in place of the values behind grad_output."""
         fewer, output = max(1, self.values.shape[1] - 2), self.grad_output.clone(memory_format=torch.contiguous_format)
         input = AffineInput(self.values[:, :fewer], self.norm(fewer), self.activation)
@@ -200,8 +199,7 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
     "conv1x1_forward": lambda k, c: [c.conv1x1(k.conv1x1_forward)],
     "conv1x1_forward_with_statistics": lambda k, c: c.conv1x1_with_statistics(k),
     "conv1x1_backward": lambda k, c: c.backward(k.conv1x1_backward, c.grad_bottleneck(c.grad_output), c.weight1x1),
-    "conv1x1_next_bottleneck": lambda k, c: [c.conv1x1(lambda conv: c.next_bottleneck(k, conv))],
-    "conv1x1_next_bottleneck_in_place": lambda k, c: c.next_bottleneck_in_place(k),
+    "conv1x1_next_bottleneck": lambda k, c: c.next_bottleneck(k),
     "conv3x3_forward": lambda k, c: [k.conv3x3_forward(c.input, c.weight3x3, c.shape, c.dilation)],
     "conv3x3_forward_with_statistics": lambda k, c: c.conv3x3_with_statistics(k),
     "conv3x3_backward": lambda k, c: c.backward(k.conv3x3_backward, c.grad_output, c.weight3x3, c.shape, c.dilation),
@@ -215,10 +213,11 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
 }
 
 
+_POOL = MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)
+
+
 class StemCase(_Arguments):
     """Small integers as a stem's images and norm, so that sets of kernels round alike and find the same maxima."""
-
-    POOL = MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)
 
     def __init__(
         self,
@@ -227,20 +226,22 @@ class StemCase(_Arguments):
         memory_format: torch.memory_format = torch.contiguous_format,
         size: tuple[int, int] = (9, 14),
         activation: str = "relu",
+        pool: MaxPool = _POOL,
+        frozen: bool = False,
     ) -> None:
         values = torch.randint(-3, 4, (2, channels, *size))
-        grad = torch.randint(-4, 5, (2, channels, *self.POOL.pooled_size(size)))
+        grad = torch.randint(-4, 5, (2, channels, *pool.pooled_size(size)))
         self.values, self.grad_output = (
             images.to(dtype).contiguous(memory_format=memory_format) for images in (values, grad)
         )
         vectors = torch.tensor([[1.0, -1, 2], [1, 2, -1], [0.5, 1, 2], [0, 1, -2]])
         self.vectors = vectors.repeat(1, channels)[:, :channels].contiguous()
-        self.activation = _activation(activation)
+        self.activation, self.pool, self.frozen = _activation(activation), pool, frozen
 
     @property
     def norm(self) -> BatchNormAffine:
         weight, bias, inv_std, mean = self.vectors
-        return BatchNormAffine(weight, bias, inv_std, mean)
+        return BatchNormAffine(weight, bias, inv_std, mean, self.frozen)
 
     def statistics(self, kernels: Any) -> Results:
         matrix = torch.zeros(3, self.values.shape[1], device=self.values.device, dtype=self.vectors.dtype)
@@ -250,7 +251,7 @@ class StemCase(_Arguments):
     def backward(self, kernels: Any) -> Results:
         """The gradients of the norm and of the images."""
         grad_images, count = self.values.clone(memory_format=torch.preserve_format), self.values[:, 0].numel()
-        settings = self.norm, self.activation, self.POOL
+        settings = self.norm, self.activation, self.pool
         places, sums = kernels.norm_activation_max_pool_reduce(self.grad_output, self.values, *settings)
         kernels.norm_activation_max_pool_backward(self.grad_output, places, grad_images, *settings, sums, count)
         return sums.norm_bias, sums.norm_weight, grad_images
@@ -259,7 +260,7 @@ class StemCase(_Arguments):
 STEM_OPERATIONS: dict[str, Callable[[Any, StemCase], Results]] = {
     "image_statistics": lambda k, c: c.statistics(k),
     "norm_activation_max_pool": lambda k, c: [
-        k.norm_activation_max_pool(c.values, c.norm, c.activation, c.POOL, c.values.dtype)
+        k.norm_activation_max_pool(c.values, c.norm, c.activation, c.pool, c.values.dtype)
     ],
     "norm_activation_max_pool_backward": lambda k, c: c.backward(k),
 }

@@ -1,8 +1,8 @@
-"""Files of compiled kernels and of verdicts on kernels, each used only if it is whole and no other user may write it.
+"""Files of compiled kernels and of verdicts on kernels, in a directory that no other user may write.
 
-The files are in a directory of the user's own: inside `NUMBA_CACHE_DIR` where that is set, otherwise in the user's
-cache directory. A file is a checksum of the key and the content, then the content. The key contains everything on which
-the content depends.
+The directory is inside `NUMBA_CACHE_DIR` where that is set, otherwise in the user's cache directory. A file is a
+checksum of the key and the content, then the content; one that is damaged is not used. The key contains everything on
+which the content depends.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 import warnings
 from pathlib import Path
 
-FILES_PER_KERNEL = 16
+FILES_PER_KERNEL = 32
 """The number of files kept for a kernel, the most recently used: for several dtypes, processors and versions."""
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
@@ -23,12 +23,15 @@ _ABANDONED_AFTER = 3600  # seconds: longer than any process writes a temporary f
 
 
 def load(name: str, key: bytes) -> bytes | None:
-    """The content stored for this key of the kernel `name`; None if there is no usable file."""
+    """The content stored for this key of the kernel `name`; None if there is no undamaged file."""
     private = directory()
     if private is None:
         return None
     file = _file(private, name, key)
-    stored = _read(file)
+    try:
+        stored = file.read_bytes()
+    except OSError:
+        return None
     checksum, content = stored[:_CHECKSUM_BYTES], stored[_CHECKSUM_BYTES:]
     if checksum != _checksum(key, content):
         return None
@@ -63,14 +66,6 @@ def _directory() -> Path | None:
     return Path(os.path.abspath(caches), f"efficient_densenet-{os.geteuid()}")
 
 
-def _file(directory: Path, name: str, key: bytes) -> Path:
-    return directory / f"{name}-{hashlib.sha256(key).hexdigest()[:32]}.kernel"
-
-
-def _checksum(key: bytes, content: bytes) -> bytes:
-    return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
-
-
 @functools.cache
 def _private_directory(directory: Path | None) -> Path | None:
     """The directory, created if it is missing; None if it cannot be created or other users may write it."""
@@ -83,45 +78,24 @@ def _private_directory(directory: Path | None) -> Path | None:
         status = directory.lstat()
     except OSError:
         return None
-    if stat.S_ISDIR(status.st_mode) and _is_private(status):
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return directory
-    _warn(f"{directory} {_permissions(status)}: kernels are compiled without it, in every process")
+    warnings.warn(
+        f"{directory} is a {stat.filemode(status.st_mode)} of user {status.st_uid}, where a directory is needed that "
+        f"user {os.geteuid()} alone may write: kernels are compiled without it, in every process. Remove it, or set "
+        "NUMBA_CACHE_DIR to a directory of your own",
+        stacklevel=2,
+    )
     return None
 
 
-def _read(file: Path) -> bytes:
-    """The file's bytes; no bytes if it is missing or unreadable, or if other users can write it."""
-    try:
-        with open(file, "rb", opener=_open_regular) as opened:
-            status = os.fstat(opened.fileno())
-            if _is_private(status):
-                return opened.read()
-    except OSError:
-        return b""
-    _warn(f"{file} {_permissions(status)}: the kernel is compiled again")
-    return b""
+def _file(directory: Path, name: str, key: bytes) -> Path:
+    return directory / f"{name}-{hashlib.sha256(key).hexdigest()[:32]}.kernel"
 
 
-def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file: no symbolic link, and no FIFO, which would wait for a writer."""
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise OSError(f"{path} is no regular file")
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _is_private(status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _permissions(status: os.stat_result) -> str:
-    return (
-        f"is a {stat.filemode(status.st_mode)} of user {status.st_uid}, where one is needed that user {os.geteuid()} "
-        "alone may write"
-    )
-
-
-def _warn(found: str) -> None:
-    warnings.warn(f"{found}. Remove it, or set NUMBA_CACHE_DIR to a directory of your own", stacklevel=3)
+def _checksum(key: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(hashlib.sha256(key).digest() + content).digest()
 
 
 def _replace(file: Path, content: bytes) -> None:

@@ -6,8 +6,6 @@ on disk, for the device, the versions, the sources and the dtype; where it finds
 tries again. Activations other than ReLU are compared when they are first used.
 """
 
-import contextlib
-import ctypes
 import functools
 import hashlib
 import json
@@ -136,7 +134,7 @@ def _verdict_of(done: subprocess.CompletedProcess, device_name: str) -> Verdict:
 
 
 def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> bytes:
-    """Everything that the verdict depends on."""
+    """A key of everything that the verdict depends on."""
     parts = [
         torch.cuda.get_device_name(index),
         torch.cuda.get_device_capability(index),
@@ -152,19 +150,10 @@ def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> byt
     return json.dumps(parts).encode()
 
 
-@functools.cache
 def _driver_version() -> str:
-    """The version that the driver's kernel module names or, under WSL2, where the host system has it, its library."""
+    """The version that the driver's kernel module names; nothing where the module is the host system's, as in WSL2."""
     file = Path("/proc/driver/nvidia/version")
-    if file.exists():
-        return file.read_text()
-    version = ctypes.create_string_buffer(80)
-    with contextlib.suppress(OSError, AttributeError):  # there may be none, or another one of this name
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        library.nvmlInit_v2()
-        library.nvmlSystemGetDriverVersion(version, len(version))
-        library.nvmlShutdown()
-    return version.value.decode(errors="replace")
+    return file.read_text() if file.exists() else ""
 
 
 def _triton_version() -> str:

@@ -89,7 +89,7 @@ class AffineInput(NamedTuple):
 
 
 class GradAccumulator(NamedTuple):
-    """Where a backward kernel accumulates: grad_accum += grad_scale · grad, or `=` with `overwrite`.
+    """The place in which a backward kernel accumulates: grad_accum += grad_scale · grad, or `=` with `overwrite`.
 
     γ · grad_bias and γ · grad_weight of the norm are added to `sums`, (2, channels), which is None under a frozen norm.
     `needs_grad_weight` is False where the convolution's weight does not require a gradient.
@@ -113,7 +113,7 @@ class Gradients(NamedTuple):
 
 
 class StatisticsOutput:
-    """Where a kernel writes the statistics of its output, `matrix` (3, channels): mean, biased variance and, from
+    """The matrix (3, channels) in which a kernel writes its output's statistics: mean, biased variance and, from
     `eps`, 1 / sqrt(var + eps). `rows` are views of the matrix's rows. On a CPU, the matrix must be zero before.
     """
 
@@ -250,7 +250,7 @@ class Kernels(Protocol):
         ...
 
     def images_at_once(self, x: Tensor, shape: torch.Size) -> int:
-        """How many images of x a stem's convolution reads at a time; `shape` is the shape of its output."""
+        """The number of images of x that a stem's convolution reads at a time; `shape` is the shape of its output."""
         ...
 
     def image_statistics(self, values: Tensor, statistics: StatisticsOutput) -> None:

@@ -348,7 +348,7 @@ def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
 
 
 def _finish(sums: Sums | None, norm: BatchNormAffine, accumulator: GradAccumulator) -> Gradients:
-    """After the last tile: the gradients of the norm and of the convolution's weight."""
+    """The gradients of the norm and of the convolution's weight, once all tiles are added up."""
     assert sums is not None  # there is a tile
     conv_weight, grad_bias, product_sum = sums
     grad_weight = norm.grad_weight(grad_bias, product_sum)

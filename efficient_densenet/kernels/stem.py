@@ -141,7 +141,7 @@ def _grad_before_activation(
 
 
 def _of_centered(norm: BatchNormAffine) -> BatchNormAffine:
-    """The same norm for centered values (their mean is subtracted)."""
+    """The norm for centered values, from which the mean is subtracted already."""
     return norm._replace(mean=None)
 
 

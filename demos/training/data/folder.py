@@ -51,17 +51,11 @@ def decode(path: str | Path, image_size: int, channels: int = 3) -> Tensor:
 
 
 class ClassFolders(ImageFolder):
-    """torchvision's `ImageFolder` of one split, whose classes are those of train/, without hidden files and pipes."""
+    """torchvision's `ImageFolder` of one split, whose classes are those of train/, without hidden files."""
 
     def __init__(self, root: Path, classes: list[str], decoder: Any) -> None:
         self.names = classes
-        for _ in os.walk(root, onerror=_raise, followlinks=True):
-            pass  # what cannot be read is an error, and not some images less
-        super().__init__(os.fspath(root), loader=decoder, is_valid_file=_is_image, allow_empty=True)
-        for label in sorted(set(range(len(classes))) - set(self.targets)):
-            raise ValueError(
-                f"{root / classes[label]} contains no images: put some there, or remove the class from every folder"
-            )
+        super().__init__(os.fspath(root), loader=decoder, is_valid_file=_is_image)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         unknown = sorted(set(class_names(Path(directory))) - set(self.names))
@@ -113,37 +107,16 @@ def read(
     return splits, tuple(classes), _file_digest(folder, (path for files in found.values() for path, _ in files.samples))
 
 
-def check_images(images: ImageSet, part: slice) -> None:
-    """Raise if one of this part of streamed images cannot be decoded, which evaluating would find after hours."""
-    if isinstance(images, StreamedImages):
-        for _ in _batches(images[part], "checking"):
-            pass
-
-
 def _decode_all(streamed: StreamedImages) -> Images:
-    images, labels = zip(*_batches(streamed, "reading"), strict=True)
+    order = torch.arange(len(streamed)).split(64)
+    tqdm = need("tqdm", extra="demos").tqdm
+    batches = tqdm(streamed.fetch(order), "reading", len(order), leave=False, disable=None)
+    images, labels = zip(*batches, strict=True)
     return Images(torch.cat(images), torch.cat(labels))
 
 
-def _batches(images: StreamedImages, description: str) -> Iterable[tuple[Tensor, Tensor]]:
-    order = torch.arange(len(images)).split(64)
-    tqdm = need("tqdm", extra="demos").tqdm
-    return tqdm(images.fetch(order), description, len(order), leave=False, disable=None)
-
-
 def _is_image(path: str) -> bool:
-    """By its suffix. Pipes and devices are left out; a dangling link is an error, and not an image less."""
-    if os.path.basename(path).startswith(".") or os.path.splitext(path)[1].lower() not in SUFFIXES:
-        return False
-    if not os.path.exists(path):
-        raise UndecodableImage(
-            f"{path} is not an image that can be decoded (it is a dangling link): replace or remove it"
-        )
-    return os.path.isfile(path)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    return not os.path.basename(path).startswith(".") and os.path.splitext(path)[1].lower() in SUFFIXES
 
 
 def _file_digest(folder: Path, paths: Iterable[str]) -> str:

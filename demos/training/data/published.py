@@ -1,7 +1,5 @@
 """CIFAR, SVHN, MNIST and Fashion-MNIST through torchvision, which checks, unpacks and downloads their files."""
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,29 +55,17 @@ def read(name: str, folder: Path) -> tuple[Images, Images, tuple[str, ...]]:
 
 
 def download(folder: Path, dataset: str) -> None:
-    """Download `dataset` into a temporary folder in `folder`, then move it: a failure leaves nothing behind."""
-    title, created = DATASETS[dataset].title, [p for p in (folder, *folder.absolute().parents) if not p.exists()]
-    temporary = None
+    title = DATASETS[dataset].title
     print(f"{folder} has no images: downloading {title} into it", flush=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".download-", dir=folder))
         for arguments in DATASETS[dataset].splits:
-            _class(dataset)(temporary, download=True, **arguments)
-        for path in temporary.iterdir():
-            path.rename(folder / path.name)
-        created = []
+            _class(dataset)(folder, download=True, **arguments)
     except (OSError, RuntimeError) as exc:
         raise ConnectionError(
             f"{folder} has no images, and {title} could not be downloaded into it ({' '.join(str(exc).split())}): "
             "connect to the network, or give --data a directory with torchvision's files or with train/ and test/ "
             "class folders, or leave --data out for the digits that ship with the package"
         ) from exc
-    finally:
-        if temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
-        for path in filter(Path.exists, created):
-            path.rmdir()
 
 
 def _class(name: str) -> Any:

@@ -124,20 +124,15 @@ def _recognize(path: Path, dataset: str | None) -> str | None:
     found = published.find(path, dataset)
     if found or (dataset is None and folder.is_image_folder(path)):
         return found
-    if path.is_file():
-        raise ValueError(f"{path} is a file, but --data needs a directory of images")
-    names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    if not names:
-        raise ValueError(f"{path} is absent or empty, but images are needed there: give their place with --data")
-    contains = f"{path} contains {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-    if dataset:
-        raise ValueError(
-            f"{contains}, but --dataset {dataset} needs {published.DATASETS[dataset].title} there: leave --dataset "
-            "out to take what is there, or give another --data"
-        )
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    contains = f"contains {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" if names else "is absent or empty"
+    needed = (
+        f"--dataset {dataset} needs {published.DATASETS[dataset].title}"
+        if dataset
+        else "torchvision's files, or train/ and test/ with a folder of images for each class, are needed"
+    )
     raise ValueError(
-        f"{contains}, but a directory of images needs torchvision's files, or train/ and test/ with a folder of images "
-        "for each class: move them there, or give another --data, or a --dataset to download beside what is there"
+        f"{path} {contains}, but {needed} there: give another --data, or a --dataset to download beside what is there"
     )
 
 

@@ -51,6 +51,13 @@ def with_contiguous_rows(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
+def run(
+    kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], constants: dict[str, Any], *tensors: Tensor | None
+) -> None:
+    """Launch the kernel with these arguments, tensors before numbers."""
+    launch.launch(launch.cached_launch(kernel, grid, *numbers, **constants), *tensors)
+
+
 def finish_backward(
     norm: BatchNormAffine,
     sums: Tensor | None,
@@ -67,7 +74,7 @@ def finish_backward(
     splits, _, channels = partial_sums.shape
     grads = Gradients(partial_sums.new_empty(channels), partial_sums.new_empty(channels), conv_weight)
     (weight, _, mean, inv_std), has_mean = norm_vectors(norm)
-    # In the place of an absent tensor, another tensor is passed, which the kernel does not read.
+    # Another tensor, which the kernel does not read, takes the place of an absent one.
     conv_weight_or_any, sums_or_any, partial_conv_weight_or_any = (
         partial_sums if each is None else each for each in (conv_weight, sums, partial_conv_weight)
     )
@@ -76,35 +83,18 @@ def finish_backward(
     num_weights = 0 if conv_weight is None else conv_weight.numel()
     weight_splits = 0 if partial_conv_weight is None else partial_conv_weight.shape[0]
     sizes = splits, weight_splits, channels, num_weights, 0 if sums is None else sums.stride(0)
-    finishing = _finishing_launch(sizes, has_mean, sums is not None, conv_weight is not None, taps)
-    launch.launch(finishing, *outputs, *inputs)
-    return grads
-
-
-@launch.cached
-def _finishing_launch(
-    sizes: tuple[int, ...],
-    has_mean: bool,
-    has_sums: bool,
-    has_grad_weight: bool,
-    taps: int,
-) -> launch.Launch:
-    channels, num_weights = sizes[2:4]
+    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": conv_weight is not None}
     columns = _FINISHING_TILE["BLOCK_COLUMNS"]
     grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
-    constants = {"HAS_MEAN": has_mean, "HAS_SUMS": has_sums, "HAS_GRAD_WEIGHT": has_grad_weight, "TAPS": taps}
-    return launch.Launch(finishing_kernels.finish_backward, grid, *sizes, **constants, **_FINISHING_TILE)
+    constants |= {"TAPS": taps, **_FINISHING_TILE}
+    run(finishing_kernels.finish_backward, grid, sizes, constants, *outputs, *inputs)
+    return grads
 
 
 def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:
     """The statistics of all rows, from `stats` (tiles, 2, channels) of tiles of `block_rows` rows."""
     num_tiles, _, channels = stats.shape
-    sizes = num_rows, channels, statistics.matrix.stride(0)
-    launch.launch(_combining_launch(num_tiles, block_rows, statistics.eps, *sizes), statistics.matrix, stats)
-
-
-@launch.cached
-def _combining_launch(num_tiles: int, block_rows: int, eps: float, *sizes: int) -> launch.Launch:
     blocks = _TALL_COMBINING_TILE if num_tiles > _COMBINING_TILE["BLOCK_TILES"] else _COMBINING_TILE
-    grid, kernel = (cdiv(sizes[1], blocks["BLOCK_CHANNELS"]),), statistics_kernels.combine_statistics
-    return launch.Launch(kernel, grid, eps, *sizes, block_rows, **blocks)
+    numbers = statistics.eps, num_rows, channels, statistics.matrix.stride(0), block_rows
+    grid = (cdiv(channels, blocks["BLOCK_CHANNELS"]),)
+    run(statistics_kernels.combine_statistics, grid, numbers, blocks, statistics.matrix, stats)

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...activations import ActivationSpec
 from ...convolution import precision
 from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ..device import conv1x1_kernels
-from . import launch, tiles
+from . import tiles
 from .common import (
     activation_constants,
     cdiv,
     divisibility,
     finish_backward,
     norm_vectors,
+    run,
     with_contiguous_rows,
 )
 
@@ -35,33 +35,14 @@ def forward(conv: Conv1x1, with_statistics: bool) -> tuple[Tensor, int]:
     stats = values.new_empty(row_tiles if with_statistics else 0, 2, width, dtype=torch.float32)
     vectors, has_mean = norm_vectors(conv.input.norm)
     sizes = num_rows, channels, values.stride(0)
-    constants = conv.input.activation, has_mean, with_statistics, products.input_precision, weight.dtype, tile
-    for out, forward_launch in _forward_launches(width, sizes, *constants):
+    constants = {"HAS_MEAN": has_mean, "WITH_STATISTICS": with_statistics, "PRECISION": products.input_precision}
+    constants |= {"OUT_STRIDE": width, "DIVISIBILITY": divisibility(weight.dtype, *sizes[1:]), **tile.constants()}
+    constants |= activation_constants(conv.input.activation)
+    for out in _slices(width):
+        constants["OUT_CHANNELS"] = out.stop - out.start
         tensors = _from(conv.output, out), _from(stats, out), values, *vectors, _from(weight, out, -2)
-        launch.launch(forward_launch, *tensors)
+        run(conv1x1_kernels.conv1x1_forward, (row_tiles,), sizes, constants, *tensors)
     return stats, tile.rows
-
-
-@launch.cached
-def _forward_launches(
-    width: int,
-    sizes: tuple[int, ...],
-    activation: ActivationSpec,
-    has_mean: bool,
-    with_statistics: bool,
-    precision: str,
-    dtype: torch.dtype,
-    tile: tiles.Tile,
-) -> list[tuple[slice, launch.Launch]]:
-    """The launch for each slice of the output channels."""
-    kernel, grid = conv1x1_kernels.conv1x1_forward, (cdiv(sizes[0], tile.rows),)
-    constants = {"HAS_MEAN": has_mean, "WITH_STATISTICS": with_statistics, "PRECISION": precision}
-    constants |= {"OUT_STRIDE": width, "DIVISIBILITY": divisibility(dtype, *sizes[1:]), **tile.constants()}
-    constants |= activation_constants(activation)
-    return [
-        (out, launch.Launch(kernel, grid, *sizes, OUT_CHANNELS=out.stop - out.start, **constants))
-        for out in _slices(width)
-    ]
 
 
 def backward(
@@ -79,46 +60,20 @@ def backward(
     partial_sums = values.new_empty(num_slices, splits, 2, channels, dtype=torch.float32)
     (vectors, has_mean), (norm_backward, has_sums, has_out_mean) = norm_vectors(input.norm), _norm_backward(grad_output)
     sizes = num_rows, channels, grad_accum.stride(0), values.stride(0), 0 if sums is None else sums.stride(0)
-    constants = has_mean, input.norm.frozen, needs_grad_weight, accumulator.overwrite, has_sums, has_out_mean
-    settings = input.activation, products.input_precision, weight.dtype, tile, (channel_tiles, splits)
-    launches = _backward_launches(width, grad_output.count, sizes, *constants, *settings)
-    for i, (out, backward_launch) in enumerate(launches):
+    constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
+    constants |= {"HAS_SUMS": has_sums, "HAS_OUT_MEAN": has_out_mean, "PRECISION": products.input_precision}
+    constants |= {"DIVISIBILITY": divisibility(weight.dtype, *sizes[1:4]), "OUT_STRIDE": width}
+    constants |= {**tile.constants(), "BLOCK_REST": tile.rest, **activation_constants(input.activation)}
+    for i, out in enumerate(_slices(width)):
+        # Slices but the first add to what the first has written.
+        constants |= {"OUT_CHANNELS": out.stop - out.start, "OVERWRITE": accumulator.overwrite and out.start == 0}
         outputs = _from(partial_grad_weight, out, -2), partial_sums[i], grad_accum
         inputs = *(_from(each, out) for each in norm_backward), values, *vectors, _from(weight, out, -2)
-        launch.launch(backward_launch, *outputs, *inputs)
+        numbers, grid = (1 / grad_output.count, *sizes), (channel_tiles, splits)
+        run(conv1x1_kernels.conv1x1_backward, grid, numbers, constants, *outputs, *inputs)
     grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad_weight else None
     partial_sums = partial_sums[0] if num_slices == 1 else partial_sums.sum(0)
     return finish_backward(input.norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight)
-
-
-@launch.cached
-def _backward_launches(
-    width: int,
-    count: float,
-    sizes: tuple[int, ...],
-    has_mean: bool,
-    frozen: bool,
-    needs_grad_weight: bool,
-    overwrite: bool,
-    has_sums: bool,
-    has_out_mean: bool,
-    activation: ActivationSpec,
-    precision: str,
-    dtype: torch.dtype,
-    tile: tiles.Tile,
-    grid: tuple[int, int],
-) -> list[tuple[slice, launch.Launch]]:
-    """The launch for each slice of the output channels; all but the first add to what the first has written."""
-    constants = {"HAS_MEAN": has_mean, "FROZEN": frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
-    constants |= {"HAS_SUMS": has_sums, "HAS_OUT_MEAN": has_out_mean, "PRECISION": precision, "OUT_STRIDE": width}
-    constants |= {**tile.constants(), "BLOCK_REST": tile.rest, "DIVISIBILITY": divisibility(dtype, *sizes[1:4])}
-    constants |= activation_constants(activation)
-    launches = []
-    for out in _slices(width):
-        of_slice = {"OUT_CHANNELS": out.stop - out.start, "OVERWRITE": overwrite and out.start == 0}
-        kernel = conv1x1_kernels.conv1x1_backward
-        launches.append((out, launch.Launch(kernel, grid, 1 / count, *sizes, **constants, **of_slice)))
-    return launches
 
 
 def product_precision(weight: Tensor) -> tiles.Precision:

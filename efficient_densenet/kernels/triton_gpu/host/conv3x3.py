@@ -12,12 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...activations import ActivationSpec
 from ...convolution import precision
 from ...interface import AffineInput, GradAccumulator, Gradients, StatisticsOutput
 from ..device import conv3x3_kernels
 from ..device.conv3x3_kernels import HAS_GATHER
-from . import launch
 from .common import (
     activation_constants,
     cdiv,
@@ -26,6 +24,7 @@ from .common import (
     finish_backward,
     norm_vectors,
     num_splits,
+    run,
     with_contiguous_rows,
 )
 from .tiles import KIB, DeviceLimits, device_limits
@@ -34,7 +33,7 @@ MAX_OUT_CHANNELS = 64
 """A wider convolution is limited by its products, not by memory traffic, and cuDNN's products are faster."""
 
 MAX_EXACT_OUT_CHANNELS = 16
-"""The same limit for exact float32 products, which tensor cores do not compute."""
+"""The limit for exact float32 products, which tensor cores do not compute."""
 
 MAX_PIXELS = 2**30
 """Row numbers, also shifted by a tap, must fit int32."""
@@ -76,35 +75,16 @@ def forward(
     stats = weight.new_empty(row_tiles if has_statistics else 0, 2, out_channels, dtype=torch.float32)
     vectors, has_mean = norm_vectors(input.norm)
     sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
-    constants = input.activation, has_mean, has_statistics, shift_sums, precision(), (values.dtype, output.dtype)
-    forward_launch = _forward_launch(row_tiles, sizes, *constants, tuple(tile.items()))
-    launch.launch(forward_launch, output, stats, values, *vectors, weight)
+    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "HAS_STATISTICS": has_statistics}
+    constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision(), **tile, **activation_constants(input.activation)}
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
+    constants["OUT_DIVISIBILITY"] = divisibility(output.dtype, out_channels)
+    # CUDA takes at most 65,535 program instances on any axis but the first.
+    grid = row_tiles, cdiv(out_channels, tile["BLOCK_OUT"])
+    run(conv3x3_kernels.conv3x3_forward, grid, sizes, constants, output, stats, values, *vectors, weight)
     if statistics is not None:
         combine_statistics(stats, tile_rows, num_rows, statistics)
     return output
-
-
-@launch.cached
-def _forward_launch(
-    row_tiles: int,
-    sizes: tuple[int, ...],
-    activation: ActivationSpec,
-    has_mean: bool,
-    has_statistics: bool,
-    shift_sums: bool,
-    precision: str,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    tile: tuple[tuple[str, int], ...],
-) -> launch.Launch:
-    channels, values_stride, out_channels = sizes[1], *sizes[-2:]
-    options, (values_dtype, output_dtype) = dict(tile), dtypes
-    # CUDA takes at most 65,535 program instances on any axis but the first.
-    grid = row_tiles, cdiv(out_channels, options["BLOCK_OUT"])
-    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "HAS_STATISTICS": has_statistics}
-    constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision, **options, **activation_constants(activation)}
-    constants["DIVISIBILITY"] = divisibility(values_dtype, channels, values_stride)
-    constants["OUT_DIVISIBILITY"] = divisibility(output_dtype, out_channels)
-    return launch.Launch(conv3x3_kernels.conv3x3_forward, grid, *sizes, **constants)
 
 
 def backward(
@@ -144,32 +124,14 @@ def _grad_input(
     vectors, has_mean = norm_vectors(input.norm)
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
     sizes = num_rows, channels, *shape[1:], dilation, *strides
-    constants = has_mean, input.norm.frozen, accumulator.overwrite, precision(), (values.dtype, grad_output.dtype)
-    settings = weight.shape[0], sizes, input.activation, *constants, tuple(tile.items())
-    grad_input_launch = _grad_input_launch((channel_tiles, splits), *settings)
-    launch.launch(grad_input_launch, partial_sums, grad_accum, grad_output, values, *vectors, weight)
+    constants = {"OUT_CHANNELS": weight.shape[0], "HAS_MEAN": has_mean, "FROZEN": input.norm.frozen}
+    constants |= {"OVERWRITE": accumulator.overwrite, "PRECISION": precision(), **tile}
+    constants |= activation_constants(input.activation)
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, grad_accum.stride(0), values.stride(0))
+    constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))
+    tensors = partial_sums, grad_accum, grad_output, values, *vectors, weight
+    run(conv3x3_kernels.conv3x3_grad_input, (channel_tiles, splits), sizes, constants, *tensors)
     return partial_sums
-
-
-@launch.cached
-def _grad_input_launch(
-    grid: tuple[int, int],
-    out_channels: int,
-    sizes: tuple[int, ...],
-    activation: ActivationSpec,
-    has_mean: bool,
-    frozen: bool,
-    overwrite: bool,
-    precision: str,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    tile: tuple[tuple[str, int], ...],
-) -> launch.Launch:
-    channels, accum_stride, grad_output_stride, values_stride = sizes[1], *sizes[-3:]
-    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "FROZEN": frozen}
-    constants |= {"OVERWRITE": overwrite, "PRECISION": precision, **dict(tile), **activation_constants(activation)}
-    constants["DIVISIBILITY"] = divisibility(dtypes[0], channels, accum_stride, values_stride)
-    constants["OUT_DIVISIBILITY"] = divisibility(dtypes[1], grad_output_stride)
-    return launch.Launch(conv3x3_kernels.conv3x3_grad_input, grid, *sizes, **constants)
 
 
 def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dilation: int) -> Tensor:
@@ -184,30 +146,13 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
     vectors, has_mean = norm_vectors(input.norm)
     sizes = num_rows, channels, *shape[1:], dilation, grad_output.stride(0), values.stride(0)
-    constants = has_mean, precision(), (values.dtype, grad_output.dtype), tuple(tile.items())
-    settings = out_channels, sizes, input.activation, *constants
-    grad_weight_launch = _grad_weight_launch((*tiles, splits), *settings)
-    launch.launch(grad_weight_launch, partial_grad_weight, grad_output, values, *vectors)
+    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "PRECISION": precision(), **tile}
+    constants |= activation_constants(input.activation)
+    constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
+    constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))
+    tensors = partial_grad_weight, grad_output, values, *vectors
+    run(conv3x3_kernels.conv3x3_grad_weight, (*tiles, splits), sizes, constants, *tensors)
     return partial_grad_weight
-
-
-@launch.cached
-def _grad_weight_launch(
-    grid: tuple[int, int, int],
-    out_channels: int,
-    sizes: tuple[int, ...],
-    activation: ActivationSpec,
-    has_mean: bool,
-    precision: str,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    tile: tuple[tuple[str, int], ...],
-) -> launch.Launch:
-    channels, grad_output_stride, values_stride = sizes[1], *sizes[-2:]
-    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "PRECISION": precision, **dict(tile)}
-    constants |= activation_constants(activation)
-    constants["DIVISIBILITY"] = divisibility(dtypes[0], channels, values_stride)
-    constants["OUT_DIVISIBILITY"] = divisibility(dtypes[1], grad_output_stride)
-    return launch.Launch(conv3x3_kernels.conv3x3_grad_weight, grid, *sizes, **constants)
 
 
 # Tiles for which the kernels, as compiled for the architectures 80 to 120, do not spill. A quarter of a
@@ -221,7 +166,7 @@ def forward_tile(out_channels: int, dtype: torch.dtype, num_rows: int, limits: D
     there are many rows for each multiprocessor."""
     if dtype != torch.float32 and out_channels > 16:
         blocks = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 32, "BLOCK_OUT": 32}
-        # By default, ptxas spills on 10.0 to fit a third block.
+        # ptxas would spill on 10.0 to fit a third block.
         return {**blocks, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
     block_out = 16 if out_channels <= 16 else 32
     has_many_rows = num_rows >= 256 * limits.multiprocessors

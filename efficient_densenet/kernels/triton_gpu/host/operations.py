@@ -25,7 +25,7 @@ from ...interface import (
 )
 from ...portable import to_pixel_matrix, to_spatial
 from ..device import kernels, statistics_kernels
-from . import conv1x1, conv3x3, launch
+from . import conv1x1, conv3x3
 from .common import (
     MAX_PROGRAM_INSTANCES,
     activation_constants,
@@ -35,6 +35,7 @@ from .common import (
     finish_backward,
     norm_vectors,
     num_splits,
+    run,
     with_contiguous_rows,
 )
 from .stem import (  # noqa: F401 (the stem's operations in this set)
@@ -62,8 +63,7 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     grid, sizes = (cdiv(num_rows, block_rows), cdiv(channels, block_channels)), (channels, values.stride(0))
     stats = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
     constants = {"DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
-    tile_launch = launch.cached_launch(statistics_kernels.tile_statistics, grid, num_rows, *sizes, **constants)
-    launch.launch(tile_launch, stats, values)
+    run(statistics_kernels.tile_statistics, grid, (num_rows, *sizes), constants, stats, values)
     combine_statistics(stats, block_rows, num_rows, statistics)
 
 
@@ -76,31 +76,11 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     grad_input = grad_accum if in_place else torch.empty_like(values, memory_format=torch.contiguous_format)
     inv_std = grad.inv_std.contiguous()
     tensors = grad_input, grad_accum, values, grad.mean if has_mean else inv_std, inv_std, grad.sums
-    strides = grad_input.stride(0), grad_accum.stride(0), values.stride(0), grad.sums.stride(0)
-    grad_input_launch = _batch_norm_launch(
-        _grid(num_rows, channels, _NARROW_TILE), grad.count, num_rows, channels, *strides, has_mean, values.dtype
-    )
-    launch.launch(grad_input_launch, *tensors)
+    sizes = channels, grad_input.stride(0), grad_accum.stride(0), values.stride(0)
+    constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
+    numbers = 1 / grad.count, num_rows, *sizes, grad.sums.stride(0)
+    run(kernels.batch_norm_grad_input, _grid(num_rows, channels, _NARROW_TILE), numbers, constants, *tensors)
     return grad_input
-
-
-@launch.cached
-def _batch_norm_launch(
-    grid: tuple[int, int],
-    count: int,
-    num_rows: int,
-    channels: int,
-    grad_input_stride: int,
-    accum_stride: int,
-    values_stride: int,
-    sums_stride: int,
-    has_mean: bool,
-    dtype: torch.dtype,
-) -> launch.Launch:
-    kernel = kernels.batch_norm_grad_input
-    sizes = channels, grad_input_stride, accum_stride, values_stride
-    constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(dtype, *sizes), **_NARROW_TILE}
-    return launch.Launch(kernel, grid, 1 / count, num_rows, *sizes, sums_stride, **constants)
 
 
 def affine_forward(input: AffineInput) -> Tensor:
@@ -258,9 +238,8 @@ def _affine_activation_pool(input: AffineInput, dtype: torch.dtype, shape: torch
     sizes = channels, values.stride(0), height, width
     constants = {"HAS_MEAN": has_mean, "POOL": pool, **activation_constants(input.activation), **_TILE}
     constants["DIVISIBILITY"] = divisibility(values.dtype, *sizes[:2])
-    grid = _grid(num_rows, channels, _TILE)
-    pool_launch = launch.cached_launch(kernels.affine_activation_pool_forward, grid, num_rows, *sizes, **constants)
-    launch.launch(pool_launch, output, values, *vectors)
+    grid, tensors = _grid(num_rows, channels, _TILE), (output, values, *vectors)
+    run(kernels.affine_activation_pool_forward, grid, (num_rows, *sizes), constants, *tensors)
     return output
 
 
@@ -287,7 +266,7 @@ def _affine_activation_pool_backward(
     constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "POOL": pool, **tile}
     constants |= {"OVERWRITE": overwrite, "DIVISIBILITY": alignment, **activation_constants(input.activation)}
     sizes = num_rows, channels, *strides, height, width
-    launch.launch(launch.cached_launch(kernels.affine_activation_pool_backward, grid, *sizes, **constants), *tensors)
+    run(kernels.affine_activation_pool_backward, grid, sizes, constants, *tensors)
     return partial_sums
 
 

@@ -16,7 +16,6 @@ from ...activations import ActivationSpec
 from ...interface import BatchNormAffine, Gradients, StatisticsOutput
 from ...max_pooling import MaxPool
 from ..device import stem_kernels
-from . import launch
 from .common import (
     MAX_PROGRAM_INSTANCES,
     activation_constants,
@@ -26,6 +25,7 @@ from .common import (
     finish_backward,
     norm_vectors,
     num_splits,
+    run,
 )
 
 _STATISTICS_TILE = {False: (512, 4), True: (256, 16)}
@@ -60,7 +60,7 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     grid = _tiles(num_rows, channels, constants)
     stats = values.new_empty(grid[0], 2, channels, dtype=torch.float32)
     sizes = num_rows, channels, height, width
-    launch.launch(launch.cached_launch(stem_kernels.image_statistics, grid, *sizes, **constants), stats, values)
+    run(stem_kernels.image_statistics, grid, sizes, constants, stats, values)
     return combine_statistics(stats, block_rows, num_rows, statistics)
 
 
@@ -74,7 +74,7 @@ def norm_activation_max_pool(
     num_rows, sizes = _rows(output), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
     grid, vectors = _tiles(num_rows, values.shape[1], constants), norm_vectors(norm)[0]
     kernel = stem_kernels.norm_activation_max_pool_forward
-    launch.launch(launch.cached_launch(kernel, grid, num_rows, *sizes, **constants), output, values, *vectors)
+    run(kernel, grid, (num_rows, *sizes), constants, output, values, *vectors)
     return output
 
 
@@ -93,7 +93,7 @@ def norm_activation_max_pool_reduce(
     tensors = indices, partial_sums, grad_output, values, *norm_vectors(norm)[0]
     sizes = *values.shape[1:], *pool.pooled_size(values.shape[2:])
     kernel, grid = stem_kernels.norm_activation_max_pool_backward_reduce, (channel_tiles, splits)
-    launch.launch(launch.cached_launch(kernel, grid, num_rows, *sizes, **constants), *tensors)
+    run(kernel, grid, (num_rows, *sizes), constants, *tensors)
     of_centered = BatchNormAffine(norm.weight, norm.bias, norm.inv_std)  # the kernel subtracts the mean
     return indices, finish_backward(of_centered, None, partial_sums)
 
@@ -120,7 +120,7 @@ def norm_activation_max_pool_backward(
     grid, sizes = _tiles(num_rows, values.shape[1], constants), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
     tensors = values, indices, grad_output, values, *vectors, sums.norm_weight, sums.norm_bias
     kernel = stem_kernels.norm_activation_max_pool_backward
-    return launch.launch(launch.cached_launch(kernel, grid, 1 / count, num_rows, *sizes, **constants), *tensors)
+    return run(kernel, grid, (1 / count, num_rows, *sizes), constants, *tensors)
 
 
 def _constants(values: Tensor, tiles: dict[bool, tuple[int, int]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ BARRIER_BYTES = 8
 
 
 class Precision(enum.Enum):
-    """How products are computed. Sums are in float32."""
+    """The arithmetic of products. Sums are in float32."""
 
     HALF = "half"
     TF32 = "tf32"
@@ -103,7 +103,7 @@ class Tile(NamedTuple):
         return max(operands, self.out_channels * self.channels * 4) + BARRIER_BYTES
 
     def resident_blocks(self, shared_memory: int, limits: DeviceLimits) -> int:
-        """How many blocks of this tile a multiprocessor holds."""
+        """The number of blocks of this tile that a multiprocessor holds."""
         two_fit = 2 * (shared_memory + RESERVED_SHARED_MEMORY) <= limits.shared_memory
         return 2 if self.max_registers == 128 and two_fit else 1
 
