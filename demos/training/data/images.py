@@ -85,10 +85,12 @@ class StreamedImages:
             for images, labels in decoded:
                 yield images.to(self.device), labels.to(self.device)
         except UndecodableImage as exc:  # a worker has put its traceback before the message
+            exc.__traceback__ = decoded = None  # the last references to the iterator, which ends its workers now
             raise UndecodableImage(str(exc).strip().splitlines()[-1].rpartition("UndecodableImage: ")[2]) from None
         except (RuntimeError, EOFError, OSError) as exc:
             if isinstance(exc, RuntimeError) and not any(sign in str(exc) for sign in ("DataLoader worker", "ancdata")):
                 raise
+            exc.__traceback__ = decoded = None
             raise ChildProcessError(
                 "a process that decodes images ended, perhaps for lack of memory, or of shared memory in a container "
                 "(--shm-size): give fewer --workers, and continue with --resume"
