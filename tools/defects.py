@@ -1923,7 +1923,7 @@ DEFECTS = [
         "checkpoint: random states of the recomputation stay",
         "current.set()",
         "pass",
-        "checkpoint",
+        "checkpoint_state",
     ),
     Defect(
         "checkpoint: frozen parameters are not unfrozen for the recomputation",
